@@ -7,14 +7,16 @@ and `make_plan` compute the placement without loading the model; every error rai
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from moegguf.bindings_finder import BindingsFinder
 from moegguf.errors import MoeggufError
 from moegguf.package import __version__
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from moegguf.engine.llama import Llama
     from moegguf.engine.planner import make_plan
     from moegguf.engine.stats import Stats
@@ -48,6 +50,19 @@ _MODULES = {
 }
 
 
+class BindingsFinder:
+    """Finds the `llama_cpp` bindings that lie in this package, also where llama-cpp-python is installed, and loads our
+    libllama before they are imported."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The bindings' spec; None for other modules. Raises LibraryError where the native library does not load."""
+        if name != "llama_cpp":
+            return None
+        found: ModuleSpec | None = importlib.import_module("moegguf.native.library").find_bindings()
+        return found
+
+
 sys.meta_path.insert(0, BindingsFinder)
 
 
@@ -58,7 +73,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     # Importing moegguf must not load numpy and libllama, so that `moegguf --help` is fast.
     if name in _MODULES:
-        import importlib
-
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'moegguf' has no attribute {name!r}")

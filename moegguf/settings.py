@@ -234,20 +234,14 @@ def _choice(option: Option, text: str) -> str:
     return text.lower()
 
 
-def _budgets(_: Option, text: str) -> str:
-    for part in text.split(","):  # one per device
-        parse_expert_cache(part)
-    return text
-
-
-def _store_size(_: Option, text: str) -> str:
-    parse_store_size(text)
-    return text
+def _checked(parse: Callable[[str], object]) -> Callable[[Option, str], str]:
+    """The text itself, which is parsed again where it is used."""
+    return lambda _, text: (parse(text), text)[1]
 
 
 _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "text": lambda _, text: text,
-    "budget": _budgets,
+    "budget": _checked(lambda text: [parse_expert_cache(part) for part in text.split(",")]),  # one per device
     "size": lambda _, text: parse_size(text),
     "duration": lambda _, text: parse_duration(text),
     "timeout": lambda _, text: parse_duration(text) or math.inf,
@@ -260,6 +254,6 @@ _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "address": lambda _, text: parse_host(text),
     "networks": lambda _, text: parse_networks(text),
     "list": lambda _, text: _items(text),
-    "store size": _store_size,
+    "store size": _checked(parse_store_size),
     "path": lambda _, text: Path(text).expanduser(),
 }

@@ -133,6 +133,5 @@ ACTIONS = {"pull": (pull_again, old_or_new), "create": (make_and_remove, all_or_
 
 
 if __name__ == "__main__":
-
     action, check = ACTIONS[sys.argv[1]]
     print(crash_everywhere(Path(sys.argv[2]), action, check))

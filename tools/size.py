@@ -17,10 +17,10 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_220,
-    "moegguf/bench": 1_340,
-    "moegguf/chat": 1_910,
-    "moegguf/cli": 2_660,
+    "moegguf": 1_120,
+    "moegguf/bench": 1_380,
+    "moegguf/chat": 1_580,
+    "moegguf/cli": 2_230,
     "moegguf/controller": 2_200,
     "moegguf/engine": 7_230,
     "moegguf/generate": 4_170,
@@ -29,10 +29,10 @@ LIMITS = {
     "moegguf/native": 14_100,
     "moegguf/server": 7_570,
     "moegguf/serving": 4_080,
-    "moegguf/terminal": 1_590,
+    "moegguf/terminal": 1_360,
     "moegguf/trace": 1_970,
     "predictors": 8_080,
-    "tests": 40_300,
+    "tests": 40_310,
     "tools": 5_860,
 }
 

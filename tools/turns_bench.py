@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from moegguf.bench.measure import Feed, load
-from moegguf.bench.spec import Spec, Test
+from moegguf.bench.series import Spec, Test
 from moegguf.bench.stock import stock_library
 
 STEPS = 1024  # tokens after those that are not timed, before the context begins anew

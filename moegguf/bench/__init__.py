@@ -2,5 +2,5 @@
 
 Promises: load, prompt and generation are timed apart, as llama-bench does; compared systems run interleaved under the
 same memory limit, with a cold page cache by default, and their tokens are compared.
-Does not know how rows are displayed.
+Does not know flags and terminals.
 """

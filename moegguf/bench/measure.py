@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
+import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.memory_limit import die_with_parent
-from moegguf.bench.rows import imitated_routing
-from moegguf.bench.spec import Spec, Test
+from moegguf.bench.rows import FIGURES, imitated_routing
+from moegguf.bench.series import Spec, Test
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
@@ -50,13 +50,12 @@ _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
     """build_commit, build_number, cpu_info, gpu_info, backends of the library behind `bindings`; patched: by whom."""
     ggml, devices = all_devices()
-    names = [ggml.ggml_backend_dev_description(device).decode() for device in devices]
-    kinds = [ggml.ggml_backend_dev_type(device) for device in devices]
     found = (ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(device)) for device in devices)
     backends = dict.fromkeys(name.decode() for name in found)
 
-    def by_kind(*wanted: int) -> str:
-        return ", ".join(name for name, kind in zip(names, kinds, strict=True) if kind in wanted)
+    def by_kind(*kinds: int) -> str:
+        of_kind = (device for device in devices if ggml.ggml_backend_dev_type(device) in kinds)
+        return ", ".join(ggml.ggml_backend_dev_description(device).decode() for device in of_kind)
 
     return {
         # ggml_commit() would name the commit of whatever repository it was built in.
@@ -70,6 +69,9 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
 
 def load(spec: Spec) -> Llama:
     """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
+    # -1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU.
+    planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
+    gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     device = link_device(parse_link(spec.simulate_link), spec.simulate_threads) if spec.simulate_link else None
     return Llama(
         spec.model,
@@ -92,18 +94,12 @@ def load(spec: Spec) -> Llama:
         n_ubatch=spec.n_ubatch,
         n_threads=spec.n_threads,
         n_threads_batch=spec.n_threads,
-        **_gpu_layers(spec),
+        **gpu_layers,
         type_k=ggml_type(spec.type_k),
         type_v=ggml_type(spec.type_v),
         flash_attn={"on": True, "off": False, "auto": None}[spec.flash_attn],
         verbose=spec.verbose,
     )
-
-
-def _gpu_layers(spec: Spec) -> dict[str, Any]:
-    """-1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU."""
-    planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
-    return {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
 
 
 class Feed:
@@ -115,7 +111,11 @@ class Feed:
         self._bos = llama.token_bos() if llama._model.add_bos_token() else -1
         self._text: list[int] = []
         if spec.text is not None:
-            self._text = llama.tokenize(_read(spec.text), add_bos=False, special=False)
+            try:
+                text = Path(spec.text).read_bytes()
+            except OSError as error:
+                raise ModelNotFoundError(f"{spec.text!r} cannot be read ({error.strerror}); check the path.") from error
+            self._text = llama.tokenize(text, add_bos=False, special=False)
             if not self._text:
                 raise OptionError(f"there is no text in {spec.text!r}.")
 
@@ -131,16 +131,15 @@ class Feed:
         return tokens
 
 
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ModelNotFoundError(f"{path!r} cannot be read ({error.strerror}); check the path.") from error
-
-
 def greedy_token(llama: Llama) -> int:
     """The most probable next token."""
     return int(llama.context.logits().argmax())
+
+
+def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
+    start = time.perf_counter_ns()
+    llama.eval(tokens)
+    return time.perf_counter_ns() - start
 
 
 @dataclass
@@ -151,17 +150,6 @@ class Sample:
     token_ns: list[int]
     tokens: list[int]
     stats: Stats
-
-    @property
-    def ns(self) -> int:
-        """Nanoseconds of the prompt and all tokens."""
-        return self.prompt_ns + sum(self.token_ns)
-
-
-def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
-    start = time.perf_counter_ns()
-    llama.eval(tokens)
-    return time.perf_counter_ns() - start
 
 
 def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engine: Engine | None = None) -> Sample:
@@ -181,155 +169,98 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engin
         (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
         if answer.error is not None:
             raise answer.error
-        timing = answer.timing
-        sample.token_ns = [round(timing.total_s * 1e9 / test.n_gen)] * test.n_gen
-        sample.tokens += timing.context[start:]
-        sample.stats = llama.stats() - before
-        return sample
-    following = greedy_token(llama) if greedy and start else None
-    for i in range(test.n_gen):
-        sample.token_ns.append(_timed_eval(llama, [tokens[start + i] if following is None else following]))
-        sample.tokens.append(greedy_token(llama))
-        following = sample.tokens[-1] if greedy else None
+        sample.token_ns = [round(answer.timing.total_s * 1e9 / test.n_gen)] * test.n_gen
+        sample.tokens += answer.timing.context[start:]
+    else:
+        following = greedy_token(llama) if greedy and start else None
+        for given in tokens[start : start + test.n_gen]:
+            sample.token_ns.append(_timed_eval(llama, [given if following is None else following]))
+            sample.tokens.append(greedy_token(llama))
+            following = sample.tokens[-1] if greedy else None
     sample.stats = llama.stats() - before
     return sample
 
 
-def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
-    """The store's counters in one repetition, per token."""
-    compute_s = (stats.eval_s - stats.stall_s) / stats.tokens if stats.tokens else 0.0
-    return {
-        "hit_rate": stats.hit_rate,
-        "mb_per_token": stats.bytes_per_token / 1e6,
-        "stall_ms_per_token": stats.stall_per_token_s * 1e3,
-        "hook_ms_per_token": stats.hook_per_token_s * 1e3,
-        "compute_ms_per_token": compute_s * 1e3,
-        "link_gb_per_s": link_bytes_per_s / 1e9,
-        "link_bound_pct": stats.link_bound_share(link_bytes_per_s) * 100 if link_bytes_per_s else 0.0,
-        "evictions": stats.evictions,
-        "staged_mb_per_token": stats.bytes_staged / max(1, stats.tokens) / 1e6,
-        "copies_overlapped_pct": stats.staging_overlap * 100,
-        "draft_acceptance": stats.draft_acceptance,
-        "tokens_per_draft_pass": stats.tokens_per_draft_pass,
-        "mb_per_accepted_token": stats.bytes_per_accepted_token / 1e6,
-    }
-
-
 def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None) -> dict[str, Any]:
     """All repetitions of one test, with the link measured before and after each but never during one."""
+
+    def probe() -> float:
+        there = llama.session is not None and spec.probe_s
+        return expert_read_speed(llama.layout, spec.probe_s).bytes_per_s if there else 0.0
+
     time.sleep(spec.delay_s)
-    greedy = spec.feed == "greedy"
     if spec.warmup:  # as llama-bench: the whole prompt, one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
         measure(llama, short, feed.tokens(short.n_tokens, spec.repetitions), greedy=False)
     samples, figures = [], []
-    speed = _probe(llama, spec)
+    speed = probe()
     for repetition in range(spec.repetitions):
-        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy, engine)
+        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), spec.feed == "greedy", engine)
         samples.append(sample)
         if llama.session is not None:
-            speed, before = _probe(llama, spec), speed
-            figures.append(store_figures(sample.stats, (before + speed) / 2))
+            speed, before = probe(), speed
+            link = (before + speed) / 2
+            figures.append({name: figure.of(sample.stats, link) for name, figure in FIGURES.items()})
     return {
         **asdict(test),
         "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "samples_ns": [sample.ns for sample in samples],
+        "samples_ns": [sample.prompt_ns + sum(sample.token_ns) for sample in samples],
         "token_ns": [sample.token_ns for sample in samples],
         "tokens": [sample.tokens for sample in samples],
         "figures": figures,
     }
 
 
-def _probe(llama: Llama, spec: Spec) -> float:
-    if llama.session is None or not spec.probe_s:
-        return 0.0
-    return expert_read_speed(llama.layout, spec.probe_s).bytes_per_s
-
-
-def _fill(llama: Llama) -> float:
-    """Seconds until every expert is loaded, when the plan keeps all of them resident."""
-    start = time.perf_counter()
-    if llama.session is not None and llama.plan.resident:
-        llama.session.store.drain()
-    return time.perf_counter() - start
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process, mapped files included."""
-    with suppress(OSError, IndexError, ValueError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _description(llama: Llama, spec: Spec) -> dict[str, Any]:
-    patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
-    return describe_build(library.llama_cpp(), patched) | {
-        "model_type": llama._model.desc().replace("?B", human_number(llama._model.n_params())),  # an unknown size
-        "model_size": llama._model.size(),
-        "model_n_params": llama._model.n_params(),
-        "routing": imitated_routing(llama.layout.metadata),
-    }
-
-
-def _placement(llama: Llama) -> dict[str, Any]:
-    """Where experts are, and the tokens per second that were predicted; empty where nothing was decided."""
-    found = llama.plan.placement
-    if found is None:
-        return {"placement": "", "predicted_ts": 0.0}
-    return {"placement": str(found.chosen), "predicted_ts": found.chosen.tokens_per_s}
-
-
-def _link_warnings(spec: Spec) -> Iterator[str]:
-    copied = memory_copy_bytes_per_s()
-    if spec.simulate_link and parse_link(spec.simulate_link).bytes_per_s > copied:
-        yield (
-            f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s within"
-            " this machine's memory; scale bandwidth and compute down together"
-        )
-
-
 def run(spec: Spec) -> dict[str, Any]:
     """Loads, measures every test, closes. Raises MoeggufError."""
     start = time.perf_counter()
     with load(spec) as llama:
-        load_s, fill_s = time.perf_counter() - start, _fill(llama)
+        load_s, session, plan, model = time.perf_counter() - start, llama.session, llama.plan, llama._model
+        if session is not None and plan.resident:
+            session.store.drain()  # until every expert is loaded
+        fill_s = time.perf_counter() - start - load_s
         feed = Feed(llama, spec)
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
             tests = [run_test(llama, spec, test, feed, engine) for test in spec.tests]
-        info = llama.session.store.info() if llama.session is not None else {}
-        moegguf = llama.session is not None
+        # Not ru_maxrss, which begins with the peak of the process that started this one.
+        peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        info = session.store.info() if session is not None else {}
+        warned = list(plan.warnings) if session is not None else []
+        if spec.simulate_link and parse_link(spec.simulate_link).bytes_per_s > (copied := memory_copy_bytes_per_s()):
+            warned.append(
+                f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s"
+                " within this machine's memory; scale bandwidth and compute down together"
+            )
+        placed = plan.placement and plan.placement.chosen
+        patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
-            **_description(llama, spec),
+            **describe_build(library.llama_cpp(), patched),
+            "model_type": model.desc().replace("?B", human_number(model.n_params())),  # an unknown size
+            "model_size": model.size(),
+            "model_n_params": model.n_params(),
+            "routing": imitated_routing(llama.layout.metadata),
             "tests": tests,
             "load_s": load_s,
             "fill_s": fill_s,
-            "peak_rss_bytes": peak_rss_bytes(),
+            "peak_rss_bytes": int(peak_kib[1]) * 1024 if peak_kib else 0,
             "n_slots": info.get("n_slots_usable", 0),
-            "n_repacked": info.get("n_repacked", 0),
             "n_ubatch_used": llama.context_params.n_ubatch,
-            "budget_bytes": llama.plan.budget_bytes if moegguf else 0,
-            "planned_bytes": llama.plan.total_bytes if moegguf else 0,
-            "warnings": (*(llama.plan.warnings if moegguf else ()), *_link_warnings(spec)),
+            "budget_bytes": plan.budget_bytes if session is not None else 0,
+            "planned_bytes": plan.total_bytes if session is not None else 0,
+            "warnings": warned,
             "decisions": llama.decisions(),
-            **_placement(llama),
+            "placement": str(placed) if placed else "",
+            "predicted_ts": placed.tokens_per_s if placed else 0.0,
         }
-
-
-def _lines(arguments: Sequence[str]) -> Iterator[str]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are in the result
-            yield json.dumps(run(Spec.from_json(arguments[0])))
-    except MoeggufError as error:
-        yield json.dumps({"error": str(error), "error_type": type(error).__name__})
 
 
 if __name__ == "__main__":
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what libraries print out of the result
-    for line in _lines(sys.argv[1:]):
-        print(line, file=out, flush=True)
+    warnings.simplefilter("ignore")  # they are in the result
+    try:
+        found = run(Spec.from_json(sys.argv[1]))
+    except MoeggufError as error:
+        found = {"error": str(error)}
+    print(json.dumps(found), file=out, flush=True)

@@ -24,6 +24,8 @@ from moegguf.engine.machine import ROOT, cgroup_levels
 from moegguf.errors import MoeggufError
 
 _PR_SET_PDEATHSIG = 1
+_PEAK = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
+_EVENTS = {1: "memory.oom_control", 2: "memory.events"}
 _rmdir = os.rmdir
 _numbers = itertools.count(1)
 
@@ -32,53 +34,11 @@ class LimitError(MoeggufError):
     """No memory cgroup can be made here; the message has the alternative."""
 
 
-def _fields(path: Path) -> list[str]:
+def _words(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").split()
     except OSError:
         return []
-
-
-def _value(path: Path, name: str | None = None) -> int:
-    """The number in a cgroup file, or the one after `name` in it; 0 when it is absent."""
-    values = _fields(path)
-    if name is not None:
-        values = [after for before, after in itertools.pairwise(values) if before == name]
-    return int(values[0]) if values and values[0].isdigit() else 0
-
-
-@dataclass(frozen=True)
-class MemoryGroup:
-    """One memory cgroup with a limit; the command that `command` returns runs inside it."""
-
-    version: int
-    folder: Path
-    limit_bytes: int
-
-    def command(self, arguments: Sequence[str]) -> list[str]:
-        """`arguments` behind a shell that joins the group first, so that every byte of the child is counted."""
-        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *arguments]
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory, page cache included; 0 when the kernel does not report it."""
-        return _value(self.folder / ("memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"))
-
-    @property
-    def oom_kills(self) -> int:
-        """Number of processes that the limit has killed."""
-        return _value(self.folder / ("memory.events" if self.version == 2 else "memory.oom_control"), "oom_kill")
-
-    def remove(self, tries: int = 50) -> None:
-        """Removes the group, retried because the kernel frees its last pages late."""
-        for _ in range(tries):
-            try:
-                _rmdir(self.folder)
-                return
-            except FileNotFoundError:
-                return
-            except OSError:
-                time.sleep(0.1)
 
 
 def _write(path: Path, text: str) -> bool:
@@ -89,50 +49,76 @@ def _write(path: Path, text: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class MemoryGroup:
+    """One memory cgroup with a limit; the command that `command` returns runs inside it."""
+
+    version: int
+    folder: Path
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """`arguments` behind a shell that joins the group first, so that every byte of the child is counted."""
+        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *arguments]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory, page cache included; 0 when the kernel does not report it."""
+        return int((_words(self.folder / _PEAK[self.version]) or ["0"])[0])
+
+    @property
+    def oom_kills(self) -> int:
+        """Number of processes that the limit has killed; 0 when the kernel does not report it."""
+        words = _words(self.folder / _EVENTS[self.version])
+        return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
+
+    def remove(self) -> None:
+        """Removes the group, retried because the kernel frees its last pages late."""
+        for _ in range(50):
+            try:
+                _rmdir(self.folder)
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.1)
+
+
 def _limits_memory(version: int, folder: Path) -> bool:
     """Whether a new group in `folder` can limit memory."""
     if version == 1:
         return (folder / "memory.limit_in_bytes").exists()
     control = folder / "cgroup.subtree_control"
-    if "memory" in _fields(control):
+    if "memory" in _words(control):
         return True
     # Refused while processes are in `folder` itself: then the parent is tried.
-    return "memory" in _fields(folder / "cgroup.controllers") and _write(control, "+memory")
+    return "memory" in _words(folder / "cgroup.controllers") and _write(control, "+memory")
 
 
 def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
-    if version == 2:
-        if not _write(folder / "memory.max", str(n_bytes)):
-            return False
-        _write(folder / "memory.swap.max", "0")
-        return True
-    if not _write(folder / "memory.limit_in_bytes", str(n_bytes)):
+    """Sets the limit, with no swap as far as the kernel can do without."""
+    if not _write(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"), str(n_bytes)):
         return False
-    if not _write(folder / "memory.memsw.limit_in_bytes", str(n_bytes)):
+    if version == 2:
+        _write(folder / "memory.swap.max", "0")
+    elif not _write(folder / "memory.memsw.limit_in_bytes", str(n_bytes)):
         _write(folder / "memory.swappiness", "0")
     return True
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Removes the groups of processes that no longer exist."""
-    for group in folder.glob("moegguf-*-*"):
-        pid = group.name.split("-")[1]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            with contextlib.suppress(OSError):
-                _rmdir(group)
-
-
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """A new memory cgroup with this limit and no swap; call `remove` on it.
-
-    Raises LimitError where none can be made.
+    """A new memory cgroup with this limit and no swap; call `remove` on it. Those of processes that no longer exist are
+    removed. Raises LimitError where none can be made.
     """
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
             continue
-        _remove_abandoned(folder)
-        group = MemoryGroup(version, folder / name, limit_bytes)
+        for abandoned in folder.glob("moegguf-*-*"):
+            pid = abandoned.name.split("-")[1]
+            if pid.isdigit() and not psutil.pid_exists(int(pid)):
+                with contextlib.suppress(OSError):
+                    _rmdir(abandoned)
+        group = MemoryGroup(version, folder / name)
         try:
             group.folder.mkdir()
         except OSError:

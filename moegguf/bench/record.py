@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.recording import Recording, TraceOptions
+from moegguf.engine.recording import TraceOptions
 from moegguf.engine.stats import Stats
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
@@ -51,16 +51,25 @@ def record(
     """
     llama = {"flash_attn": None} | llama
     progress = progress or (lambda what, share: None)
+    loading = partial(progress, "loading the model")
+    n_cut = 0
     try:
-        with Llama(
-            model, trace=TraceOptions(out, options.inputs), progress=partial(progress, "loading the model"), **llama
-        ) as llm:
+        with Llama(model, trace=TraceOptions(out, options.inputs), progress=loading, **llama) as llm:
             assert llm.recording is not None
             try:
-                _run_all(llm, llm.recording, prompts, options, progress)
+                for number, prompt in enumerate(prompts):
+                    progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
+                    llm.recording.label(llm.context.next_request, prompt.label)
+                    n_cut += _run(llm, prompt, options)
             except BaseException:  # also an interrupt: a trace is whole or not there
                 llm.recording.discard()
                 raise
+            if n_cut:
+                warnings.warn(
+                    f"{n_cut} of {len(prompts)} prompts, with their answers, are longer than the context and were cut;"
+                    " a larger context takes more of them (--ctx).",
+                    stacklevel=2,
+                )
             return llm.stats()
     except BaseException:
         # An interrupt may come after the file was made and before `llm.recording` is set.
@@ -68,31 +77,17 @@ def record(
         raise
 
 
-def _run_all(
-    llm: Llama, recording: Recording, prompts: Sequence[Prompt], options: RecordOptions, progress: Progress
-) -> None:
-    n_cut = 0
-    for number, prompt in enumerate(prompts):
-        progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
-        recording.label(llm.context.next_request, prompt.label)
-        n_cut += _run(llm, prompt, options)
-    if n_cut:
-        warnings.warn(
-            f"{n_cut} of {len(prompts)} prompts, with their answers, are longer than the context and were cut;"
-            " a larger context takes more of them (--ctx).",
-            stacklevel=3,
-        )
-
-
 def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
-    """One request; returns whether it was cut. An answer gets up to half of the context."""
-    forced = _answer_tokens(llm, prompt)
-    n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
-    n_answer = n_predict if forced is None else len(forced)
+    """One request; returns whether it was cut. An answer gets up to half of the context. The tokens of a completion are
+    evaluated one by one, else the model generates the answer."""
+    n_predict, forced = options.n_predict if prompt.n_predict is None else prompt.n_predict, None
+    if prompt.completion is not None:
+        forced = llm.tokenize(prompt.completion.encode(), add_bos=False)[: prompt.n_predict]
+        n_predict = len(forced)
     n_max = llm.n_ctx() - 1
     tokens = llm.tokenize(prompt.text.encode(), special=True)
-    kept = tokens[: n_max - min(n_answer, n_max // 2)]
-    n_answer = min(n_answer, n_max - len(kept))
+    kept = tokens[: n_max - min(n_predict, n_max // 2)]
+    n_answer = min(n_predict, n_max - len(kept))
     llm.reset()
     if forced is None and n_answer:
         _generate(llm, kept, n_answer, options)
@@ -101,14 +96,6 @@ def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
         for token in (forced or [])[:n_answer]:
             llm.eval([token])
     return len(kept) < len(tokens) or (forced is not None and n_answer < len(forced))
-
-
-def _answer_tokens(llm: Llama, prompt: Prompt) -> list[int] | None:
-    """The tokens of the prompt's completion; None when the model generates the answer."""
-    if prompt.completion is None:
-        return None
-    tokens: list[int] = llm.tokenize(prompt.completion.encode(), add_bos=False)
-    return tokens[: prompt.n_predict]
 
 
 def _generate(llm: Llama, tokens: Sequence[int], n_answer: int, options: RecordOptions) -> None:

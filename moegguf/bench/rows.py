@@ -1,14 +1,18 @@
-"""Rows of results: llama-bench's fields, the store's counters, and ratios between systems, paired by round."""
+"""Rows of results: llama-bench's fields, the store's counters, and ratios between systems, paired by round; printed as
+llama-bench does (md, json, jsonl, csv, sql), so that scripts that read its output by column name can read this."""
 
 from __future__ import annotations
 
+import csv
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from statistics import mean, median, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
-from moegguf.bench.series import BenchedSystem, Outcome, test_name
-from moegguf.bench.spec import FLASH_ATTN, Test
+from moegguf.bench.series import FLASH_ATTN, KILLED, BenchedSystem, Outcome, Test, speeds, test_name
+from moegguf.engine.stats import Stats
 
 Row = dict[str, Any]
 
@@ -20,26 +24,56 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-
-# Medians over the repetitions of all rounds.
-STORE_FIELDS = (
-    "hit_rate", "mb_per_token", "stall_ms_per_token", "hook_ms_per_token", "compute_ms_per_token", "link_gb_per_s",
-    "link_bound_pct", "evictions", "staged_mb_per_token", "copies_overlapped_pct", "draft_acceptance",
-    "tokens_per_draft_pass", "mb_per_accepted_token",
+# Of these: the same in every run of a model, as given, and what moegguf has no option for.
+_OF_MODEL = (
+    "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
+    "routing",
 )  # fmt: skip
+_AS_GIVEN = ("n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "repack")
+_ALWAYS = {
+    "cpu_mask": "0x0", "cpu_strict": False, "poll": 50, "n_cpu_moe": 0, "split_mode": "layer", "main_gpu": 0,
+    "no_kv_offload": False, "tensor_split": "0.00", "lazy_mode": "auto", "embeddings": False, "no_host": False,
+    "fit_target": 0, "fit_min_ctx": 0,
+}  # fmt: skip
+
+
+class Figure(NamedTuple):
+    """A figure of the store in one repetition, of its counters and the link's bytes/s; with a title it is a column of
+    the table, times `factor`. A row has the median over the repetitions of all rounds."""
+
+    of: Callable[[Stats, float], float]
+    title: str = ""
+    factor: float = 1
+    digits: int = 2
+
+
+FIGURES = {
+    "hit_rate": Figure(lambda stats, _: stats.hit_rate, "hit %", 100, 1),
+    "mb_per_token": Figure(lambda stats, _: stats.bytes_per_token / 1e6, "MB/token"),
+    "stall_ms_per_token": Figure(lambda stats, _: stats.stall_per_token_s * 1e3, "stall ms"),
+    "hook_ms_per_token": Figure(lambda stats, _: stats.hook_per_token_s * 1e3, "hook ms", 1, 3),
+    "compute_ms_per_token": Figure(lambda stats, _: (stats.eval_s - stats.stall_s) / max(1, stats.tokens) * 1e3),
+    "link_gb_per_s": Figure(lambda _, link: link / 1e9),
+    "link_bound_pct": Figure(lambda stats, link: stats.link_bound_share(link) * 100 if link else 0.0, "link %", 1, 1),
+    "evictions": Figure(lambda stats, _: stats.evictions),
+    "staged_mb_per_token": Figure(lambda stats, _: stats.bytes_staged / max(1, stats.tokens) / 1e6),
+    "copies_overlapped_pct": Figure(lambda stats, _: stats.staging_overlap * 100),
+    "draft_acceptance": Figure(lambda stats, _: stats.draft_acceptance, "accepted %", 100, 1),
+    "tokens_per_draft_pass": Figure(lambda stats, _: stats.tokens_per_draft_pass, "tokens/pass"),
+    "mb_per_accepted_token": Figure(lambda stats, _: stats.bytes_per_accepted_token / 1e6, "MB/accepted"),
+}
+OF_DRAFTS = ("draft_acceptance", "tokens_per_draft_pass", "mb_per_accepted_token")
 
 OWN_FIELDS = (
     "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "draft",
     "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing",
     "rounds",
-    "median_ts", *STORE_FIELDS, "link_bound_strict_pct",
+    "median_ts", *FIGURES, "link_bound_strict_pct",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
 LOCALITY_KEY = "moegguf.locality"  # GGUF metadata: whose published reuse of experts a random model imitates
-
-_LOAD_MODES = {"moegguf": "none", "stock": "mmap", "mmap": "mmap", "resident": "none"}
 
 
 def imitated_routing(metadata: Mapping[str, object]) -> str:
@@ -50,78 +84,60 @@ def imitated_routing(metadata: Mapping[str, object]) -> str:
     return f"random weights that reuse experts as published of {name} ({LOCALITY_KEY})"
 
 
-# Of llama-bench's options those that this has not, as they always are here.
-_ALWAYS = {
-    "cpu_mask": "0x0", "cpu_strict": False, "poll": 50, "n_cpu_moe": 0, "split_mode": "layer", "main_gpu": 0,
-    "no_kv_offload": False, "tensor_split": "0.00", "lazy_mode": "auto", "embeddings": False, "no_host": False,
-    "fit_target": 0, "fit_min_ctx": 0,
-}  # fmt: skip
-_AS_GIVEN = ("n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "repack")
+def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
+    """One row per test and system of one group of settings; the compared have `against`, one item per other system."""
+    groups: dict[int, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(id(outcome.system), []).append(outcome)
+    if not groups:
+        return []
+    result = next((outcome.result for outcome in outcomes if not outcome.error), {})
+    model = {name: result[name] for name in _OF_MODEL if result}
+    others = [group for group in groups.values() if not group[0].system.compared]
+    rows: list[Row] = []
+    for index, test in enumerate(outcomes[0].system.spec.tests):
+        of_test = []
+        for group in groups.values():
+            system = group[0].system
+            row = model | _of_settings(system, test) | _of_process(group, limit_bytes) | _figures(group, index)
+            compared = others if system.compared else []
+            of_test.append(
+                row | {"against": {other[0].system.label: compare(group, other, index) for other in compared}}
+            )
+        _add_strict_bound(of_test)
+        rows += of_test
+    return rows
 
 
-def _fixed(system: BenchedSystem) -> Row:
-    """Fields that depend on the settings only."""
-    spec = system.spec
-    own = {name: getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "draft")}
+def _of_settings(system: BenchedSystem, test: Test) -> Row:
+    spec, is_llama_cpp = system.spec, system.is_llama_cpp
+    shape = {"n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth}
     return {
         **_ALWAYS,
         **{name: getattr(spec, name) for name in _AS_GIVEN},
-        **(dict.fromkeys(own, "") if system.is_llama_cpp else own),
+        **{name: "" if is_llama_cpp else getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "draft")},
+        **shape,
+        "test": test_name(shape),
         "model_filename": spec.model,
         "flash_attn": FLASH_ATTN[spec.flash_attn],
         "devices": f"simulated link {spec.simulate_link}" if spec.simulate_link else "auto",
-        "tensor_buft_overrides": "none" if system.is_llama_cpp else "experts=moegguf",
-        "load_mode": _LOAD_MODES[spec.system],
-        "no_op_offload": int(not system.is_llama_cpp),
+        "tensor_buft_overrides": "none" if is_llama_cpp else "experts=moegguf",
+        "load_mode": "mmap" if spec.system in ("stock", "mmap") else "none",
+        "no_op_offload": int(not is_llama_cpp),
         "system": system.label,
         "note": system.note,
         "feed": spec.feed + (f" {spec.text}" if spec.text else ""),
     }
 
 
-def speeds(test: Row) -> list[float]:
-    """Tokens per second of each repetition."""
-    return [(test["n_prompt"] + test["n_gen"]) / ns * 1e9 for ns in test["samples_ns"]]
-
-
-def _tests(outcomes: Iterable[Outcome], index: int) -> list[Row]:
-    return [outcome.result["tests"][index] for outcome in outcomes if not outcome.error]
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def _figures(tests: Sequence[Row]) -> Row:
-    """Speed and the store's counters, over all rounds."""
-    ns = [n for test in tests for n in test["samples_ns"]]
-    ts = [speed for test in tests for speed in speeds(test)]
-    token_ms = [n / 1e6 for test in tests for sample in test["token_ns"] for n in sample]
-    store = [figures for test in tests for figures in test["figures"]]
-    return {
-        "test_time": tests[0]["test_time"],
-        "avg_ns": int(mean(ns)),
-        "stddev_ns": int(stdev(ns)) if len(ns) > 1 else 0,
-        "avg_ts": mean(ts),
-        "stddev_ts": stdev(ts) if len(ts) > 1 else 0.0,
-        "median_ts": median(ts),
-        **{name: median(figures[name] for figures in store) for name in STORE_FIELDS if store},
-        "token_ms_p50": _percentile(token_ms, 0.5),
-        "token_ms_p95": _percentile(token_ms, 0.95),
-        "samples_ns": ns,
-        "samples_ts": ts,
-    }
-
-
-def _process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
+def _of_process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
     """Load times (median) and memory (the most) over all rounds."""
     results = [outcome.result for outcome in outcomes if not outcome.error]
     row: Row = {
         "rounds": len(results),
         "memory_limit_bytes": limit_bytes or 0,
-        "cgroup_peak_bytes": max((outcome.cgroup_peak_bytes for outcome in outcomes), default=0),
-        "error": next((outcome.error for outcome in outcomes if outcome.error), ""),
+        "cgroup_peak_bytes": max(outcome.cgroup_peak_bytes for outcome in outcomes),
+        "error": _error(outcomes),
     }
     if not results:
         return row
@@ -129,58 +145,63 @@ def _process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
     return row | {
         **{name: results[0][name] for name in gauges},
         **{name: results[0]["decisions"].get(name, "") for name in ("policy", "predictor", "prefetch")},
-        "load_s": median(result["load_s"] for result in results),
-        "fill_s": median(result["fill_s"] for result in results),
+        **{name: median(result[name] for result in results) for name in ("load_s", "fill_s")},
         "peak_rss_bytes": max(result["peak_rss_bytes"] for result in results),
     }
 
 
-def _description(outcomes: Iterable[Outcome]) -> Row:
-    """The build and the model, from the first run that ended without an error."""
-    names = (
-        "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size",
-        "model_n_params", "routing",
-    )  # fmt: skip
-    result = next((outcome.result for outcome in outcomes if not outcome.error), {})
-    return {name: result[name] for name in names if result}
+def _error(outcomes: Sequence[Outcome]) -> str:
+    return next((outcome.error for outcome in outcomes if outcome.error), "")
 
 
-def _pairs(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> list[tuple[Row, Row]]:
-    """The same test in the same rounds."""
-    by_round = {outcome.round: outcome.result["tests"][index] for outcome in other if not outcome.error}
-    return [
-        (outcome.result["tests"][index], by_round[outcome.round])
-        for outcome in own
-        if not outcome.error and outcome.round in by_round
-    ]
-
-
-def _stall_ms(test: Row) -> float:
-    return median(figures["stall_ms_per_token"] for figures in test["figures"])
+def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
+    """Speed and the store's counters in one test, over all rounds."""
+    tests = [outcome.result["tests"][index] for outcome in outcomes if not outcome.error]
+    ns = [n for test in tests for n in test["samples_ns"]]
+    ts = [speed for test in tests for speed in speeds(test)]
+    row: Row = {"samples_ns": ns, "samples_ts": ts}
+    if not tests:
+        return row
+    token_ms = sorted(n / 1e6 for test in tests for sample in test["token_ns"] for n in sample) or [0.0]
+    store = [figures for test in tests for figures in test["figures"]]
+    return row | {
+        "test_time": tests[0]["test_time"],
+        "avg_ns": int(mean(ns)),
+        "stddev_ns": int(stdev(ns)) if len(ns) > 1 else 0,
+        "avg_ts": mean(ts),
+        "stddev_ts": stdev(ts) if len(ts) > 1 else 0.0,
+        "median_ts": median(ts),
+        **{name: median(figures[name] for figures in store) for name in FIGURES if store},
+        "token_ms_p50": token_ms[int(0.5 * len(token_ms))],
+        "token_ms_p95": token_ms[int(0.95 * len(token_ms))],
+    }
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
     """Speed and stall of `own` divided by those of `other` (medians over rounds), and whether the tokens agree."""
-    pairs = _pairs(own, other, index)
-    row: Row = {"error": next((outcome.error for outcome in other if outcome.error), "")}
+    mine, theirs = (
+        {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
+        for outcomes in (own, other)
+    )
+    pairs = [(test, theirs[n]) for n, test in mine.items() if n in theirs]  # of the same round
+    row: Row = {"error": _error(other)}
     if not pairs:
         return row
     ratios = [median(speeds(a)) / median(speeds(b)) for a, b in pairs]
-    tokens = [
-        (x, y)
-        for a, b in pairs
-        for ours, theirs in zip(a["tokens"], b["tokens"], strict=True)
-        for x, y in zip(ours, theirs, strict=True)
-    ]
-    stalls = [(_stall_ms(a), _stall_ms(b)) for a, b in pairs if a["figures"] and b["figures"]]
-    if stalls and all(theirs > 0 for _, theirs in stalls):
-        row["stall_ratio"] = median(ours / theirs for ours, theirs in stalls)
+    samples = [sample for a, b in pairs for sample in zip(a["tokens"], b["tokens"], strict=True)]
+    same = [x == y for a, b in samples for x, y in zip(a, b, strict=True)]
+    stalls = [
+        [median(figures["stall_ms_per_token"] for figures in test["figures"]) for test in pair]
+        for pair in pairs if pair[0]["figures"] and pair[1]["figures"]
+    ]  # fmt: skip
+    if stalls and all(b > 0 for _, b in stalls):
+        row["stall_ratio"] = median(a / b for a, b in stalls)
     return row | {
         "ratio": median(ratios),
         "ratios": ratios,
-        "tokens_compared": len(tokens),
-        "tokens_same": sum(x == y for x, y in tokens),
-        "same_tokens": all(x == y for x, y in tokens),
+        "tokens_compared": len(same),
+        "tokens_same": sum(same),
+        "same_tokens": all(same),
         "same_kernels": own[0].system.spec.repack == other[0].system.spec.repack,
     }
 
@@ -203,38 +224,189 @@ def _add_strict_bound(rows: Sequence[Row]) -> None:
             row["link_bound_strict_pct"] = 100 * bound_s * row["median_ts"]
 
 
-def _by_system(outcomes: Iterable[Outcome]) -> dict[int, list[Outcome]]:
-    groups: dict[int, list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault(id(outcome.system), []).append(outcome)
-    return groups
+_NAMES = (*FIELDS, *OWN_FIELDS, "against")
 
 
-def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """One row per test and system of one group of settings; the compared have `against`, one item per other system."""
-    groups = list(_by_system(outcomes).values())
-    if not groups:
-        return []
-    tests: tuple[Test, ...] = groups[0][0].system.spec.tests
-    description = _description(outcomes)
-    rows: list[Row] = []
-    for index, test in enumerate(tests):
-        shape = {"n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth}
-        of_test = [description | _row(group, groups, index, limit_bytes) | shape for group in groups]
-        for row in of_test:
-            row["test"] = test_name(row)
-        _add_strict_bound(of_test)
-        rows += of_test
-    return rows
+def _texts(row: Row) -> list[str]:
+    """The row's values in the order of _NAMES; `against` as "mmap=9.812;resident=0.331"."""
+    ratios = (
+        f"{name}=" + (f"{found['ratio']:.3f}" if "ratio" in found else "") for name, found in row["against"].items()
+    )
+    values = [row.get(name, "") for name in _NAMES[:-1]]
+    values = [int(value) if isinstance(value, bool) else value for value in values]
+    return [*(f"{value:.6f}" if isinstance(value, float) else str(value) for value in values), ";".join(ratios)]
 
 
-def _row(group: Sequence[Outcome], groups: Sequence[Sequence[Outcome]], index: int, limit_bytes: int | None) -> Row:
-    """One system in one test, with ratios to every other system when it is the compared one."""
-    system = group[0].system
-    row = _fixed(system) | _process(group, limit_bytes) | {"samples_ns": [], "samples_ts": [], "against": {}}
-    if done := _tests(group, index):
-        row |= _figures(done)
-    if system.compared:
-        others = [other for other in groups if not other[0].system.compared]
-        row["against"] = {other[0].system.label: compare(group, other, index) for other in others}
-    return row
+def _as_csv(rows: Sequence[Row]) -> str:
+    """A header, then a line per row with every value quoted."""
+    out = StringIO()
+    csv.writer(out, lineterminator="\n").writerow(_NAMES)
+    csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(map(_texts, rows))
+    return out.getvalue()
+
+
+def _as_sql(rows: Sequence[Row]) -> str:
+    """Statements that make the table `llama_bench`, as llama-bench calls it, unless it exists, and insert the rows."""
+    types = {bool: "INTEGER", int: "INTEGER", float: "REAL"}
+    firsts = {name: next((row[name] for row in rows if row.get(name) not in (None, "")), "") for name in _NAMES}
+    columns = ",\n".join(f"  {name} {types.get(type(value), 'TEXT')}" for name, value in firsts.items())
+    inserts = ""
+    for row in rows:
+        values = ("'" + text.replace("'", "''") + "'" if text else "NULL" for text in _texts(row))
+        inserts += f"INSERT INTO llama_bench ({', '.join(_NAMES)}) VALUES ({', '.join(values)});\n"
+    return f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);\n\n{inserts}"
+
+
+def _object(row: Row) -> Row:
+    named = {name: row.get(name) for name in (*FIELDS, *OWN_FIELDS)}
+    return named | {name: row[name] for name in ("samples_ns", "samples_ts", "against")}
+
+
+Column = tuple[str, int, Callable[[Row], str]]
+"""Title, least width (negative: left-aligned), and the text of a row."""
+
+# Columns of the table that are there when a row differs from llama-bench's default.
+_UNUSUAL = {
+    "n_batch": (2048, 7, "n_batch"), "n_ubatch": (512, 8, "n_ubatch"), "type_k": ("f16", 6, "type_k"),
+    "type_v": ("f16", 6, "type_v"), "flash_attn": (-1, 3, "fa"),
+}  # fmt: skip
+
+
+def _plain(name: str, width: int, title: str) -> Column:
+    return title, width, lambda row: str(int(row[name]) if isinstance(row[name], bool) else row[name])
+
+
+def _figure(title: str, name: str, factor: float, digits: int, width: int = 8) -> Column:
+    return title, width, lambda row: f"{row[name] * factor:.{digits}f}" if name in row else ""
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    lines = [[cell(row) for _, _, cell in columns] for row in rows]
+    padded = []
+    for (title, width, _), *cells in zip(columns, *lines, strict=True):
+        n = max(abs(width), len(title), *map(len, cells))
+        rule = "-" * (n - 1) + ("-" if width < 0 else ":")
+        padded.append([cell.ljust(n) if width < 0 else cell.rjust(n) for cell in (title, rule, *cells)])
+    return [f"| {' | '.join(cells)} |" for cells in zip(*padded, strict=True)]
+
+
+def _main_table(rows: Sequence[Row]) -> list[str]:
+    def size(row: Row) -> str:
+        mib = row.get("model_size", 0) / (1 << 20)
+        return f"{mib:.2f} MiB" if mib < 1024 else f"{mib / 1024:.2f} GiB"
+
+    def count(row: Row) -> str:
+        n = row.get("model_n_params", 0)
+        return f"{n / 1e6:.2f} M" if n < 10**9 else f"{n / 1e9:.2f} B"
+
+    def speed(row: Row) -> str:
+        return f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}" if "avg_ts" in row else _failed(row)
+
+    columns: list[Column] = [
+        ("model", -30, lambda row: str(row.get("model_type", row["model_filename"]))),
+        ("size", 10, size),
+        ("params", 10, count),
+        ("backend", -10, lambda row: str(row.get("backends", ""))),
+    ]
+    if any(row.get("backends", "CPU") != "CPU" for row in rows):
+        columns.append(_plain("n_gpu_layers", 3, "ngl"))
+    columns.append(_plain("n_threads", 7, "threads"))
+    for name, (default, width, title) in _UNUSUAL.items():
+        if any(row[name] != default for row in rows):
+            columns.append(_plain(name, width, title))
+    if len({row["repack"] for row in rows}) > 1 or not rows[0]["repack"]:
+        columns.append(_plain("repack", 3, "rpk"))
+    columns += [_plain("system", -8, "system"), _plain("expert_cache", 6, "cache"), _plain("test", 15, "test")]
+    columns += [("t/s", 20, speed), _figure("median", "median_ts", 1, 2)]
+    left_out = () if any(row.get("draft") for row in rows) else OF_DRAFTS
+    for name, figure in FIGURES.items():
+        if figure.title and name not in left_out and any(name in row for row in rows):
+            columns.append(_figure(figure.title, name, figure.factor, figure.digits))
+        if name == "link_bound_pct" and any("link_bound_strict_pct" in row for row in rows):
+            columns.append(_figure("strict %", "link_bound_strict_pct", 1, 1))
+    return _table(columns, rows)
+
+
+def _failed(row: Row) -> str:
+    return KILLED if row["error"] == KILLED else "failed"
+
+
+def _process_table(rows: Sequence[Row]) -> list[str]:
+    """Load time and memory of each system, once."""
+    keys = ("model_filename", "system", "expert_cache", "n_threads", "n_ubatch")
+    seen = {tuple(row[key] for key in keys): row for row in reversed(rows) if "load_s" in row}
+    mib = 1 / (1 << 20)
+    columns: list[Column] = [
+        _plain("system", -7, "system"),
+        _plain("expert_cache", 6, "cache"),
+        _figure("load s", "load_s", 1, 2),
+        _figure("peak MiB", "peak_rss_bytes", mib, 0),
+        _figure("cgroup peak", "cgroup_peak_bytes", mib, 0, 11),
+        ("experts MiB", 11, lambda row: f"{row['budget_bytes'] * mib:.0f}" if row["budget_bytes"] else ""),
+        ("planned MiB", 11, lambda row: f"{row['planned_bytes'] * mib:.0f}" if row["planned_bytes"] else ""),
+    ]
+    return ["", *_table(columns, list(reversed(seen.values())))] if seen else []
+
+
+def _ratio_table(rows: Sequence[Row]) -> list[str]:
+    compared = next((row["system"] for row in rows if row["against"]), "")
+    pairs = [
+        {"test": row["test"], "cache": row["expert_cache"], "other": name, **found}
+        for row in rows
+        for name, found in row["against"].items()
+    ]
+    columns: list[Column] = [
+        _plain("test", 10, "test"),
+        _plain("cache", 6, "cache"),
+        _plain("other", -15, f"{compared} against"),
+        ("ratio", 8, lambda pair: f"{pair['ratio']:.3f}x" if "ratio" in pair else ""),
+        ("each round", -10, lambda pair: " ".join(f"{ratio:.3f}" for ratio in pair.get("ratios", []))),
+        ("stall", 8, lambda pair: f"{pair['stall_ratio']:.3f}x" if "stall_ratio" in pair else ""),
+        ("same tokens", -11, _same_tokens),
+    ]
+    if not any("stall_ratio" in pair for pair in pairs):  # llama.cpp has no stall figures
+        del columns[5]
+    return ["", *_table(columns, pairs)] if pairs else []
+
+
+def _same_tokens(pair: Row) -> str:
+    if "ratio" not in pair:
+        return _failed(pair)
+    answer, kernels = "yes" if pair["same_tokens"] else "no", "" if pair["same_kernels"] else " (other kernels)"
+    return f"{answer}, {pair['tokens_same']} of {pair['tokens_compared']}{kernels}"
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    notes = {f"{row['system']}: {row['note']}" for row in rows if row["note"]}
+    notes |= {
+        f"{row['system']} {row['expert_cache']}: {row['error']}" for row in rows if row["error"] not in ("", KILLED)
+    }
+    deciding: dict[str, dict[str, None]] = {}  # each combination, and the systems that used it
+    for row in rows:
+        if row.get("policy") and row["expert_cache"]:
+            settings = f"policy {row['policy']}, predictor {row['predictor']}, prefetch {row['prefetch']}"
+            deciding.setdefault(settings, {})[f"{row['system']} {row['expert_cache']}"] = None
+    policies = [f"{settings}: {'; '.join(names)}" for settings, names in deciding.items()]
+    limits = sorted({row["memory_limit_bytes"] for row in rows})
+    memory = [f"memory limit: {n >> 20} MiB" if n else "memory limit: none" for n in limits]
+    feeds = sorted({f"tokens: {row['feed']}" for row in rows})
+    routings = sorted({f"routing: {row['routing']}" for row in rows if row.get("routing")})
+    return ["", *sorted(notes), *policies, *memory, *feeds, *routings]
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """llama-bench's table with the store's figures, then load time and memory, ratios, notes and the build."""
+    if not rows:
+        return ""
+    build = next((row for row in rows if "build_commit" in row), {"build_commit": "unknown", "build_number": 0})
+    lines = [*_main_table(rows), *_process_table(rows), *_ratio_table(rows), *_notes(rows)]
+    return "\n".join([*lines, "", f"build: {build['build_commit']} ({build['build_number']})"]) + "\n"
+
+
+FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "md": as_markdown,
+    "json": lambda rows: json.dumps(list(map(_object, rows)), indent=2) + "\n",
+    "jsonl": lambda rows: "".join(json.dumps(_object(row)) + "\n" for row in rows),
+    "csv": _as_csv,
+    "sql": _as_sql,
+}

@@ -1,4 +1,5 @@
-"""Several systems measured in turns: A B C, A B C, each run a process of its own under the same memory limit.
+"""What is measured, and the turns: several systems one after another, A B C, A B C, each run a process of its own under
+the same memory limit.
 
 Before each run the model's pages are dropped from the page cache, so that no run reads what another has cached. A run
 killed by the limit is a result, not an error. What is measured is in bench/measure.py.
@@ -9,13 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
-from moegguf.bench.spec import SYSTEMS, Spec
 from moegguf.child import child_command, child_environment
 from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
 from moegguf.engine.machine import read_memory
@@ -25,43 +25,127 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native.store import STAGING_TENSORS
 from moegguf.options import DRAFTS, PLACEMENTS
+from moegguf.quantities import parse_link
+from moegguf.settings import parse_choice
 
+SYSTEMS = ("moegguf", "stock", "mmap", "resident")
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # as in llama.cpp's parameters
+CHOICES = {"system": SYSTEMS, "feed": ("random", "text", "greedy"), "flash_attn": tuple(FLASH_ATTN)}
 KILLED = "killed by the memory limit"
-_KERNELS = {"plain": False, "repacked": True}
 
 DECIDING = [name for name in STRATEGIES if name != OWN]  # "moegguf" is the program
-
-# One feature off. ProMoE's early preemption has two parts: misses are read before all prefetches ("no-demand-first"),
-# and stale prefetches of the layer are dropped ("no-dropping"). Its reordered inference is computing by expert, those
-# that are there first.
-WITHOUT: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
+    # One feature off. ProMoE's early preemption has two parts: misses are read before all prefetches
+    # ("no-demand-first"), and stale prefetches of the layer are dropped ("no-dropping"). Its reordered inference is
+    # computing by expert, those that are there first.
     "no-prefetch": {"prefetch": False},
     "no-chunks": {"store": {"chunked": False}},
     "no-demand-first": {"store": {"demand_first": False}},
     "no-dropping": {"store": {"preempt": False}},
     "no-reordering": {"store": {"overlap": False}},
-}
-
-# ProMoE's ablation (figures 13 and 14) adds feature after feature to an LRU cache that waits for a layer's experts (the
-# strategy "none"): prefetching alone, in chunks, with early preemption. Reordered inference makes it whole.
-STEPS: dict[str, dict[str, Any]] = {
+    # ProMoE's ablation (figures 13 and 14) adds feature after feature to an LRU cache that waits for a layer's experts
+    # (the strategy "none"): prefetching alone, in chunks, with early preemption. Reordered inference makes it whole.
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
-}
-# Prompts on a device: as many tokens at once as have slots, or through so many tensors, whatever a plan would take.
-ON_DEVICE: dict[str, dict[str, Any]] = {
+    # Prompts on a device: as many tokens at once as have slots, or through so many tensors, whatever a plan would take.
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
-}
-# The same with another --placement, or other drafts.
-ELSEWHERE: dict[str, dict[str, Any]] = {
+    # The same with another --placement, or other drafts.
     **{f"placed-{choice}": {"placement": choice} for choice in PLACEMENTS},
     **{f"draft-{choice}": {"draft": choice} for choice in DRAFTS},
 }
-VARIANTS = WITHOUT | STEPS | ON_DEVICE | ELSEWHERE
 
 Progress = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Test:
+    """`n_prompt` tokens in one batch, then `n_gen` one by one, after `n_depth` that are not timed. Each may be 0."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """All tokens that the context must hold."""
+        return self.n_depth + self.n_prompt + self.n_gen
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The options of one process, which gets them as JSON.
+
+    system: "moegguf", or llama.cpp: "stock" (without patches, bench/stock.py), "mmap" (moegguf's build without the
+    cache, the file is mapped) or "resident" (the same, every weight is read into memory). strategy: a name of
+    controller.strategies; policy, predictor, prefetch and store replace parts of it.
+    repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
+    `text`, or the model's own (greedy) after n_depth tokens of either. warm_start: begin with what earlier runs used,
+    and remember what this one uses.
+    vram_cache, placement: as `Llama` takes them. draft: the same, for greedy answers that are timed as a whole; None:
+    each token is timed. simulate_link: a link such as "24GB/s,35us"; a simulated device is behind it, that computes
+    with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and slots are there.
+    """
+
+    model: str
+    tests: tuple[Test, ...]
+    system: str = "moegguf"
+    repack: bool = True
+    expert_cache: str = "auto"
+    repetitions: int = 5
+    n_threads: int = 1
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_gpu_layers: int = -1
+    type_k: str = "f16"
+    type_v: str = "f16"
+    flash_attn: str = "auto"
+    store: dict[str, Any] = field(default_factory=dict)
+    strategy: str = "moegguf"
+    policy: str = "auto"
+    predictor: str | None = None
+    prefetch: bool | None = None
+    warm_start: bool = False
+    feed: str = "random"
+    text: str | None = None
+    vram_cache: str | None = None
+    placement: str | None = None
+    draft: str | None = None
+    simulate_link: str | None = None
+    simulate_threads: int = 0
+    seed: int = 0
+    warmup: bool = True
+    delay_s: float = 0.0
+    probe_s: float = 0.5
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise OptionError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}.")
+        ggml_type(self.type_k), ggml_type(self.type_v)
+        if self.simulate_link is not None:
+            parse_link(self.simulate_link)
+        if self.placement is not None:
+            parse_choice("placement", self.placement)
+        if self.draft is not None and self.feed != "greedy":
+            raise OptionError("--draft measures the model's own answers; give --greedy, and a prompt's length with -d.")
+        for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
+            raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
+
+    def as_json(self) -> str:
+        """The text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Spec:
+        """The options in the text of `as_json`. Raises OptionError for values that are not allowed."""
+        values = json.loads(text)
+        return cls(**values | {"tests": tuple(Test(**test) for test in values["tests"])})
 
 
 @dataclass(frozen=True)
@@ -114,34 +198,33 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
-        return BenchedSystem(
-            name, replace(base, strategy=name, policy="auto", predictor=None, prefetch=None, store=store)
-        )
+        alone = replace(base, policy="auto", predictor=None, prefetch=None, store=store)
+        return BenchedSystem(name, replace(alone, strategy=name))
     if name in VARIANTS:
         changed = VARIANTS[name]
         return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
     system, _, kernels = name.partition("-")
-    if system not in SYSTEMS or kernels not in ("", *_KERNELS):
+    if system not in SYSTEMS or kernels not in ("", "plain", "repacked"):
         raise OptionError(
             "--against takes stock, mmap, resident and moegguf, each also with -plain or -repacked, and"
             f" {', '.join([*DECIDING, *VARIANTS])}, but not {name!r}."
         )
-    repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)
-    llama_cpp = "llama.cpp without patches" if system == "stock" else "llama.cpp"
-    note = f"{llama_cpp}, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""
+    if system == "moegguf":
+        return BenchedSystem(
+            name, replace(base, system=system, repack=kernels == "repacked" if kernels else base.repack)
+        )
+    repack, how = kernels != "plain", "no repack" if kernels == "plain" else "default kernels"
     if name in ("mmap", "stock"):
         free = limit_bytes or read_memory().available_bytes
         if resident_bytes(layout, base) + MARGIN_BYTES > free:
-            repack, note = False, f"{llama_cpp}, no repack: the repacked copy of the weights does not fit"
-    return BenchedSystem(name, replace(base, system=system, repack=repack), note)
+            repack, how = False, "no repack: the repacked copy of the weights does not fit"
+    llama_cpp = "llama.cpp without patches" if system == "stock" else "llama.cpp"
+    return BenchedSystem(name, replace(base, system=system, repack=repack), f"{llama_cpp}, {how}")
 
 
-def combinations(base: Spec, lists: dict[str, Sequence[Any]]) -> Iterator[Spec]:
+def combinations(base: Spec, lists: dict[str, Sequence[Any]]) -> list[Spec]:
     """Every combination of the listed values, in the order of `lists`, the last one changing fastest."""
-    specs = [base]
-    for name, values in lists.items():
-        specs = [replace(spec, **{name: value}) for spec in specs for value in values]
-    yield from specs
+    return [replace(base, **dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())]
 
 
 def make_systems(
@@ -155,26 +238,20 @@ def make_systems(
 
 
 def run_series(
-    group: Sequence[BenchedSystem], rounds: int, run: Runner, progress: Progress | None = None
+    group: Sequence[BenchedSystem], rounds: int, run: Runner, progress: Progress = lambda _: None
 ) -> Iterator[Outcome]:
     """Every system once per round: A B C A B C, each outcome as soon as it is known. A failed one is not run again."""
     failed: list[BenchedSystem] = []
     for n, system in itertools.product(range(rounds), group):
         if any(system is other for other in failed):
             continue
-        if progress is not None:
-            progress(f"round {n + 1}/{rounds}: {_title(system)}")
+        cache = "" if system.is_llama_cpp else f" {system.spec.expert_cache}"
+        progress(f"round {n + 1}/{rounds}: {system.label}{cache}" + (f" ({system.note})" if system.note else ""))
         outcome = replace(run(system), round=n)
         if outcome.error:
             failed.append(system)
-        if progress is not None:
-            progress(_summary(outcome))
+        progress(_summary(outcome))
         yield outcome
-
-
-def _title(system: BenchedSystem) -> str:
-    cache = "" if system.is_llama_cpp else f" {system.spec.expert_cache}"
-    return system.label + cache + (f" ({system.note})" if system.note else "")
 
 
 def _summary(outcome: Outcome) -> str:
@@ -182,12 +259,15 @@ def _summary(outcome: Outcome) -> str:
         return f"  {outcome.error}"
     parts = [f"load {outcome.result['load_s']:.1f} s"]
     for test in outcome.result["tests"]:
-        n_tokens = test["n_prompt"] + test["n_gen"]
-        speeds = [f"{n_tokens / ns * 1e9:.2f}" for ns in test["samples_ns"]]
-        parts.append(f"{test_name(test)} {' '.join(speeds)} t/s")
+        parts.append(f"{test_name(test)} {' '.join(f'{speed:.2f}' for speed in speeds(test))} t/s")
     if outcome.page_cache_kept_bytes:
         parts.append(f"{outcome.page_cache_kept_bytes >> 20} MiB of the file stayed in the page cache")
     return "\n  ".join(["  " + "; ".join(parts), *outcome.result.get("warnings", ())])
+
+
+def speeds(test: dict[str, Any]) -> list[float]:
+    """Tokens per second of each repetition."""
+    return [(test["n_prompt"] + test["n_gen"]) / ns * 1e9 for ns in test["samples_ns"]]
 
 
 def test_name(test: dict[str, Any]) -> str:
@@ -234,16 +314,10 @@ class ProcessRunner:
             )
             killed = group is not None and done.returncode != 0 and group.oom_kills > 0
             peak = group.peak_bytes if group else 0
-        result = _last_json(done.stdout.decode(errors="replace").splitlines())
+        lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
+        result = json.loads(lines[-1]) if lines else {}
         error = KILLED if killed else _failure(result, done)
         return Outcome(system, 0, {} if error else result, error, peak, kept)
-
-
-def _last_json(lines: Iterable[str]) -> dict[str, Any]:
-    for line in reversed(list(lines)):
-        if line.startswith("{"):
-            return dict(json.loads(line))
-    return {}
 
 
 def _failure(result: dict[str, Any], done: subprocess.CompletedProcess[bytes]) -> str:

@@ -28,7 +28,9 @@ def stock_library(progress: Callable[[str], object]) -> Path:
     """The folder of its libraries. `progress` is told when they are built. Raises LibraryError where pip fails."""
     own = library.find_library()
     pin = read_pin()
-    arguments = _cmake_arguments()
+    flags = FLAGS if "amx_tile" in read_processor().flags else ""
+    own_flags = [f'-DCMAKE_{language}_FLAGS="{flags}"' for language in ("C", "CXX") if flags]
+    arguments = " ".join([os.environ.get("CMAKE_ARGS", ""), *own_flags]).strip()  # the user's, as for moegguf itself
     key = hashlib.sha256(repr((pin, arguments, sorted(read_processor().flags))).encode()).hexdigest()[:16]
     folder = cache_folder() / "stock" / f"{pin['version']}-{key}"
     if not folder.exists():
@@ -37,13 +39,6 @@ def stock_library(progress: Callable[[str], object]) -> Path:
     for built in own.glob("libmoegguf.*"):  # replaced as a whole: another run may have it loaded
         write_atomically(folder / built.name, built.read_bytes())
     return folder
-
-
-def _cmake_arguments() -> str:
-    """The user's, as for moegguf itself, and the compilers' flags."""
-    flags = FLAGS if "amx_tile" in read_processor().flags else ""
-    own = [f'-DCMAKE_{language}_FLAGS="{flags}"' for language in ("C", "CXX") if flags]
-    return " ".join([os.environ.get("CMAKE_ARGS", ""), *own]).strip()
 
 
 def _build(pin: dict[str, str], arguments: str, folder: Path) -> None:

@@ -6,23 +6,28 @@ The address is MOEGGUF_HOST or OLLAMA_HOST, the key the first one in MOEGGUF_API
 from __future__ import annotations
 
 import json
+import os
+import socket
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from moegguf.errors import MoeggufError
-from moegguf.settings import Host, Settings, read_settings
+from moegguf.settings import Settings, read_settings
+from moegguf.terminal.messages import print_message
 
 Json = dict[str, Any]
 
 GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # the server may load a model first
+CONNECT_S = 0.5
+KNOWN_S = 10.0  # to answer whether it knows a model
+MAX_ASKED_MODELS = 32  # before it gets the requests
 MAX_ERROR_BYTES = 64 << 10
-JSON_TYPE = {"Content-Type": "application/json"}
 WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # a server binds to these; clients connect to loopback
 
 
@@ -50,7 +55,7 @@ class Client:
 
     def __init__(self, settings: Settings | None = None) -> None:
         settings = settings or read_settings()
-        self.host = reachable(settings.host)
+        self.host = replace(settings.host, host=WILDCARD_ADDRESSES.get(settings.host.host, settings.host.host))
         self.headers = {"Accept": "application/json"}
         if settings.api_keys:
             self.headers["Authorization"] = f"Bearer {settings.api_keys[0]}"
@@ -62,16 +67,11 @@ class Client:
         with self._open(path, None, timeout_s) as response:
             return _parsed(response.read())
 
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S, method: str = "POST") -> Any:
         """The response to `body`; of a response in lines the last one."""
-        with self._open(path, body, timeout_s) as response:
+        with self._open(path, body, timeout_s, method) as response:
             lines = [line for line in response.read().splitlines() if line.strip()]
-        return _without_error(_parsed(lines[-1])) if lines else None
-
-    def put(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S) -> Any:
-        """The JSON that answers a PUT of `body`."""
-        with self._open(path, body, timeout_s, "PUT") as response:
-            return _without_error(_parsed(response.read()))
+        return _parsed(lines[-1]) if lines else None
 
     def stream(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S
@@ -80,14 +80,14 @@ class Client:
         with self._open(path, body, timeout_s) as response:
             for line in response:
                 if line.strip():
-                    yield _without_error(_parsed(line))
+                    yield _parsed(line)
 
     @contextmanager
     def _open(
         self, path: str, body: Mapping[str, Any] | None, timeout_s: float, method: str | None = None
     ) -> Generator[HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
-        headers = self.headers if data is None else {**self.headers, **JSON_TYPE}
+        headers = self.headers if data is None else {**self.headers, "Content-Type": "application/json"}
         request = urllib.request.Request(self.host.url + path, data, headers, method=method)
         try:
             response = self._opener.open(request, timeout=timeout_s)
@@ -112,9 +112,28 @@ class Client:
         return NoServerError(f"no server is running at {self.host.url}; start one with `moegguf serve`.")
 
 
-def reachable(host: Host) -> Host:
-    """The address at which to reach a server that listens at `host`."""
-    return replace(host, host=WILDCARD_ADDRESSES.get(host.host, host.host))
+def running_server(models: Sequence[str]) -> Client | None:
+    """A client of the server at MOEGGUF_HOST when that is moegguf's and knows these models, none of which is a file;
+    else None."""
+    if any(os.path.exists(os.path.expanduser(name)) for name in models):
+        return None
+    client = Client()
+    try:
+        with socket.create_connection((client.host.host, client.host.port), CONNECT_S):
+            pass
+        if "moegguf" not in client.get("/api/version", KNOWN_S):  # Ollama has the same port
+            return None
+        for name in models[:MAX_ASKED_MODELS]:
+            client.post("/api/show", {"model": name}, KNOWN_S)
+        return client
+    except ServerError as error:
+        if error.status == 401:
+            print_message(
+                f"note: the server at {client.host.url} needs a key (MOEGGUF_API_KEY); loading the model here"
+            )
+        return None
+    except (MoeggufError, OSError, TypeError):
+        return None
 
 
 def not_json() -> ServerError:
@@ -123,17 +142,14 @@ def not_json() -> ServerError:
 
 
 def _parsed(data: bytes) -> Any:
+    """The JSON in `data`. Raises ServerError, also for an error object."""
     try:
-        return json.loads(data)
+        found = json.loads(data)
     except ValueError:
         raise not_json() from None
-
-
-def _without_error(line: Any) -> Any:
-    """`line`; raises ServerError when it is an error object."""
-    if isinstance(line, dict) and "error" in line:
-        raise ServerError(str(line["error"]))
-    return line
+    if isinstance(found, dict) and "error" in found:
+        raise ServerError(str(found["error"]))
+    return found
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:

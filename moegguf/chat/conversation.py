@@ -16,12 +16,9 @@ from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_expert_cache
 
 if TYPE_CHECKING:
-    from moegguf.generate.request import Timing
     from moegguf.models.entry import NamedModel
 
-CUT = "cut"  # key of an answer that was stopped; not sent to the model
-
-Snapshot = tuple[list[Message], str]  # messages, pending text
+Snapshot = tuple["NamedModel", list[Message], str]  # model, messages, pending text
 
 
 @dataclass
@@ -43,7 +40,6 @@ class Conversation:
     word_wrap: bool = True
     verbose: bool = False
     pending_text: str = ""
-    last_timing: Timing | None = None
 
     def __post_init__(self) -> None:
         self.switch_model(self.entry)
@@ -52,15 +48,14 @@ class Conversation:
         """Replaces the model, and the messages by those of its Modelfile. Settings stay."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]
-        self.last_timing = None
 
     def snapshot(self) -> Snapshot:
-        """The messages now, for `restore`."""
-        return list(self.messages), self.pending_text
+        """The model and messages now, for `restore`."""
+        return self.entry, list(self.messages), self.pending_text
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Undoes changes of messages since `snapshot`."""
-        self.messages, self.pending_text = list(snapshot[0]), snapshot[1]
+        """Undoes changes of model and messages since `snapshot`."""
+        self.entry, self.messages, self.pending_text = snapshot[0], list(snapshot[1]), snapshot[2]
 
     def clear(self) -> None:
         """Removes what was said; the system message and the messages of the model's Modelfile stay, as with Ollama."""
@@ -78,25 +73,6 @@ class Conversation:
         self.messages.append({"role": "user", "content": with_images(content, images)})
         self.pending_text = ""
 
-    def add_answer(self, text: str, thinking: str, *, cut: bool) -> None:
-        """Appends the model's answer, marked when it was cut."""
-        message: Message = {"role": "assistant", "content": text}
-        if thinking:
-            message["thinking"] = thinking
-        if cut:
-            message[CUT] = True
-        self.messages.append(message)
-
-    def remove_last_answer(self) -> bool:
-        """Removes the answers after the last user message; False when there is no user message to answer."""
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        return bool(self.messages) and self.messages[-1]["role"] == "user"
-
-    def unmarked_messages(self) -> list[Message]:
-        """The messages without the CUT marks."""
-        return [{name: value for name, value in message.items() if name != CUT} for message in self.messages]
-
     def user_parameters(self) -> dict[str, Any]:
         """Parameters from the command line and the chat, by Ollama's names."""
         return {**self.initial_parameters, **self.parameters}
@@ -104,10 +80,6 @@ class Conversation:
     def all_parameters(self) -> dict[str, Any]:
         """Parameters in effect, by Ollama's names."""
         return parameters_of(self.entry) | self.user_parameters()
-
-    def reset_load_parameters(self) -> None:
-        """Removes the parameters of loading that were set in the chat: with them the model cannot be loaded."""
-        self.parameters = {name: value for name, value in self.parameters.items() if name not in LOAD_PARAMETERS}
 
     def load_options(self) -> dict[str, Any]:
         """How the model has to be loaded for the next answer: keywords of `Llama`."""
@@ -117,7 +89,7 @@ class Conversation:
         """The request for the next answer."""
         system: list[Message] = [{"role": "system", "content": self.system_text}] if self.system_text else []
         return GenerationRequest(
-            messages=(*system, *self.unmarked_messages()),
+            messages=(*system, *self.messages),
             format=self.format,
             think=self.think,
             template=self.entry.template,
@@ -143,9 +115,7 @@ def parse_parameter(name: str, values: Sequence[str]) -> Any:
 def load_options_with(base: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of `Llama`: `base` changed by those of `parameters` in LOAD_PARAMETERS. 0, and num_gpu -1, mean
     moegguf's default, which is left out."""
-    changed = dict(base)
-    for name, keyword in LOAD_PARAMETERS.items():
-        if name in parameters:
-            value = parameters[name]
-            changed[keyword] = None if value == (-1 if name == "num_gpu" else 0) else value
-    return {keyword: value for keyword, value in changed.items() if value is not None}
+    changed = {keyword: parameters[name] for name, keyword in LOAD_PARAMETERS.items() if name in parameters}
+    defaults = {keyword: -1 if keyword == "n_gpu_layers" else 0 for keyword in changed}
+    merged = {**base, **changed}
+    return {name: value for name, value in merged.items() if value is not None and value != defaults.get(name)}

@@ -1,38 +1,433 @@
-"""The one client of a model that answers, for `run` and the chat: what it loads, asks and tells is the same wherever
-the model is, in a worker of this program's own (own_worker.py) or in a running server (running_server.py)."""
+"""The one client of a model that answers, for `run` and the chat. What it loads, asks and tells is the same wherever
+the model is: in a worker that belongs to this program and ends with it, or in a running server."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import queue
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import closing
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from moegguf.errors import MoeggufError
+from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
+from moegguf.errors import ModelNotFoundError, OptionError
+from moegguf.generate.request import Delta, Message, OnProgress, PromptProgress, Timing
+from moegguf.models.entry import Details, ModelEntry, NamedModel
+from moegguf.options import LOAD_PARAMETERS
+from moegguf.quantities import parse_duration
+from moegguf.serving import worker_process
+from moegguf.serving.events import LoadOverrides, Snapshot
+from moegguf.serving.wire import LoadConfig, build
+from moegguf.serving.worker_process import PendingRequest, WorkerProcess
+from moegguf.settings import read_settings
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
-    from moegguf.chat.answers import Answer
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.own_worker import OwnWorker
-    from moegguf.chat.running_server import RunningServer
-    from moegguf.generate.request import Timing
-    from moegguf.models.entry import NamedModel
+    from moegguf.engine.cost import Placement
+    from moegguf.engine.stats import Stats
+    from moegguf.models.recipe import Recipe
     from moegguf.terminal.progress import Spinner
 
+POLL_S = 0.1  # a signal that another thread receives does not interrupt queue.get()
 BUSY = 503  # a server's status
+
+Result = TypeVar("Result")
+
+
+class Answer:
+    """One answer. `read` gets its parts on a thread of its own and gives them to `put`; `deltas` yields them on the
+    main thread, which Ctrl-C can then interrupt.
+
+    `stop` has the other process end it, also where it has not begun to (`stopped`); None: `read` sees that by itself,
+    and nobody waits for it. `timing` and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of
+    a load before it.
+    """
+
+    def __init__(self, read: Callable[[Answer], object], stop: Callable[[], object] | None = None) -> None:
+        self.timing = Timing(finish="cancelled")
+        self.decisions: Mapping[str, Any] = {}
+        self.load_s = 0.0
+        self.stopped = False
+        self._read = read
+        self._stop = stop
+        self._parts: queue.SimpleQueue[Delta | PromptProgress | BaseException | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+
+    def put(self, part: Delta | PromptProgress) -> None:
+        """The next part."""
+        self._parts.put(part)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        self._ended.set()
+        self._parts.put(error)
+
+    def cancel(self, timeout_s: float = 0.0) -> bool:
+        """Ends the answer, from any thread; False when it has not ended after `timeout_s`."""
+        self.stopped = True
+        (self._stop or self._end)()
+        return self._ended.wait(timeout_s)
+
+    def deltas(self, on_progress: OnProgress) -> Generator[Delta, None, None]:
+        """The parts of the answer as they arrive; iterate once. Ending the loop early cancels the answer."""
+
+        def read() -> None:
+            try:
+                self._read(self)
+            except BaseException as error:  # raised again below
+                self._end(error)
+            else:
+                self._end()
+
+        try:
+            threading.Thread(target=read, name="moegguf-answer", daemon=True).start()
+            while True:
+                try:
+                    part = self._parts.get(timeout=POLL_S)
+                except queue.Empty:
+                    continue
+                if part is None:
+                    return
+                if isinstance(part, BaseException):
+                    raise part
+                if isinstance(part, PromptProgress):
+                    on_progress(part)
+                else:
+                    yield part
+        finally:
+            if not self._ended.is_set():
+                self.cancel()
+
+
+class OwnWorker:
+    """A model of this machine's catalog, in a worker of its own; `load` comes first. log: shows llama.cpp's messages. A
+    worker starts at once: it takes as long as this program needs to find and describe the model. The event loop that
+    `WorkerProcess` needs runs on a thread of its own."""
+
+    url = None  # of a server
+    n_ctx, reads_images = 0, False
+    placement: Placement | None = None  # of the experts, if there was a choice
+
+    def __init__(self, *, log: bool = False) -> None:
+        self._settings = read_settings()
+        self._log = log
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="moegguf-worker", daemon=True).start()
+        self._worker: WorkerProcess | None = self._start()
+        from moegguf.models.catalog import Catalog
+
+        self.names = Catalog()
+        self._has_model = False
+        self._before: PendingRequest | Snapshot | None = None  # the experts when the last answer began
+
+    def _start(self) -> WorkerProcess:
+        start = WorkerProcess.start(
+            command=worker_process.COMMAND,
+            on_warning=lambda text: print_message(f"warning: {text}"),
+            echo_stderr=self._log or self._settings.debug,
+            cancel_grace_s=math.inf,  # a person waits, who can end this program
+        )
+        return self._run(start)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def details(self, entry: NamedModel) -> Details:
+        """What the headers of a model's files say. Raises ModelFormatError, ExpertIOError."""
+        from moegguf.models.details import details
+
+        return details(_here(entry))
+
+    def options(self, conversation: Conversation) -> dict[str, Any]:
+        """How the next answer needs the model to be loaded: keywords of `Llama`."""
+        return conversation.load_options()
+
+    def load(self, entry: NamedModel, options: Mapping[str, Any], spinner: Spinner) -> None:
+        """Loads a model; the present one ends first, since memory may not hold two."""
+        here, start_s = _here(entry), time.perf_counter()
+        if self._has_model:
+            self.close()
+        spinner.show("starting a worker")
+        worker, self._worker = self._worker or self._start(), None
+        try:
+            from moegguf.engine.cost import Placement
+            from moegguf.gguf.experts import read_layout
+            from moegguf.models.details import projector_of
+            from moegguf.terminal.loading import warn_of_long_context
+            from moegguf.terminal.progress import loading_text
+
+            layout, projector = read_layout(here.path), projector_of(here)  # while the worker starts
+            warn_of_long_context(layout, options.get("n_ctx"))
+
+            def on_progress(share: float | None) -> None:
+                text = loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start_s)
+                spinner.show(f"trying {layout.name}, the first time it is loaded" if share is None else text)
+
+            beside = {"mmproj": projector and projector.path, "lora_path": here.adapter, "draft": here.draft}
+            files = {name: str(path) for name, path in beside.items() if path}
+            chosen = {"flash_attn": self._settings.flash_attention, **files, **options, "verbose": self._log}
+            config = LoadConfig(here.name, str(here.path), options=chosen, silent=not self._log)
+            ready = self._run(worker.load(config, math.inf, on_progress))
+        except BaseException:  # also an interrupt
+            self._run(worker.close(0))
+            raise
+        self._worker, self._has_model, self._before = worker, True, None
+        self.n_ctx, self.reads_images = ready.n_ctx, ready.reads_images
+        placement = ready.plan.get("placement")
+        self.placement = None if placement is None else build(Placement, placement["chosen"])
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is no process with a model."""
+        return not self._has_model or self._own.exited.done()
+
+    @property
+    def stats(self) -> Stats | None:
+        """Counts since the load; None of a model that is not loaded."""
+        return self._own.stats if self._has_model else None
+
+    @property
+    def _own(self) -> WorkerProcess:
+        assert self._worker is not None
+        return self._worker
+
+    def answer(self, conversation: Conversation) -> Answer:
+        """The answer to the last message."""
+        generation, worker, requests = conversation.request(), self._own, list[PendingRequest]()
+
+        async def read(answer: Answer) -> None:
+            try:
+                self._before = worker.request("experts", watch_s=0)
+                requests.append(worker.request("generate", generation=generation, stream=True))
+                if answer.stopped:
+                    requests[0].cancel()
+                async for event in requests[0].events():
+                    if isinstance(event, Delta | PromptProgress):
+                        answer.put(event)
+                    else:
+                        answer.timing = build(Timing, event)
+            finally:
+                answer.decisions = worker.decisions
+
+        def stop() -> None:
+            for request in requests:
+                self._loop.call_soon_threadsafe(request.cancel)
+
+        return Answer(lambda answer: self._run(read(answer)), stop)
+
+    def experts(self) -> Snapshot | None:
+        """The experts now, with what was used and loaded since the last answer began; None: the model is not loaded."""
+
+        async def ask() -> Snapshot:
+            before, self._before = self._before, None
+            if isinstance(before, PendingRequest):
+                before = build(Snapshot, await before.value())
+            now, self._before = build(Snapshot, await self._own.request("experts", watch_s=math.inf).value()), before
+            return now.since(before)
+
+        return self._run(ask()) if self._has_model else None
+
+    def check_parameter(self, name: str) -> None:
+        """Every parameter has its effect here."""
+
+    def modelfile(self, entry: NamedModel) -> str:
+        """The Modelfile that makes a model."""
+        return self.names.modelfile(_here(entry))
+
+    def print_info(self, entry: NamedModel) -> None:
+        """Prints the table of `moegguf show`."""
+        from moegguf.terminal.facts import DescribedModel, facts_of
+        from moegguf.terminal.tables import print_model
+
+        print_model(facts_of(DescribedModel(_here(entry))))
+
+    def close(self) -> None:
+        """Ends the worker, if there is one."""
+        worker, self._worker, self._has_model = self._worker, None, False
+        if worker is not None:
+            self._run(worker.close())
+
+
+def _here(entry: NamedModel) -> ModelEntry:
+    assert isinstance(entry, ModelEntry)  # `find` returns no other
+    return entry
+
+
+class RunningServer:
+    """A model in a server, as `OwnWorker` has one here. The server loads it for the first answer, `load` only does so
+    earlier, and keeps it for `keep_alive` after an answer. `entry`: its name. `names`: this, which finds, lists and
+    creates models there."""
+
+    ended = False
+    stats = placement = None  # the server's counts are of every client's answers
+
+    def __init__(self, client: Client, name: str, keep_alive: str | None) -> None:
+        self._client = client
+        self.url = client.host.url
+        self.names = self
+        shown = self._show(name)
+        self.entry, self.reads_images = _named(name, shown), "vision" in shown["capabilities"]
+        self._keep_alive = {} if keep_alive is None else {"keep_alive": keep_alive}
+
+    def _show(self, name: str) -> Json:
+        """What the server tells of a model. Raises ModelNotFoundError."""
+        try:
+            return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
+        except ServerError as error:
+            if error.status == 404:
+                raise ModelNotFoundError(str(error)) from None
+            raise
+
+    def find(self, name: str) -> NamedModel:
+        """A model, with what the server's name for it has. Raises ModelNotFoundError."""
+        return _named(name, self._show(name))
+
+    def entries(self, prefix: str) -> list[ModelEntry]:
+        """The models whose names begin so."""
+        return [
+            ModelEntry(
+                m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
+                missing=tuple(map(Path, m.get("missing", ()))),
+            )
+            for m in self._client.get("/api/tags")["models"] if m["name"].lower().startswith(prefix.lower())
+        ]  # fmt: skip
+
+    def create(self, name: str, recipe: Recipe) -> None:
+        """Stores a new model in the server."""
+        self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
+
+    def modelfile(self, entry: NamedModel) -> str:
+        """The Modelfile that makes a model there."""
+        return str(self._show(entry.name)["modelfile"])
+
+    def details(self, entry: NamedModel) -> Details:
+        """What the headers of a model's files say."""
+        shown = self._show(entry.name)
+        info, known = shown["model_info"], shown["details"]
+        names = ("context_length", "embedding_length", "expert_count", "expert_used_count")
+        n_ctx, n_embd, n_expert, n_used = (info.get(f"{info.get('general.architecture')}.{name}", 0) for name in names)
+        size = known["parameter_size"], info["general.parameter_count"], known["quantization_level"]
+        what = tuple(shown["capabilities"]), shown["template"], info
+        return Details(known["family"], *size, n_ctx, n_embd, n_expert, n_used, *what)
+
+    def print_info(self, entry: NamedModel) -> None:
+        """Prints what the server tells of a model."""
+        known = self.details(entry)
+        rows = {
+            "architecture": known.family,
+            "parameters": known.parameter_size,
+            "quantization": known.quantization,
+            "context length": f"{known.n_ctx_train:,} tokens",
+            "capabilities": ", ".join(known.capabilities),
+        }
+        print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
+
+    def options(self, conversation: Conversation) -> Json:
+        """How the next answer needs the model to be loaded: parameters of a request."""
+        return {name: value for name, value in conversation.user_parameters().items() if name in LOAD_PARAMETERS}
+
+    def load(self, entry: NamedModel, options: Mapping[str, Any], spinner: Spinner) -> None:
+        """Has the server load a model."""
+        shown = self._show(entry.name)
+        spinner.show(f"loading {entry.name} in the server at {self.url}")
+        body = {"model": entry.name, "prompt": "", "stream": False, "options": options}
+        kept = {name: text for name, text in self._keep_alive.items() if parse_duration(text)}  # 0 would unload it
+        self._client.post("/api/generate", body | kept)
+        self.entry, self.reads_images = entry, "vision" in shown["capabilities"]
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the context; 0 of a model that is not loaded."""
+        loaded = {model["name"]: model["context_length"] for model in self._client.get("/api/ps")["models"]}
+        return int(loaded.get(self.entry.name, 0))
+
+    def check_parameter(self, name: str) -> None:
+        """Raises OptionError for a parameter of loading that has no effect in a request to a server."""
+        known = {field.name for field in fields(LoadOverrides)} - {"n_batch"}
+        if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
+            raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
+
+    def answer(self, conversation: Conversation) -> Answer:
+        """The server's answer to the last message."""
+        body = {
+            "model": conversation.entry.name,
+            "messages": messages_to_server(conversation),
+            "options": conversation.user_parameters(),
+            "format": conversation.format,
+            "think": conversation.think,
+            "shift": conversation.context_shift,
+            "stream": True,
+            "details": True,
+        } | self._keep_alive
+
+        def read(answer: Answer) -> None:
+            with closing(self._client.stream("/api/chat", body)) as lines:
+                for line in lines:
+                    if answer.stopped:  # the server stops, too, when the connection ends
+                        return
+                    if line.get("done"):
+                        answer.timing, answer.decisions = build(Timing, line["timing"]), line["decisions"]
+                        answer.load_s += line.get("load_duration", 0) / 1e9
+                        return
+                    if "prompt_progress" in line:
+                        answer.put(build(PromptProgress, line["prompt_progress"]))
+                    else:
+                        answer.put(Delta(line["message"].get("content", ""), line["message"].get("thinking", "")))
+            raise self._client.lost_connection()
+
+        return Answer(read)
+
+    def experts(self) -> Snapshot | None:
+        """The experts, with what was used and loaded within the last snapshot; None: the model is not loaded."""
+        from moegguf.engine.stats import Stats
+
+        loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
+        found = next((model["snapshot"] for model in loaded if model["snapshot"]), None)
+        if found is None:
+            return None
+        stats = {field.name: found["stats"][field.name] for field in fields(Stats)}  # without what follows from them
+        return build(Snapshot, found | {"model": self.entry.name, "stats": stats})
+
+    def close(self) -> None:
+        """The server keeps the model for other requests."""
+
+
+def _named(name: str, shown: Json) -> NamedModel:
+    from moegguf.models.names import parse_name
+    from moegguf.models.recipe import parse
+
+    return NamedModel(parse_name(name).canonical, **parse(shown["modelfile"]).overrides)
+
+
+def messages_to_server(conversation: Conversation) -> list[Json]:
+    """The messages of /api/chat, without those of the model's name, which the server adds."""
+    from moegguf.generate.images import images_of, text_of
+
+    given, own = conversation.messages, [dict(message) for message in conversation.entry.messages]
+    system: list[Message] = []
+    if conversation.system is not None:  # "" too: the server would add the one of the model's name
+        system.append({"role": "system", "content": conversation.system})
+    asked = (*system, *given[len(own) if given[: len(own)] == own else 0 :])
+    return [
+        {**each, "content": text_of(each["content"]), **({"images": images} if (images := images_of(each)) else {})}
+        for each in asked
+    ]
 
 
 class ChatModel:
-    """A model behind a connection, which `load` exchanges; it answers one conversation at a time. Methods raise
-    MoeggufError."""
+    """A model behind a connection, which answers one conversation at a time. Methods raise MoeggufError."""
 
     def __init__(self, connection: OwnWorker | RunningServer) -> None:
         self.connection = connection
         self._loaded: Mapping[str, Any] | None = None  # the options that it was loaded with by `load`
         self._load_s = 0.0  # of that, since the last answer
-        self._counts_uses = False
-        self._answer: Answer
+        self._answer: Answer | None = None  # the last one since then
 
     def load(self, conversation: Conversation, spinner: Spinner) -> None:
         """Loads the conversation's model; where that fails, the parameters of loading that were set in the chat go."""
@@ -41,9 +436,10 @@ class ChatModel:
             self.connection.load(conversation.entry, options, spinner)
         except BaseException as error:  # also an interrupt: the chat goes on with the model before
             if getattr(error, "status", None) != BUSY:  # nothing is wrong with them then
-                conversation.reset_load_parameters()
+                kept = conversation.parameters.items()
+                conversation.parameters = {name: value for name, value in kept if name not in LOAD_PARAMETERS}
             raise
-        self._loaded, self._load_s = options, time.perf_counter() - start_s
+        self._loaded, self._load_s, self._answer = options, time.perf_counter() - start_s, None
 
     def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
         """Loads the model again when a parameter asks for another context, cache or number of threads, and when its
@@ -53,20 +449,9 @@ class ChatModel:
 
     def answer(self, conversation: Conversation) -> Answer:
         """The answer to the last message; its `load_s` and `decisions` are those of the model."""
-        self._answer = self.connection.answer(conversation)
-        self._answer.load_s, self._load_s = self._load_s, 0.0
-        return self._answer
-
-    def with_context(self, entry: NamedModel, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """`parameters` with the model's own context length for `--ctx 0`."""
-        own = {"num_ctx": self.connection.details(entry).n_ctx_train} if parameters.get("num_ctx") == 0 else {}
-        return {**parameters, **own}
-
-    def thinks(self, entry: NamedModel) -> bool:
-        """Whether a model supports thinking; one whose header cannot be read may."""
-        with suppress(MoeggufError):
-            return "thinking" in self.connection.details(entry).capabilities
-        return True
+        self._answer = answer = self.connection.answer(conversation)
+        answer.load_s, self._load_s = self._load_s, 0.0
+        return answer
 
     def facts(self) -> list[str]:
         """Context size, whether it reads images, the number of expert slots, and which server has it."""
@@ -80,19 +465,15 @@ class ChatModel:
             facts.append(f"slots for {first:,} of {stats.n_experts:,} experts{where}")
         return [*facts, f"in the server at {url}"] if url else facts
 
-    def statistics(self, timing: Timing, *, with_load: bool) -> list[str]:
-        """Lines about the last answer, and about a load before it."""
+    def statistics(self, *, with_load: bool) -> list[str]:
+        """Lines about the last answer, and about a load before it; none where there is no answer since the load."""
         from moegguf.terminal.statistics import LABEL_WIDTH, statistics
 
-        load_s, url = self._answer.load_s if with_load else 0.0, self.connection.url
-        lines = statistics(timing, load_s, self._answer.decisions, self.connection.placement)
+        if (answer := self._answer) is None:
+            return []
+        load_s, url = answer.load_s if with_load else 0.0, self.connection.url
+        lines = statistics(answer.timing, load_s, answer.decisions, self.connection.placement)
         return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{url}"] if url else lines
-
-    def totals(self) -> list[str]:
-        """Lines about all answers since the load, where they are this program's."""
-        from moegguf.terminal.statistics import total_lines
-
-        return total_lines(self.connection.stats) if self.connection.stats else []
 
     def print_experts(self) -> None:
         """A map of the experts: which are in memory, and which were used and loaded of late."""
@@ -100,12 +481,8 @@ class ChatModel:
 
         found, url = self.connection.experts(), self.connection.url
         if found is None or not found.layers:
-            there = "The server has no experts of this model in memory."
-            print_message(there if url else "This model has no experts.")
+            print_message("The model is not loaded." if found is None else "This model has no experts.")
             return
         print_map(found.model, (found.state, found.uses, found.loads), found.layers, found.n_expert, found.stats)
         if url:
             print_message(f"It is in the server at {url}; `moegguf top` shows its experts live.")
-        elif not self._counts_uses and not any(found.uses):
-            print_message("Uses are counted from the next answer on.")
-        self._counts_uses = True

@@ -46,7 +46,7 @@ class InputHistory(FileHistory):
     def _rewrite(self, entries: list[str]) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            self._open_private(temporary)
+            _make_private(temporary)
             file = FileHistory(temporary)
             for entry in reversed(entries):
                 file.store_string(entry)
@@ -63,19 +63,15 @@ class InputHistory(FileHistory):
         """Writes an entry to the file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._open_private(self.path)
+            _make_private(self.path)
             super().store_string(string)
         except OSError:
             self.enabled = False
 
-    @staticmethod
-    def _open_private(path: Path) -> None:
-        """Creates the file; makes an existing one readable by its owner only."""
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, OWNER_ONLY)
-        try:
-            os.fchmod(handle, OWNER_ONLY)
-        finally:
-            os.close(handle)
+
+def _make_private(path: Path) -> None:
+    path.touch(OWNER_ONLY)
+    path.chmod(OWNER_ONLY)
 
 
 PROMPT, CONTINUATION = ">>> ", "... "
@@ -84,12 +80,6 @@ QUOTES = '"""'
 STYLE = Style.from_dict({"placeholder": "ansibrightblack"})
 
 _QUOTED = re.compile(r'\s*(?P<before>/set\s+system\s+)?"""(?P<text>.*)', re.DOTALL)
-
-
-def is_unfinished(text: str) -> bool:
-    """Whether triple quotes are open: Enter then inserts a line break."""
-    quoted = _QUOTED.fullmatch(text)
-    return quoted is not None and not quoted["text"].rstrip().endswith(QUOTES)
 
 
 def unquoted(text: str) -> str:
@@ -104,20 +94,23 @@ def is_quoted_message(text: str) -> bool:
     return quoted is not None and not quoted["before"]
 
 
-class Reader:
-    """Reads messages and adds them to `history`."""
+class Reader(PromptSession[str]):
+    """Reads messages (`prompt`) and adds them to `history`."""
 
     def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
-        self.history = history
         if editor := read_settings().editor:
             os.environ["VISUAL"] = editor  # prompt_toolkit knows no setting; it reads VISUAL, then EDITOR
-        self._session: PromptSession[str] = PromptSession(
+        keys, typing = KeyBindings(), has_focus(DEFAULT_BUFFER)
+        keys.add("enter", filter=typing)(_end_line)
+        keys.add("c-j", filter=typing)(lambda event: event.current_buffer.insert_text("\n"))
+        keys.add("c-g", filter=typing)(lambda event: event.current_buffer.open_in_editor())
+        super().__init__(
             PROMPT,
             multiline=True,
             history=history,
             placeholder=[("class:placeholder", PLACEHOLDER)],
             prompt_continuation=lambda _width, _line, wrap_count: "" if wrap_count else CONTINUATION,
-            key_bindings=_keys(),
+            key_bindings=keys,
             enable_suspend=True,
             completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
@@ -125,35 +118,17 @@ class Reader:
             style=STYLE,
         )
 
-    def read(self) -> str:
-        """The next message, as typed. Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C
-        (`unsent_text` is what was typed)."""
-        return self._session.prompt()
-
     @property
     def unsent_text(self) -> str:
         """What was typed before the last KeyboardInterrupt."""
-        return self._session.default_buffer.text
+        return self.default_buffer.text
 
 
-def _keys() -> KeyBindings:
-    keys = KeyBindings()
-    typing = has_focus(DEFAULT_BUFFER)
-
-    @keys.add("enter", filter=typing)
-    def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if is_unfinished(buffer.text):
-            buffer.insert_text("\n")
-        else:
-            buffer.validate_and_handle()
-
-    @keys.add("c-j", filter=typing)
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    @keys.add("c-g", filter=typing)
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.open_in_editor()
-
-    return keys
+def _end_line(event: KeyPressEvent) -> None:
+    """Ends the message; with open triple quotes the line."""
+    buffer = event.current_buffer
+    quoted = _QUOTED.fullmatch(buffer.text)
+    if quoted is not None and not quoted["text"].rstrip().endswith(QUOTES):
+        buffer.insert_text("\n")
+    else:
+        buffer.validate_and_handle()

@@ -1,27 +1,191 @@
-"""What a chat's commands act on: the model, the conversation, images in messages, and answers on the screen, which
-Ctrl-C cancels."""
+"""An answer on the screen as it is generated, which Ctrl-C cancels: its thinking, in grey on a terminal, then its text;
+and images in messages."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moegguf.chat.printer import Printer
-from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from rich.cells import cell_len
+from rich.color import ColorSystem
+from rich.control import Control
+from rich.segment import ControlType
+from rich.style import Style
+
+from moegguf.errors import MoeggufError, OptionError
 from moegguf.generate.images import MAX_IMAGE_BYTES, read_image
 from moegguf.terminal.keyboard import cancel_on_interrupt
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner, prompt_text
 
 if TYPE_CHECKING:
-    from moegguf.chat.answers import Answer
-    from moegguf.chat.conversation import Conversation, Snapshot
+    from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import ChatModel
-    from moegguf.chat.reader import InputHistory
-    from moegguf.generate.request import PromptProgress, Timing
+    from moegguf.generate.request import Delta, PromptProgress
+
+TAB_CELLS = 8
+MIN_WIDTH = 4  # cells; narrower terminals are treated as this wide
+
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_PICTURES |= dict.fromkeys(range(128, 160), "\ufffd") | {ord("\r"): "", 127: "␡"}
+
+
+def visible(text: str) -> str:
+    """`text` with control characters replaced by Unicode's control pictures."""
+    return text.translate(_PICTURES)
+
+
+class Wrapper:
+    """Breaks lines between words, in text that is still being generated. `width` returns the terminal's cells, and is
+    called for every `feed`.
+
+    A word is printed as it arrives; when it becomes too long for its line, it is erased and printed again on the next
+    line. Lines may break between any two wide (CJK) characters. Handles cells, not colours.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0
+        self._wrapped = False  # the last line break was inserted here
+        self._word = ""  # the last one, which may go on
+
+    def feed(self, text: str) -> str:
+        """What to print for `text`: its characters, line breaks, and controls that move the last word."""
+        # Not the last column: a cursor there (pending wrap) is one cell off when moved back.
+        limit = max(MIN_WIDTH, self._width()) - 1
+        return "".join(self._char(char, limit) for char in text)
+
+    def _char(self, char: str, limit: int) -> str:
+        if char == "\n":
+            self._column, self._wrapped, self._word = 0, False, ""
+            return char
+        cells = TAB_CELLS - self._column % TAB_CELLS if char == "\t" else cell_len(char)
+        is_space, before = char in " \t", ""
+        if is_space or cells > 1:
+            self._word = ""
+            if is_space and self._wrapped and not self._column:
+                return ""  # no space at the start of a wrapped line
+        if self._column + cells > limit:
+            n_moved = cell_len(self._word)
+            if 0 < n_moved < self._column:
+                back = Control((ControlType.CURSOR_BACKWARD, n_moved), (ControlType.ERASE_IN_LINE, 0))
+                before, self._column = f"{back}\n{self._word}", n_moved
+            else:  # no word, or one that fills the line
+                before, self._column, self._word = "\n", 0, ""
+            self._wrapped = True
+            if is_space:
+                return before
+        self._column += cells
+        if not is_space and cells < 2:
+            self._word += char
+        return before + char
+
+
+THINKING, DONE_THINKING = "Thinking...\n", "...done thinking.\n\n"
+GREY = Style(color="bright_black")
+FALLBACK_SIZE = (80, 24)
+
+
+class Printer:
+    """Prints deltas; collects them in `text` and `thinking`. On a terminal, a model's control characters are replaced,
+    and lines are broken between words unless `wrap` is False. Anything else gets the text unchanged, as UTF-8, whatever
+    the locale."""
+
+    def __init__(self, *, wrap: bool = True, hide_thinking: bool = False) -> None:
+        self.text = ""
+        self.thinking = ""
+        self._terminal = sys.stdout.isatty()
+        moves = self._terminal and os.environ.get("TERM") != "dumb"
+        self._colour = moves and not os.environ.get("NO_COLOR")
+        self._wrapper = Wrapper(lambda: shutil.get_terminal_size(FALLBACK_SIZE).columns) if wrap and moves else None
+        self._hide = hide_thinking
+        self._is_thinking = False
+
+    def show(self, delta: Delta) -> None:
+        """Prints a delta at once."""
+        if delta.thinking:
+            self.thinking += delta.thinking
+            if not self._hide:
+                self._write(("" if self._is_thinking else THINKING) + delta.thinking, grey=True)
+                self._is_thinking = True
+        if delta.text:
+            self.text += delta.text
+            self.end(delta.text)
+
+    def end(self, text: str = "\n") -> None:
+        """Prints `text`, such as the end of the answer, after the end of its thinking if that is unfinished."""
+        if self._is_thinking:
+            self._is_thinking = False
+            self._write("\n" * (not self.thinking.endswith("\n")) + DONE_THINKING, grey=True)
+        self._write(text)
+
+    def _write(self, text: str, *, grey: bool = False) -> None:
+        if self._terminal:
+            text = visible(text)
+        if self._wrapper:
+            text = self._wrapper.feed(text)
+        if grey and self._colour:
+            text = GREY.render(text, color_system=ColorSystem.STANDARD)
+        out = sys.stdout.buffer
+        out.write(text.encode("utf-8", errors="replace"))
+        out.flush()
+
+
+CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The outcome of an answer. `error`: what ended it early, or None."""
+
+    text: str
+    thinking: str
+    interrupted: bool
+    error: MoeggufError | None = None
+
+
+def print_answer(
+    model: ChatModel, conversation: Conversation, spinner: Spinner, end: str = "\n", exit_timeout_s: float | None = None
+) -> Reply:
+    """Prints the answer to the last message, `end` after it, and below it what was left out of the context. Ctrl-C
+    cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
+    spinner.show("")
+    printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
+    answer, error = model.answer(conversation), None
+
+    def on_progress(now: PromptProgress) -> None:
+        spinner.show(prompt_text(now.n_tokens, now.n_cached, now.n_done, now.seconds))
+
+    def cancel() -> None:
+        if not answer.cancel(CANCEL_TIMEOUT_S):
+            print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
+
+    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupted:
+        try:
+            for delta in answer.deltas(on_progress):
+                spinner.close()
+                printer.show(delta)
+        except MoeggufError as fault:
+            error = fault
+        finally:
+            spinner.close()
+    timing = answer.timing
+    if error is None or printer.text or printer.thinking:
+        printer.end("\n" if error or interrupted.is_set() else end)
+        counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
+        if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
+            print_message(f"prompt cut: {', '.join(parts)} left out")
+        if n := timing.n_shifts:
+            times = "" if n == 1 else f" {n} times"
+            print_message(f"the context was full{times}: the model no longer knows the older half")
+    return Reply(printer.text, printer.thinking, interrupted.is_set(), error)
+
 
 _EXTENSION = r"\.(?:png|jpe?g|gif|webp|bmp)"
 _START = r"(?:~|\.{1,2})?/"
@@ -42,11 +206,17 @@ def extract_images(text: str) -> tuple[str, list[bytes]]:
     images: list[bytes] = []
 
     def replaced(match: re.Match[str]) -> str:
-        name = _name(match)
-        data = _read(Path(name).expanduser())
-        if data is None:
+        name, path = _file(match)
+        if path is None:
             return match[0]
-        images.append(data)
+        try:
+            with path.open("rb") as file:
+                images.append(file.read(MAX_IMAGE_BYTES + 1))
+            read_image(images[-1])
+        except OSError as error:
+            raise OptionError(f"the image '{path}' cannot be read ({error}); check the file.") from None
+        except OptionError as error:
+            raise OptionError(f"'{path}': {error}") from None
         print_message(f"Added image '{name}'")
         return ""
 
@@ -57,155 +227,14 @@ def extract_images(text: str) -> tuple[str, list[bytes]]:
 def begins_with_image(text: str) -> bool:
     """Whether the first word is the path of a file that ends like an image."""
     match = _PATH.match(text.lstrip())
-    return match is not None and _is_file(Path(_name(match)).expanduser())
+    return match is not None and _file(match)[1] is not None
 
 
-def _name(match: re.Match[str]) -> str:
-    return match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
-
-
-def _is_file(path: Path) -> bool:
+def _file(match: re.Match[str]) -> tuple[str, Path | None]:
+    """The path as it was meant, and the file there, if there is one."""
+    name = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
+    path = Path(name).expanduser()
     try:
-        return path.is_file()
+        return name, path if path.is_file() else None
     except (OSError, ValueError):
-        return False
-
-
-def _read(path: Path) -> bytes | None:
-    """The file's bytes; None when there is no such file."""
-    if not _is_file(path):
-        return None
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_IMAGE_BYTES + 1)
-    except OSError as error:
-        raise OptionError(f"the image '{path}' cannot be read ({error}); check the file.") from None
-    try:
-        read_image(data)
-    except OptionError as error:
-        raise OptionError(f"'{path}': {error}") from None
-    return data
-
-
-CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The outcome of an answer. `notes`: what is to be told below it; `error`: what ended it early, or None."""
-
-    timing: Timing
-    interrupted: bool
-    notes: tuple[str, ...] = ()
-    error: MoeggufError | None = None
-
-
-def print_error(error: Exception) -> None:
-    """One line on stderr."""
-    print_message(f"error: {' '.join(str(error).split())}")
-
-
-def _notes(timing: Timing) -> Iterator[str]:
-    """What of the prompt was left out to fit the context, and that a full context lost its older half."""
-    counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
-    if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
-        yield f"prompt cut: {', '.join(parts)} left out"
-    if n := timing.n_shifts:
-        times = "" if n == 1 else f" {n} times"
-        yield f"the context was full{times}: the model no longer knows the older half"
-
-
-def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None) -> Reply:
-    """Prints an answer. Ctrl-C cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
-    spinner.show("")
-
-    def on_progress(now: PromptProgress) -> None:
-        spinner.show(prompt_text(now.n_tokens, now.n_cached, now.n_done, now.seconds))
-
-    def cancel() -> None:
-        if not answer.cancel(CANCEL_TIMEOUT_S):
-            print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
-
-    error = None
-    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupted:
-        try:
-            for delta in answer.deltas(on_progress):
-                spinner.close()
-                printer.show(delta)
-        except MoeggufError as fault:
-            error = fault
-        finally:
-            spinner.close()
-    return Reply(answer.timing, interrupted.is_set(), tuple(_notes(answer.timing)), error)
-
-
-class ChatSession:
-    """A conversation with one model at a time. `history`: of what was typed."""
-
-    def __init__(self, model: ChatModel, conversation: Conversation, history: InputHistory) -> None:
-        self.model = model
-        self.conversation = conversation
-        self.history = history
-
-    def print_model_line(self) -> None:
-        """The model's name, and its context size, experts, ..."""
-        print_message(f"{self.conversation.entry.name}: {', '.join(self.model.facts())}")
-
-    def answer(self, snapshot: Snapshot) -> None:
-        """Answers the conversation's last message; restores `snapshot` when there was no text at all."""
-        conversation = self.conversation
-        printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
-        try:
-            with Spinner() as spinner:
-                self.model.prepare(conversation, spinner)
-                reply = print_answer(self.model.answer(conversation), printer, spinner)
-        except MoeggufError as error:
-            conversation.restore(snapshot)
-            print_error(error)
-            return
-        cut = reply.interrupted or reply.error is not None
-        printer.end("\n" if cut else "\n\n")
-        if reply.error is not None:
-            print_error(reply.error)
-        for note in reply.notes:
-            print_message(note)
-        if printer.text or printer.thinking or not cut:
-            conversation.add_answer(printer.text, printer.thinking, cut=cut)
-        else:
-            conversation.restore(snapshot)
-        conversation.last_timing = reply.timing
-        if conversation.verbose:
-            print_message("\n".join([*self.model.statistics(reply.timing, with_load=True), ""]))
-
-    def with_images(self, text: str) -> tuple[str, list[bytes]]:
-        """A message's text and the images whose paths were in it. Raises OptionError."""
-        return extract_images(text) if self.model.connection.reads_images else (text, [])
-
-    def is_image(self, text: str) -> bool:
-        """Whether a message that begins with / begins with the path of an image, not with a command."""
-        return self.model.connection.reads_images and begins_with_image(text)
-
-    def load_model(self, name: str) -> None:
-        """Switches to another model; keeps the present one when that cannot be found or loaded."""
-        try:
-            entry = self.model.connection.names.find(name)
-        except ModelNotFoundError:
-            print_message(f"Couldn't find model '{name}'")
-            return
-        print_message(f"Loading model '{name}'")
-        old_entry, old_messages = self.conversation.entry, self.conversation.messages
-        self.conversation.switch_model(entry)
-        try:
-            with Spinner() as spinner:
-                self.model.load(self.conversation, spinner)
-        except BaseException:  # also an interrupt
-            self.conversation.entry, self.conversation.messages = old_entry, old_messages
-            raise
-        self.print_model_line()
-
-    def check_thinking(self) -> bool:
-        """Whether the model supports thinking; prints a warning when not."""
-        if self.model.thinks(self.conversation.entry):
-            return True
-        print_message(f"warning: model '{self.conversation.entry.name}' does not support thinking output")
-        return False
+        return name, None

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from moegguf.cli import model_commands, server_commands
+from moegguf.cli import model_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
 from moegguf.cli.model_commands import contexts
@@ -20,7 +21,10 @@ from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import ServeCommand, serve
 from moegguf.cli.top import top
 from moegguf.cli.trace import trace
-from moegguf.terminal.messages import run_with_exit_code
+from moegguf.errors import MoeggufError
+from moegguf.terminal.messages import print_message, run_with_exit_code
+
+VERSION_TIMEOUT_S = 2.0
 
 app = typer.Typer(
     name="moegguf",
@@ -32,9 +36,19 @@ app = typer.Typer(
 
 
 def _version(requested: bool) -> None:
-    if requested:
-        server_commands.print_versions()
-        raise typer.Exit
+    """Prints this version, and a warning when a running server has another one."""
+    if not requested:
+        return
+    from moegguf.chat.client import Client
+    from moegguf.package import __version__
+
+    print(f"moegguf {__version__}")
+    with suppress(MoeggufError):  # there is no server
+        server = Client().get("/api/version", VERSION_TIMEOUT_S)
+        version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
+        if version != __version__:
+            print_message(f"warning: the server has another version: {version}")
+    raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
@@ -63,9 +77,9 @@ command("rm", short_help="Remove models.")(model_commands.remove)
 command("cp")(model_commands.copy)
 command(short_help="Create a model from a Modelfile.")(model_commands.create)
 command(hidden=True)(model_commands.push)
-command(short_help="List the models that a server has loaded.")(server_commands.ps)
-command()(server_commands.stop)
-command(short_help="Show or change a loaded model's memory.")(server_commands.budget)
+command(short_help="List the models that a server has loaded.")(model_commands.ps)
+command()(model_commands.stop)
+command(short_help="Show or change a loaded model's memory.")(model_commands.budget)
 command(short_help="Watch the experts of loaded models.")(top)
 command(short_help="Estimate memory and speed before loading.")(model_commands.estimate)
 command(short_help="Print what a bug report needs.")(model_commands.doctor)

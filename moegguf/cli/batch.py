@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -41,7 +40,6 @@ ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial"
 MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
 LINE_S = 10.0  # between two lines of progress where stderr is no terminal
-MAX_ASKED_MODELS = 32  # of a server, before it gets the requests
 
 RequestFile = Annotated[
     str,
@@ -76,6 +74,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     or kill it: the same command goes on where it stopped, and answers each request once. Until the end the answers are
     in FILE.partial. The exit code is 1 when a request failed: its line says why.
     """
+    from moegguf.chat.client import running_server
     from moegguf.serving.batch.answers import finished_counts
     from moegguf.settings import read_settings
 
@@ -88,7 +87,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             answers.remove()  # of a process that was killed just before its end
             print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
             return EXIT_FAILURE if done.failed else 0
-        client = None if here else _server_for(found.models)
+        client = None if here else running_server(found.models)
         n_at_once = parallel or settings.batch_parallel
         if client is not None:
             answering: Answering = _answers_of_server(client)
@@ -96,10 +95,12 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             if model is not None:
                 find_or_pull(model)
             n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
-            n_together = min(len(found.lines), n_at_once)
-            n_ctx = settings.n_ctx if chosen["ctx"] is None else chosen["ctx"]
-            kv_tokens = chosen["kv_tokens"] or settings.kv_tokens
-            settings = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
+            settings = replace(
+                settings,
+                n_parallel=max(1, min(len(found.lines), n_at_once)),
+                n_ctx=settings.n_ctx if chosen["ctx"] is None else chosen["ctx"],
+                kv_tokens=chosen["kv_tokens"] or settings.kv_tokens,
+            )
             answering = _answers_of_models_here(settings)
         return _answer_to_end(found, target, answers, n_at_once, answering)
 
@@ -117,24 +118,19 @@ def _output_path(requests: str, output: str | None) -> Path | None:
 
 
 def _open_requests(path: str, model: str | None) -> Requests:
-    """The requests in a file, or in stdin, which is copied first; `with` closes it. Raises BatchFileError."""
+    """The requests in a file, or in a pipe, which is copied first; `with` closes it. Raises BatchFileError."""
     from moegguf.server.batches import ENDPOINTS
     from moegguf.serving.batch.answers import Requests
 
     try:
-        return Requests(_seekable(path), ENDPOINTS, {} if model is None else {"model": model})
+        source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
+        if path == STANDARD or not source.seekable():
+            copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the requests)
+            shutil.copyfileobj(source, copy)
+            source = copy
+        return Requests(source, ENDPOINTS, {} if model is None else {"model": model})
     except OSError as error:
         raise BatchFileError(f"cannot read {path} ({error.strerror}).") from None
-
-
-def _seekable(path: str) -> BinaryIO:
-    """The file, or a copy of a pipe. Raises OSError."""
-    source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
-    if path != STANDARD and source.seekable():
-        return source
-    copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the requests)
-    shutil.copyfileobj(source, copy)
-    return copy
 
 
 def _open_answers(target: Path | None, requests: Requests) -> Journal | _StdoutAnswers:
@@ -144,20 +140,6 @@ def _open_answers(target: Path | None, requests: Requests) -> Journal | _StdoutA
     if target is None:
         return _StdoutAnswers()
     return open_journal(target.with_name(target.name + JOURNAL_SUFFIX), requests)
-
-
-def _server_for(models: list[str]) -> Client | None:
-    """A running server that has all `models`, if there is one; None for a path."""
-    from moegguf.chat.running_server import KNOWN_S, running_server
-
-    if any(os.path.exists(os.path.expanduser(name)) for name in models) or (client := running_server()) is None:
-        return None
-    try:
-        for name in models[:MAX_ASKED_MODELS]:
-            client.post("/api/show", {"model": name}, KNOWN_S)
-    except MoeggufError:
-        return None
-    return client
 
 
 @asynccontextmanager
@@ -219,37 +201,18 @@ class _StdoutAnswers:
         """They are there already."""
 
 
-class _BatchProgress(ProgressBar):
-    def __init__(self, n_total: int, before: Counts) -> None:
-        super().__init__()
-        self._n_total = n_total
-        self._before = before
-        self._start_s = self._said_s = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._start_s
-
-    def text(self, now: Counts) -> str:
-        """How far it is: "120/1,000 answered · 3 failed · 45 tokens/s · 1m57s left". Tokens are those of answers; of
-        prompts, where answers have none."""
-        before, seconds = self._before, self.seconds
-        parts = [f"{now.done:,}/{self._n_total:,} answered"]
-        if now.failed:
-            parts.append(f"{now.failed:,} failed")
-        if (n_new := now.done - before.done) and seconds > 0:
-            n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
-            parts.append(f"{n_tokens / seconds:,.0f} tokens/s")
-            n_left = self._n_total - now.done
-            parts += [f"{short_duration(n_left * seconds / n_new)} left"] if n_left else []
-        return " · ".join(parts)
-
-    def report(self, now: Counts) -> None:
-        if self.visible:
-            self.show(self.text(now), now.done / self._n_total)
-        elif time.monotonic() - self._said_s >= LINE_S and now.done < self._n_total:
-            self._said_s = time.monotonic()
-            print_message(self.text(now))
+def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
+    """How far it is: "120/1,000 answered · 3 failed · 45 tokens/s · 1m57s left". Tokens are those of answers; of
+    prompts, where answers have none. `before`: what was answered `seconds` ago, at the start."""
+    parts = [f"{now.done:,}/{n_total:,} answered"]
+    if now.failed:
+        parts.append(f"{now.failed:,} failed")
+    if (n_new := now.done - before.done) and seconds > 0:
+        n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
+        parts.append(f"{n_tokens / seconds:,.0f} tokens/s")
+        n_left = n_total - now.done
+        parts += [f"{short_duration(n_left * seconds / n_new)} left"] if n_left else []
+    return " · ".join(parts)
 
 
 def _answer_to_end(
@@ -257,20 +220,31 @@ def _answer_to_end(
 ) -> int:
     """Answers the requests that are not answered yet, up to the file of all answers (`target`: None for stdout);
     returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
-    n_total, counts = len(requests.lines), answers.counts
+    from moegguf.serving.batch.answers import answer_requests
+
+    n_total, counts, before = len(requests.lines), answers.counts, replace(answers.counts)
+    start_s = said_s = time.monotonic()
     if counts.done:
         print_message(f"going on: {counts.done:,} of {n_total:,} are answered")
-    progress = _BatchProgress(n_total, replace(counts))
+
+    def text() -> str:
+        return _progress_text(counts, before, n_total, time.monotonic() - start_s)
+
+    def report(_: object = None) -> None:
+        nonlocal said_s
+        if bar.visible:
+            bar.show(text(), counts.done / n_total)
+        elif time.monotonic() - said_s >= LINE_S and counts.done < n_total:
+            said_s = time.monotonic()
+            print_message(text())
 
     async def answer_all() -> None:
-        from moegguf.serving.batch.answers import answer_requests
-
-        progress.report(counts)
+        report()
         async with answering as answer:
-            await answer_requests(requests, answers, answer, n_parallel, lambda _: progress.report(counts))
+            await answer_requests(requests, answers, answer, n_parallel, report)
 
     try:
-        with progress:
+        with ProgressBar() as bar:
             asyncio.run(answer_all())
     except (KeyboardInterrupt, MoeggufError) as error:
         again = "" if target is None else "; the same command goes on"
@@ -280,7 +254,7 @@ def _answer_to_end(
         return EXIT_INTERRUPTED
     tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
     where = "" if target is None else f" · {target}"
-    print_message(f"{progress.text(counts)} · {tokens} · {short_duration(progress.seconds)}{where}")
+    print_message(f"{text()} · {tokens} · {short_duration(time.monotonic() - start_s)}{where}")
     if target is not None:
         answers.finish(target)
     return EXIT_FAILURE if counts.failed else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,7 @@ from moegguf.quantities import parse_expert_cache, parse_size
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
-    from moegguf.bench.series import BenchedSystem, Outcome
-    from moegguf.bench.spec import Spec
+    from moegguf.bench.series import BenchedSystem, Outcome, Spec
 
 
 FLAGS = (
@@ -105,18 +104,14 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
         match = _RANGE.fullmatch(word)
         if match is None:
             raise OptionError(f"{flag} takes numbers such as 512, 128,256 or 64-512*2, but not {word!r}.")
-        numbers += _expand(match, flag)
+        at, step, is_product = int(match[1]), int(match[4] or 1), match[3] == "*"
+        last = int(match[2]) if match[2] else at
+        if at < last and ((is_product and (step < 2 or at < 1)) or step < 1):
+            raise OptionError(f"{flag} {word} never ends; give a larger step.")
+        numbers.append(at)
+        while (at := at * step if is_product else at + step) <= last:
+            numbers.append(at)
     return numbers
-
-
-def _expand(match: re.Match[str], flag: str) -> Iterator[int]:
-    at, step = int(match[1]), int(match[4] or 1)
-    last = int(match[2]) if match[2] else at
-    if at < last and ((match[3] == "*" and (step < 2 or at < 1)) or step < 1):
-        raise OptionError(f"{flag} {match[0]} never ends; give a larger step.")
-    while at <= last:
-        yield at
-        at = at * step if match[3] == "*" and at else at + max(1, step)
 
 
 def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
@@ -146,38 +141,35 @@ def bench(*, given: Given, **chosen: Any) -> None:
 
     Takes llama-bench's flags and prints its formats. `--against stock` alternates with llama.cpp.
     """
-    from moegguf.cli.bench_format import FORMATS
+    from moegguf.bench.rows import FORMATS
+    from moegguf.bench.series import make_systems
+    from moegguf.controller.strategies import OWN, find_strategy
 
     output, rounds = chosen["output"], chosen["rounds"]
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    chosen["strategy"], *beside = _strategies(chosen["strategy"])
+    strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
+    chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))  # its own first
     for name, prefix in (("placement", "placed"), ("draft", "draft")):
         first, *others = split([chosen[name]]) or [""]
         chosen[name] = first or None
         beside += [f"{prefix}-{other}" for other in others]
     others = list(dict.fromkeys([*beside, *split(chosen["against"])]))
     limit = _limit(chosen["memory_limit"], chosen["require_limit"])
-    groups = _groups(chosen, given, others, limit)
+    caches = split(chosen["expert_cache"])
+    for cache in caches:
+        parse_expert_cache(cache)
+    groups = [make_systems(spec, caches, others, limit) for spec in _specs(chosen, given)]
     rows = _measure(groups, rounds or (3 if others else 1), limit, not chosen["keep_page_cache"])
     typer.echo(FORMATS[output](rows), nl=False)
     if any(row["error"] and row["system"] == chosen["strategy"] for row in rows):
         raise typer.Exit(1)
 
 
-def _strategies(names: str) -> list[str]:
-    """The names in the option, moegguf first where it is among them. Raises OptionError."""
-    from moegguf.controller.strategies import OWN, find_strategy
-
-    found = [find_strategy(name).name for name in split([names]) or [""]]
-    return list(dict.fromkeys([*(name for name in found if name == OWN), *found]))
-
-
-def _groups(
-    chosen: dict[str, Any], given: Given, others: Sequence[str], limit: int | None
-) -> list[list[BenchedSystem]]:
-    """The systems to alternate, for every combination of settings."""
-    from moegguf.bench.series import combinations, make_systems
+def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
+    """Every combination of settings."""
+    from moegguf.bench.series import Spec, Test, combinations
+    from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.machine import count_cpus, load_warning
     from moegguf.models.catalog import find_model
     from moegguf.terminal.loading import find_or_pull
@@ -186,9 +178,6 @@ def _groups(
     models = [*(str(find_model(name)) for name in chosen["model"]), *pulled]
     if not models:
         raise OptionError("there is no model to measure; name one with -m or -hf.")
-    caches = split(chosen["expert_cache"])
-    for cache in caches:
-        parse_expert_cache(cache)
     lists: dict[str, Sequence[Any]] = {
         "model": models,
         "n_gpu_layers": parse_ints(chosen["n_gpu_layers"], "-ngl"),
@@ -199,33 +188,25 @@ def _groups(
     }
     if warning := load_warning():
         print_message(warning)
-    base = _base(models[0], chosen, given)
-    return [make_systems(spec, caches, others, limit) for spec in combinations(base, lists)]
-
-
-def _base(model: str, chosen: dict[str, Any], given: Given) -> Spec:
-    from moegguf.bench.spec import Spec, Test
-    from moegguf.engine.live_controller import ControllerOptions
-
     ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # raises before anything runs
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
-    text = chosen["text"]
     as_given = (
         "repetitions", "strategy", "placement", "draft", "simulate_link", "simulate_threads", "seed", "delay_s",
         "warm_start", "verbose",
     )  # fmt: skip
-    return Spec(
-        model=model,
+    base = Spec(
+        model=models[0],
         tests=tuple(Test(*test) for test in tests),
         repack=not chosen["no_repack"],
         store={"readers": chosen["readers"]}
         | {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]},
-        feed="greedy" if chosen["greedy"] else "text" if text else "random",
-        text=str(text) if text else None,
+        feed="greedy" if chosen["greedy"] else "text" if chosen["text"] else "random",
+        text=str(chosen["text"]) if chosen["text"] else None,
         warmup=not chosen["no_warmup"],
         **{name: chosen[name] for name in as_given},
         **given,
     )
+    return combinations(base, lists)
 
 
 def _limit(size: str | None, require: bool) -> int | None:
@@ -242,7 +223,7 @@ def _limit(size: str | None, require: bool) -> int | None:
     if fault and require:
         raise OptionError(f"--require-limit: {fault}")
     if fault:
-        typer.echo(f"continuing without a memory limit: {fault}", err=True)
+        print_message(f"continuing without a memory limit: {fault}")
     return None if fault else n_bytes
 
 
@@ -254,19 +235,16 @@ def _measure(
     from moegguf.bench.series import ProcessRunner, run_series
     from moegguf.bench.stock import stock_library
 
-    def say(line: str) -> None:
-        typer.echo(line, err=True)
-
     outcomes: list[list[Outcome]] = [[] for _ in groups]
     needs_stock = any(system.spec.system == "stock" for group in groups for system in group)
-    runner = ProcessRunner(limit, drop_cache, stock_library(say) if needs_stock else None)
+    runner = ProcessRunner(limit, drop_cache, stock_library(print_message) if needs_stock else None)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM cleans up, too
     try:
         for group, found in zip(groups, outcomes, strict=True):
-            for outcome in run_series(group, rounds, runner, say):
+            for outcome in run_series(group, rounds, runner, print_message):
                 found.append(outcome)
     except KeyboardInterrupt:
-        typer.echo("interrupted; printing the finished runs.", err=True)
+        print_message("interrupted; printing the finished runs.")
     finally:
         signal.signal(signal.SIGTERM, before)
     return [row for found in outcomes for row in make_rows(found, limit)]

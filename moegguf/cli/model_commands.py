@@ -1,30 +1,29 @@
-"""The commands for models on this machine: pull, list, show, rm, cp, create, estimate, doctor; and those for computed
-contexts that are kept on disk. They need no server."""
+"""The commands for models on this machine: pull, list, show, rm, cp, create, estimate, doctor; for computed contexts
+that are kept on disk; and for models in a running server: ps, stop, budget."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from moegguf.cli.options import AsJson, Given, Insecure, Model, Prefix, complete_model, flags
-from moegguf.errors import ModelNotFoundError
+from moegguf.cli.options import OFTEN, AsJson, Flag, Given, Insecure, Model, Prefix, flags, model_argument
+from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.engine.context_store import StoredBlock
+    from moegguf.quantities import ExpertCache
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        autocompletion=complete_model,
-        metavar="MODEL",
-        help="A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.",
-    ),
-]
+Name = Annotated[str, model_argument("A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.")]
+Loaded = Annotated[str, model_argument("A name that `ps` shows.")]
 
 
 def pull(model: Name, insecure: Insecure = False) -> None:
@@ -69,63 +68,54 @@ def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
         print_message(warning)
 
 
-def show(
-    model: Model,
-    license_text: Annotated[bool, typer.Option("--license", help="Only its license.")] = False,
-    modelfile: Annotated[bool, typer.Option("--modelfile", help="Only a Modelfile that recreates it.")] = False,
-    parameters: Annotated[bool, typer.Option("--parameters", help="Only its parameters.")] = False,
-    template: Annotated[bool, typer.Option("--template", help="Only its chat template.")] = False,
-    system: Annotated[bool, typer.Option("--system", help="Only its system message.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All metadata and tensors, too.")] = False,
-    as_json: AsJson = False,
-) -> None:
+SHOWN = {
+    "license": "its license", "modelfile": "a Modelfile that recreates it", "parameters": "its parameters",
+    "template": "its chat template", "system": "its system message",
+}  # fmt: skip
+SHOW_FLAGS = (
+    *(Flag(name, f"--{name}", None, OFTEN, f"Only {what}.", False, bool) for name, what in SHOWN.items()),
+    Flag("verbose", "--verbose -v", None, OFTEN, "All metadata and tensors, too.", False, bool),
+)
+
+
+@flags(own=SHOW_FLAGS)
+def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Describe a model and its experts."""
-    from moegguf.terminal.facts import model_facts
-    from moegguf.terminal.tables import print_json, print_model
-
-    flags = {
-        "license": license_text, "modelfile": modelfile, "parameters": parameters, "template": template,
-        "system": system,
-    }  # fmt: skip
-    if parts := [name for name, given in flags.items() if given]:
-        typer.echo(_model_part(model, parts).rstrip("\n"))
-        return
-    facts = model_facts(model, verbose=verbose)
-    print_json(facts) if as_json else print_model(facts)
-
-
-def _model_part(model: str, wanted: Sequence[str]) -> str:
-    """The text of one part of a model. Raises BadParameter when more than one is wanted."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details, parameters_of
     from moegguf.models.recipe import parameter_lines
+    from moegguf.terminal.facts import model_facts
+    from moegguf.terminal.tables import print_json, print_model
 
+    wanted = [name for name in SHOWN if chosen[name]]
+    if len(wanted) > 1:
+        raise typer.BadParameter(f"only one of {', '.join(f'--{name}' for name in SHOWN)} can be given")
+    if not wanted:
+        facts = model_facts(model, verbose=chosen["verbose"])
+        print_json(facts) if as_json else print_model(facts)
+        return
     catalog = Catalog()
     entry = catalog.find(model)
-    parts = {
-        "license": lambda: entry.license or "",
+    parts: dict[str, Callable[[], str | None]] = {
+        "license": lambda: entry.license,
         "modelfile": lambda: catalog.modelfile(entry),
         "parameters": lambda: "\n".join(parameter_lines(parameters_of(entry))),
-        "template": lambda: entry.template or details(entry).template or "",
-        "system": lambda: entry.system or "",
+        "template": lambda: entry.template or details(entry).template,
+        "system": lambda: entry.system,
     }
-    if len(wanted) > 1:
-        raise typer.BadParameter(f"only one of {', '.join(f'--{part}' for part in parts)} can be given")
-    return parts[wanted[0]]()
+    typer.echo((parts[wanted[0]]() or "").rstrip("\n"))
 
 
-def remove(
-    models: Annotated[
-        list[str], typer.Argument(autocompletion=complete_model, metavar="MODEL...", help="Names that `list` shows.")
-    ],
-) -> None:
+def remove(models: Annotated[list[str], model_argument("Names that `list` shows.", "MODEL...")]) -> None:
     """Remove models: the name, and its files where nothing else uses them."""
-    from moegguf.cli.server_commands import unload_from_server
+    from moegguf.chat.client import Client
     from moegguf.models.catalog import Catalog
 
     catalog = Catalog()
     for name in models:
-        unload_from_server(catalog.find(name, even_missing=True).name)
+        body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
+        with suppress(MoeggufError):  # there is no server
+            Client().post("/api/generate", body)
         catalog.remove(name)
         print(f"deleted '{name}'")
 
@@ -167,23 +157,15 @@ def push(model: Name, insecure: Insecure = False) -> None:
     raise typer.BadParameter("push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`")
 
 
-@flags("expert_cache", "n_ctx", "vram_cache", "placement", "type_k", "type_v")
-def estimate(
-    model: Model,
-    device_memory: Annotated[
-        str | None, typer.Option("--device-memory", metavar="SIZE", help="What a device of so much memory would give.")
-    ] = None,
-    device_bandwidth: Annotated[
-        str | None, typer.Option("--device-bandwidth", metavar="SIZE/s", help="Of that memory, such as 448GB/s.")
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option("--link", metavar="SIZE/s[,LATENCY]", help="Between host and device: 24GB/s is PCIe 4 x16."),
-    ] = None,
-    as_json: AsJson = False,
-    *,
-    given: Given,
-) -> None:
+DEVICE_FLAGS = (
+    Flag("device_memory", "--device-memory", "SIZE", OFTEN, "What a device of so much memory would give."),
+    Flag("device_bandwidth", "--device-bandwidth", "SIZE/s", OFTEN, "Of that memory, such as 448GB/s."),
+    Flag("link", "--link", "SIZE/s[,LATENCY]", OFTEN, "Between host and device: 24GB/s is PCIe 4 x16."),
+)
+
+
+@flags("expert_cache", "n_ctx", "vram_cache", "placement", "type_k", "type_v", own=DEVICE_FLAGS)
+def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Estimate memory and speed before loading; of a model on Hugging Face before it is fetched.
 
     With --device-memory, --device-bandwidth and --link also where experts would go on a machine with such a device.
@@ -192,7 +174,7 @@ def estimate(
     from moegguf.terminal.facts import SupposedDevice, estimate_model
     from moegguf.terminal.tables import print_estimate, print_json
 
-    device = SupposedDevice.parse(device_memory, device_bandwidth, link)
+    device = SupposedDevice.parse(*(chosen[flag.name] for flag in DEVICE_FLAGS))
     facts = estimate_model(model, device=device, **given)
     if as_json:
         print_json(facts)
@@ -202,12 +184,10 @@ def estimate(
         print_message(warning)
 
 
-def doctor(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+Measured = Annotated[str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")]
+
+
+def doctor(model: Measured = None, as_json: AsJson = False) -> None:
     """Print what a bug report needs: CPU, memory, disk speed, build, backends."""
     from moegguf.engine.doctor import diagnose
     from moegguf.terminal.tables import print_doctor, print_json
@@ -224,10 +204,8 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
     """List the computed contexts that are kept on disk, by model, or delete them (`clear`)."""
     if context.invoked_subcommand is not None:
         return
-    from datetime import UTC, datetime
-
+    from moegguf.quantities import human_bytes, human_time
     from moegguf.terminal.tables import print_columns, print_json
-    from moegguf.terminal.units import human_bytes, human_time
 
     rows: list[dict[str, Any]] = [
         {
@@ -260,7 +238,7 @@ def clear(
     ] = None,
 ) -> None:
     """Delete the contexts of a model, or all. A running model keeps those that it has in memory."""
-    from moegguf.terminal.units import human_bytes
+    from moegguf.quantities import human_bytes
 
     found = _by_model()
     if model is not None and model not in found:
@@ -278,3 +256,83 @@ def _by_model() -> dict[str, list[StoredBlock]]:
     for block in stored_blocks(default_folder()):
         found.setdefault(block.about.model, []).append(block)
     return dict(sorted(found.items()))
+
+
+def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
+    """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
+    from moegguf.chat.client import Client
+    from moegguf.quantities import human_bytes, human_time, percent, processor_split
+    from moegguf.terminal.tables import print_columns, print_json
+
+    models = [m for m in Client().get("/api/ps")["models"] if m["name"].lower().startswith(prefix.lower())]
+    if as_json:
+        print_json(models)
+        return
+    rows, seen = [], set()  # the memory of names that share a process counts once
+    for model in models:
+        moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
+        never = expires.year > datetime.now().year + 100  # then it is centuries ahead
+        until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
+        pid, tokens = moe.get("pid", model["name"]), moe.get("prompt_tokens", {})
+        rows.append((
+            model["name"], model["digest"][:12], human_bytes(model["size"]) + " (shared)" * (pid in seen),
+            processor_split(model["size"], model["size_vram"]), percent(moe.get("expert_share")),
+            percent(moe["hit_rate"] if moe.get("lookups") else None), str(model["context_length"]),
+            f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-", until,
+        ))  # fmt: skip
+        seen.add(pid)
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), rows)
+
+
+def stop(model: Loaded) -> None:
+    """Unload a model from a running server."""
+    from moegguf.chat.client import Client
+    from moegguf.models.names import parse_name
+
+    client, name = Client(), parse_name(model).canonical
+    if not any(loaded["name"].lower() == name.lower() for loaded in client.get("/api/ps")["models"]):
+        raise ModelNotFoundError(f"couldn't find model {model!r} to stop")
+    client.post("/api/generate", {"model": name, "keep_alive": 0})
+
+
+def budget(
+    model: Loaded,
+    expert_cache: Annotated[
+        str | None,
+        typer.Argument(metavar="[BUDGET]", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
+    ] = None,
+    vram_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BUDGET",
+            help="On the GPU that computes the model, in the same forms. As when loading, prompts are staged in a part"
+            " of it, which stays as large as it was.",
+        ),
+    ] = None,
+) -> None:
+    """Show or change a loaded model's memory for experts in a running server, also while it answers."""
+    from moegguf.chat.client import Client
+    from moegguf.quantities import format_bytes, parse_expert_cache
+
+    budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
+    given = {name: value for name, value in budgets.items() if value is not None}
+    asked = {name: parse_expert_cache(value) for name, value in given.items()}
+    path = f"/budget?model={quote(model, safe='')}"
+    now = Client().post("/budget", {"model": model, **given}, method="PUT") if given else Client().get(path)
+    parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
+    if now["vram_cache_bytes"]:
+        parts[0] += " in RAM"
+        parts.insert(0, f"{format_bytes(now['vram_cache_bytes'])} for {now['n_vram_slots']} in VRAM")
+        if now["staging_bytes"]:
+            parts[0] += f", {format_bytes(now['staging_bytes'])} of it to stage prompts"
+    for part, name in ((-1, "expert_cache"), (0, "vram_cache")):
+        if name in asked and _asks_for_more(asked[name], now[f"{name}_bytes"], now):
+            parts[part] += ", the most that it was loaded with"
+    print_message(f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all")
+
+
+def _asks_for_more(asked: ExpertCache, n_bytes: int, now: dict[str, Any]) -> bool:
+    """Whether more whole slots were asked for than these bytes hold."""
+    n_experts, slot_bytes = now["n_experts"], now["slot_bytes"] or math.inf
+    wanted = {"fraction": int(asked.fraction * n_experts), "bytes": int(asked.n_bytes // slot_bytes)}
+    return min(wanted.get(asked.mode, 0), n_experts) > n_bytes // slot_bytes

@@ -74,7 +74,21 @@ class Flag(NamedTuple):
     def parameter(self) -> inspect.Parameter:
         """The command's parameter of this name."""
         kind = self.kind or (list[str] if isinstance(self.default, list) else str | None)
-        return _keyword(self.name, self.default, Annotated[kind, self.option()])
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, self.option()]
+        )
+
+
+def _flag_of(option: Option) -> Flag:
+    settings = {
+        "show_default": False,
+        "min": option.least,
+        "max": option.most if option.scope == "server" or option.most == 1 else None,  # else it depends on the model
+        "parser": parse_threads if option.kind == "threads" else None,
+    }
+    kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group
+    metavar = option.metavar or None
+    return Flag(option.name, " ".join(option.flags), metavar, group, option.full_help, None, kind | None, settings)
 
 
 def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -97,32 +111,12 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
         signature = inspect.signature(command, eval_str=True)
         taken = {"given", "chosen", *(flag.name for flag in own)}
         parameters = [each for each in signature.parameters.values() if each.name not in taken]
-        parameters += [flag.parameter() for flag in own]
-        parameters += [_parameter(OPTIONS[name]) for name in names]
+        parameters += [flag.parameter() for flag in (*own, *(_flag_of(OPTIONS[name]) for name in names))]
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return call
 
     return add
-
-
-def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _parameter(option: Option) -> inspect.Parameter:
-    flag = typer.Option(
-        *option.flags,
-        metavar=option.metavar or None,
-        help=option.full_help,
-        show_default=False,
-        min=option.least,
-        max=option.most if option.scope == "server" or option.most == 1 else None,  # else it depends on the model
-        parser=parse_threads if option.kind == "threads" else None,
-        rich_help_panel=OFTEN if option.often else option.group,
-    )
-    kind = _TYPES.get(option.kind, str)
-    return _keyword(option.name, None, Annotated[kind | None, flag])
 
 
 def loading_options(given: Given, names: Sequence[str] = TO_WORKERS) -> Given:
@@ -157,15 +151,14 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in names if name.lower().startswith(incomplete.lower())]
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        autocompletion=complete_model,
-        metavar="MODEL",
-        help="A name (`moegguf list` shows those here; those of `moegguf library` and hf.co/USER/REPOSITORY:QUANT are"
-        " fetched), a GGUF file (of a split model the first), or `demo`.",
-    ),
-]
+def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
+    """An argument that shells complete with the names of models."""
+    return typer.Argument(autocompletion=complete_model, metavar=metavar, help=help, **settings)
+
+
+Model = Annotated[str, model_argument(
+    "A name (`moegguf list` shows those here; those of `moegguf library` and hf.co/USER/REPOSITORY:QUANT are fetched),"
+    " a GGUF file (of a split model the first), or `demo`.")]  # fmt: skip
 Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin with this.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]

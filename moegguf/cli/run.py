@@ -5,14 +5,13 @@ stdout gets the answer and a newline; statistics and errors go to stderr.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Command, Flag, Given, complete_model, flags, hub_name
+from moegguf.cli.options import OFTEN, Command, Flag, Given, flags, hub_name, model_argument
 from moegguf.errors import OptionError
 from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
@@ -29,11 +28,8 @@ EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 def _read_prompt(words: Sequence[str]) -> str | None:
     """Piped input and `words`, joined by a space; None when there is neither and stdin and stdout are a terminal. ""
     when `words` are blank. Raises BadParameter when there is no prompt and no terminal."""
-    piped, terminal = "", False
-    if sys.stdin is not None and not sys.stdin.closed:
-        terminal = sys.stdin.isatty()
-        if not terminal:
-            piped = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    terminal = sys.stdin.isatty()
+    piped = "" if terminal else sys.stdin.buffer.read().decode("utf-8", errors="replace")
     parts = [part for part in (piped.rstrip("\n"), " ".join(words)) if part.strip()]
     if parts:
         return " ".join(parts)
@@ -44,35 +40,14 @@ def _read_prompt(words: Sequence[str]) -> str | None:
     raise typer.BadParameter('there is no prompt: write one, as in `moegguf run demo "hello"`, or pipe one in')
 
 
-def _load_in_server(model: str, keep_alive: str | None) -> int:
-    """Loads the model in a running server, which keeps it for `keep_alive`."""
-    from moegguf.chat.client import Client
-    from moegguf.models.names import parse_name
-
-    body: dict[str, Any] = {"model": parse_name(model).canonical, "prompt": "", "stream": False}
-    if keep_alive is not None:
-        body["keep_alive"] = keep_alive
-    Client().post("/api/generate", body)
-    return 0
-
-
-def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner, *, load: bool) -> int:
-    """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code. load: first;
-    a server loads for the answer."""
-    from moegguf.chat.printer import Printer
+def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner) -> int:
+    """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
     from moegguf.chat.session import extract_images, print_answer
 
-    if load:
-        model.load(conversation, spinner)
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
-    printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
-    reply = print_answer(model.answer(conversation), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
-    if reply.error is None or printer.text:
-        printer.end()
-        for note in reply.notes:
-            print_message(note)
+    reply = print_answer(model, conversation, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     if conversation.verbose and not reply.error:
-        print_message("\n" + "\n".join(model.statistics(reply.timing, with_load=True)))
+        print_message("\n" + "\n".join(model.statistics(with_load=True)))
     model.connection.close()
     if reply.error is not None:
         raise reply.error
@@ -81,15 +56,8 @@ def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spin
 
 THINK = "--think"
 
-ModelName = Annotated[
-    str | None,
-    typer.Argument(
-        autocompletion=complete_model,
-        metavar="MODEL",
-        show_default=False,
-        help="A name of `moegguf list` or `library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`.",
-    ),
-]
+NAMES = "A name of `moegguf list` or `library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`."
+ModelName = Annotated[str | None, model_argument(NAMES, show_default=False)]
 Prompt = Annotated[
     list[str] | None,
     typer.Argument(
@@ -118,18 +86,6 @@ FLAGS = (
 )  # fmt: skip
 PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
 """{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
-
-
-def _check_strategy(name: str | None) -> None:
-    """Raises BadParameter for no strategy's name: its old flag, --system, is taken for the system message."""
-    if name is None:
-        return
-    from moegguf.controller.strategies import find_strategy
-
-    try:
-        find_strategy(name)
-    except OptionError as error:
-        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--strategy") from None
 
 
 class RunCommand(Command):
@@ -161,12 +117,7 @@ def model_and_words(
 @flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")), own=FLAGS)
 def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any) -> int:
     """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
-    _check_strategy(given.get("strategy"))
-    if given.get("num_predict") == 0:
-        raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
-    for option in (OPTIONS[name] for name in given if OPTIONS[name].scope == "request"):
-        if option.most is not None and given[option.name] > option.most:  # checked here: help is shorter without it
-            raise typer.BadParameter(f"it has to be at most {option.most:.0f}.", param_hint=option.flags[0])
+    _check(given)
     name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])
     of_loading = {name: value for name, value in given.items() if OPTIONS[name].scope == "load"}
     parameters = {
@@ -183,48 +134,50 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "verbose": verbose > 0,
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    if text == "":
-        return _load_in_server(name, keep_alive)
-    here = chosen["local"] or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
-    served = None if here else _in_server(name, parameters, settings, keep_alive)
-    chat_model, conversation = served or _in_own_worker(name, load_options, parameters, settings, log=verbose > 1)
+    from moegguf.chat.client import Client, running_server
+    from moegguf.chat.model import ChatModel, OwnWorker, RunningServer
+
+    if text == "":  # loads the model in a running server, which keeps it
+        from moegguf.models.names import parse_name
+
+        kept = {} if keep_alive is None else {"keep_alive": keep_alive}
+        Client().post("/api/generate", {"model": parse_name(name).canonical, "prompt": "", "stream": False} | kept)
+        return 0
+    is_here = chosen["local"] or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
+    client = None if is_here else running_server([name])
+    server = RunningServer(client, name, keep_alive) if client else None
+    chat_model = ChatModel(server or OwnWorker(log=verbose > 1))  # a worker starts while this goes on
+    from moegguf.chat.conversation import Conversation
+    from moegguf.settings import read_settings
+
+    entry = server.entry if server else find_or_pull(name)
+    if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
+        parameters["num_ctx"] = chat_model.connection.details(entry).n_ctx_train
+    if not server and (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
+        parameters = {"num_ctx": n_ctx, **parameters}
+    conversation = Conversation(entry, {} if server else load_options, parameters, **settings)
     with Spinner() as spinner:
+        if text is None or not server:  # a server loads for the answer
+            chat_model.load(conversation, spinner)
         if text is not None:
-            return _answer_once(chat_model, conversation, text, spinner, load=not served)
-        chat_model.load(conversation, spinner)
+            return _answer_once(chat_model, conversation, text, spinner)
     from moegguf.chat.chat import Chat
 
     return Chat(chat_model, conversation).run()
 
 
-def _in_server(
-    name: str, parameters: dict[str, Any], settings: dict[str, Any], keep_alive: str | None
-) -> tuple[ChatModel, Conversation] | None:
-    """A conversation with a model in a running server that knows it, if there is one; None for a path."""
-    from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
-    from moegguf.chat.running_server import server_with
+def _check(given: Given) -> None:
+    """Raises BadParameter for values that cannot be; here and not by typer, for shorter help."""
+    if given.get("num_predict") == 0:
+        raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
+    for option in (OPTIONS[name] for name in given if OPTIONS[name].scope == "request"):
+        if option.most is not None and given[option.name] > option.most:
+            raise typer.BadParameter(f"it has to be at most {option.most:.0f}.", param_hint=option.flags[0])
+    if "strategy" in given:
+        from moegguf.controller.strategies import find_strategy
 
-    if os.path.exists(os.path.expanduser(name)) or (server := server_with(name, keep_alive)) is None:
-        return None
-    model = ChatModel(server)
-    parameters = model.with_context(server.entry, parameters)
-    return model, Conversation(server.entry, initial_parameters=parameters, **settings)
-
-
-def _in_own_worker(
-    name: str, load_options: dict[str, Any], parameters: dict[str, Any], settings: dict[str, Any], *, log: bool
-) -> tuple[ChatModel, Conversation]:
-    """A conversation with a model of this machine, which is pulled first when it is not there."""
-    from moegguf.chat.own_worker import OwnWorker
-
-    worker = OwnWorker(log=log)  # which starts while this program imports what follows
-    from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
-    from moegguf.settings import read_settings
-
-    model, entry = ChatModel(worker), find_or_pull(name)
-    parameters = model.with_context(entry, parameters)
-    if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
-        parameters = {"num_ctx": n_ctx, **parameters}
-    return model, Conversation(entry, load_options, parameters, **settings)
+        try:
+            find_strategy(given["strategy"])
+        except OptionError as error:  # its old flag, --system, is taken for the system message
+            text = f"{error} The system message is --system-prompt."
+            raise typer.BadParameter(text, param_hint="--strategy") from None

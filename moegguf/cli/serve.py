@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from moegguf.cli.options import OFTEN, Command, Flag, Given, complete_model, flags, loading_options
+from moegguf.cli.options import OFTEN, Command, Flag, Given, flags, loading_options, model_argument
 from moegguf.errors import OptionError
 from moegguf.options import OPTIONS
 from moegguf.terminal.messages import print_message
@@ -28,6 +26,7 @@ TO_EVERY_MODEL = [name for name in LOAD_FLAGS if name not in ("n_ctx", *OF_THE_M
 WITHOUT_FLAG = [
     option for option in OPTIONS.values() if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS)
 ]
+Models = Annotated[list[str] | None, model_argument("Loaded at once: names, or GGUF files (by their names).")]
 PORT = Flag(
     "port", "--port", "N", OFTEN, "Another port; 0 takes a free one.", None, int | None, {"min": 0, "max": 65535}
 )
@@ -44,19 +43,7 @@ class ServeCommand(Command):
 
 
 @flags("expert_cache", *SERVER_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"), own=(PORT,))
-def serve(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            autocompletion=complete_model,
-            metavar="MODEL",
-            help="Loaded at once: names, or GGUF files (by their names).",
-        ),
-    ] = None,
-    *,
-    given: Given,
-    port: int | None = None,
-) -> int:
+def serve(models: Models = None, *, given: Given, port: int | None = None) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
     from moegguf.engine.load import given_budgets
 
@@ -69,7 +56,14 @@ def serve(
     if files and len(models or ()) != 1:
         named = " and ".join(OPTIONS[name].flags[0] for name in files)
         raise OptionError(f"{named} belongs to one model: name it, as in `moegguf serve MODEL`, and no other.")
-    entries = [_with_files(_entry_of(model), **files) for model in models or ()]
+    entries = []
+    for model in models or ():
+        from moegguf.models.sources import file_name
+        from moegguf.terminal.loading import find_or_pull
+
+        entry = find_or_pull(model)  # a file has its name without ".gguf"
+        own = replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
+        entries.append(_with_files(own, **files))
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)
@@ -77,15 +71,6 @@ def serve(
         return run_server(settings, listener, lambda: print_address(settings, listener), entries)
     finally:
         listener.close()
-
-
-def _entry_of(model: str) -> ModelEntry:
-    """The model, fetched if it has to be; a file has its name without ".gguf"."""
-    from moegguf.models.sources import file_name
-    from moegguf.terminal.loading import find_or_pull
-
-    entry = find_or_pull(model)
-    return replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
 
 
 def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
@@ -111,14 +96,17 @@ def _warn_without_gpu(loading: Given) -> None:
     from moegguf.engine.devices import has_gpu
     from moegguf.settings import read_environment
 
-    placement, vram_cache = loading.get("placement"), loading.get("vram_cache", read_environment().vram_cache)
-    if not (placement in ("slots", "layers") or vram_cache or loading.get("n_gpu_layers")) or has_gpu():
-        return
-    if vram_cache:
+    placement, so = loading.get("placement"), "the CPU computes every model"
+    if loading.get("vram_cache", read_environment().vram_cache):
         wanted, so = "--vram-cache", "models with experts cannot be loaded"
+    elif placement in ("slots", "layers"):
+        wanted = f"--placement {placement}"
+    elif loading.get("n_gpu_layers"):
+        wanted = "--n-gpu-layers"
     else:
-        wanted = f"--placement {placement}" if placement in ("slots", "layers") else "--n-gpu-layers"
-        so = "the CPU computes every model"
+        return
+    if has_gpu():
+        return
     print_message(
         f"warning: {wanted} needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices): {so}"
     )

@@ -34,39 +34,30 @@ def top(
     from moegguf.chat.client import Client
 
     client = Client()
-    if as_json:
-        print_as_json(client)
-    elif once or not sys.stdout.isatty():
-        print_frame(client)
+    if as_json or once or not sys.stdout.isatty():
+        print_once(client, as_json=as_json)
     else:
         watch(client)
 
 
-def print_as_json(client: Client) -> None:
-    """Prints statistics, plan and experts of each model; an expert is a digit: 0 on disk, 1 in flight, 2 in RAM, 3
-    in VRAM."""
-    from moegguf.cli.top_screen import state_rows
-    from moegguf.terminal.tables import print_json
+def print_once(client: Client, *, as_json: bool) -> None:
+    """Prints one frame with every layer, or statistics, plan and experts of each model as JSON; there an expert is a
+    digit: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM."""
+    from moegguf.cli.top_screen import ModelView, Screen, state_rows
+    from moegguf.terminal.tables import make_console, print_json, print_renderable
 
-    models = client.get("/live?once=1")["models"]
+    models, views = client.get("/live?once=1")["models"], []
     for model in models:
         snapshot, experts = model.pop("snapshot"), None
+        views.append(ModelView(model["name"]))
+        views[-1].update(dict(model), snapshot)
         if snapshot:
             experts = {name: snapshot[name] for name in ("layers", "n_expert")} | {"state": state_rows(snapshot)}
         model |= {"tokens_per_s": snapshot["tokens_per_s"] if snapshot else 0.0, "experts": experts}
-    print_json({"server": client.host.url, "models": models})
-
-
-def print_frame(client: Client) -> None:
-    """Prints one frame on stdout, with a line for every layer."""
-    from moegguf.cli.top_screen import ModelView, Screen
-    from moegguf.terminal.tables import make_console, print_renderable
-
-    models = []
-    for facts in client.get("/live?once=1")["models"]:
-        models.append(ModelView(facts["name"]))
-        models[-1].update(facts, facts["snapshot"])
-    print_renderable(make_console(), Screen(client.host.url, models, height=None))
+    if as_json:
+        print_json({"server": client.host.url, "models": models})
+    else:
+        print_renderable(make_console(), Screen(client.host.url, views, height=None))
 
 
 def watch(client: Client) -> None:
@@ -75,11 +66,22 @@ def watch(client: Client) -> None:
     from rich.live import Live
 
     from moegguf.cli.top_screen import Screen
+    from moegguf.errors import MoeggufError
 
-    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    first = start_reading(client, lines)
+    stream = client.stream(f"/live?per_s={FRAMES_PER_S}", timeout_s=STREAM_TIMEOUT_S)
+    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()  # the last one is the error that ended them
+
+    def read() -> None:
+        try:
+            for line in stream:
+                lines.put(line)
+            lines.put(client.lost_connection())
+        except MoeggufError as error:
+            lines.put(error)
+
     models: dict[str, ModelView] = {}
-    apply_line(models, first)
+    apply_line(models, next(stream))
+    threading.Thread(target=read, name="moegguf-top", daemon=True).start()
     console = Console(highlight=False)
 
     def frame() -> Screen:
@@ -101,25 +103,6 @@ def watch(client: Client) -> None:
         return
     finally:
         live.stop()
-
-
-def start_reading(client: Client, lines: queue.SimpleQueue[Any]) -> Any:
-    """Returns the first line of `/live`; a thread puts the others into `lines`, and then the error that ended them."""
-    from moegguf.errors import MoeggufError
-
-    stream = client.stream(f"/live?per_s={FRAMES_PER_S}", timeout_s=STREAM_TIMEOUT_S)
-    first = next(stream)
-
-    def read() -> None:
-        try:
-            for line in stream:
-                lines.put(line)
-            lines.put(client.lost_connection())
-        except MoeggufError as error:
-            lines.put(error)
-
-    threading.Thread(target=read, name="moegguf-top", daemon=True).start()
-    return first
 
 
 def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Facts of `/live` in, rich text out; no I/O.
 from __future__ import annotations
 
 import base64
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -17,8 +18,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from moegguf.quantities import human_bytes, human_time, percent
 from moegguf.terminal.heatmap import heatmap, legend, tiers_line
-from moegguf.terminal.units import human_bytes, human_time, percent
 
 Facts = dict[str, Any]
 Bytes = npt.NDArray[np.uint8]
@@ -27,7 +28,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY_POINTS = 60  # of a sparkline
 MIN_MAP_LINES = 3
 NARROW, WIDE = 60, 76  # cells
-LINES_PER_MODEL = 6  # without map and tiers: name, four figures, a blank line
 COUNTERS = ("tokens", "lookups", "hits", "bytes_read", "stall_s", "eval_s")
 
 
@@ -60,12 +60,6 @@ class ModelView:
         return bool(self.tiers) and self.tiers[0]["name"] == "VRAM"
 
     @property
-    def n_lines(self) -> int:
-        """Lines of the model without its map: name, four figures, several tiers, staging, a blank line."""
-        n_tiers, stages = len(self.tiers), bool(self.stats.get("staging_bytes"))
-        return LINES_PER_MODEL + (n_tiers if n_tiers > 1 else 0) + stages
-
-    @property
     def total(self) -> dict[str, float]:
         """Counters since the model was loaded."""
         stats = self.stats
@@ -78,29 +72,23 @@ class ModelView:
         if snapshot is None:
             return
         self.snapshot = snapshot
-        if "stats" not in facts:
-            self.facts = {**facts, "stats": snapshot["stats"]}
         shape = len(snapshot["layers"]), snapshot["n_expert"]
-        state, uses, loads = (_array(snapshot[name], shape) for name in ("state", "uses", "loads"))
         same = self.state.shape == shape
-        self.state = state
+        self.state, uses, loads = (_array(snapshot[name], shape) for name in ("state", "uses", "loads"))
         # Maxima since the last frame: snapshots may arrive faster than frames are drawn.
         self.uses = np.maximum(self.uses, uses) if same else uses
         self.loads = np.maximum(self.loads, loads) if same else loads
-        self._update_rates()
-
-    def _update_rates(self) -> None:
         total, before = self.total, self._before
         if before is None or total["tokens"] < before["tokens"]:
             self._before = total
             return
-        delta = {name: total[name] - before[name] for name in COUNTERS}
-        if not delta["lookups"] and not delta["tokens"]:
+        grown = {name: total[name] - before[name] for name in COUNTERS}
+        if not grown["lookups"] and not grown["tokens"]:
             return
-        self._before, self.now = total, delta
-        if delta["lookups"]:
-            self.hit_rates.append(delta["hits"] / delta["lookups"])
-        if speed := self.snapshot.get("tokens_per_s"):
+        self._before, self.now = total, grown
+        if grown["lookups"]:
+            self.hit_rates.append(grown["hits"] / grown["lookups"])
+        if speed := snapshot.get("tokens_per_s"):
             self.speeds.append(speed)
 
     def clear_activity(self) -> None:
@@ -173,8 +161,12 @@ class Screen:
         self.keys = keys
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        yield self._head(width)
+        width, n = options.max_width, len(self.models)
+        head = Text(f"moegguf top  {self.url}  {n} model{'s' * (n != 1)}", no_wrap=True, overflow="ellipsis")
+        head.stylize("bold", 0, len("moegguf top"))
+        if self.keys and (gap := width - head.cell_len - len(self.keys)) >= 2:
+            head.append(" " * gap + self.keys, style="bright_black")
+        yield head
         yield Text("")
         if not self.models:
             yield Text("No model is loaded. `moegguf run MODEL` or any request loads one.", style="bright_black")
@@ -184,27 +176,17 @@ class Screen:
         yield from self._bodies(width, key.plain.count("\n") + 1)
         yield key
 
-    def _head(self, width: int) -> Text:
-        n = len(self.models)
-        text = Text(f"moegguf top  {self.url}  {n} model{'s' * (n != 1)}", no_wrap=True, overflow="ellipsis")
-        text.stylize("bold", 0, len("moegguf top"))
-        gap = width - text.cell_len - len(self.keys)
-        if self.keys and gap >= 2:
-            text.append(" " * gap + self.keys, style="bright_black")
-        return text
-
     def _bodies(self, width: int, n_legend: int) -> Iterable[Group]:
         """The models. Maps share the remaining lines; the last models have none when there are too few."""
-        left = None if self.height is None else self.height - 2 - n_legend
+        figures = [model.figures(width) for model in self.models]
+        n_lines = [2 + table.row_count for table in figures]  # with a title and a blank line, without the map
+        left = math.inf if self.height is None else self.height - 2 - n_legend - sum(n_lines)
         for i, model in enumerate(self.models):
-            after = self.models[i + 1 :]
-            free = None if left is None else left - sum(other.n_lines for other in after)
-            map_lines = None if free is None else free // (len(after) + 1) - model.n_lines
-            parts: list[Any] = [model.title(width), model.figures(width)]
-            if map_lines is None or map_lines >= MIN_MAP_LINES:
-                parts.append(drawn := model.map(width, map_lines))
-                left = None if left is None else left - drawn.plain.count("\n") - 1
-            left = None if left is None else left - model.n_lines
+            parts: list[Any] = [model.title(width), figures[i]]
+            n_map = left / (len(self.models) - i)
+            if n_map >= MIN_MAP_LINES:
+                parts.append(drawn := model.map(width, None if n_map == math.inf else int(n_map)))
+                left -= drawn.plain.count("\n") + 1
             yield Group(*parts, Text(""))
 
 

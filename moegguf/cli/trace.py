@@ -5,6 +5,7 @@ Results go to stdout, progress to stderr. Flags and tables only; the work is in 
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
+    from moegguf.native.store import DeviceSlots
     from moegguf.trace.analysis import Progress, Row, TraceAnalysis
-    from moegguf.trace.simulate import SimOptions
 
 trace = typer.Typer(name="trace", rich_markup_mode=None)
 
@@ -148,17 +149,20 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     Each prompt is a separate request. Ctrl-C writes no file.
     """
     from moegguf.bench.record import RecordOptions, record
+    from moegguf.engine.load import plan_here
     from moegguf.gguf.experts import read_layout
     from moegguf.models.catalog import find_model
     from moegguf.quantities import format_bytes
     from moegguf.settings import read_settings
-    from moegguf.terminal.loading import context_size, silence_llama_log
+    from moegguf.terminal.loading import warn_of_long_context
     from moegguf.trace.prompts import read_prompts
 
     out, prompts = chosen["out"], chosen["prompts"]
     check_writable(out, prompts)
     path, prompt_list = find_model(model), read_prompts(prompts)
-    silence_llama_log()
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # by which the bindings filter llama.cpp's log
+    layout = read_layout(path)
+    warn_of_long_context(layout, chosen["ctx"])
     with showing_progress() as progress:
         stats = record(
             path,
@@ -166,7 +170,7 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
             out,
             RecordOptions(*(chosen[name] for name in ("max_tokens", "inputs", "temperature", "seed"))),
             progress=progress,
-            n_ctx=context_size(read_layout(path), chosen["ctx"]),
+            n_ctx=chosen["ctx"] or plan_here(layout).n_ctx,
             flash_attn=read_settings().flash_attention,
             verbose=False,
             **{name: chosen[name] for name in ("policy", "predictor", "lockstep")},
@@ -183,15 +187,18 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
 
     With --vram-cache layers compute on a GPU, with experts there over experts in RAM; with --tensor-split on several.
     """
-    from moegguf.cli.trace_tables import print_simulation
+    from moegguf.cli.trace_tables import print_simulation, print_tiers
     from moegguf.controller.prefetch import PrefetchOptions
     from moegguf.models.catalog import find_model
-    from moegguf.plain import plain
     from moegguf.terminal.tables import print_json
     from moegguf.trace.analysis import TraceAnalysis
     from moegguf.trace.simulate import SimOptions
 
-    model, strategies, save = chosen["model"], split(chosen["strategy"]), chosen["save"]
+    model, strategies, save, prefetch = chosen["model"], split(chosen["strategy"]), chosen["save"], chosen["prefetch"]
+    # A policy with an "=" is one for two tiers.
+    policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))]
+    predictors = split(chosen["predictor"])
+    _check(chosen, strategies, policies, predictors)
     shares = parse_shares(chosen["expert_cache"])
     full = TraceAnalysis.open(file, find_model(model) if model else None, chosen["predictors"])
     analysis = full.limited(chosen["tokens"])
@@ -201,65 +208,55 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
         layer_compute_us=chosen["layer_compute"],
     )
     if not strategies:
-        options = replace(options, prefetch=PrefetchOptions() if chosen["prefetch"] else None)
+        options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
+    named = policies if chosen["policy"] else ["all"], predictors if chosen["predictor"] else ["none"]
     if chosen["vram_cache"] is not None:
-        if save or strategies:
-            raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
-        _simulate_tiers(analysis, chosen, shares, options, analysis.sample_size(full), as_json)
+        with showing_progress() as progress:
+            rows = analysis.simulate_tiers(*named, _device_budgets(analysis, chosen), shares, options, progress)
+        print_json(rows) if as_json else print_tiers(rows, analysis.sample_size(full))
         return
-    of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": chosen["tensor_split"] is not None}
-    of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in text for text in chosen["policy"])
-    for flag in (flag for flag, is_given in of_gpus.items() if is_given):
-        raise OptionError(f"{flag} is about GPUs, whose share of the experts is missing: --vram-cache.")
-    if save and strategies:
-        raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
-    policies, predictors = split(chosen["policy"]), split(chosen["predictor"])
-    if strategies and (len(policies) > 1 or len(predictors) > 1):
-        raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
     choosing, reported = analysis.halves() if save else (analysis, analysis)
     with showing_progress() as progress:
 
         def replayed(of: TraceAnalysis) -> list[Row]:
             if not strategies:
-                named = policies if chosen["policy"] else ["all"], predictors if chosen["predictor"] else ["none"]
                 return of.simulate(*named, shares, options, progress)
             parts = policies[0] if policies else "auto", predictors[0] if predictors else None
-            return of.simulate_strategies(strategies, shares, options, *parts, chosen["prefetch"], progress)
+            return of.simulate_strategies(strategies, shares, options, *parts, prefetch, progress)
 
         results = replayed(reported)
         if save:
             chosen_by = replayed(choosing)
             alone = [row for request in reported.each() for row in replayed(request)]
-    print_json(plain(results)) if as_json else print_simulation(results, reported.sample_size(full))
+    print_json(results) if as_json else print_simulation(results, reported.sample_size(full))
     if save:
         path = choosing.save(chosen_by, results, alone)
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
 
 
-def _simulate_tiers(
-    analysis: TraceAnalysis,
-    chosen: Mapping[str, Any],
-    shares: list[float],
-    options: SimOptions,
-    sample_size: str,
-    as_json: bool,
-) -> None:
-    """Replays experts on GPUs over experts in RAM."""
-    from moegguf.cli.trace_tables import print_tiers
-    from moegguf.engine.simulated_devices import simulated_budgets
-    from moegguf.plain import plain
-    from moegguf.terminal.tables import print_json
+def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str], predictors: list[str]) -> None:
+    """Raises OptionError for options that do not go together."""
+    if chosen["vram_cache"] is not None:
+        if chosen["save"] or strategies:
+            raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
+        return
+    of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": chosen["tensor_split"] is not None}
+    of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in name for name in policies)
+    for flag in (flag for flag, is_given in of_gpus.items() if is_given):
+        raise OptionError(f"{flag} is about GPUs, whose share of the experts is missing: --vram-cache.")
+    if chosen["save"] and strategies:
+        raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
+    if strategies and (len(policies) > 1 or len(predictors) > 1):
+        raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
 
-    # Of policies a text with an "=" is one for two tiers, of others each name.
-    policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))] or ["all"]
-    predictors = split(chosen["predictor"]) if chosen["predictor"] else ["none"]
-    of_vram = parse_shares(chosen["vram_cache"], "--vram-cache", of_each=chosen["tensor_split"] is not None)
+
+def _device_budgets(analysis: TraceAnalysis, chosen: Mapping[str, Any]) -> dict[float, tuple[DeviceSlots, ...]]:
+    from moegguf.engine.simulated_devices import simulated_budgets
+
     proportions = chosen["tensor_split"]
     try:
         split_of = [float(word) for word in proportions.split(",")] if proportions is not None else []
     except ValueError:
         raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {proportions!r}.") from None
-    budgets = simulated_budgets(analysis.trace.shape, of_vram, split_of, chosen["device_link"])
-    with showing_progress() as progress:
-        results = analysis.simulate_tiers(policies, predictors, budgets, shares, options, progress)
-    print_json(plain(results)) if as_json else print_tiers(results, sample_size)
+    shares = parse_shares(chosen["vram_cache"], "--vram-cache", of_each=proportions is not None)
+    return simulated_budgets(analysis.trace.shape, shares, split_of, chosen["device_link"])

@@ -45,16 +45,26 @@ def print_notes(*notes: str) -> None:
 def print_simulation(rows: Sequence[Row], used: str) -> None:
     """A line per policy and predictor, a column per budget: hit rates, and with a link stalls and speed."""
     title = "Hit rate of decoded tokens, by share of the experts that fits"
-    _print_budgets(title, rows, lambda row: f"{row.decode_hit_rate:.1%}{_gap(rows, row)}")
-    if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
+    tables: list[tuple[str, Callable[[Row], str]]] = [
+        (title, lambda row: f"{row.decode_hit_rate:.1%}{_gap(rows, row)}")
+    ]
+    simulated = [row.simulated for row in rows if row.simulated is not None]
+    if any(found.t_per_s is not None for found in simulated):
+        tables.append(("Stall per decoded token in ms, on the modelled link", _stall))
+        tables.append(("Decoded tokens per second, on the modelled link", _speed))
+    if any(found.whole.bytes_prefetched for found in simulated):
+        tables.append(("Bytes fetched ahead per byte of them that was used", _moved))
+    shares = list(dict.fromkeys(row.share for row in rows))
+    by_key = {(*_decided(row), row.share): row for row in rows}
+    for title, cell in tables:
+        lines = []
+        for strategy, policy, predictor in dict.fromkeys(map(_decided, rows)):
+            cells = [cell(by_key[strategy, policy, predictor, share]) for share in shares]
+            lines.append([strategy, policy, "" if predictor == "none" else predictor, *cells])
+        budgets = (f"{100 * share:.4g}%" for share in shares)
+        print_table(title, ["strategy", "policy", "predictor", *budgets], lines, 3)
         print_notes("")
-        _print_budgets("Stall per decoded token in ms, on the modelled link", rows, _stall)
-        print_notes("")
-        _print_budgets("Decoded tokens per second, on the modelled link", rows, _speed)
-    if any(row.simulated is not None and row.simulated.whole.bytes_prefetched for row in rows):
-        print_notes("")
-        _print_budgets("Bytes fetched ahead per byte of them that was used", rows, _moved)
-    notes = ["", f"replayed: {used}"]
+    notes = [f"replayed: {used}"]
     if any(row.strategy for row in rows):
         notes.append("not modelled: time of predictors, and computing an expert before the layer's others are there")
     if any((row.policy, row.predictor) == ("locality", "none") for row in rows):
@@ -94,17 +104,6 @@ def _tier_lines(row: Row) -> Iterable[Line]:
             f"{tier.evictions / n_tokens:.2f}", "" if speed is None else f"{tier.stall_ns / n_tokens / 1e6:.2f}",
             f"{speed:.1f}" if first and speed is not None else "",
         ]  # fmt: skip
-
-
-def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> None:
-    shares = list(dict.fromkeys(row.share for row in rows))
-    by_key = {(*_decided(row), row.share): row for row in rows}
-    lines = []
-    for strategy, policy, predictor in dict.fromkeys(map(_decided, rows)):
-        cells = [cell(by_key[strategy, policy, predictor, share]) for share in shares]
-        lines.append([strategy, policy, "" if predictor == "none" else predictor, *cells])
-    budgets = (f"{100 * share:.4g}%" for share in shares)
-    print_table(title, ["strategy", "policy", "predictor", *budgets], lines, 3)
 
 
 def _decided(row: Row) -> tuple[str, str, str]:

@@ -21,31 +21,28 @@ from moegguf.gguf.reader import ggml_type, read_gguf
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, main_type, parameters, parameters_of, projector_of
 from moegguf.models.entry import ModelEntry
-from moegguf.models.names import LibraryModel, fetchable_name, library
+from moegguf.models.names import fetchable_name, library
 from moegguf.models.sources import demo_path, hub_offline
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
 from moegguf.settings import read_environment, read_settings
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
+RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
 
 Facts = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class DescribedModel:
     """A model to describe: its entry and headers, and what is known of its hit rates. fetched: False for a model of
-    Hugging Face of which only the headers are here."""
+    Hugging Face of which only the headers are here. Raises ModelNotFoundError, ModelFormatError."""
 
-    entry: ModelEntry
-    layout: ExpertLayout
-    hit_rates: HitRates
-    fetched: bool = True
-
-    @property
-    def shown_path(self) -> str:
-        """Where its first file is."""
-        return str(self.entry.path) if self.fetched else f"{self.entry.name}, {self.entry.path.name} (not fetched)"
+    def __init__(self, entry: ModelEntry, fetched: bool = True) -> None:
+        self.entry = entry
+        self.fetched = fetched
+        self.layout = read_layout(entry.path)
+        self.hit_rates = HitRates.of(self.layout) if fetched else HitRates(self.layout)
+        self.shown_path = str(entry.path) if fetched else f"{entry.name}, {entry.path.name} (not fetched)"
 
 
 @contextmanager
@@ -61,23 +58,22 @@ def described(model: str) -> Iterator[DescribedModel]:
         from moegguf.models.hub import remote_model
 
         with remote_model(name) as entry:
-            layout = read_layout(entry.path)
-            yield DescribedModel(entry, layout, HitRates(layout), fetched=False)
+            yield DescribedModel(entry, fetched=False)
         return
-    yield local_model(entry)
-
-
-def local_model(entry: ModelEntry) -> DescribedModel:
-    """A model on this machine. Raises ModelNotFoundError, ModelFormatError."""
-    layout = read_layout(entry.path)
-    return DescribedModel(entry, layout, HitRates.of(layout))
+    yield DescribedModel(entry)
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
-    """Facts of `moegguf show` about a model given by path or name; `verbose` adds all metadata and tensors."""
+    """Facts of `moegguf show` about a model given by path or name; `verbose` adds all metadata of the first file, and
+    the tensors of all files."""
     with described(model) as found:
-        facts = layout_facts(found) | entry_facts(found.entry)
-        return facts | _metadata_facts(found.entry) if verbose else facts
+        facts = facts_of(found)
+        if verbose:
+            files = [read_gguf(path) for path in found.entry.files]
+            tensors = [tensor for file in files for tensor in file.tensors]
+            facts["metadata"] = dict(files[0].metadata)
+            facts["tensors"] = [{"name": t.name, "shape": list(t.shape), "type": t.type_name} for t in tensors]
+        return facts
 
 
 def list_facts(entry: ModelEntry) -> Facts:
@@ -92,35 +88,6 @@ def list_facts(entry: ModelEntry) -> Facts:
         "missing": [str(file) for file in entry.missing],
         **{name: str(path) if (path := getattr(entry, name)) else None for name in ("mmproj", "adapter", "draft")},
         "parent": entry.parent,
-    }
-
-
-def entry_facts(entry: ModelEntry) -> Facts:
-    """Facts of `moegguf show` that the files do not have: those of the catalog entry."""
-    known = details(entry)
-    own_name = known.metadata.get("general.name") or entry.path.stem
-    return {
-        "title": str(own_name) if entry.source == "path" else f"{entry.name} ({own_name})",
-        "capabilities": list(known.capabilities),
-        "projector": str(entry.mmproj) if entry.mmproj else None,
-        "adapter": str(entry.adapter) if entry.adapter else None,
-        "draft": str(entry.draft) if entry.draft else None,
-        "parameters_set": parameters_of(entry),
-        "system": entry.system,
-        "license": entry.license,
-    }
-
-
-def _metadata_facts(entry: ModelEntry) -> Facts:
-    """All metadata of the first file, and the tensors of all files."""
-    files = [read_gguf(path) for path in entry.files]
-    return {
-        "metadata": dict(files[0].metadata),
-        "tensors": [
-            {"name": tensor.name, "shape": list(tensor.shape), "type": tensor.type_name}
-            for file in files
-            for tensor in file.tensors
-        ],
     }
 
 
@@ -162,59 +129,66 @@ def estimate_model(
     what one that is only supposed would give."""
     settings = read_settings()
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
-    types = tuple(type or settings.kv_cache_type for type in (type_k, type_v))
-    options: dict[str, Any] = dict(zip(("type_k", "type_v"), map(ggml_type, types), strict=True))
+    types = [type or settings.kv_cache_type for type in (type_k, type_v)]
     # llama.cpp takes a quantised V cache with flash attention only.
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
+    options: dict[str, Any] = {"type_k": ggml_type(types[0]), "type_v": ggml_type(types[1]), "flash_attn": flash_attn}
     with described(model) as found:
-        options |= {"n_ctx": n_ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
-        plan = plan_here(found.layout, cache, vram_cache, placement, **options)
-        reads = found.fetched and found.layout.is_moe and not plan.resident
-        disk = expert_read_speed(found.layout, DISK_SECONDS) if reads else None
+        layout = found.layout
+        options |= {"n_ctx": n_ctx, "projector": projector_of(found.entry)}
+        plan = plan_here(layout, cache, vram_cache, placement, **options)
+        reads = found.fetched and layout.is_moe and not plan.resident
+        disk = expert_read_speed(layout, DISK_SECONDS) if reads else None
         default = "auto" if plan.placement or plan.device else None
+        placed = plan.placement
+        if device:  # beside RAM for everything, with the context of the plan that is
+            speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, _memory_speed())
+            there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
+            ample = machine.Machine(machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,))
+            sizes = replace(Sizes(**options), n_ctx=plan.n_ctx)
+            placed = make_plan(layout, ample, Budgets(sizes=sizes), speeds).placement
         return {
-            "name": found.layout.name,
+            "name": layout.name,
             "path": found.shown_path,
             "fetched": found.fetched,
             "expert_cache": str(cache),
             "vram_cache": vram_cache or read_environment().vram_cache or default,
-            "cache_types": list(types),
+            "cache_types": types,
             "n_ctx": plan.n_ctx,
-            "n_expert_total": found.layout.n_expert_total,
-            "expert_bytes": found.layout.expert_bytes,
-            "token_cycle_bytes": found.layout.token_cycle_bytes,
+            "n_expert_total": layout.n_expert_total,
+            "expert_bytes": layout.expert_bytes,
+            "token_cycle_bytes": layout.token_cycle_bytes,
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
             "plan": asdict(plan),
-            "expected": _expectation(found, plan, disk),
-            "placement": _supposed(found, plan, options, device) if device else _placement(plan.placement),
+            "expected": _expectation(found.hit_rates, plan, disk),
+            "placement": _placement(placed),
         }
 
 
-def _expectation(found: DescribedModel, plan: Plan, disk: machine.DiskSpeed | None) -> Facts:
-    """What to expect while answering; the speed of a model that has to read needs that of its disk."""
-    speeds = memory_bytes_per_s = None
-    if plan.device is not None:  # hit rates and bytes only: the GPU's speed was not measured
-        facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_ram_slots)))
-        return facts | {"memory_bytes_per_s": None}
-    if disk or plan.resident:
-        memory_bytes_per_s = machine.memory_read_speed(machine.count_cpus())
-        speeds = Speeds.of_cpu(memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s)
-    facts = asdict(found.hit_rates.expect(plan.n_slots, speeds))
-    return facts | {"memory_bytes_per_s": round(memory_bytes_per_s) if memory_bytes_per_s else None}
+def _memory_speed() -> float:
+    return machine.memory_read_speed(machine.count_cpus())
+
+
+def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None) -> Facts:
+    """What to expect while answering; the speed of a model that has to read needs that of its disk. Of a device hit
+    rates and bytes only: its speed was not measured."""
+    if plan.device is not None or not (disk or plan.resident):
+        n_slots = max(plan.n_slots, plan.n_ram_slots) if plan.device is not None else plan.n_slots
+        return asdict(hit_rates.expect(n_slots)) | {"memory_bytes_per_s": None}
+    memory_bytes_per_s = _memory_speed()
+    speeds = Speeds.of_cpu(memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s)
+    return asdict(hit_rates.expect(plan.n_slots, speeds)) | {"memory_bytes_per_s": round(memory_bytes_per_s)}
 
 
 def _placement(plan: PlacementPlan | None) -> Facts | None:
     """The table of placements, what it rests on, and the reason; None where there was nothing to decide."""
     if plan is None:
         return None
-    speeds = plan.speeds
+    speeds, in_bytes = plan.speeds, ("device_bytes_per_s", "cpu_bytes_per_s", "disk_bytes_per_s")
     return {
         "device_expert_bytes": plan.device_bytes,
         "speeds": {
-            **{
-                name: round(getattr(speeds, name))
-                for name in ("device_bytes_per_s", "cpu_bytes_per_s", "disk_bytes_per_s")
-            },
+            **{name: round(getattr(speeds, name)) for name in in_bytes},
             "copies_bytes_per_s": round(speeds.copies.bytes_per_s),
             "copies_us": speeds.copies.latency_s * 1e6,
             "stop_us": speeds.stop_s * 1e6,
@@ -228,19 +202,12 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
     }
 
 
-def _supposed(found: DescribedModel, here: Plan, options: Facts, device: SupposedDevice) -> Facts | None:
-    """The same for a device that is not here, beside RAM for everything, with the context of the plan that is."""
-    speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, machine.memory_read_speed(machine.count_cpus()))
-    there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
-    budgets = Budgets(sizes=replace(Sizes(**options), n_ctx=here.n_ctx))
-    ample = machine.Memory(1 << 62, 1 << 62, "what is supposed")
-    return _placement(make_plan(found.layout, machine.Machine(ample, devices=(there,)), budgets, speeds).placement)
-
-
-def layout_facts(found: DescribedModel) -> Facts:
-    """Facts from the headers of a model's files."""
-    layout = found.layout
+def facts_of(found: DescribedModel) -> Facts:
+    """Facts of `moegguf show`: from the headers of a model's files, then those of its catalog entry."""
+    layout, entry, known = found.layout, found.entry, details(found.entry)
     total, active = parameters(layout)
+    own_name = known.metadata.get("general.name") or entry.path.stem
+    beside = {"projector": entry.mmproj, "adapter": entry.adapter, "draft": entry.draft}
     return {
         "name": layout.name,
         "path": found.shown_path,
@@ -257,75 +224,71 @@ def layout_facts(found: DescribedModel) -> Facts:
         "shards": [shard.path.name for shard in layout.shards],
         "types": {name: {"tensors": n, "bytes": size} for name, (n, size) in layout.tensor_types.items()},
         "dense_bytes": layout.dense_bytes,
-        "experts": _expert_facts(layout) if layout.is_moe else None,
-        "budgets": _budget_facts(layout, found.hit_rates) if layout.is_moe else [],
+        **(_expert_facts(layout, found.hit_rates) if layout.is_moe else {"experts": None, "budgets": []}),
+        "title": str(own_name) if entry.source == "path" else f"{entry.name} ({own_name})",
+        "capabilities": list(known.capabilities),
+        **{name: str(path) if path else None for name, path in beside.items()},
+        "parameters_set": parameters_of(entry),
+        "system": entry.system,
+        "license": entry.license,
     }
 
 
-def _expert_facts(layout: ExpertLayout) -> Facts:
-    sizes = [layer.expert_bytes for layer in layout.layers]
-    return {
-        "layers": len(layout.layers),
-        "per_layer": layout.n_expert,
-        "used": layout.n_expert_used,
-        "shared": _shared(layout),
-        "total": layout.n_expert_total,
-        "smallest_bytes": min(sizes),
-        "largest_bytes": max(sizes),
-        "slot_bytes": slot_bytes(layout),
-        "all_bytes": layout.expert_bytes,
-        "token_cycle": layout.token_cycle_slots,
-        "token_cycle_bytes": layout.token_cycle_bytes,
-        "unused_bytes": layout.unused_bytes,
-    }
-
-
-def _shared(layout: ExpertLayout) -> int:
-    """Shared experts, which every token uses; they count as dense weights."""
+def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
+    """The experts, and what some budgets mean for them: slots, bytes and the range of hit rates."""
+    sizes, n_total, size = [layer.expert_bytes for layer in layout.layers], layout.n_expert_total, slot_bytes(layout)
+    # Shared experts, which every token uses, count as dense weights.
     count = layout.metadata.get(f"{layout.arch}.expert_shared_count")
-    if isinstance(count, int) and count > 0:
-        return count
-    return int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))
-
-
-def _budget_facts(layout: ExpertLayout, hit_rates: HitRates) -> list[Facts]:
-    """What some budgets mean: slots, bytes and the range of hit rates."""
-    n_total, size = layout.n_expert_total, slot_bytes(layout)
+    if not isinstance(count, int) or count <= 0:
+        count = int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))
     rows = [(share, max(layout.n_expert_used, int(share * n_total + 1e-9))) for share in BUDGET_SHARES]
-    return [{"share": share, "slots": n, "bytes": n * size, **asdict(hit_rates.range_at(n))} for share, n in rows]
-
-
-RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
+    return {
+        "experts": {
+            "layers": len(layout.layers),
+            "per_layer": layout.n_expert,
+            "used": layout.n_expert_used,
+            "shared": count,
+            "total": n_total,
+            "smallest_bytes": min(sizes),
+            "largest_bytes": max(sizes),
+            "slot_bytes": size,
+            "all_bytes": layout.expert_bytes,
+            "token_cycle": layout.token_cycle_slots,
+            "token_cycle_bytes": layout.token_cycle_bytes,
+            "unused_bytes": layout.unused_bytes,
+        },
+        "budgets": [
+            {"share": share, "slots": n, "bytes": n * size, **asdict(hit_rates.range_at(n))} for share, n in rows
+        ],
+    }
 
 
 def library_facts(prefix: str = "") -> list[Facts]:
     """Facts of the models whose names start with `prefix`, with this machine's memory and speeds now. Speeds are those
     of the processor; None where one token's experts do not fit into the free memory. The disk is the one that moegguf
     is installed on."""
-    free_bytes = machine.read_memory().available_bytes
+    free_bytes, found = machine.read_memory().available_bytes, []
     disk = machine.disk_read_speed(demo_path() or sys.executable, DISK_SECONDS)
-    speeds = Speeds.of_cpu(machine.memory_read_speed(machine.count_cpus()), disk.bytes_per_s)
-    chosen = (model for model in library() if model.name.startswith(prefix.lower()))
-    return [_facts(model, free_bytes, speeds) for model in chosen]
-
-
-def _facts(model: LibraryModel, free_bytes: int, speeds: Speeds) -> Facts:
-    least_bytes = model.dense_bytes + model.token_bytes + RESERVE_BYTES
-    share = min(1.0, (free_bytes - RESERVE_BYTES - model.dense_bytes) / model.expert_bytes)
-    slow = fast = None
-    here = False
-    with suppress(ModelNotFoundError):
-        here = bool(Catalog().find(model.hub_name))
-    if free_bytes >= least_bytes:
-        hit_rate = 1.0 if share == 1 else published_curve(model.n_expert, model.n_expert_used).at(share)
-        read = ModelBytes(model.n_layer, model.token_bytes, model.dense_bytes, model.n_expert_used, model.n_layer)
-        fast = 1 / cpu_s(read, speeds, 1 - hit_rate)
-        slow = SPEED_SPREAD * fast
-    return asdict(model) | {
-        "hub_name": model.hub_name,
-        "here": here,
-        "least_bytes": least_bytes,
-        "all_bytes": model.size_bytes + RESERVE_BYTES,
-        "expert_share": max(0.0, share) if fast else 0.0,
-        "tokens_per_s": [slow, fast] if fast else None,
-    }
+    speeds = Speeds.of_cpu(_memory_speed(), disk.bytes_per_s)
+    for model in (model for model in library() if model.name.startswith(prefix.lower())):
+        least_bytes = model.dense_bytes + model.token_bytes + RESERVE_BYTES
+        share, tokens_per_s, here = 0.0, None, False
+        with suppress(ModelNotFoundError):
+            here = bool(Catalog().find(model.hub_name))
+        if free_bytes >= least_bytes:
+            share = min(1.0, max(0.0, (free_bytes - RESERVE_BYTES - model.dense_bytes) / model.expert_bytes))
+            hit_rate = 1.0 if share == 1 else published_curve(model.n_expert, model.n_expert_used).at(share)
+            read = ModelBytes(model.n_layer, model.token_bytes, model.dense_bytes, model.n_expert_used, model.n_layer)
+            fast = 1 / cpu_s(read, speeds, 1 - hit_rate)
+            tokens_per_s = [SPEED_SPREAD * fast, fast]
+        found.append(
+            asdict(model) | {
+                "hub_name": model.hub_name,
+                "here": here,
+                "least_bytes": least_bytes,
+                "all_bytes": model.size_bytes + RESERVE_BYTES,
+                "expert_share": share,
+                "tokens_per_s": tokens_per_s,
+            }
+        )  # fmt: skip
+    return found

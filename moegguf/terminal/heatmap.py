@@ -45,12 +45,10 @@ LEGEND = (
     (EVICTED, "used, evicted"),
 )
 VRAM_LEGEND = (
-    (ABSENT, "on disk"),
-    (IN_FLIGHT, "in flight"),
+    *LEGEND[:2],
     (SOME_IN_RAM + ALL_IN_RAM, "in RAM (some, all)"),
     (SOME_RESIDENT + RESIDENT, "in VRAM (some, all)"),
-    (USED + USED_ALL, "used"),
-    (FETCHED, "used, just fetched"),
+    *LEGEND[3:5],
     (EVICTED, "used, evicted from VRAM"),
 )
 MIN_COLUMNS = 8
@@ -79,15 +77,29 @@ def heatmap(
     if not state.size:
         return Text("no layers with experts")
     label = len(str(max(layers))) + 1
-    rows = _group_starts(state.shape[0], max(1, height) if height else state.shape[0])
-    columns = _group_starts(state.shape[1], max(MIN_COLUMNS, width - label))
-    cells = _letters(state, uses, loads, rows, columns, vram)
+    n_cells = max(1, height) if height else state.shape[0], max(MIN_COLUMNS, width - label)
+    rows, columns = (np.arange(0, n, group_size(n, cells)) for n, cells in zip(state.shape, n_cells, strict=True))
+
+    def total(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+        return np.add.reduceat(np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1)
+
+    is_resident, is_used, n_all = state >= (IN_VRAM if vram else IN_RAM), uses > 0, total(np.ones(state.shape, bool))
+    n_resident, n_in_ram = total(is_resident), total((state == IN_RAM) & vram)
+    every, used = n_resident == n_all, total(is_resident & is_used) > 0
+    letters = np.select(
+        [
+            total(is_resident & (loads > 0)) > 0, used & every, used, every, n_resident > 0, total(state == 1) > 0,
+            total(is_used & ~is_resident) > 0, n_in_ram == n_all, n_in_ram > 0,
+        ],
+        [FETCHED, USED_ALL, USED, RESIDENT, SOME_RESIDENT, IN_FLIGHT, EVICTED, ALL_IN_RAM, SOME_IN_RAM],
+        default=ABSENT,
+    )  # fmt: skip
     drawn = Text(no_wrap=True, overflow="crop", end="")
-    for row, line in zip(rows, cells, strict=True):
+    for row, line in zip(rows, letters, strict=True):
         if drawn:
             drawn.append("\n")
         drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        for letter, run in groupby(line):  # terminals draw one styled span per run fastest
+        for letter, run in groupby(map(str, line)):  # terminals draw one styled span per run fastest
             drawn.append("".join(run), STYLES[letter])
     return drawn
 
@@ -137,27 +149,3 @@ def tiers_line(state: Counts, vram: bool) -> str:
 def group_size(n: int, n_cells: int) -> int:
     """How many of `n` items share a cell when there are `n_cells`."""
     return -(-n // max(1, n_cells))
-
-
-def _group_starts(n: int, n_cells: int) -> npt.NDArray[np.intp]:
-    return np.arange(0, n, group_size(n, n_cells))
-
-
-def _letters(
-    state: Counts, uses: Counts, loads: Counts, rows: npt.NDArray[np.intp], columns: npt.NDArray[np.intp], vram: bool
-) -> list[list[str]]:
-    def total(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-        return np.add.reduceat(np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1)
-
-    is_resident, is_used = state >= (IN_VRAM if vram else IN_RAM), uses > 0
-    n_cells = total(np.ones(state.shape, bool))
-    some, every = total(is_resident) > 0, total(is_resident) == n_cells
-    n_in_ram = total((state == IN_RAM) & vram)
-    used, fetched = total(is_resident & is_used) > 0, total(is_resident & (loads > 0)) > 0
-    in_flight, evicted = total(state == 1) > 0, total(is_used & ~is_resident) > 0
-    letters = np.select(
-        [fetched, used & every, used, every, some, in_flight, evicted, n_in_ram == n_cells, n_in_ram > 0],
-        [FETCHED, USED_ALL, USED, RESIDENT, SOME_RESIDENT, IN_FLIGHT, EVICTED, ALL_IN_RAM, SOME_IN_RAM],
-        default=ABSENT,
-    )
-    return [list(map(str, row)) for row in letters]

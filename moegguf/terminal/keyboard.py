@@ -30,13 +30,19 @@ def keyboard_echo_off() -> Iterator[None]:
     global _saved_attributes
     stdin = sys.stdin.fileno()
     _saved_attributes = termios.tcgetattr(stdin)
-    attributes = _without_echo(_saved_attributes)
+    attributes = list(_saved_attributes)
+    attributes[IFLAG] &= ~termios.ICRNL
+    attributes[LFLAG] &= ~(termios.ECHO | termios.ICANON)
+    attributes[LFLAG] |= termios.NOFLSH  # Ctrl-C must not discard the input queue
 
     def apply(*_: Any) -> None:  # again on SIGCONT: after Ctrl-Z shells set their own mode
         with suppress(termios.error):
             termios.tcsetattr(stdin, termios.TCSANOW, attributes)
 
-    handlers = ((signal.SIGCONT, apply), (signal.SIGTERM, _exit_on_signal), (signal.SIGHUP, _exit_on_signal))
+    def exit_on_signal(number: int, _frame: Any) -> NoReturn:  # unwinds the stack, which restores the terminal
+        raise SystemExit(SIGNAL_EXIT_BASE + number)
+
+    handlers = ((signal.SIGCONT, apply), (signal.SIGTERM, exit_on_signal), (signal.SIGHUP, exit_on_signal))
     previous = [(number, signal.signal(number, handler)) for number, handler in handlers]
     apply()
     try:
@@ -47,14 +53,6 @@ def keyboard_echo_off() -> Iterator[None]:
         _restore()
 
 
-def _without_echo(attributes: list[Any]) -> list[Any]:
-    changed = list(attributes)
-    changed[IFLAG] &= ~termios.ICRNL
-    changed[LFLAG] &= ~(termios.ECHO | termios.ICANON)
-    changed[LFLAG] |= termios.NOFLSH  # Ctrl-C must not discard the input queue
-    return changed
-
-
 def _restore() -> None:
     global _saved_attributes
     saved, _saved_attributes = _saved_attributes, None
@@ -63,13 +61,8 @@ def _restore() -> None:
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, saved)
 
 
-def _exit_on_signal(number: int, _frame: Any) -> NoReturn:
-    """Unwinds the stack, which restores the terminal."""
-    raise SystemExit(SIGNAL_EXIT_BASE + number)
-
-
-def exit_now() -> NoReturn:
-    """Restores the terminal and ends the process while other threads still compute."""
+def _exit_now() -> NoReturn:
+    """While other threads still compute."""
     _restore()
     os._exit(EXIT_INTERRUPTED)
 
@@ -79,24 +72,22 @@ def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | No
     """Ctrl-C calls `cancel` on another thread, and sets the event that is yielded; a second Ctrl-C ends the process.
     With `exit_timeout_s` the process ends that many seconds after the first one, unless the block has ended."""
     interrupted = threading.Event()
-    ended = threading.Event()
-
-    def exit_after_timeout() -> None:
-        if not ended.wait(exit_timeout_s):
-            exit_now()
+    timer = None if exit_timeout_s is None else threading.Timer(exit_timeout_s, _exit_now)
 
     def interrupt(*_: Any) -> None:
         if interrupted.is_set():
-            exit_now()
+            _exit_now()
         interrupted.set()
         # Not on this thread: the interrupted code may hold the lock that `cancel` needs.
         threading.Thread(target=cancel, name="moegguf-cancel", daemon=True).start()
-        if exit_timeout_s is not None:
-            threading.Thread(target=exit_after_timeout, name="moegguf-exit", daemon=True).start()
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
 
     handler = signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupted
     finally:
-        ended.set()
         signal.signal(signal.SIGINT, handler)
+        if timer is not None:
+            timer.cancel()

@@ -1,9 +1,8 @@
-"""What commands do before a model is loaded: parse values, find or pull it, choose its context."""
+"""What commands do before a model is loaded: parse values, find or pull it."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,12 @@ if TYPE_CHECKING:
     from moegguf.gguf.experts import ExpertLayout
     from moegguf.models.entry import ModelEntry
 
-MAX_SCHEMA_BYTES = 1 << 20
-THINK_SWITCHES = {"true": True, "false": False}
-
 
 def parse_think(text: str) -> bool | str:
     """True, False or a level. Raises BadParameter for anything else."""
     word = text.strip().lower()
-    if word in THINK_SWITCHES:
-        return THINK_SWITCHES[word]
+    if word in ("true", "false"):
+        return word == "true"
     if word not in THINK_LEVELS:
         raise typer.BadParameter(f"--think takes true, false, {', '.join(THINK_LEVELS)}, but is {text[:40]!r}")
     return word
@@ -35,21 +31,15 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
     """ "json", or a JSON schema given as text or as a file name. Raises BadParameter for anything else."""
     if text.strip() == "json":
         return "json"
-    source = text
-    if not text.lstrip().startswith("{"):
-        try:
-            with Path(text).expanduser().open("rb") as file:
-                source = file.read(MAX_SCHEMA_BYTES).decode("utf-8")
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise typer.BadParameter(
-                f"--format takes json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"
-            ) from None
     try:
+        source = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
         schema = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"--format: the schema is not JSON ({error})") from None
-    if not isinstance(schema, dict):
-        raise typer.BadParameter('--format: a schema is a JSON object, such as \'{"type": "object"}\'')
+        if not isinstance(schema, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise typer.BadParameter(
+            f"--format takes json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"
+        ) from None
     return schema
 
 
@@ -73,21 +63,8 @@ def find_or_pull(name: str) -> ModelEntry:
         return pull(name, catalog, progress.report)
 
 
-def silence_llama_log() -> None:
-    """Turns off llama.cpp's log, which the bindings filter by this logger's level."""
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
-
-
 def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:
     """Warns when more tokens are requested than the model was trained on."""
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
-
-
-def context_size(layout: ExpertLayout, requested: int | None) -> int:
-    """Tokens of context: as requested, else as planned; warns of a long one."""
-    from moegguf.engine.load import plan_here
-
-    warn_of_long_context(layout, requested)
-    return requested or plan_here(layout).n_ctx

@@ -10,8 +10,8 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -20,7 +20,7 @@ from moegguf.errors import MoeggufError
 from moegguf.settings import shows_tracebacks
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-UsageError = typer.BadParameter.__base__ or typer.BadParameter  # typer does not export the class itself
+UsageError: Any = typer.BadParameter.__base__  # typer does not export the class itself
 
 _OF_PYDANTIC = {
     "Input should be": "it has to be", "less than or equal to": "at most", "greater than or equal to": "at least",
@@ -37,6 +37,11 @@ def print_message(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def print_error(error: Exception, before: str = "") -> None:
+    """Prints an error as one line on stderr, after `error: ` and what goes before it."""
+    print_message(f"error: {before}{' '.join(str(error).split())}")
+
+
 def _replace_closed_streams() -> None:
     """Opens /dev/null as closed standard streams, so that no file opened later gets their numbers."""
     for number in range(3):
@@ -44,31 +49,28 @@ def _replace_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def _ascii_letters(error: UnicodeError) -> tuple[str, int]:
+    """ASCII for characters that the encoding of a standard stream lacks."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join(_ASCII_LETTERS.get(letter, "?") for letter in lacking), error.end
 
 
-def _replace_what_cannot_be_encoded() -> None:
-    """Prints a character of ASCII for one that the encoding of a standard stream lacks, instead of failing."""
+def run_with_exit_code(call: Callable[[], Any]) -> int:
+    """Runs `call`, prints any error, returns the exit code."""
+    _replace_closed_streams()
     codecs.register_error(_ASCII_ONLY, _ascii_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors=_ASCII_ONLY)
-
-
-def run_with_exit_code(call: Callable[[], Any]) -> int:
-    """Runs `call`, prints any error, returns the exit code."""
-    _replace_closed_streams()
-    _replace_what_cannot_be_encoded()
     try:
-        with _warnings_as_lines():
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
             result = call()
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -88,35 +90,21 @@ def _print_failure(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     text = " ".join(str(error).split())
-    is_usage = isinstance(error, typer.BadParameter | UsageError)
-    if is_usage:
-        text = _usage_text(error)
-    elif isinstance(error, MemoryError) and not isinstance(error, MoeggufError):
+    if isinstance(error, UsageError):
+        text = " ".join(error.format_message().split()).rstrip(".") or "a command is missing"
+        for theirs, ours in _OF_PYDANTIC.items():
+            text = text.replace(theirs, ours)
+        path = error.ctx.command_path if error.ctx else "moegguf"
+        print_message(f"error: {text[0].lower()}{text[1:]}; see `{path} --help`.")
+        return EXIT_USAGE
+    if isinstance(error, MemoryError) and not isinstance(error, MoeggufError):
         text = "there is not enough memory; give a smaller --expert-cache or --ctx."
     elif not isinstance(error, MoeggufError):
         reason = f"unexpected {type(error).__name__}: {text or 'no reason given'}"
         text = f"{reason}; run again with MOEGGUF_DEBUG=1 for the traceback."
     print_message(f"error: {text}")
-    return EXIT_USAGE if is_usage else EXIT_FAILURE
+    return EXIT_FAILURE
 
 
-def _usage_text(error: Any) -> str:
-    """Typer's message, and which help to read."""
-    text = " ".join(error.format_message().split()).rstrip(".") or "a command is missing"
-    for theirs, ours in _OF_PYDANTIC.items():
-        text = text.replace(theirs, ours)
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context else "moegguf"
-    return f"{text[0].lower()}{text[1:]}; see `{path} --help`."
-
-
-def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Prints a Python warning as one line, without file and line number."""
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print_message(f"warning: {' '.join(str(message).split())}")
-
-
-@contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.showwarning = show_warning
-        yield

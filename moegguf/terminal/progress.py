@@ -10,7 +10,7 @@ import stat
 import sys
 from typing import TYPE_CHECKING, Any, Self
 
-from moegguf.terminal.units import human_bytes
+from moegguf.quantities import human_bytes
 
 if TYPE_CHECKING:
     from moegguf.models.entry import PullStatus
@@ -40,8 +40,7 @@ def short_duration(seconds: float) -> str:
 class _Display:
     """A live display of rich on stderr, nothing elsewhere; ends with the `with` block."""
 
-    def __init__(self) -> None:
-        self._live: Any = None  # rich's Progress or Status while shown
+    _live: Any = None  # rich's Progress or Status while shown
 
     def close(self) -> None:
         """Ends the display. A second call does nothing."""
@@ -59,15 +58,19 @@ class _Display:
 class PullProgress(_Display):
     """A line for each step of a download, a bar for each file, and one for all files when there are several."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __enter__(self) -> Self:
         self._steps: set[str] = set()
         self._files: dict[str, Any] = {}  # tasks of rich's Progress
         self._all_files: Any = None
-
-    def __enter__(self) -> Self:
         if _is_ansi_terminal():
-            self._live = _download_progress()
+            from rich import progress as bars
+            from rich.console import Console
+
+            self._live = bars.Progress(
+                bars.TextColumn("{task.description}:"), bars.TaskProgressColumn(), bars.BarColumn(None),
+                bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn(compact=True),
+                console=Console(stderr=True, highlight=False), expand=True, speed_estimate_period=RATE_WINDOW_S,
+            )  # fmt: skip
             self._live.start()
         return self
 
@@ -83,30 +86,15 @@ class PullProgress(_Display):
         key = status.digest or status.file or status.status
         if key not in self._files:
             self._files[key] = self._live.add_task(status.status, total=status.total_bytes)
-            self._move_total_last()
+            if self._all_files is not None:  # added again below: rich shows tasks in the order they were added
+                self._live.remove_task(self._all_files)
+            n_files = len(self._files)
+            self._all_files = self._live.add_task(f"all {n_files} files", total=1) if n_files > 1 else None
         self._live.update(self._files[key], completed=status.completed_bytes or 0)
         if self._all_files is not None:
             files = [task for task in self._live.tasks if task.id in self._files.values()]
             total, done = sum(task.total for task in files), sum(task.completed for task in files)
             self._live.update(self._all_files, total=total, completed=done)
-
-    def _move_total_last(self) -> None:
-        """Adds the total again below a new file: rich shows tasks in the order they were added."""
-        if self._all_files is not None:
-            self._live.remove_task(self._all_files)
-        n_files = len(self._files)
-        self._all_files = self._live.add_task(f"all {n_files} files", total=1) if n_files > 1 else None
-
-
-def _download_progress() -> Any:
-    from rich import progress as bars
-    from rich.console import Console
-
-    return bars.Progress(
-        bars.TextColumn("{task.description}:"), bars.TaskProgressColumn(), bars.BarColumn(None), bars.DownloadColumn(),
-        bars.TransferSpeedColumn(), bars.TimeRemainingColumn(compact=True),
-        console=Console(stderr=True, highlight=False), expand=True, speed_estimate_period=RATE_WINDOW_S,
-    )  # fmt: skip
 
 
 class Spinner(_Display):
@@ -114,7 +102,6 @@ class Spinner(_Display):
     a pipe: a pager at its end has the same terminal."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._terminal = _is_ansi_terminal() and not stat.S_ISFIFO(os.fstat(STDOUT).st_mode)
 
     def show(self, text: str) -> None:
@@ -136,7 +123,6 @@ class ProgressBar(_Display):
     """A bar with a description, cleared when closed."""
 
     def __init__(self) -> None:
-        super().__init__()
         if not _is_ansi_terminal():
             return
         from rich.console import Console

@@ -31,9 +31,7 @@ def duration(seconds: float) -> str:
 
 
 def _decimal(ns: int, unit: int) -> str:
-    whole, part = divmod(ns, unit)
-    digits = len(str(unit)) - 1
-    return f"{whole}.{part:0{digits}d}".rstrip("0").rstrip(".") if part else str(whole)
+    return f"{ns / unit:.9f}".rstrip("0").rstrip(".")
 
 
 def statistics(
@@ -45,26 +43,6 @@ def statistics(
     The eval rate is the count by the duration, as llama.cpp and clients of the APIs compute it, although the first
     token comes out of the prompt's last pass.
     """
-    lines = _ollama_lines(timing, load_s)
-    if timing.answer_tokens:
-        lines.append(("time to first token", duration(timing.prompt_s)))
-    if timing.cached_tokens:
-        from_disk = f", {timing.disk_tokens} from disk" if timing.disk_tokens else ""
-        lines.append(("prompt cached", f"{timing.cached_tokens} token(s){from_disk}"))
-    if timing.stats.n_threads:
-        lines.append(("threads", str(timing.stats.n_threads)))
-    lines += draft_lines(timing.answer_stats)
-    lines += expert_lines(timing.stats, timing.answer_stats)
-    lines += policy_lines(decisions or {}, timing.stats)
-    return _aligned([*lines, *_placement_lines(timing, predicted)])
-
-
-def _aligned(lines: list[Line]) -> list[str]:
-    return [f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in lines]
-
-
-def _ollama_lines(timing: Timing, load_s: float) -> list[Line]:
-    """(label, value) as in `ollama run --verbose`, which omits lines without a value."""
     lines = [("total duration", duration(timing.total_s + load_s))]
     if load_s:
         lines.append(("load duration", duration(load_s)))
@@ -74,26 +52,35 @@ def _ollama_lines(timing: Timing, load_s: float) -> list[Line]:
             ("prompt eval duration", duration(timing.prompt_s)),
             ("prompt eval rate", f"{timing.prompt_tokens / timing.prompt_s:.2f} tokens/s"),
         ]
+    speed = timing.answer_tokens / timing.answer_s if timing.answer_s else 0.0
     if timing.answer_tokens:
         lines.append(("eval count", f"{timing.answer_tokens} token(s)"))
         if timing.answer_tokens > 1:
-            lines += [
-                ("eval duration", duration(timing.answer_s)),
-                ("eval rate", f"{timing.answer_tokens / timing.answer_s:.2f} tokens/s"),
-            ]
-    return lines
+            lines += [("eval duration", duration(timing.answer_s)), ("eval rate", f"{speed:.2f} tokens/s")]
+        lines.append(("time to first token", duration(timing.prompt_s)))
+    if timing.cached_tokens:
+        from_disk = f", {timing.disk_tokens} from disk" if timing.disk_tokens else ""
+        lines.append(("prompt cached", f"{timing.cached_tokens} token(s){from_disk}"))
+    if timing.stats.n_threads:
+        lines.append(("threads", str(timing.stats.n_threads)))
+    if (stats := timing.answer_stats).draft_passes:
+        accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} token(s) accepted ({stats.draft_acceptance:.0%})"
+        passes = f"{stats.draft_passes} pass" + "es" * (stats.draft_passes > 1)
+        lines.append(("drafts", f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}"))
+        if stats.n_experts:
+            lines.append(("read per token kept", format_bytes(round(stats.bytes_per_accepted_token))))
+    lines += expert_lines(timing.stats, timing.answer_stats)
+    lines += policy_lines(decisions or {}, timing.stats)
+    if predicted is not None:
+        lines.append(("placement", str(predicted)))
+        if timing.answer_tokens > LEAST_TOKENS and speed and is_off(speed, predicted.tokens_per_s):
+            differs = f"this answer differs by {speed / predicted.tokens_per_s - 1:+.0%}"
+            lines.append(("predicted", f"{format_speed(predicted.tokens_per_s)} tokens/s; {differs}"))
+    return _aligned(lines)
 
 
-def draft_lines(stats: Stats) -> list[Line]:
-    """(label, value) of drafts, if there were any."""
-    if not stats.draft_passes:
-        return []
-    accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} token(s) accepted ({stats.draft_acceptance:.0%})"
-    passes = f"{stats.draft_passes} pass" + "es" * (stats.draft_passes > 1)
-    lines = [("drafts", f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}")]
-    if stats.n_experts:
-        lines.append(("read per token kept", format_bytes(round(stats.bytes_per_accepted_token))))
-    return lines
+def _aligned(lines: list[Line]) -> list[str]:
+    return [f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in lines]
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
@@ -110,7 +97,9 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     if decode.tokens:
         moved += f" ({decode.bytes_per_accepted_token / 1e6:.2f} MB/token)"
     if stats.in_vram:
-        lines.append(("moved to VRAM", _bytes_in(stats.tiers[0], decode)))
+        mb = [(tier.bytes_missed + tier.bytes_prefetched) / 1e6 for tier in (*stats.tiers[:1], *decode.tiers[:1])]
+        each = f" ({mb[1] / decode.tokens:.2f} MB/token)" if decode.tokens and decode.tiers else ""
+        lines.append(("moved to VRAM", f"{mb[0]:.2f} MB{each}"))
     if stats.staging_bytes:
         lines.append(("prompts staged", staged(stats)))
     by_tier = ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
@@ -129,34 +118,11 @@ def _slots(of: Stats | TierStats, n_experts: int) -> str:
     return f"{of.n_slots} of {n_experts} experts ({share:.0%}), {format_bytes(of.pool_bytes)}"
 
 
-def _bytes_in(tier: TierStats, decode: Stats) -> str:
-    text = f"{(tier.bytes_missed + tier.bytes_prefetched) / 1e6:.2f} MB"
-    if decode.tokens and decode.tiers:
-        n_bytes = decode.tiers[0].bytes_missed + decode.tiers[0].bytes_prefetched
-        text += f" ({n_bytes / decode.tokens / 1e6:.2f} MB/token)"
-    return text
-
-
 def staged(stats: Stats) -> str:
     """What prompts copied into staging tensors, and how much of these copies' time no layer waited:
     "12.30 MB through 48 MiB, 93% of the time while computing"."""
     text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
     return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
-
-
-def _placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
-    """(label, value) of the placement; with the speed that was predicted for it where this answer differs much."""
-    if predicted is None:
-        return []
-    lines = [("placement", str(predicted))]
-    if timing.answer_tokens > LEAST_TOKENS and timing.answer_s:
-        speed = timing.answer_tokens / timing.answer_s
-        if is_off(speed, predicted.tokens_per_s):
-            ratio = speed / predicted.tokens_per_s - 1
-            lines.append(
-                ("predicted", f"{format_speed(predicted.tokens_per_s)} tokens/s; this answer differs by {ratio:+.0%}")
-            )
-    return lines
 
 
 def lookup_shares(stats: Stats) -> str:

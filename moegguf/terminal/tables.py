@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal
 
+import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from moegguf.models.entry import ModelEntry
-from moegguf.quantities import format_bytes, human_number
+from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
 from moegguf.terminal.facts import Facts
-from moegguf.terminal.units import human_bytes, human_time
 
 PIPE_WIDTH = 400
 SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
@@ -25,8 +26,21 @@ Row = tuple[str, str] | tuple[str, str, str]
 
 
 def print_json(facts: Any) -> None:
-    """Indented JSON on stdout, nothing else."""
-    print(json.dumps(facts, indent=2, ensure_ascii=False))
+    """Indented JSON on stdout, nothing else. Of numbers that are none, null."""
+    print(json.dumps(_plain(facts), indent=2, ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, dicts, sequences and numpy as values of JSON."""
+    if is_dataclass(value):
+        return {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def make_console() -> Console:
@@ -50,12 +64,8 @@ def _section(console: Console, title: str, rows: Iterable[Row], right: Sequence[
     rows = list(rows)
     table = Table.grid(padding=(0, 3, 0, 0))
     for column in range(max(map(len, rows), default=0)):
-        table.add_column(
-            justify="right" if column in right else "left",
-            no_wrap=column == 0,
-            overflow="fold",
-            style="dim" * (column == 2),
-        )
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        table.add_column(justify=justify, no_wrap=column == 0, overflow="fold", style="dim" * (column == 2))
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     print_renderable(console, Text(f"  {title}", style="bold"))
@@ -88,27 +98,28 @@ def print_library(facts: Iterable[Facts]) -> None:
     rows = []
     for each in facts:
         sizes = (human_bytes(each[key]) for key in ("size_bytes", "least_bytes", "all_bytes"))
-        speed, share = "needs more memory", "-"
+        share, speed = "-", "too little memory"
         if each["tokens_per_s"]:
             speed, share = f"{two_digits(*each['tokens_per_s'])} t/s", f"{each['expert_share']:.0%}"
         rows.append((each["name"] + " (here)" * each["here"], *sizes, share, speed, each["hub_name"]))
     print_columns(("NAME", "SIZE", "NEEDS", "FOR ALL", "EXPERTS IN MEMORY", "SPEED HERE", "MODEL"), rows)
 
 
-def _percent_range(low: float, high: float) -> str:
-    a, b = f"{low:.0%}", f"{high:.0%}"
-    return a if a == b else f"{a} to {b}"
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
 
 
 def two_digits(low: float, high: float) -> str:
     """A range of two significant digits: "35,000 to 59,000", "0.31 to 0.54"."""
-    texts = [f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
-             for value in (low, high)]  # fmt: skip
-    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
+    return _range(*(
+        f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+        for value in (low, high)
+    ))  # fmt: skip
 
 
 def print_model(facts: Facts) -> None:
-    """The output of `moegguf show`: the model, its experts, tensor types, and what budgets would mean."""
+    """The output of `moegguf show`: the model, its experts, tensor types, what budgets would mean, and what the catalog
+    entry adds to the files; of long texts the first lines."""
     console, n_active = make_console(), facts["active_parameters"]
     print_renderable(console, Text(facts["title"], style="bold"))
     n_parameters = human_number(facts["parameters"])
@@ -132,7 +143,17 @@ def print_model(facts: Facts) -> None:
     _section(console, "Capabilities", [(name, "") for name in facts["capabilities"]])
     if facts["experts"]:
         _section(console, "Experts", _expert_rows(facts))
-    _print_entry_facts(console, facts)
+    for part in ("projector", "adapter", "draft"):
+        if facts[part]:
+            _section(console, part.capitalize(), [("path", facts[part])])
+    for title, values in (("Parameters", facts["parameters_set"]), ("Metadata", facts.get("metadata"))):
+        if values:
+            _section(console, title, [(name, _value_text(value)) for name, value in values.items()])
+    for title, text in (("System", facts["system"]), ("License", facts["license"])):
+        if text:
+            _section(console, title, [(line, "") for line in text.strip().splitlines()[:SHOWN_LINES]])
+    if "tensors" in facts:
+        _section(console, "Tensors", [(t["name"], t["type"], str(t["shape"])) for t in facts["tensors"]])
     types = sorted(facts["types"].items(), key=lambda item: -item[1]["bytes"])
     rows = [(name, format_bytes(t["bytes"]), f"{t['tensors']} tensors") for name, t in types]
     _section(console, "Types", rows, right=(1, 2))
@@ -140,38 +161,18 @@ def print_model(facts: Facts) -> None:
         _print_budgets(console, facts["budgets"])
 
 
-def _print_entry_facts(console: Console, facts: Facts) -> None:
-    """What the catalog entry adds to the files; the first lines of long texts."""
-    for part in ("projector", "adapter", "draft"):
-        if facts[part]:
-            _section(console, part.capitalize(), [("path", facts[part])])
-    if facts["parameters_set"]:
-        _section(console, "Parameters", [(name, _value_text(value)) for name, value in facts["parameters_set"].items()])
-    for title, text in (("System", facts["system"]), ("License", facts["license"])):
-        if text:
-            _section(console, title, [(line, "") for line in text.strip().splitlines()[:SHOWN_LINES]])
-    if "metadata" in facts:
-        _section(console, "Metadata", [(name, _value_text(value)) for name, value in facts["metadata"].items()])
-        tensors = [(t["name"], t["type"], str(t["shape"])) for t in facts["tensors"]]
-        _section(console, "Tensors", tensors)
-
-
-def _expert_rows(facts: Facts) -> list[Row]:
+def _expert_rows(facts: Facts) -> Iterator[Row]:
     experts = facts["experts"]
-    small, large = format_bytes(experts["smallest_bytes"]), format_bytes(experts["largest_bytes"])
     share = experts["all_bytes"] / facts["file_bytes"]
-    rows: list[Row] = [
-        ("layers with experts", f"{experts['layers']} of {facts['n_layer']}"),
-        ("experts in a layer", f"{experts['per_layer']}, of which a token uses {experts['used']}"),
-        ("shared experts", f"{experts['shared']}, which every token uses" if experts["shared"] else "none"),
-        ("one expert", small if small == large else f"{small} to {large}"),
-        ("all experts", f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)"),
-        ("one token touches", f"{format_bytes(experts['token_cycle_bytes'])} ({experts['token_cycle']} experts)"),
-        ("everything else", format_bytes(facts["dense_bytes"])),
-    ]
+    yield "layers with experts", f"{experts['layers']} of {facts['n_layer']}"
+    yield "experts in a layer", f"{experts['per_layer']}, of which a token uses {experts['used']}"
+    yield "shared experts", f"{experts['shared']}, which every token uses" if experts["shared"] else "none"
+    yield "one expert", _range(format_bytes(experts["smallest_bytes"]), format_bytes(experts["largest_bytes"]))
+    yield "all experts", f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)"
+    yield "one token touches", f"{format_bytes(experts['token_cycle_bytes'])} ({experts['token_cycle']} experts)"
+    yield "everything else", format_bytes(facts["dense_bytes"])
     if experts["unused_bytes"]:
-        rows.append(("not loaded", f"{format_bytes(experts['unused_bytes'])} of multi-token prediction"))
-    return rows
+        yield "not loaded", f"{format_bytes(experts['unused_bytes'])} of multi-token prediction"
 
 
 def _print_budgets(console: Console, budgets: list[Facts]) -> None:
@@ -179,7 +180,7 @@ def _print_budgets(console: Console, budgets: list[Facts]) -> None:
     for name in ("--expert-cache", "slots", "memory", "hit rate"):
         table.add_column(name, justify="left" if name.startswith("--") else "right", no_wrap=True)
     for row in budgets:
-        hits = _percent_range(row["low"], row["high"])
+        hits = _range(f"{row['low']:.0%}", f"{row['high']:.0%}")
         table.add_row(f"{row['share']:.0%}", f"{row['slots']:,}", format_bytes(row["bytes"]), hits)
     print_renderable(console, Text("  Budgets", style="bold").append(f"  {budgets[0]['basis']}", style="not bold dim"))
     print_renderable(console, Padding(table, (0, 0, 0, 4)))
@@ -208,97 +209,79 @@ def print_estimate(facts: Facts) -> None:
         print_renderable(console, Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
 
 
-def _memory_rows(facts: Facts) -> list[Row]:
+def _memory_rows(facts: Facts) -> Iterator[Row]:
     plan, total = facts["plan"], facts["n_expert_total"]
-    rows: list[Row] = []
+    device, layers_on = plan["device"], plan["layers_on"]
     if total:
         slots = f"{plan['n_slots']:,} of {total:,} experts at a time ({plan['n_slots'] / total:.0%})"
-        where = f"experts on {plan['device']}" if plan["device"] else "experts in memory"
-        rows.append((where, format_bytes(plan["budget_bytes"]), slots))
+        yield f"experts on {device}" if device else "experts in memory", format_bytes(plan["budget_bytes"]), slots
+    whole = plan["placement"]["chosen"]["n_layers"] if plan["placement"] and not plan["resident"] else 0
+    weights = "weights every token uses" + (f" on {layers_on}" if layers_on else "")
+    yield weights, format_bytes(plan["dense_bytes"]), f"with the experts of {whole} layers" if whole else ""
     type_k, type_v = facts["cache_types"]
     types = "" if type_k == type_v == "f16" else f"K in {type_k}, V in {type_v}"
-    weights = "weights every token uses" + (f" on {plan['layers_on']}" if plan["layers_on"] else "")
-    whole = plan["placement"]["chosen"]["n_layers"] if plan["placement"] and not plan["resident"] else 0
-    rows += [
-        (weights, format_bytes(plan["dense_bytes"]), f"with the experts of {whole} layers" if whole else ""),
-        ("context (KV cache)", format_bytes(plan["kv_bytes"]), types),
-    ]
+    yield "context (KV cache)", format_bytes(plan["kv_bytes"]), types
     if plan["projector_bytes"]:
-        rows.append(("reading images", format_bytes(plan["projector_bytes"]), ""))
+        yield "reading images", format_bytes(plan["projector_bytes"]), ""
     if n := plan["n_staging"]:
         tensors = f"{n} tensors of a layer's experts" if n > 1 else "a tensor of a layer's experts"
-        rows.append(("staging prompts", format_bytes(plan["staging_bytes"]), tensors))
+        yield "staging prompts", format_bytes(plan["staging_bytes"]), tensors
     n, left = plan["n_ubatch"], plan["available_bytes"] - plan["total_bytes"]
-    rows += [
-        ("buffers", format_bytes(plan["compute_bytes"]), f"for {n:,} token{'s' * (n != 1)} of a prompt at a time"),
-        ("all of it", format_bytes(plan["total_bytes"]), ""),
-        ("free now", format_bytes(plan["available_bytes"]),
-         f"{format_bytes(left)} stay free" if left >= 0 else f"{format_bytes(-left)} too few"),
-    ]  # fmt: skip
-    if plan["layers_on"]:
-        rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), "with these experts"))
-    if plan["device"]:
-        lower = f"with {plan['n_ram_slots']:,} experts that {plan['device']} is filled from"
-        rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), lower if plan["n_ram_slots"] else ""))
+    yield "buffers", format_bytes(plan["compute_bytes"]), f"for {n:,} token{'s' * (n != 1)} of a prompt at a time"
+    yield "all of it", format_bytes(plan["total_bytes"]), ""
+    rest = f"{format_bytes(left)} stay free" if left >= 0 else f"{format_bytes(-left)} too few"
+    yield "free now", format_bytes(plan["available_bytes"]), rest
+    if device or layers_on:
+        lower = f"with {plan['n_ram_slots']:,} experts that {device} is filled from" if plan["n_ram_slots"] else ""
+        beside = "with these experts" if layers_on else lower
+        yield "RAM beside that", format_bytes(plan["host_bytes"]), beside
     if total and not plan["resident"]:
-        rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
-    return rows
+        yield "experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"
 
 
-def _placement_rows(placement: Facts) -> list[Row]:
+def _placement_rows(placement: Facts) -> Iterator[Row]:
     """A row for each placement of experts, the fastest first, and what the prediction rests on."""
     speeds = placement["speeds"]
-    rows: list[Row] = [
-        (each["text"], f"{two_digits(each['tokens_per_s'], each['tokens_per_s'])} tokens/s", "")
-        for each in placement["placements"]
-    ]
+    for each in placement["placements"]:
+        yield each["text"], f"{two_digits(each['tokens_per_s'], each['tokens_per_s'])} tokens/s", ""
     in_gb = {name: f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "copies", "cpu", "disk")}
-    return [
-        *rows,
-        ("its memory for experts", format_bytes(placement["device_expert_bytes"]), placement["hit_rates"]),
-        ("kernels", f"{in_gb['device']} there, {in_gb['cpu']} on the CPU", speeds["source"]),
-        ("copies", f"{in_gb['copies']}, {speeds['copies_us']:.0f} us a layer", f"disk {in_gb['disk']}"),
-        ("a stop at a layer", f"{speeds['stop_us']:.0f} us", f"{speeds['cpu_layer_us']:.0f} us to the CPU and back"),
-    ]
+    yield "its memory for experts", format_bytes(placement["device_expert_bytes"]), placement["hit_rates"]
+    yield "kernels", f"{in_gb['device']} there, {in_gb['cpu']} on the CPU", speeds["source"]
+    yield "copies", f"{in_gb['copies']}, {speeds['copies_us']:.0f} us a layer", f"disk {in_gb['disk']}"
+    yield "a stop at a layer", f"{speeds['stop_us']:.0f} us", f"{speeds['cpu_layer_us']:.0f} us to the CPU and back"
 
 
-def _expectation_rows(facts: Facts) -> list[Row]:
-    expected, disk = facts["expected"], facts["disk"]
-    rows: list[Row] = [("hit rate", _percent_range(expected["hit_low"], expected["hit_high"]), expected["basis"])]
-    if not facts["plan"]["resident"]:
-        low, high = (format_bytes(round(expected[f"missed_bytes_{end}"])) for end in ("low", "high"))
-        read = low if low == high else f"{low} to {high}"
-        rows.append(("read for a token", read, f"of {format_bytes(facts['token_cycle_bytes'])} it touches"))
+def _expectation_rows(facts: Facts) -> Iterator[Row]:
+    """The hit rate, what is read, and a range of tokens per second with what it rests on."""
+    expected, disk, resident = facts["expected"], facts["disk"], facts["plan"]["resident"]
+    yield "hit rate", _range(f"{expected['hit_low']:.0%}", f"{expected['hit_high']:.0%}"), expected["basis"]
+    if not resident:
+        read = _range(*(format_bytes(round(expected[f"missed_bytes_{end}"])) for end in ("low", "high")))
+        yield "read for a token", read, f"of {format_bytes(facts['token_cycle_bytes'])} it touches"
     if disk:
         how = "past the page cache" if disk["past_page_cache"] else "through the page cache"
-        rows.append(("disk", f"{disk['bytes_per_s'] / 1e9:.2g} GB/s", f"measured now, {how}"))
-    rows.append(("speed", *_speed_text(facts)))
-    return rows
-
-
-def _speed_text(facts: Facts) -> tuple[str, str]:
-    """A range of tokens per second, and what it rests on."""
-    expected = facts["expected"]
+        yield "disk", f"{disk['bytes_per_s'] / 1e9:.2g} GB/s", f"measured now, {how}"
     if expected["tokens_per_s_low"] is None:
-        return "not known yet", "it follows from the disk, which is measured once the model is fetched"
-    speed = two_digits(expected["tokens_per_s_low"], expected["tokens_per_s_high"])
-    memory = f"memory at {expected['memory_bytes_per_s'] / 1e9:.2g} GB/s, measured now"
-    if facts["plan"]["resident"]:
-        return f"{speed} tokens/s", f"limited by the processor and {memory}: nothing is read after the first use"
-    return f"{speed} tokens/s", f"computed from these reads and {memory}"
+        yield "speed", "not known yet", "it follows from the disk, which is measured once the model is fetched"
+        return
+    basis = f"memory at {expected['memory_bytes_per_s'] / 1e9:.2g} GB/s, measured now"
+    basis = (
+        f"limited by the processor and {basis}: nothing is read after the first use"
+        if resident
+        else f"computed from these reads and {basis}"
+    )
+    yield "speed", f"{two_digits(expected['tokens_per_s_low'], expected['tokens_per_s_high'])} tokens/s", basis
 
 
 def print_doctor(sections: dict[str, Facts]) -> None:
     """The output of `moegguf doctor`: sections, one fact per line."""
     console = make_console()
     for title, facts in sections.items():
-        rows: list[Row] = [
-            (name.replace("_", " ") if name.islower() else name, value) for name, value in _flatten(facts)
-        ]
+        rows = [(name.replace("_", " ") if name.islower() else name, value) for name, value in _flatten(facts)]
         _section(console, title, rows or [("(none set)", "")])
 
 
-def _flatten(facts: Facts, prefix: str = "") -> Iterable[tuple[str, str]]:
+def _flatten(facts: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in facts.items():
         if isinstance(value, dict) and set(value) == {"error"}:
             yield prefix + name, f"unknown: {value['error']}"

@@ -26,7 +26,7 @@ from statistics import median
 from typing import IO, Any
 
 from moegguf.bench.measure import load
-from moegguf.bench.spec import Spec, Test
+from moegguf.bench.series import Spec, Test
 from moegguf.engine.llama import Llama
 from moegguf.native.events import Phase
 from predictors.study.papers import LINKS, write_collections

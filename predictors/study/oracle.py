@@ -16,7 +16,6 @@ from moegguf.cli.options import AsJson
 from moegguf.cli.trace import File, parse_shares, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_simulation
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.plain import plain
 from moegguf.terminal.tables import print_json
 from moegguf.trace.simulate import SimOptions
 from predictors.study.common import Study, link_model, run, sim_options
@@ -41,7 +40,7 @@ def main(
     with showing_progress() as progress:
         rows = part.simulate(split([policy]), ["none", ORACLE], parse_shares(expert_cache), options, progress)
     if as_json:
-        print_json(plain(rows))
+        print_json(rows)
         return
     print_simulation(rows, part.sample_size(full))
     print_notes("oracle: not a predictor; it reads the trace, and shows what the best one could do")

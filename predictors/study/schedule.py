@@ -16,7 +16,6 @@ from moegguf.cli.bench import parse_ints
 from moegguf.cli.options import AsJson
 from moegguf.cli.trace import File, parse_shares, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_table
-from moegguf.plain import plain
 from moegguf.terminal.tables import print_json
 from moegguf.trace.analysis import Progress, no_progress, step_reporter
 from moegguf.trace.simulate import slots_of
@@ -71,7 +70,7 @@ def schedule(
     with showing_progress() as progress:
         found = compare_orders(part, sizes, paths, shares, policy, progress)
     used = f"{policy}; paths: {paths}; {part.sample_size(full)}"
-    print_json(plain(found)) if as_json else print_schedule(found, used)
+    print_json(found) if as_json else print_schedule(found, used)
 
 
 def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> None:

@@ -14,9 +14,8 @@ from moegguf.cli.bench import split
 from moegguf.cli.options import AsJson
 from moegguf.cli.trace import File, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_table
-from moegguf.plain import plain
+from moegguf.quantities import percent
 from moegguf.terminal.tables import print_json
-from moegguf.terminal.units import percent
 from moegguf.trace.analysis import Progress, no_progress, step_reporter
 from predictors.study import scoring
 from predictors.study.accuracy import Figures, LinkModel
@@ -63,7 +62,7 @@ def score(
     with showing_progress() as progress:
         table = score_named(part, split(predictor), link_model(link, latency, layer_compute), progress)
     used = part.sample_size(full)
-    print_json(plain(table) | {"used": used}) if as_json else print_score(table, used)
+    print_json(vars(table) | {"used": used}) if as_json else print_score(table, used)
 
 
 def print_score(scores: ScoreTable, used: str) -> None:

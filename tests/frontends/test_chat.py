@@ -16,8 +16,9 @@ from command_line import TinyModel, environment
 from servers import Server, serving
 from terminal import Terminal, control, moegguf_command
 
-from moegguf.chat import commands, running_server
+from moegguf.chat.chat import run_command
 from moegguf.chat.conversation import Conversation
+from moegguf.chat.model import messages_to_server
 from moegguf.models.entry import NamedModel
 
 
@@ -200,7 +201,7 @@ def test_clear_keeps_what_the_server_would_add_again() -> None:
     own = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
     conversation = Conversation(NamedModel("a:latest", system="Be brief.", messages=own), system="")
     conversation.add_user_message("What?")
-    asked = running_server._messages(conversation)
+    asked = messages_to_server(conversation)
     assert asked == [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}]
     conversation.clear()
     assert conversation.messages == list(own)
@@ -208,7 +209,7 @@ def test_clear_keeps_what_the_server_would_add_again() -> None:
 
 def test_a_model_without_parameters_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     session: Any = SimpleNamespace(conversation=Conversation(NamedModel("a:latest"), system=""))
-    commands.run_command(session, "/show parameters")
+    run_command(session, "/show parameters")
     assert "  No additional parameters were specified for this model." in "".join(capsys.readouterr())
 
 

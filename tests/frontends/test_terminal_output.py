@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from moegguf.chat.printer import Wrapper, visible
+from moegguf.chat.session import Wrapper, visible
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.models.entry import PullStatus

@@ -9,8 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moegguf.bench.series import KILLED, ProcessRunner, limit_fault, make_systems
-from moegguf.bench.spec import Spec, Test
+from moegguf.bench.series import KILLED, ProcessRunner, Spec, Test, limit_fault, make_systems
 from moegguf.cli.bench import bench
 from moegguf.errors import OptionError
 
