@@ -62,16 +62,11 @@ def test_drafts_that_do_not_pay_cost_less_than_a_hundredth(cost: float, chance: 
     assert sum(speeds) / len(speeds) > 0.99
 
 
-def test_a_text_that_begins_to_repeat_is_drafted_again() -> None:
+@pytest.mark.parametrize("steps", [[(1000, 0.05, 0.99), (400, 0.95, 1.5)], [(400, 0.95, 2), (400, 0.05, 0.95)]])
+def test_a_text_may_begin_and_cease_to_repeat(steps: list[tuple[int, float, float]]) -> None:
     simulation = Simulation(DraftGate(), 0.06)
-    assert simulation.speed(1000, lambda _: 0.05) > 0.99
-    assert simulation.speed(400, lambda _: 0.95) > 1.5
-
-
-def test_a_text_that_repeats_no_longer_loses_little_of_what_was_saved() -> None:
-    simulation = Simulation(DraftGate(), 0.06)
-    assert simulation.speed(400, lambda _: 0.95) > 2
-    assert simulation.speed(400, lambda _: 0.05) > 0.95
+    for n_tokens, chance, least in steps:
+        assert simulation.speed(n_tokens, lambda _, chance=chance: chance) > least
 
 
 def test_what_is_too_expensive_is_not_drafted_although_it_is_likely() -> None:
@@ -88,27 +83,23 @@ def test_the_time_of_a_pass_without_drafts_is_measured_again(monkeypatch: pytest
     assert "d" * 8 in drafted and "d" * 9 not in drafted
 
 
-def test_looking_for_drafts_in_vain_costs_less_than_a_hundredth() -> None:
-    gate, n_passes, seconds = DraftGate(), 2000, 0.0
+def seconds_in_vain(gate: DraftGate, n_passes: int, look_s: float) -> float:
+    """Of passes of 1 s in which looking for drafts, which takes `look_s` more, finds none."""
+    seconds = 0.0
     for _ in range(n_passes):
         seconds += 1
-        if not gate.is_due():
-            continue
-        looks = any(map(any, gate.widths([gate.of_answer()])))
-        spent_s = 0.08 if looks else 0.0
-        seconds += spent_s
-        gate.ran(1, 0, 0, 1 + spent_s, spent_s)
-    assert seconds < 1.006 * n_passes
+        if gate.is_due():
+            spent_s = look_s * any(map(any, gate.widths([gate.of_answer()])))
+            seconds += spent_s
+            gate.ran(1, 0, 0, 1 + spent_s, spent_s)
+    return seconds
+
+
+def test_looking_for_drafts_in_vain_costs_less_than_a_hundredth() -> None:
+    assert seconds_in_vain(DraftGate(), 2000, 0.08) < 1.006 * 2000
 
 
 def test_after_text_that_repeats_looking_in_vain_costs_little_of_what_was_saved() -> None:
-    gate, seconds = DraftGate(), 0.0
+    gate = DraftGate()
     Simulation(gate, 0.06).speed(400, lambda _: 0.95)
-    for _ in range(160):
-        seconds += 1
-        if not gate.is_due():
-            continue
-        looks = any(map(any, gate.widths([gate.of_answer()])))
-        seconds += 0.05 * looks
-        gate.ran(1, 0, 0, 1 + 0.05 * looks, 0.05 * looks)
-    assert seconds < 1.01 * 160
+    assert seconds_in_vain(gate, 160, 0.05) < 1.01 * 160
