@@ -276,13 +276,14 @@ def test_a_fault_that_passes_is_no_fault(repo: FakeHub, faults: list[Fault]) -> 
     assert repo.faults["x-Q4_K_M.gguf"] == []
 
 
-def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub) -> None:
+def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), *[status(503)] * hub_api.TRIES]
     with pytest.raises(PullError, match=r"503.*continues where it stopped"):
         fetch()
     assert nothing_has_a_name()
     assert [name for name in stored() if name.endswith(".incomplete")] != []
     repo.requests.clear()
+    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + (2 << 20) + 99)  # what is there needs none
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA
     assert repo.gets("x-Q4_K_M.gguf") == [f"bytes={1 << 20}-"]
@@ -314,7 +315,23 @@ def test_a_fault_that_stays_names_itself_and_leaves_nothing_behind_it(repo: Fake
     assert entry.path.read_bytes() == DATA
 
 
-def test_a_server_s_wish_to_wait_is_followed_within_limits(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_file_that_was_damaged_gets_one_fresh_start(repo: FakeHub) -> None:
+    folder = hub_cache() / "models--User--Repo-GGUF" / "blobs"
+    folder.mkdir(parents=True)
+    (folder / (repo.repos["user/repo-gguf"].sha256("x-Q4_K_M.gguf") + ".incomplete")).write_bytes(b"?" * 1000)
+    entry, _ = fetch()
+    assert entry.path.read_bytes() == DATA
+    assert repo.gets("x-Q4_K_M.gguf") == ["bytes=1000-", ""]
+
+
+def test_a_listing_that_fails_for_a_while_and_a_server_s_wish_to_wait(
+    repo: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo.listing_faults = [(503, {}), (429, {"Retry-After": "0"})]
+    assert fetch()[0].name == NAME
+    repo.listing_faults = [(500, {})] * 20
+    with pytest.raises(PullError, match="500"):
+        fetch()
     waits: list[float] = []
 
     class NoWait(threading.Event):
@@ -328,24 +345,9 @@ def test_a_server_s_wish_to_wait_is_followed_within_limits(repo: FakeHub, monkey
     assert waits == [7.0, 30.0]
 
 
-def test_a_partial_file_that_was_damaged_gets_one_fresh_start(repo: FakeHub) -> None:
-    folder = hub_cache() / "models--User--Repo-GGUF" / "blobs"
-    folder.mkdir(parents=True)
-    (folder / (repo.repos["user/repo-gguf"].sha256("x-Q4_K_M.gguf") + ".incomplete")).write_bytes(b"?" * 1000)
-    entry, _ = fetch()
-    assert entry.path.read_bytes() == DATA
-    assert repo.gets("x-Q4_K_M.gguf") == ["bytes=1000-", ""]
-
-
-def test_a_listing_that_fails_for_a_while(repo: FakeHub) -> None:
-    repo.listing_faults = [(503, {}), (429, {"Retry-After": "0"})]
-    assert fetch()[0].name == NAME
-    repo.listing_faults = [(500, {})] * 20
-    with pytest.raises(PullError, match="500"):
-        fetch()
-
-
-def test_private_and_gated_repositories_are_explained(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_and_gated_repositories_are_explained(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hub.add("u/private", {"x-Q4_0.gguf": b"1"}, private=True)
     hub.add("u/gated", {"x-Q4_0.gguf": b"1"}, gated=True)
     with pytest.raises(ModelNotFoundError, match=r"no repository 'u/none'.*HF_TOKEN"):
@@ -364,20 +366,15 @@ def test_private_and_gated_repositories_are_explained(hub: FakeHub, monkeypatch:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(PullError, match="401"):
         fetch("u/private")
-
-
-def test_a_stored_token_is_used_and_no_other_one(hub: FakeHub, tmp_path: Path) -> None:
-    hub.add("u/private", {"x-Q4_0.gguf": b"1"}, private=True)
-    (tmp_path / "hf").mkdir(exist_ok=True)
+    monkeypatch.delenv("HF_TOKEN")  # the stored one is used, and no other one
+    hub.tokens.clear()
     (tmp_path / "hf" / "token").write_text(f"{hub.TOKEN}\n")
     assert fetch("u/private")[0].size_bytes == 1
     assert set(hub.tokens) == {hub.TOKEN}
-
-
-def test_a_file_that_is_gone_is_told_apart_from_a_repository_that_is(repo: FakeHub) -> None:
-    repo.repos["user/repo-gguf"].hidden.add("x-Q4_K_M.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"no file 'x-Q4_K_M\.gguf' in 'User/Repo-GGUF'"):
-        fetch()
+    hub.add("u/hidden", {"x-Q4_0.gguf": b"1"})
+    hub.repos["u/hidden"].hidden.add("x-Q4_0.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"no file 'x-Q4_0\.gguf' in 'u/hidden'"):
+        fetch("u/hidden")
 
 
 def test_too_small_a_disk_is_told_before_the_first_byte(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,14 +386,6 @@ def test_too_small_a_disk_is_told_before_the_first_byte(repo: FakeHub, monkeypat
     assert fetch()[0].name == NAME
     monkeypatch.setattr(blobs, "free_bytes", lambda folder: 0)
     assert fetch()[1][-1].status == "success"  # nothing is missing
-
-
-def test_what_is_there_of_a_file_needs_no_space_again(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo.faults["x-Q4_K_M.gguf"] = [cut_after(2 << 20), *[status(503)] * hub_api.TRIES]
-    with pytest.raises(PullError):
-        fetch()
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + (1 << 20) + 99)
-    assert fetch()[0].path.read_bytes() == DATA
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
