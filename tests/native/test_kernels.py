@@ -41,24 +41,30 @@ def test_it_agrees_with_numpy_on_the_same_bytes(n_rows: int, n_cols: int) -> Non
     assert np.array_equal(apply(matrix, x, relu=True), np.maximum(apply(matrix, x), 0))
 
 
-def test_the_largest_sums_do_not_overflow_and_threads_may_share_a_matrix() -> None:
+def test_the_largest_sums_do_not_overflow() -> None:
     ones = np.ones(1 << 16, np.float32)
     for sign in (1, -1):
         assert apply(QuantizedMatrix(sign * ones[None]), ones) == pytest.approx([sign * (1 << 16)], rel=1e-4)
-    with pytest.raises(OptionError):
-        library.load().moegguf_matvec_q8(None, None, None, 1, 1, None, 0, None)
-    matrix = QuantizedMatrix(RNG.standard_normal((64, 1024)).astype(np.float32))
-    vectors = RNG.standard_normal((64, 1024)).astype(np.float32)
-    expected = [apply(matrix, x) for x in vectors]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda x: apply(matrix, x), vectors))
-    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
 def test_a_vector_without_a_scale_counts_as_zero(value: float) -> None:
     matrix = QuantizedMatrix(np.ones((2, 3), np.float32), np.array([1, -2], np.float32))
     assert apply(matrix, np.full(3, value, np.float32)).tolist() == [1, -2]
+
+
+def test_a_call_without_arrays_is_refused() -> None:
+    with pytest.raises(OptionError):
+        library.load().moegguf_matvec_q8(None, None, None, 1, 1, None, 0, None)
+
+
+def test_threads_may_share_a_matrix() -> None:
+    matrix = QuantizedMatrix(RNG.standard_normal((64, 1024)).astype(np.float32))
+    vectors = RNG.standard_normal((64, 1024)).astype(np.float32)
+    expected = [apply(matrix, x) for x in vectors]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: apply(matrix, x), vectors))
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 TYPES = {"q4_0": Q4_0, "q8_0": Q8_0, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}

@@ -63,24 +63,31 @@ def test_what_is_no_count_is_refused(bad: float) -> None:
     assert eamc.n_entries == 1
 
 
-def test_empty_entries_are_never_stored_and_before_any_row_nothing_matches() -> None:
+def test_empty_entries_are_never_stored() -> None:
     eamc = Eamc(3, 2)
     assert not eamc.add(np.zeros((3, 2), np.float32))
     assert not eamc.add(np.ones((2, 3), np.float32))  # another model's
     assert eamc.n_entries == 0
-    for of in (eamc, collection(P1, P2)):
-        see(of, [0, 1])
-        assert of.match(3).size == of.n_entries // 2
-        of.begin_pass()
-        assert of.match(2).size == 0
+    see(eamc, [1, 0])
+    assert eamc.match(3).size == 0
 
 
-def test_a_row_counts_once_and_of_equals_those_with_more_tokens_come_first() -> None:
+def test_before_any_row_nothing_matches() -> None:
+    eamc = collection(P1, P2)
+    see(eamc, [0, 1])
+    eamc.begin_pass()
+    assert eamc.match(2).size == 0
+
+
+def test_a_row_counts_once_in_a_pass() -> None:
     eamc = collection(eam([3, 0], [0, 3]), eam([0, 1], [2, 0]))
     see(eamc, [1, 0], [1, 0])
     assert eamc.match(2).tolist() == [1, 0]
     eamc.add_query_row(0, np.array([1, 0], np.float32))
     assert eamc.match(2).tolist() == [1, 0], "with its first row twice it would be nearer to the first entry"
+
+
+def test_of_equally_similar_entries_those_with_more_tokens_come_first() -> None:
     eamc = collection(*(eam([0, n], [n, 0]) for n in (1, 7, 3, 2)))
     see(eamc, [0, 1], [1, 0])
     assert eamc.match(2).tolist() == [1, 2]
@@ -120,6 +127,12 @@ def test_the_incremental_query_is_the_plain_cosine(seed: int, n: int, tokens: in
         np.testing.assert_allclose(cosines[matches], expected, rtol=1e-5)
         np.testing.assert_allclose(eamc.total(matches), entries[matches].sum(axis=0))
         np.testing.assert_array_equal(eamc.total_row(matches, 2), eamc.total(matches)[2])
+
+
+def test_a_state_makes_an_equal_collection_or_its_last_entries() -> None:
+    eamc = collection(P1, P2, P3)
+    np.testing.assert_array_equal(Eamc.from_state(eamc.state).state, eamc.state)
+    np.testing.assert_array_equal(Eamc.from_state(eamc.state, capacity=2).state, [P2, P3])
 
 
 def test_prefill_and_decode_are_kept_apart() -> None:

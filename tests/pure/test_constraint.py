@@ -294,17 +294,8 @@ def accepts(one: Matcher, text: bytes) -> bool:
 class FewTokens:
     """A vocabulary in the manner of SentencePiece: bytes, words, control tokens. `ends`: tokens that end an answer."""
 
-    pieces = (
-        *(bytes([n]) for n in range(256)),
-        b" the",
-        b"",
-        b'{"',
-        b"<think>",
-        b"</think>",
-        b'"}',
-        b"\xff\xfe",
-        b"<end>",
-    )
+    words = (b" the", b"", b'{"', b"<think>", b"</think>", b'"}', b"\xff\xfe", b"<end>")
+    pieces = (*(bytes([n]) for n in range(256)), *words)
 
     def __init__(self, *ends: int) -> None:
         self._ends = ends

@@ -68,9 +68,7 @@ def test_everything_fits_and_the_reason_counts_what_the_plan_counts(layout: Expe
     assert any("cut to" in reason for reason in plan(layout, "1GiB").reasons)
     made = plan(layout, "auto")
     beside = made.total_bytes - made.budget_bytes
-    assert (
-        made.compute_bytes > memory_needs(layout, made.n_ctx, made.n_ubatch).compute_bytes
-    )  # slots have working memory
+    assert made.compute_bytes > memory_needs(layout, made.n_ctx, made.n_ubatch).compute_bytes, "slots have work memory"
     assert f"{format_bytes(beside)} go to weights" in made.reasons[0]
 
 
@@ -117,10 +115,8 @@ def test_any_plan_keeps_its_promises(
     assert 4 <= p.n_slots <= 96 and 1 <= p.n_ubatch <= n_ubatch and p.streams
     assert p.resident == (p.n_slots == 96) and p.budget_bytes == p.n_slots * size
     assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
-    beside = [text for text in p.warnings if "cgroup v2 /x" in text]
-    assert len(beside) == (p.total_bytes > free) and any("below one token's" in w for w in p.warnings) == (
-        p.n_slots < 24
-    )
+    for words, expected in (("cgroup v2 /x", p.total_bytes > free), ("below one token's", p.n_slots < 24)):
+        assert sum(words in text for text in p.warnings) == expected
     if held is not None:
         assert p.n_slots == min(96, held)
         return
@@ -213,7 +209,6 @@ def test_a_context_leaves_room_for_a_given_budget_and_little_memory_goes_to_expe
     free = memory_needs(long, 1024, 1).total_bytes(96) + 96 * slot_bytes(long) + MARGIN_BYTES
     p = plan(long, "100%", Memory(64 * GIB, free, "x"), n_ctx=None)
     assert p.n_ctx <= 1024 and not p.warnings
-    long = trained_on(layout, 131072)
     free = memory_needs(long, 512, 8).total_bytes(0) + MARGIN_BYTES + 30 * slot_bytes(long)
     p = plan(long, "auto", Memory(64 * GIB, free, "x"), n_ctx=None)
     assert 512 <= p.n_ctx < 4096 and p.n_slots >= layout.n_expert
