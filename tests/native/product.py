@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from fake_model import FakeModel
 
-from moegguf.native import abi, library
+from moegguf.native import library
 from moegguf.native.store import Store, StoreContext
 
 F32, I32 = 0, 26
@@ -114,14 +114,3 @@ def check_failure(context: StoreContext, status: int) -> None:
     """Asserts that the context's pass failed with this status in layer 0. The context can go on."""
     failure = context.take_failure()
     assert (failure.status, failure.il) == (status, 0)
-
-
-def check_a_failed_read_ends_the_pass(store: Store, product: Product, fake: FakeModel, nth: int) -> None:
-    """Asserts that the pass ends with the node, as an error of the file, when the nth read and those after it fail."""
-    library.arm_fault("read", nth, sticky=True)
-    product.acquire()
-    product.compute()
-    assert aborts(product.context)
-    check_failure(product.context, abi.IO)
-    library.arm_fault("read", 0)
-    fake.token(store, product.context, [3, 4])

@@ -27,12 +27,9 @@ def with_matrix(layout: ExpertLayout, **changes: Any) -> ExpertLayout:
     return replace(layout, layers=(replace(first, matrices=matrices), *layout.layers[1:]))
 
 
-def test_what_was_built_here_runs_on_this_processor() -> None:
+def test_what_was_built_here_runs_on_this_processor_and_another_abi_is_refused() -> None:
     needed = (library.find_library() / "CPU_FEATURES").read_text().split()
     assert needed and set(needed) <= read_processor().flags
-
-
-def test_another_abi_is_refused() -> None:
     handle = c.c_void_p()
     with pytest.raises(OptionError, match=f"ABI {abi.ABI_VERSION}"):
         library.load().moegguf_store_open(c.byref(abi.Config(abi=99)), c.byref(handle))
@@ -54,6 +51,9 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
         (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
         (lib.moegguf_store_want, store.handle, None, None, 3, 0, 0),
         (lib.moegguf_store_read_slot, store.handle, 0, 0, None, n_bytes),
+        (lib.moegguf_store_set_policy, store.handle, 0, None, None, 0),
+        (lib.moegguf_store_set_policy, store.handle, 0, b"next-use", None, 1),
+        (lib.moegguf_store_set_policy, None, 0, b"lru", None, 0),
     ]  # fmt: skip
     for call, *arguments in calls:
         with pytest.raises(OptionError):
@@ -115,50 +115,41 @@ def test_an_offset_beyond_the_file_is_an_error_of_the_event_that_reads_there(fak
     store.close()
 
 
-@pytest.mark.parametrize("n_slots", [0, -1])
-def test_a_store_without_slots_is_refused(fake: FakeModel, n_slots: int) -> None:
-    with pytest.raises(OptionError):
-        Store(fake.layout, n_slots, QUIET)
-
-
-@pytest.mark.parametrize("readers", [-1, 0, 65, 1000])
-def test_a_number_of_readers_out_of_range_is_refused(fake: FakeModel, readers: int) -> None:
-    with pytest.raises(OptionError, match="between 1 and 64"):
-        Store(fake.layout, 4, replace(QUIET, readers=readers))
-
-
-@pytest.mark.parametrize("n_used", [0, -1, 9])
-def test_a_layer_that_uses_more_experts_than_it_has_or_none_is_refused(tmp_path: Path, n_used: int) -> None:
-    with pytest.raises(OptionError):
-        Store(make_model(tmp_path, n_used=n_used).layout, 4, QUIET)
-
-
-def test_an_unknown_device_is_refused(fake: FakeModel) -> None:
-    with pytest.raises(OptionError, match="NPU7"):
-        Store(fake.layout, 4, replace(QUIET, device="NPU7"))
-
-
-@pytest.mark.parametrize("ids", [[-1, 0], [0, 8], [1 << 30, 0], [-(1 << 31), 1], [[0, 1], [2, 8]]], ids=str)
-@pytest.mark.parametrize("n_slots", [4, 32], ids=["shared", "resident"])
-def test_an_expert_that_does_not_exist_ends_the_pass_and_the_next_one_works(
-    fake: FakeModel, open_store: Open, n_slots: int, ids: list[int]
+@pytest.mark.parametrize(
+    ("n_slots", "n_used", "options", "words"),
+    [
+        *((n_slots, 2, {}, "and slots") for n_slots in (0, -1)),
+        *((4, n_used, {}, "more experts than it has") for n_used in (0, -1, 9)),  # of 8 experts
+        *((4, 2, {"readers": readers}, "between 1 and 64") for readers in (-1, 0, 65, 1000)),
+        (4, 2, {"device": "NPU7"}, "NPU7"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused(
+    tmp_path: Path, n_slots: int, n_used: int, options: dict[str, Any], words: str
 ) -> None:
+    with pytest.raises(OptionError, match=words):
+        Store(make_model(tmp_path, n_used=n_used).layout, n_slots, replace(QUIET, **options))
+
+
+@pytest.mark.parametrize(
+    ("il", "ids", "words"),
+    [
+        *((2, ids, "of 8") for ids in ([-1, 0], [0, 8], [1 << 30, 0], [-(1 << 31), 1], [[0, 1], [2, 8]])),
+        *((il, [0, 1], "layer without experts") for il in (-1, 1, 4, 1 << 30)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("n_slots", [4, 24], ids=["shared", "resident"])
+def test_an_expert_or_a_layer_that_does_not_exist_ends_the_pass_and_the_next_one_works(
+    tmp_path: Path, open_store: Open, n_slots: int, il: int, ids: list[int], words: str
+) -> None:
+    fake = make_model(tmp_path, dense_layers=[1])
     store, context = open_store(fake, n_slots)
     fake.acquire(store, context, 0, [0, 1])
-    with pytest.raises(MoeggufError, match="of 8"):
-        context.acquire(1, ids)
+    with pytest.raises(MoeggufError, match=words):
+        context.acquire(il, ids)
     failure = context.take_failure()
-    assert failure.status == abi.ROUTING
-    fake.token(store, context, [0, 1])
-
-
-@pytest.mark.parametrize("il", [-1, 1, 4, 1 << 30])
-def test_an_unknown_layer_ends_the_pass_and_the_next_one_works(tmp_path: Path, open_store: Open, il: int) -> None:
-    fake = make_model(tmp_path, dense_layers=[1])
-    store, context = open_store(fake, 4)
-    with pytest.raises(MoeggufError, match="layer without experts"):
-        context.acquire(il, [0, 1])
-    assert context.take_failure() is not None
+    assert failure is not None and (words != "of 8" or failure.status == abi.ROUTING)
     fake.token(store, context, [0, 1])
 
 
@@ -176,6 +167,9 @@ def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open)
     store, context = open_store(fake, 4)
     with pytest.raises(OptionError, match="32 entries"):
         store.set_scores(np.zeros(31))
+    for shape in ((4, 9), (8, 4), (1, 32)):
+        with pytest.raises(OptionError, match=r"shape \(4, 8\)"):
+            store.set_forecast(np.zeros(shape, np.float32), [0])
     small = np.zeros(3, np.uint8)
     with pytest.raises(OptionError):
         library.load().moegguf_store_residency(store.handle, 0, small.ctypes.data, 3)
@@ -185,22 +179,12 @@ def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open)
     fake.token(store, context, [0, 1])
 
 
-def test_draining_without_end_or_without_time_is_taken_at_its_word(fake: FakeModel, open_store: Open) -> None:
+def test_draining_without_end_or_time_and_an_empty_prefetch_are_harmless(fake: FakeModel, open_store: Open) -> None:
     store, _ = open_store(fake, 4)
     for timeout_s in (0.0, -1.0, float("inf"), 1e300):
         store.drain(timeout_s)
-
-
-def test_an_empty_prefetch_is_harmless(fake: FakeModel, open_store: Open) -> None:
-    store, _ = open_store(fake, 4)
     store.prefetch([], [])
     assert store.counters()["prefetch_requested"] == 0
-
-
-def test_a_folder_without_the_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
-    with pytest.raises(LibraryError, match=f"is not built .*{tmp_path}"):
-        library.find_library()
 
 
 LOGGED = """
@@ -213,6 +197,11 @@ for level in (1, 2, 3, 4):  # from DEBUG to ERROR
 """
 
 
-def test_errors_alone_are_written() -> None:
+def test_a_folder_without_the_library_is_named_and_errors_alone_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True)
     assert (run.stdout, run.stderr) == ("", "level 4\n")
+    monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
+    with pytest.raises(LibraryError, match=f"is not built .*{tmp_path}"):
+        library.find_library()

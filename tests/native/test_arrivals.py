@@ -1,4 +1,5 @@
-"""Experts computed as they arrive: ggml's own MUL_MAT_ID over a pool whose matrices are still being read."""
+"""Experts computed as they arrive by ggml's own MUL_MAT_ID: over a pool whose matrices are still being read, and
+through fewer slots than a prompt's layer has experts."""
 
 import threading
 import time
@@ -9,11 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import FakeModel, Open, make_model
-from product import Product, aborts, check_a_failed_read_ends_the_pass, check_failure
+from product import Product, aborts, check_failure
 
+from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError
 from moegguf.native import abi, library
-from moegguf.native.store import Store
+from moegguf.native.store import Store, StoreContext, StoreOptions
+from moegguf.trace.simulate import layout_of
+
+Late = tuple[Store, StoreContext, Product]
+IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
 
 
 def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
@@ -24,6 +30,14 @@ def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: np
     products.append(Product(store, context, fake, ids))
     products[-1].acquire()
     return products[-1].compute()
+
+
+@pytest.fixture
+def late(fake: FakeModel, open_store: Open, products: list[Product]) -> Late:
+    """A store with 8 slots and one reader, and a product with two experts that are in none of them."""
+    store, context = open_store(fake, 8, readers=1)
+    products.append(Product(store, context, fake, [[3, 4]]))
+    return store, context, products[-1]
 
 
 @pytest.mark.parametrize(("repack", "slow"), [(False, 1), (True, 3), (False, 6)])
@@ -52,55 +66,61 @@ def test_without_overlap_everything_is_there_first(fake: FakeModel, open_store: 
     products.append(Product(store, context, fake, ids))
     products[-1].acquire()
     assert store.counters()["queue_needed"] == 0
-    fake.check(store, 0, ids, [[slot_of(store, 0, 5), slot_of(store, 0, 2)]])
+    assert (store.residency()[0, [5, 2]] == 2).all()
+    fake.check(store, 0, ids, [[0, 1]])  # slots are given in the order of first choice
     assert products[-1].compute() == expected
 
 
-def slot_of(store: Store, il: int, expert: int) -> int:
-    """The slot of an expert in a pool that has given out slots in the order of first choice."""
-    assert store.residency()[il][expert] == 2
-    return {5: 0, 2: 1}[expert]
+ROUTED = {"slots": (8, 1, [[3, 4]], 2), "streamed": (3, 2, IDS, 5)}  # slots, readers, ids, which read fails
 
 
-def test_a_failed_read_ends_the_pass_not_the_kernel(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
-    store, context = open_store(fake, 8, readers=1)
-    products.append(Product(store, context, fake, [[3, 4]]))
-    check_a_failed_read_ends_the_pass(store, products[-1], fake, 2)
-
-
-def test_a_failed_last_read_is_reported(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
-    """No node follows that would ask whether to abort."""
-    store, context = open_store(fake, 8, readers=1)
-    products.append(Product(store, context, fake, [[3, 4]]))
-    library.arm_fault("read", 1, sticky=True)
+@pytest.mark.parametrize(("how", "asks"), [("slots", True), ("slots", False), ("streamed", True)])
+def test_a_failed_read_ends_the_pass_not_the_kernel(
+    fake: FakeModel, open_store: Open, products: list[Product], how: str, asks: bool
+) -> None:
+    """Also where no node follows that would ask whether to abort."""
+    n_slots, readers, ids, nth = ROUTED[how]
+    store, context = open_store(fake, n_slots, readers=readers)
+    products.append(Product(store, context, fake, ids))
+    library.arm_fault("read", nth, sticky=True)
     products[-1].acquire()
     products[-1].compute()
+    assert not asks or aborts(context)
     check_failure(context, abi.IO)
+    library.arm_fault("read", 0)
+    fake.token(store, context, [3, 4])
+    assert context.take_failure() is None
 
 
-def test_cancelling_ends_a_kernel_that_waits(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
-    store, context = open_store(fake, 8, readers=1)
-    products.append(Product(store, context, fake, [[3, 4]]))
-    library.arm_fault("slow_read", 1, sticky=True)
+@pytest.mark.parametrize("how", ROUTED)
+def test_cancelling_ends_a_kernel_that_waits(
+    fake: FakeModel, open_store: Open, products: list[Product], how: str
+) -> None:
+    n_slots, _, ids, _ = ROUTED[how]
+    store, context = open_store(fake, n_slots, readers=1)
+    products.append(Product(store, context, fake, ids))
+    library.arm_fault("slow_read", 2, sticky=True)
     products[-1].acquire()
     timer = threading.Timer(0.2, store.cancel)
     timer.start()
     products[-1].compute()
-    assert store.counters()["queue_needed"] > 0, "these reads take twelve seconds"
+    assert how == "streamed" or store.counters()["queue_needed"] > 0, "these reads take twelve seconds"
     assert aborts(context)
     timer.join()
+    store.cancel(False)
+    check_failure(context, abi.CANCELLED)
     library.arm_fault("slow_read", 0)
+    fake.token(store, context, [3, 4])
 
 
 def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed_again(
-    fake: FakeModel, open_store: Open, products: list[Product]
+    fake: FakeModel, late: Late
 ) -> None:
-    store, context = open_store(fake, 8, readers=1)
-    products.append(Product(store, context, fake, [[3, 4]]))
+    store, context, product = late
     library.arm_fault("slow_read", 1, sticky=True)
-    products[-1].acquire()
+    product.acquire()
     store.cancel()
-    products[-1].compute()
+    product.compute()
     store.cancel(False)
     assert aborts(context), "it left out what was not there"
     check_failure(context, abi.CANCELLED)
@@ -109,14 +129,11 @@ def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed
     assert context.take_failure() is None
 
 
-def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failure(
-    fake: FakeModel, open_store: Open, products: list[Product]
-) -> None:
-    store, context = open_store(fake, 8, readers=1)
-    products.append(Product(store, context, fake, [[3, 4]]))
+def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failure(fake: FakeModel, late: Late) -> None:
+    store, context, product = late
     library.arm_fault("slow_read", 2)
     library.arm_fault("read", 1, sticky=True)
-    products[-1].acquire()
+    product.acquire()
     while not aborts(context):
         time.sleep(0.001)
     check_failure(context, abi.IO)
@@ -126,14 +143,11 @@ def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failu
     assert context.take_failure() is None
 
 
-def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(
-    fake: FakeModel, open_store: Open, products: list[Product]
-) -> None:
-    store, context = open_store(fake, 8, readers=1)
-    products.append(Product(store, context, fake, [[3, 4]]))
+def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(fake: FakeModel, late: Late) -> None:
+    store, context, product = late
     library.arm_fault("slow_read", 1)
     library.arm_fault("stat", 1)
-    products[-1].acquire()  # the first read takes two seconds, and fails then
+    product.acquire()  # the first read takes two seconds, and fails then
     fake.acquire(store, context, 0, [3, 4])
     assert store.counters()["read_errors"] == 1
     assert context.take_failure() is None
@@ -178,3 +192,78 @@ def test_more_late_experts_than_a_thread_remembers(tmp_path: Path, open_store: O
     library.arm_fault("slow_read", 1)
     products[-1].acquire()
     assert products[-1].compute() == expected
+
+
+@pytest.mark.parametrize("repack", [False, True])
+@pytest.mark.parametrize("n_slots", [2, 3, 7])
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_product_with_fewer_slots_than_experts_has_the_same_bits(
+    fake: FakeModel, open_store: Open, products: list[Product], repack: bool, n_slots: int, readers: int
+) -> None:
+    expected = resident(fake, open_store, products, IDS, repack=repack)
+    store, context = open_store(fake, n_slots, repack=repack, readers=readers)
+    products.append(Product(store, context, fake, IDS))
+    for _ in range(3):  # its slots are free again for the next one
+        products[-1].set_ids(IDS)
+        products[-1].acquire()
+        assert products[-1].compute() == expected
+        assert not aborts(context)
+    counters = store.counters()
+    assert counters["misses"] > 0
+    gates = fake.layout.matrices[0].expert_bytes * counters["misses"]
+    assert gates <= counters["bytes_missed"] <= fake.expert_bytes * counters["misses"]
+    assert context.take_failure() is None
+
+
+def test_slots_keep_what_others_use_while_streaming(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
+    expected = resident(fake, open_store, products, IDS)
+    store, context = open_store(fake, 20, readers=1, stream=True)
+    for layer in range(4):
+        context.acquire(layer, [[0, 1]])
+    products.append(Product(store, context, fake, IDS))
+    products[-1].acquire()
+    assert products[-1].compute() == expected
+    assert all((store.residency()[il][:2] == 2).all() for il in range(4))
+    assert store.info()["n_slots"] == 20 and store.counters()["evictions"] == 0
+    context.acquire(0, [[0, 1]])
+    store.drain(10)
+    assert store.counters()["slots_used"] == 8, "slots of the layer that did not come to an end are free"
+
+
+def test_an_expert_that_does_not_fit_is_no_error_in_simulation_either(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 3, simulate=True, link_bytes_per_s=1e9)
+    for il in range(4):
+        context.acquire(il, IDS)
+    counters = store.counters()
+    assert (counters["misses"], counters["hits_ready"]) == (32, 0)
+    assert counters["bytes_missed"] == 32 * fake.expert_bytes
+    assert counters["sim_clock_ns"] == pytest.approx(32 * fake.expert_bytes, rel=0.01)
+    assert (store.residency()[3] == 2).sum() == 2, "the last experts of the last layer stay"
+
+
+def test_what_is_there_is_not_read_again(tmp_path: Path, open_store: Open) -> None:
+    store, context = open_store(make_model(tmp_path, n_layer=1), 6, simulate=True, readers=1)
+    for _ in range(2):
+        context.acquire(0, IDS)
+    counters = store.counters()
+    assert (counters["hits_ready"], counters["misses"]) == (3, 13), "half of the slots are streamed through, and kept"
+
+
+@pytest.mark.parametrize("n_slots", [2, 40])
+def test_the_next_layers_first_expert_comes_while_attention_computes(n_slots: int) -> None:
+    """DuoServe-MoE, section 5.2: of a prompt, where its experts are streamed and nothing else is fetched ahead."""
+    shape = MoeShape(n_layer=3, n_expert=8, n_expert_used=2, layers=(0, 1, 2), expert_bytes=3000)
+    prompt = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (32, 1)), axis=1)[:, :2]
+    for stream in (False, True):
+        comes = stream and n_slots > 2  # all slots of a smaller pool are this layer's until the next is routed
+        options = StoreOptions(
+            repack=False, fill=False, simulate=True, sweep=False, stream=stream, chunked=False, link_bytes_per_s=1e9
+        )
+        store = Store(layout_of(shape), n_slots, options)
+        for il in range(3):
+            store.context.acquire(il, prompt)
+            store.advance(10**6)
+            ahead = np.argwhere(store.residency()[il + 1 :]).tolist()
+            assert ahead == ([[0, 0]] if comes and il < 2 else [])
+        assert store.counters()["hits_ready"] == 2 * comes
+        store.close()

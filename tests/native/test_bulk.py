@@ -63,16 +63,6 @@ def test_a_replay_counts_what_one_event_after_another_counts(fake: FakeModel, op
     assert stores[0][0].counters()["evictions"] > 0
 
 
-def test_a_replay_reads_real_bytes_too(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 9)
-    some = events(20)
-    context.replay(*columns(some))
-    counters = store.counters()
-    assert counters["routing_events"] == len(some)
-    assert counters["bytes_missed"] > 0
-    fake.token(store, context, [3, 4])
-
-
 def test_a_listener_gets_the_events_of_a_replay(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 9, simulate=True)
     got: list[RoutingEvent] = []
@@ -123,7 +113,7 @@ def test_a_replay_of_impossible_events_is_refused(fake: FakeModel, open_store: O
     assert store.counters()["routing_events"] == 0
 
 
-def test_the_parts_of_a_trace_are_its_events() -> None:
+def test_the_parts_of_a_trace_are_its_events_and_progress_is_reported_before_each() -> None:
     trace = random_trace(n_sequences=3, n_prefill=6, n_decode=20)
     some = [event for event in trace.events() if isinstance(event, RoutingEvent)]
     all_ = list(parts(trace))
@@ -134,9 +124,6 @@ def test_the_parts_of_a_trace_are_its_events() -> None:
     assert sum(part.pass_tokens for part in all_) == trace.n_tokens
     assert len(all_) == 6 < MOST_TOKENS
     assert list(parts(trace.select([]))) == []
-
-
-def test_progress_is_reported_before_every_part() -> None:
     trace, seen = random_trace(n_sequences=2, n_prefill=6, n_decode=20), list[int]()
     Simulation(trace, LRU, NoPrediction(SMALL), 24, SimOptions()).run(seen.append)
     assert seen == [part.first_pass for part in parts(trace)]

@@ -1,12 +1,14 @@
-"""Who goes when room is needed: short stories with a known victim, told at a single layer or over all."""
+"""Who goes when room is needed: short stories with a known victim, told at a single layer or over all; a slot for every
+expert; how often each expert was used."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, Open, make_model
+from fake_model import FakeModel, Open, check_counters, make_model
 
-from moegguf.errors import MoeggufError
+from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import Store
 
 WHOLE_LAYER = [[0, 1], [2, 3], [4, 5], [6, 7]] * 4  # a prompt of 16 tokens that touches every expert
@@ -32,13 +34,6 @@ def test_scores_that_are_not_numbers_count_as_zero(layer: FakeModel, open_store:
     for chosen in ([3, 2], [1, 0], [4, 5]):
         layer.acquire(store, context, 0, chosen)
     assert there(store) == {0, 2, 4, 5}
-
-
-def test_in_a_pool_smaller_than_a_token_every_layer_keeps_some(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 6, simulate=True)
-    for il in [0, 1, 2, 3] * 2:
-        context.acquire(il, [0, 1])
-    assert store.counters()["hits_ready"] == 4
 
 
 def test_in_a_sweep_the_layer_that_was_just_computed_goes_first(fake: FakeModel, open_store: Open) -> None:
@@ -84,17 +79,6 @@ def test_a_prompts_pass_fetches_the_next_layer_ahead(fake: FakeModel, open_store
     assert counters["misses"] == 8
 
 
-def test_a_pass_that_needs_more_experts_than_slots_ends_with_a_typed_error_and_the_next_one_works(
-    fake: FakeModel, open_store: Open
-) -> None:
-    store, context = open_store(fake, 5)
-    with pytest.raises(MoeggufError, match="8 experts of layer 0 at once"):
-        context.acquire(0, WHOLE_LAYER)
-    failure = context.take_failure()
-    assert failure.il == 0
-    fake.token(store, context, [3, 4])
-
-
 def test_a_prompt_waits_on_the_modelled_link_for_a_slot_that_is_being_filled(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9, sweep=False)
     context.acquire(0, [0, 1])
@@ -104,3 +88,53 @@ def test_a_prompt_waits_on_the_modelled_link_for_a_slot_that_is_being_filled(fak
     counters = store.counters()
     assert counters["misses"] == 10
     assert counters["stall_ns"] >= 10 * fake.expert_bytes
+
+
+def test_fill_reads_every_expert_once_and_gates_then_read_nothing(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 1_000_000)
+    assert store.info()["n_slots"] == 32, "more slots than experts are not allocated"
+    store.drain(10)
+    assert (store.residency() == 2).all()
+    filled = store.counters()
+    assert filled["bytes_prefetched"] == fake.layout.expert_bytes
+    assert filled["prefetch_started"] == 0
+    for first in range(0, 8, 2):
+        fake.token(store, context, [first, first + 1])
+    counters = store.counters()
+    assert counters["reads"] == filled["reads"]
+    assert counters["hits_ready"] == counters["lookups"] == 32
+    check_counters(counters, 32)
+
+
+def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 32, fill=False)
+    assert context.awaits_tokens(1, Phase.DECODE), "experts are still to be read"
+    for first in range(0, 8, 2):
+        fake.token(store, context, [first, first + 1])
+    store.set_predictor(NativePredictor("previous-token"), NativeForecast())
+    assert not context.awaits_tokens(1, Phase.DECODE), "of experts that are all there nothing is predicted"
+    seen: list[Announcement | RoutingEvent] = []
+    context.announce(7, Phase.PREFILL, [10, 11])
+    assert not context.awaits_tokens(8, Phase.DECODE)
+    store.listen(on_routing=seen.append, on_tokens=seen.append)
+    assert context.awaits_tokens(8, Phase.DECODE)
+    context.acquire(0, [1, 4])  # not announced
+    store.listen()
+    (event,) = seen
+    assert isinstance(event, RoutingEvent)
+    assert (event.sequence, event.phase, event.first_token) == (8, Phase.DECODE, -1), "those before are forgotten"
+    assert not context.awaits_tokens(8, Phase.DECODE)
+    store.resize(20)
+    assert context.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
+
+
+def test_activity_counts_look_ups_and_slots_per_expert(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 8)
+    for experts in ([0, 1], [0, 2], [0, 1]):
+        fake.token(store, context, experts)
+    uses, loads = store.activity()
+    counters = store.counters()
+    assert uses.shape == loads.shape == store.shape
+    assert uses[0].tolist() == [3, 2, 1, 0, 0, 0, 0, 0]
+    assert uses.sum() == counters["lookups"]
+    assert loads.sum() == counters["misses"] and loads[0, 1] == 2, "it was evicted, and came back"

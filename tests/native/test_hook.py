@@ -8,45 +8,38 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import FakeModel, Open
-from product import InitParams, aborts, check_failure
+from product import I32, InitParams, aborts, check_failure, load
 
 from moegguf.native import abi, library
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreContext
 
-I32, ASK, DO = 26, True, False
+ASK, DO = True, False
 
 
 class Nodes:
-    """The node with the expert ids of a layer, and the one before its down matrices."""
+    """The node with the expert ids of layer 0, one token and two experts, and the one before its down matrices."""
 
-    def __init__(self, n_used: int, n_tokens: int, il: int = 0) -> None:
-        folder = library.find_library()
-        self._base = c.CDLL(str(folder / "libggml-base.so"))
-        for name in ("ggml_init", "ggml_new_tensor_2d", "ggml_get_data", "ggml_backend_alloc_ctx_tensors_from_buft"):
-            getattr(self._base, name).restype = c.c_void_p
-        self._base.ggml_init.argtypes = [InitParams]
-        self._base.ggml_new_tensor_2d.argtypes = [c.c_void_p, c.c_int, c.c_int64, c.c_int64]
-        self._base.ggml_set_name.argtypes = [c.c_void_p, c.c_char_p]
-        for name in ("ggml_get_data", "ggml_free", "ggml_backend_buffer_free"):
-            getattr(self._base, name).argtypes = [c.c_void_p]
-        self._base.ggml_backend_alloc_ctx_tensors_from_buft.argtypes = [c.c_void_p, c.c_void_p]
-        buffer_type = self._base.ggml_backend_cpu_buffer_type
-        buffer_type.restype = c.c_void_p
-        self._context = self._base.ggml_init(InitParams(1 << 16, None, True))
-        self.ids, self.down = (self._base.ggml_new_tensor_2d(self._context, I32, n_used, n_tokens) for _ in range(2))
-        self._base.ggml_set_name(self.ids, f"ffn_moe_slot_ids-{il}".encode())
-        self._base.ggml_set_name(self.down, f"ffn_moe_down_in-{il}".encode())
-        self._buffer = self._base.ggml_backend_alloc_ctx_tensors_from_buft(self._context, buffer_type())
-        self._shape = (n_tokens, n_used)
+    def __init__(self) -> None:
+        self._base = load("ggml-base", (
+            "ggml_init", "ggml_new_tensor_2d", "ggml_get_data", "ggml_backend_alloc_ctx_tensors_from_buft",
+            "ggml_backend_cpu_buffer_type",
+        ))  # fmt: skip
+        self._context = c.c_void_p(self._base.ggml_init(InitParams(1 << 16, None, True)))
+        self.ids, self.down = (self._tensor(name) for name in (b"ffn_moe_slot_ids-0", b"ffn_moe_down_in-0"))
+        memory = c.c_void_p(self._base.ggml_backend_cpu_buffer_type())
+        self._buffer = c.c_void_p(self._base.ggml_backend_alloc_ctx_tensors_from_buft(self._context, memory))
+
+    def _tensor(self, name: bytes) -> int:
+        made: int = self._base.ggml_new_tensor_2d(self._context, I32, c.c_int64(2), c.c_int64(1))
+        self._base.ggml_set_name(c.c_void_p(made), name)
+        return made
 
     @property
     def values(self) -> npt.NDArray[np.int32]:
         """The ids, in place."""
-        address = self._base.ggml_get_data(self.ids)
-        return np.ctypeslib.as_array((c.c_int32 * (self._shape[0] * self._shape[1])).from_address(address)).reshape(
-            self._shape
-        )
+        address = self._base.ggml_get_data(c.c_void_p(self.ids))
+        return np.ctypeslib.as_array((c.c_int32 * 2).from_address(address)).reshape(1, 2)
 
     def close(self) -> None:
         self._base.ggml_backend_buffer_free(self._buffer)
@@ -55,8 +48,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    """The nodes of layer 0, one token and two experts."""
-    made = Nodes(2, 1)
+    made = Nodes()
     yield made
     made.close()
 

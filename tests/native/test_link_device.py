@@ -141,16 +141,10 @@ def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple
     return buffer_type, at_once, of_other, finally_there
 
 
-def test_a_copy_from_pinned_memory_goes_on_after_the_call_and_events_connect_streams() -> None:
+def test_copies_from_pinned_memory_go_on_after_the_call_strict_ones_wait_and_others_keep_the_caller() -> None:
     half_a_second = Link((1 << 20) / 0.5)
     assert in_own_process(asynchronous_copies, True, half_a_second) == ("LINK0_Host", False, False, True)
-
-
-def test_strict_a_copy_waits_until_somebody_waits_for_it() -> None:
     assert in_own_process(asynchronous_copies, True, FREE, strict_seed=1) == ("LINK0_Host", False, False, True)
-
-
-def test_where_memory_cannot_be_pinned_it_is_ordinary_and_copies_from_it_keep_the_caller_waiting() -> None:
     assert in_own_process(asynchronous_copies, False, FREE) == ("CPU", True, True, True)
 
 
@@ -220,10 +214,12 @@ def slots_in_small_buffers(fake: FakeModel) -> tuple[list[int], str]:
     return found, str(error.value)
 
 
-def test_a_pool_has_the_slots_that_buffers_and_kernels_take(tmp_path: Path) -> None:
+def test_a_pool_has_the_slots_that_buffers_take_and_a_full_device_refuses(tmp_path: Path) -> None:
     found, message = in_own_process(slots_in_small_buffers, make_model(tmp_path))
     assert found == [1, 10, 10, 1, 11, 30, 1, 11, 30]
     assert "LINK0 refused" in message
+    fake = make_model(tmp_path, n_embd=256, n_ff=256)
+    assert "refused" in in_own_process(store_on_full_device, fake)
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:
@@ -243,8 +239,3 @@ def test_slots_have_the_padding_of_their_device(tmp_path: Path) -> None:
     n_bytes, more = in_own_process(without_padding, fake)
     least = 2 * (512 - 256) // 32 * 18 + (512 - 64) // 32 * 34
     assert least <= more < least + 3 * 64 * 17 and n_bytes > more
-
-
-def test_a_device_that_is_full_refuses_and_takes_again_what_was_given_back(tmp_path: Path) -> None:
-    fake = make_model(tmp_path, n_embd=256, n_ff=256)
-    assert "refused" in in_own_process(store_on_full_device, fake)

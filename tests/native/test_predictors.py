@@ -221,16 +221,24 @@ class Comparison:
                 assert table[il] == pytest.approx(self._expected[il], abs=self._alike)
                 self.n_known += 1
 
+    def check_asked(self, found: Predictor, row: int) -> None:
+        """Asserts that the laboratory's predictor says the same."""
+        for later in range(row + 1, N):
+            if (expected := self.expected(row, later)) is not None:
+                predicted = found.predict(SHAPE.layers[later], later - row)
+                assert predicted == pytest.approx(expected, abs=self._alike)
+
 
 @pytest.mark.parametrize("name", MADE)
-def test_the_store_predicts_what_the_definition_says(name: str) -> None:
-    random, comparison = rng(), Comparison(name)
+def test_the_store_predicts_what_the_definition_says_also_asked_layer_by_layer(name: str) -> None:
+    random, comparison, found = rng(), Comparison(name), asked(MADE[name])
     with simulated() as (store, context):
         store.set_predictor(native(MADE[name]()), EVERYTHING)
         for p in range(12):
             tokens = random.integers(0, SHAPE.n_vocab, 3 if p % 4 == 2 else 1).astype(np.int32)
             context.announce(0, Phase.DECODE, tokens)
             comparison.announce([0], tokens)
+            found.announce(Announcement(0, Phase.DECODE, tokens))
             if len(tokens) == 1:
                 comparison.check(store, -1)
             for row, il in enumerate(SHAPE.layers):
@@ -238,32 +246,13 @@ def test_the_store_predicts_what_the_definition_says(name: str) -> None:
                 inputs = random.standard_normal((len(tokens), SHAPE.n_embd)).astype(np.float32)
                 context.acquire(il, ids, inputs)
                 comparison.observe(row, ids, inputs)
+                found.observe(RoutingEvent(p, 0, 0, Phase.DECODE, 0, il, ids, None, inputs))
                 if len(tokens) == 1:
                     comparison.check(store, row)
+                    comparison.check_asked(found, row)
                 else:
                     assert not store.forecast()[1].any(), "prompts are not predicted"
     assert comparison.n_known > 20
-
-
-@pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc-full")])
-def test_the_laboratory_asks_the_store_layer_by_layer(name: str) -> None:
-    random, comparison, found = rng(), Comparison(name), asked(MADE[name])
-    n_compared = 0
-    for p in range(12):
-        tokens = random.integers(0, SHAPE.n_vocab, 1).astype(np.int32)
-        comparison.announce([0], tokens)
-        found.announce(Announcement(0, Phase.DECODE, tokens))
-        for row, il in enumerate(SHAPE.layers):
-            ids, inputs = choice(random, 1), random.standard_normal((1, SHAPE.n_embd)).astype(np.float32)
-            comparison.observe(row, ids, inputs)
-            found.observe(RoutingEvent(p, 0, 0, Phase.DECODE, 0, il, ids, None, inputs))
-            for later in range(row + 1, N):
-                expected = comparison.expected(row, later)
-                if expected is not None:
-                    n_compared += 1
-                    predicted = found.predict(SHAPE.layers[later], later - row)
-                    assert predicted == pytest.approx(expected, abs=ALIKE.get(found.name, 0.01))
-    assert n_compared > 20
 
 
 def test_a_policy_in_python_scores_with_what_the_store_expects() -> None:
@@ -335,10 +324,7 @@ def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average(
             assert store.counters()["forecast_picks"] - n_before == N * SHAPE.n_expert_used * n_asked
             assert (chances[1] > 0).any() == bool(n_asked)
             assert np.isin(chances, (0, 1)).all(), "certain is certain, however many there are"
-
-
-def test_the_average_of_those_asked() -> None:
-    """Affinities that are all the same, so that every sequence expects the same."""
+    # Affinities that are all the same, so that every sequence expects the same.
     even = affinity(np.full((N - 1, SHAPE.n_expert, SHAPE.n_expert), 1 / SHAPE.n_expert, np.float32))
     alone = SHAPE.n_expert_used / SHAPE.n_expert
     with simulated() as (store, context):
@@ -384,7 +370,7 @@ def test_inputs_that_are_not_finite_predict_nothing(bad: float) -> None:
         assert not store.forecast()[1].any()
 
 
-def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
+def test_once_means_from_as_far_away_as_the_window_reaches_and_nothing_is_after_the_last_layer() -> None:
     with simulated() as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), NativeForecast(window=2, once=True))
         for _ in range(2):
@@ -396,6 +382,14 @@ def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
         assert store.forecast()[1].nonzero()[0].tolist() == [2, 4]
         store.set_predictor(None)
         assert not store.forecast()[1].any()
+    shape = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(1,), expert_bytes=300)
+    store = Store(layout_of(shape), 3, StoreOptions(repack=False, simulate=True))
+    context = store.context
+    store.set_predictor(native(affinity(np.zeros((0, 4, 4), np.float32), shape)), NativeForecast(window=3))
+    for token in range(3):
+        context.acquire(1, [[token, token + 1]])
+    assert not store.forecast()[1].any()
+    store.close()
 
 
 LINK = {"link_bytes_per_s": 1e9}  # an expert takes 3 us
@@ -489,9 +483,10 @@ def test_by_proximity_the_most_probable_of_near_layers_come_first() -> None:
             assert np.argwhere(store.residency())[:, 0].tolist() == [first]
 
 
-def test_what_is_not_worth_its_bytes_is_not_prefetched() -> None:
+def test_what_is_not_worth_its_bytes_is_not_prefetched_and_a_needed_link_carries_no_wish() -> None:
     found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
     assert found["prefetch_started"] < 50  # before it is known how often the predictor is wrong
+    assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
 def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_not() -> None:
@@ -516,10 +511,6 @@ def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_n
         for predictor, finds in ((first, False), (None, False), (first, False), (second, True), (first, True)):
             store.set_predictor(predictor, forecast)
             assert (requested(1) > 0) == finds, (predictor, finds)
-
-
-def test_a_link_that_is_always_needed_now_carries_no_wish() -> None:
-    assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
@@ -586,17 +577,6 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
     new = threads() - before  # readers, the one that predicts, and those of an idle team, which starts meanwhile
     assert len(threads()) > n_without
     assert {os.sched_getscheduler(thread) for thread in new} == {os.SCHED_BATCH}
-
-
-def test_a_model_with_one_layer_of_experts_has_nothing_after_it() -> None:
-    shape = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(1,), expert_bytes=300)
-    store = Store(layout_of(shape), 3, StoreOptions(repack=False, simulate=True))
-    context = store.context
-    store.set_predictor(native(affinity(np.zeros((0, 4, 4), np.float32), shape)), NativeForecast(window=3))
-    for token in range(3):
-        context.acquire(1, [[token, token + 1]])
-    assert not store.forecast()[1].any()
-    store.close()
 
 
 def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:

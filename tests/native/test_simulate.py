@@ -1,7 +1,9 @@
-"""Replays: every policy runs and stays below Belady, failures are not hidden."""
+"""Replays: every policy runs and stays below Belady, failures are not hidden; made-up routing meets the hit rates that
+were published."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -19,7 +21,11 @@ from moegguf.errors import CallbackError, OptionError
 from moegguf.native.events import Float32s, RoutingEvent
 from moegguf.native.store import NativePolicy, StoreOptions
 from moegguf.trace.belady import Lookups, belady
+from moegguf.trace.format import read, write
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
+from moegguf.trace.trace import Trace
+from predictors.study.synthesize import shape_of, synthesize
+from tools.models.locality import LOCALITIES, find_locality
 
 TRACE = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
 NEXT_USE = NativePolicy("next-use", takes_forecast=True)
@@ -124,7 +130,7 @@ def test_shares_become_slots() -> None:
         Simulation(TRACE, LRU, NoPrediction(SMALL), 1)
 
 
-def test_passes_are_cut_to_what_fits() -> None:
+def test_passes_are_cut_to_what_fits_and_a_layout_is_made_from_the_shape_alone() -> None:
     cut = fitted(TRACE, 5)
     lengths = np.diff(cut.pass_start)
     assert lengths.max() == 2
@@ -132,8 +138,34 @@ def test_passes_are_cut_to_what_fits() -> None:
     assert cut.pass_first_token[:3].tolist() == [0, 2, 4]
     assert fitted(TRACE, 16) is TRACE
     assert np.diff(fitted(TRACE, 16, slot_tokens=4).pass_start).max() == 4
-
-
-def test_a_layout_is_made_from_the_shape_alone() -> None:
     shape = MoeShape(4, 8, 2, (1, 3), 32, 64, expert_bytes=1001)
     assert MoeShape.of(layout_of(shape)) == shape
+
+
+def hit_rate(trace: Trace, share: float) -> float:
+    return Simulation(trace, LRU, NoPrediction(trace.shape), slots_of(trace.shape, share)).run().hit_rate
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", LOCALITIES)
+def test_hit_rates_are_within_three_points_of_the_published(name: str, seed: int) -> None:
+    trace = synthesize(name, shape_of(name, 4), 1024, seed)
+    for share, published in LOCALITIES[name].hit_rates.items():
+        assert hit_rate(trace, share) == pytest.approx(published, abs=0.03), share
+
+
+def test_a_made_up_trace_is_the_same_for_the_same_seed_and_survives_its_file(tmp_path: Path) -> None:
+    shape = shape_of("glm", 3, 40, 5, 1000)
+    trace, again, other = (synthesize("glm", shape, 50, seed) for seed in (7, 7, 8))
+    assert np.array_equal(trace.expert_ids, again.expert_ids)
+    assert not np.array_equal(trace.expert_ids, other.expert_ids)
+    write(tmp_path / "t", trace)
+    found = read(tmp_path / "t")
+    assert found.shape == shape
+    assert np.array_equal(found.expert_ids, trace.expert_ids)
+    assert found.header.settings == {"locality": "glm", "seed": 7}
+    assert "synthetic" in found.header.model
+    with pytest.raises(OptionError, match="qwen3-30b, glm"):
+        find_locality("qwen")
+    with pytest.raises(OptionError, match="at most all 4 experts"):
+        shape_of("glm", 3, 4, 5)

@@ -61,14 +61,6 @@ def check_figures(store: Store, staged: int) -> None:
     assert figures["stall_ns"] <= store.tier()["stall_ns"]
 
 
-def prompt(store: Store, context: StoreContext, fake: FakeModel, seed: int = 0, n_tokens: int = 9) -> None:
-    """One pass with every event's bytes checked."""
-    rng = np.random.default_rng(seed)
-    for il in range(fake.layout.n_layer):
-        ids = routed(rng, n_tokens)
-        check_staged(fake, store, il, ids, context.acquire(il, ids))
-
-
 def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, n_ram_slots=32, staging=2, fill=False)
     context.announce(0, 0, list(range(24)))

@@ -87,29 +87,14 @@ def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct
     assert (errors == 0) == (kind in harmless)
 
 
-def test_an_error_on_the_disk_that_passes_is_retried(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 4)
-    library.arm_fault("read", 2, errno=errno.EIO)
-    fake.token(store, context, [0, 1])
-    counters = store.counters()
-    assert counters["read_retries"] == 1
-    assert counters["read_errors"] == 0
-
-
 def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     library.arm_fault("read", 1, sticky=True, errno=errno.EIO)
     with pytest.raises(ExpertIOError, match="Input/output error"):
         context.acquire(2, [0, 1])
     failure = context.take_failure()
-    assert (failure.status, failure.il) == (abi.IO, 2)
-    assert failure.expert in (0, 1)
+    assert (failure.status, failure.il) == (abi.IO, 2) and failure.expert in (0, 1)
     assert store.counters()["read_errors"] > 0
-    store.drain(5)
-    assert store.residency().sum() == 0  # nothing is there, and nothing is said to be on its way
-    assert store.counters()["slots_used"] == 0
-    library.arm_fault("read", 0)
-    fake.token(store, context, [0, 1])
 
 
 def test_where_direct_reads_end_later_the_cache_is_read(fake: FakeModel, open_store: Open) -> None:

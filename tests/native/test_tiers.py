@@ -1,15 +1,18 @@
-"""Two tiers: slots that layers compute with, and below them slots in RAM that they are filled from."""
+"""Two tiers: slots that layers compute with, and below them slots in RAM that they are filled from; several devices:
+each has slots for its own layers, and all are filled from the same slots in RAM."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, Open, make_model
+from fake_model import FakeModel, Open, check_counters, make_model
 
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native import library
-from moegguf.native.store import Store, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
+from moegguf.quantities import Link
 
 EVENT = tuple[int, list[int]]
 
@@ -39,69 +42,17 @@ def check_tiers(store: Store) -> None:
     assert (store.residency(Tier.RAM) != 1).all()
 
 
-class TwoLrus:
-    """An oracle: what two tiers hold when both evict the least recently used, and no layer keeps a floor."""
-
-    def __init__(self, n_upper: int, n_ram: int) -> None:
-        self.sizes = (n_upper, n_ram)
-        self.upper: dict[tuple[int, int], None] = {}  # oldest first
-        self.lower: dict[tuple[int, int], None] = {}
-        self.figures = dict.fromkeys(("hits", "misses", "lower_hits", "lower_misses", "from_file"), 0)
-
-    def event(self, il: int, experts: Sequence[int]) -> None:
-        keys = [(il, e) for e in dict.fromkeys(experts)]
-        here, missed = [k for k in keys if k in self.upper], [k for k in keys if k not in self.upper]
-        for key in (*here, *missed):
-            if key not in self.upper and len(self.upper) == self.sizes[0]:
-                self.evict_above(next(k for k in self.upper if k not in keys))
-            self.upper.pop(key, None)
-            self.upper[key] = None
-        self.figures["hits"] += len(here)
-        self.figures["misses"] += len(missed)
-        below = [k for k in missed if k in self.lower]
-        absent = [k for k in missed if k not in self.lower]
-        for key in below:
-            self.touch(key)
-        for key in absent:
-            self.figures["lower_misses"] += 1
-            victim = next((k for k in self.lower if k not in missed), None)
-            if len(self.lower) == self.sizes[1] and victim is None:
-                self.figures["from_file"] += 1
-                continue
-            if len(self.lower) == self.sizes[1]:
-                assert victim is not None
-                del self.lower[victim]
-            self.lower[key] = None
-        self.figures["lower_hits"] += len(below)
-
-    def evict_above(self, key: tuple[int, int]) -> None:
-        del self.upper[key]
-        if key in self.lower:
-            self.touch(key)
-
-    def touch(self, key: tuple[int, int]) -> None:
-        del self.lower[key]
-        self.lower[key] = None
-
-
 def held(store: Store, tier: Tier) -> set[tuple[int, int]]:
     return {(int(il), int(e)) for il, e in np.argwhere(store.residency(tier) == 2)}
 
 
-@pytest.mark.parametrize(("n_upper", "n_ram"), [(8, 8), (9, 16), (12, 20), (16, 8), (10, 32)])
-def test_two_tiers_count_what_two_lrus_count(fake: FakeModel, open_store: Open, n_upper: int, n_ram: int) -> None:
-    oracle = TwoLrus(n_upper, n_ram)
-    store, context = open_store(fake, n_upper, n_ram_slots=n_ram, fill=False)
-    for il, experts in skewed(400):
-        oracle.event(il, experts)
-        fake.acquire(store, context, il, experts)
+def test_what_leaves_the_device_counts_as_used_in_ram(tmp_path: Path, open_store: Open) -> None:
+    one = make_model(tmp_path, n_layer=1, n_used=1)
+    store, context = open_store(one, 2, n_ram_slots=3, fill=False)
+    for expert in (0, 1, 0, 2, 3):  # 0 leaves for 3, whose slot in RAM is that of 1
+        one.acquire(store, context, 0, [[expert]])
     store.drain(10)
-    upper, lower = store.tier(), store.tier(Tier.RAM)
-    assert (upper["hits_ready"], upper["misses"]) == (oracle.figures["hits"], oracle.figures["misses"])
-    assert (lower["hits_ready"], lower["misses"]) == (oracle.figures["lower_hits"], oracle.figures["lower_misses"])
-    assert held(store, Tier.COMPUTE) == set(oracle.upper)
-    assert held(store, Tier.RAM) == set(oracle.lower)
-    check_tiers(store)
+    assert held(store, Tier.RAM) == {(0, 0), (0, 2), (0, 3)}
 
 
 def test_an_expert_that_stays_above_is_the_first_to_go_below(fake: FakeModel, open_store: Open) -> None:
@@ -153,7 +104,9 @@ def test_a_warm_start_fills_free_slots_in_the_order_given(
     assert (store.residency()[0, 0] == 2) == (n_upper == 32)
 
 
-def test_without_a_tier_below_none_is_named(fake: FakeModel, open_store: Open) -> None:
+def test_without_a_tier_below_none_is_named_and_memory_that_is_not_pinned_says_why(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, _ = open_store(fake, 8)
     assert store.tiers == (Tier.COMPUTE,)
     for call in (
@@ -166,6 +119,12 @@ def test_without_a_tier_below_none_is_named(fake: FakeModel, open_store: Open) -
             call(Tier.RAM)
     with pytest.raises(OptionError, match="not -1"):
         Store(fake.layout, 8, StoreOptions(), n_ram_slots=-1)
+    store, _ = open_store(fake, 8, n_ram_slots=8)
+    lower = store.tier(Tier.RAM)
+    assert not lower["pinned_memory"]
+    assert lower["device"] == "CPU"
+    assert "CPU offers no pinned memory" in lower["note"]
+    assert store.tier()["note"] == ""
 
 
 @pytest.mark.parametrize("nth", [1, 4])
@@ -173,15 +132,6 @@ def test_memory_that_is_refused_to_either_tier_is_an_allocation_error(fake: Fake
     library.arm_fault("alloc", nth)
     with pytest.raises(AllocationError, match="refused"):
         Store(fake.layout, 8, StoreOptions(repack=False), n_ram_slots=8)
-
-
-def test_memory_that_is_not_pinned_says_why(fake: FakeModel, open_store: Open) -> None:
-    store, _ = open_store(fake, 8, n_ram_slots=8)
-    lower = store.tier(Tier.RAM)
-    assert not lower["pinned_memory"]
-    assert lower["device"] == "CPU"
-    assert "CPU offers no pinned memory" in lower["note"]
-    assert store.tier()["note"] == ""
 
 
 def test_what_was_to_be_copied_to_a_slot_is_not_once_that_has_another_expert(tmp_path: Path, open_store: Open) -> None:
@@ -196,3 +146,92 @@ def test_what_was_to_be_copied_to_a_slot_is_not_once_that_has_another_expert(tmp
     context.acquire(0, [0, 7])  # takes its slot
     store.drain()
     assert 0 < store.tier()["bytes_prefetched"] < fake.expert_bytes / 2
+
+
+LAYERS = ((0, 1), (2, 3))  # of four, on each of two devices
+FIGURES = (
+    "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched", "slots_used",
+)  # fmt: skip
+
+
+def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
+    return [DeviceSlots(None, n, of, through_ram=True) for n, of in zip(n_slots, LAYERS, strict=True)]
+
+
+def figures(store: Store) -> list[dict[str, int]]:
+    """Counts of each device, of all of them, and of the tier below."""
+    found = [store.device(index) for index in range(len(store.devices))] + [store.tier(tier) for tier in store.tiers]
+    return [{name: of[name] for name in FIGURES} for of in found]
+
+
+def check_sums(store: Store) -> None:
+    """What is counted of all devices is what each of them counts."""
+    *devices, whole = figures(store)[: len(store.devices) + 1]
+    assert whole == {name: sum(of[name] for of in devices) for name in FIGURES}
+    counters = store.counters()
+    for name in ("lookups", "hits_ready", "hits_late", "misses", "evictions", "slots_used"):
+        assert counters[name] == whole[name]
+    check_counters(counters, sum(device.n_slots for device in store.devices))
+
+
+def test_each_device_of_a_simulation_has_a_link_of_its_own(fake: FakeModel, open_store: Open) -> None:
+    n_bytes = fake.layout.layers[0].expert_bytes
+    links = (Link(1e9), Link(4e9))
+    devices = [replace(of, link=link) for of, link in zip(two((2, 2)), links, strict=True)]
+    store, context = open_store(fake, devices, n_ram_slots=32, fill=False, simulate=True)
+    for experts in ([0, 1], [2, 3]):
+        for il in (0, 2):
+            context.acquire(il, experts)
+    for il, link in zip((0, 2), links, strict=True):
+        before_ns = store.counters()["sim_clock_ns"]
+        context.acquire(il, [0, 1])
+        took_ns = store.counters()["sim_clock_ns"] - before_ns
+        assert took_ns == pytest.approx(2 * n_bytes / link.bytes_per_s * 1e9, abs=6)
+
+
+def test_slots_of_all_devices_are_shared_out_and_those_of_one_are_its_own(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, two((12, 6)), n_ram_slots=8)
+    sizes: list[tuple[Callable[[], None], tuple[int, int]]] = [
+        (lambda: None, (12, 6)),
+        (lambda: store.resize(4), (2, 2)),
+        (lambda: store.resize(11), (7, 4)),
+        (lambda: store.resize(5, device=1), (7, 5)),
+        (lambda: store.resize(18), (12, 6)),
+    ]
+    for n, (il, experts) in enumerate(skewed(200)):
+        resize, expected = sizes[n // 40]
+        if n % 40 == 0:
+            resize()
+        fake.acquire(store, context, il, experts)
+        assert tuple(store.device(index)["n_slots_usable"] for index in (0, 1)) == expected
+        assert all(store.device(index)["slots_used"] <= expected[index] for index in (0, 1))
+    for n_slots, device in ((3, None), (19, None), (1, 0), (7, 1)):
+        with pytest.raises(OptionError, match="slots, not"):
+            store.resize(n_slots, device=device)
+    for call in (store.device, lambda index: store.resize(4, device=index)):
+        with pytest.raises(OptionError, match=r"no device 2; it has 0 \(CPU\), 1 \(CPU\)"):
+            call(2)
+    store.drain(10)
+    check_sums(store)
+
+
+def test_no_pool_gets_fewer_slots_than_a_pass_needs_there(fake: FakeModel, open_store: Open) -> None:
+    devices = [replace(of, pass_slots=n) for of, n in zip(two((14, 6)), (8, 5), strict=True)]
+    store, context = open_store(fake, devices, n_ram_slots=8)
+    for n_slots in (13, 17, 14, 20):
+        store.resize(n_slots)
+        context.acquire(0, [[0, 1], [2, 3], [4, 5], [6, 7]])
+        context.acquire(2, [[0, 1], [1, 2]])
+        usable = tuple(store.device(index)["n_slots_usable"] for index in (0, 1))
+        assert sum(usable) == n_slots
+        assert usable[0] >= 8 and usable[1] >= 5
+    for call in (lambda: store.resize(12), lambda: store.resize(7, device=0), lambda: store.resize(4, device=1)):
+        with pytest.raises(OptionError, match="slots, not"):
+            call()
+
+
+def test_a_layer_on_no_device_and_a_device_without_layers_are_refused(fake: FakeModel) -> None:
+    first, second = two((4, 4))
+    for devices in ([first], [first, second, replace(first, layers=())], [first, replace(second, n_slots=0)], []):
+        with pytest.raises(OptionError):
+            Store(fake.layout, devices, StoreOptions(repack=False))

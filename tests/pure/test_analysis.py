@@ -10,13 +10,12 @@ from traces import random_trace, same
 
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.hit_rates import ControllerChoice
-from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase
 from moegguf.trace.analysis import Row, hit_ranges, sample_sequences
 from moegguf.trace.belady import BELADY
 from moegguf.trace.format import write
-from moegguf.trace.simulate import SimOptions, fitted
+from moegguf.trace.simulate import fitted
 from moegguf.trace.trace import Trace
 from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
@@ -27,7 +26,6 @@ from predictors.study.score import score_named
 pytestmark = pytest.mark.usefixtures("user")
 
 TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)
-AHEAD = SimOptions(prefetch=PrefetchOptions())
 
 
 @pytest.fixture
@@ -87,6 +85,7 @@ def test_scores_come_one_predictor_after_the_other(analysis: Study) -> None:
     assert reported == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
     assert [one.name for one in table.scores] == [one.name for one in table.controls] == ["previous-token", "none"]
     assert table.link is not None and table.link.bytes_per_s == 1e9
+    assert max(table.distances) < len(analysis.trace.shape.layers) < 8, "none is beyond the last layer"
     accuracy = table.scores[0].means[1].accuracy
     assert accuracy is not None and accuracy > (table.controls[0].means[1].accuracy or 0)
 
@@ -101,14 +100,11 @@ def kinds(sizes: dict[str, list[int]]) -> Trace:
     return replace(whole.take(passes), header=replace(whole.header, labels=dict(enumerate(labels))))
 
 
-def test_a_part_has_whole_requests_of_every_kind_in_turn() -> None:
+def test_a_part_has_whole_requests_of_every_kind_in_turn_and_a_size_as_text() -> None:
     trace = kinds({"code": [5, 5, 5], "prose": [9], "chat": [2, 2]})
     assert sample_sequences(trace, 1) == sample_sequences(trace, 16) == [0, 3, 4]  # one of every kind: 5 + 9 + 2
     assert sample_sequences(trace, 17) == [0, 3, 4, 1]
     assert sorted(sample_sequences(trace, 10**6)) == trace.sequences()
-
-
-def test_a_sample_has_a_size_as_text() -> None:
     analysis = Study(kinds({"code": [5, 5, 5], "prose": [9]}), Artifacts(None, "ab"))
     part = analysis.limited(10)
     assert part.sample_size(analysis) == "2 of 4 requests with 14 of 24 decoded tokens"
@@ -127,7 +123,8 @@ def test_requests_can_be_put_in_another_order() -> None:
     assert arranged(TRACE, []).n_tokens == 0
 
 
-def test_auto_uses_the_saved_hit_rates(analysis: Study, user: Path) -> None:
+def test_auto_uses_the_saved_hit_rates(analysis: Study, user: Path, file: Path, tmp_path: Path) -> None:
+    assert Study.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)], []) == tmp_path / MEASURED
     rates = [row("lru", 0.5, 0.5), row("lfu", 0.5, 0.6), row("lfu", 0.5, 0.7, "eamc"), row(BELADY, 0.5, 0.9)]
     path = analysis.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)], [])
     assert path == user / "moegguf" / "models" / TRACE.header.fingerprint / MEASURED
@@ -161,16 +158,6 @@ def test_ranges_have_requests_from_an_empty_cache_too(analysis: Study) -> None:
     rates = [span.hit_rate for one in (*behind, *alone) if one.simulated for span in one.simulated.sequences.values()]
     assert hit_ranges([*behind, *alone]) == {"lru": {0.5: tuple(np.quantile(rates, (0.01, 0.99)))}}
     assert hit_ranges([*behind, *alone])["lru"][0.5][0] < hit_ranges(behind)["lru"][0.5][0]
-
-
-def test_a_folder_named_for_predictors_is_where_rates_are_saved(file: Path, tmp_path: Path) -> None:
-    assert Study.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)], []) == tmp_path / MEASURED
-
-
-def test_no_distance_is_beyond_the_last_layer(analysis: Study) -> None:
-    n_layers = len(analysis.trace.shape.layers)
-    assert n_layers < 8
-    assert max(score_named(analysis, ["previous-token"]).distances) < n_layers
 
 
 def test_the_oracle_is_right_about_every_decoded_token_and_is_no_predictor_of_all(analysis: Study) -> None:

@@ -1,8 +1,11 @@
-"""Where the artifacts of a model are searched and saved."""
+"""Where the artifacts of a model are searched and saved; files replaced as a whole, and what killed writers leave."""
 
 import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 import moegguf
+from moegguf.atomic_write import locked_temporary, remove_abandoned, write_atomically
 from moegguf.controller import weights
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
 from moegguf.controller.collection import EamcPair
@@ -58,25 +62,18 @@ def pair(n_entries: int) -> EamcPair:
     return eamcs
 
 
-def test_beside_the_model_and_in_the_users_folder_by_fingerprint(artifacts: Artifacts, tmp_path: Path) -> None:
+def test_beside_the_model_then_in_the_users_folder_by_fingerprint(artifacts: Artifacts, tmp_path: Path) -> None:
     assert artifacts.model_folder == tmp_path / "models" / "tiny.gguf.moegguf"
     assert artifacts.user_folder == tmp_path / "data" / "moegguf" / "models" / artifacts.fingerprint
     assert len(artifacts.fingerprint) == 32
-
-
-def test_the_nearest_comes_first(artifacts: Artifacts, tmp_path: Path) -> None:
     with_folder = Artifacts(artifacts.layout, folder=tmp_path / "with_folder")
     last = put(artifacts.user_folder, "x")
     assert list(with_folder.find("x")) == [last]
     first, second = put(tmp_path / "with_folder", "x"), put(artifacts.model_folder, "x")
     assert list(with_folder.find("x")) == [first, second, last]
     assert list(artifacts.find("x")) == [second, last]
+    (artifacts.user_folder / "y").mkdir()  # no file
     assert list(artifacts.find("y")) == []
-
-
-def test_a_folder_of_that_name_is_no_file(artifacts: Artifacts) -> None:
-    (artifacts.user_folder / "x").mkdir(parents=True)
-    assert list(artifacts.find("x")) == []
 
 
 def test_a_folder_that_cannot_be_searched_is_one_warning_and_the_next_one_is_taken(
@@ -135,10 +132,8 @@ def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != artifacts.model_folder and access(path, mode))
     assert artifacts.writable_folder() == artifacts.model_folder
     assert artifacts.writable_folder() == artifacts.user_folder  # it exists now, but is not writable
-
-
-def test_it_never_writes_to_the_package(artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moegguf, "__path__", [str(tmp_path / "models")])
+    monkeypatch.setattr(os, "access", access)
+    monkeypatch.setattr(moegguf, "__path__", [str(models)])  # nothing is ever written to the package
     assert artifacts.writable_folder() == artifacts.user_folder
 
 
@@ -151,22 +146,17 @@ def test_of_a_trace_alone_the_fingerprint_is_all_that_is_known() -> None:
         artifacts.routers()
 
 
-def test_a_measurement_of_another_model_is_skipped_without_a_warning(artifacts: Artifacts) -> None:
+def test_a_measurement_of_another_model_is_skipped_and_a_damaged_one_is_one_warning(artifacts: Artifacts) -> None:
     measured(artifacts.model_folder, "cd" * 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert artifacts.measured() is None
         measured(artifacts.user_folder, artifacts.fingerprint, "skip")
         assert artifacts.measured() == Measured(artifacts.fingerprint, {}, prefetch="skip")
-
-
-def test_a_damaged_measurement_is_one_warning(artifacts: Artifacts) -> None:
     put(artifacts.model_folder, MEASURED, json.dumps({"version": 99}).encode())
-    measured(artifacts.user_folder, artifacts.fingerprint, "skip")
     with pytest.warns(UserWarning, match="measured.json is not a measurement") as caught:
-        found = artifacts.measured()
+        assert artifacts.measured().prefetch == "skip"
     assert len(caught) == 1
-    assert found.prefetch == "skip"
 
 
 def test_a_collection_is_kept_and_found_again(artifacts: Artifacts) -> None:
@@ -183,15 +173,12 @@ def test_a_collection_is_kept_and_found_again(artifacts: Artifacts) -> None:
 def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(artifacts: Artifacts) -> None:
     artifacts.user_folder.mkdir(parents=True)
     weights.save(artifacts.user_folder / COLLECTION, "eamc", artifacts.fingerprint, SHAPE, pair(2).weights())
-    put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
-    with pytest.warns(UserWarning, match="is not used") as caught:
-        found = artifacts.collection(SHAPE)
-    assert len(caught) == 1
-    assert found.decode.n_entries == 2
-    weights.save(artifacts.model_folder / COLLECTION, "eamc", "cd" * 16, SHAPE, pair(3).weights())
-    with pytest.warns(UserWarning, match="its fingerprint must be"):
-        found = artifacts.collection(SHAPE)
-    assert found.decode.n_entries == 2
+    foreign = put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
+    for why in ("is not used", "its fingerprint must be"):
+        with pytest.warns(UserWarning, match=why) as caught:
+            assert artifacts.collection(SHAPE).decode.n_entries == 2
+        assert len(caught) == 1
+        weights.save(foreign, "eamc", "cd" * 16, SHAPE, pair(3).weights())
 
 
 def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> None:
@@ -199,3 +186,51 @@ def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> 
     with pytest.warns(UserWarning, match="was not saved"):
         artifacts.save_collection(SHAPE, pair(1).weights())
     assert artifacts.model_folder.read_bytes() == b"in the way"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from moegguf import atomic_write
+atomic_write.os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+atomic_write.write_atomically(Path(sys.argv[1]), b"new")
+"""
+
+
+def test_the_file_of_a_killed_writer_is_removed_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "eamc.safetensors"
+    path.write_bytes(b"old")
+    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=60).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 2 and path.read_bytes() == b"old"
+    write_atomically(path, b"newer")
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"newer"
+
+
+def test_the_file_of_a_live_writer_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].json"
+    handle, name = locked_temporary(tmp_path, f".{path.name}.", "")
+    write_atomically(path, b"new")
+    assert sorted(tmp_path.iterdir()) == sorted([path, Path(name)])
+    os.close(handle)
+    (tmp_path / ".other.json.abc").write_bytes(b"")
+    write_atomically(path, b"new")
+    assert sorted(tmp_path.iterdir()) == [tmp_path / ".other.json.abc", path], "and those of other files"
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"kept")
+    link = tmp_path / ".link.x"
+    link.symlink_to(target)
+    remove_abandoned([link, tmp_path / "nothing"])
+    assert target.read_bytes() == b"kept" and link.is_symlink()
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_handle: int, _how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for data in (b"old", b"new"):
+        write_atomically(tmp_path / "a.json", data)
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == [data]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from batch_files import CHAT, Endpoint, entries, jsonl, request, requests_in
-from scripted_manager import in_loop
 
 from moegguf import atomic_write
 from moegguf.child import child_environment
@@ -46,7 +45,6 @@ async def answered(tmp_path: Path, lines: list[Any], endpoint: Any, n_parallel: 
     return entries(tmp_path / "answers")
 
 
-@in_loop
 async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> None:
     endpoint = Endpoint()
     lines = [request("a", "one"), b"nonsense\n", request("b", "fail"), request("a"), request("c", "three")]
@@ -66,7 +64,6 @@ async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> Non
     assert (counts.completed, counts.failed, counts.output_tokens, counts.cached_tokens) == (2, 3, 6, 2)
 
 
-@in_loop
 async def test_models_are_not_swapped_and_few_requests_run_at_once(tmp_path: Path) -> None:
     endpoint = Endpoint()
     await answered(tmp_path, [request(f"{i}", model="abc"[i % 3]) for i in range(30)], endpoint, 4)
@@ -74,7 +71,6 @@ async def test_models_are_not_swapped_and_few_requests_run_at_once(tmp_path: Pat
     assert endpoint.most == 4
 
 
-@in_loop
 async def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path: Path) -> None:
     lines = [request(f"{i}") for i in range(3)]
     with requests_in(tmp_path / "requests", lines) as requests:
@@ -153,16 +149,6 @@ def test_answers_to_other_requests_are_refused_and_kept(tmp_path: Path) -> None:
             assert partial.read_bytes() == target.read_bytes() == text
 
 
-def test_two_processes_do_not_have_one_journal(tmp_path: Path) -> None:
-    with requests_in(tmp_path / "requests", [request("a")]) as requests:
-        journal = journal_of(tmp_path, requests)
-        with pytest.raises(BatchFileError, match="is in use"):
-            journal_of(tmp_path, requests)
-        journal.close()
-        journal_of(tmp_path, requests).close()
-
-
-@in_loop
 async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, room = os.write, [2500]
 
@@ -259,7 +245,7 @@ def test_every_request_is_read_again_as_it_was(tmp_path: Path) -> None:
             assert (url, json.loads(body)) == (given["url"], kept)
 
 
-def test_defaults_are_for_what_is_lacking(tmp_path: Path) -> None:
+def test_defaults_are_for_what_is_lacking_and_the_fingerprint_is_of_every_byte(tmp_path: Path) -> None:
     lines = [request("a", model=None), request("b", model="own")]
     with requests_in(tmp_path / "r", lines, defaults={"model": "m"}) as requests:
         assert [json.loads(requests.read(line)[1])["model"] for line in requests.lines] == ["m", "own"]
@@ -267,8 +253,6 @@ def test_defaults_are_for_what_is_lacking(tmp_path: Path) -> None:
     with requests_in(tmp_path / "r", lines) as other:
         assert other.models == ["own"] and other.fingerprint != requests.fingerprint
 
-
-def test_the_fingerprint_is_of_every_byte(tmp_path: Path) -> None:
     def fingerprint(*lines: Any) -> str:
         with requests_in(tmp_path / "r", lines) as requests:
             return requests.fingerprint

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from batch_files import CHAT, Endpoint, entries, jsonl, request
-from scripted_manager import in_loop, until
+from scripted_manager import until
 
 from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
 from moegguf.serving.batch import answers, batches
@@ -58,7 +58,6 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in (folder / "batches").iterdir() if path.is_dir() and path.name != "files"]
 
 
-@in_loop
 async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
@@ -79,7 +78,6 @@ async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
         assert left_in(tmp_path) == []
 
 
-@in_loop
 async def test_lines_that_are_no_requests_fail_the_batch(tmp_path: Path) -> None:
     endpoint = Endpoint()
     lines = [request("a"), b"nonsense\n", request("a"), request("b", url="/v1/embeddings")]
@@ -96,7 +94,6 @@ async def test_lines_that_are_no_requests_fail_the_batch(tmp_path: Path) -> None
         assert left_in(tmp_path) == []
 
 
-@in_loop
 async def test_a_cancelled_batch_has_what_was_answered(tmp_path: Path) -> None:
     endpoint = Endpoint()
     lines = [request("a"), request("b", "fail"), *(request(f"h{i}", "hold") for i in range(9))]
@@ -113,7 +110,6 @@ async def test_a_cancelled_batch_has_what_was_answered(tmp_path: Path) -> None:
         assert codes == [None, *["batch_cancelled"] * 9]
 
 
-@in_loop
 async def test_a_batch_is_cancelled_while_it_waits_for_its_turn(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
@@ -132,7 +128,6 @@ async def test_a_batch_is_cancelled_while_it_waits_for_its_turn(tmp_path: Path) 
         assert (first.status, third.status, endpoint.texts) == ("completed", "completed", ["hold", "third"])
 
 
-@in_loop
 async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, window_s=0.3) as found:
@@ -149,7 +144,6 @@ async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
         assert found.create(CHAT, stored(found, [request("a")])).expires_at is None
 
 
-@in_loop
 async def test_a_server_that_ends_goes_on_where_it_stopped(tmp_path: Path) -> None:
     lines = [request("a", "first"), *(request(f"h{i}", "hold") for i in range(3)), request("z", "last")]
     """For the owner that it had."""
@@ -196,7 +190,6 @@ def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, status: 
     asyncio.run(run())
 
 
-@in_loop
 async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     write, full = os.write, [True]
@@ -218,7 +211,6 @@ async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch:
         assert len(content(found, batch.output_file_id)) == 2
 
 
-@in_loop
 async def test_answers_of_a_batch_count_while_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     endpoint = Endpoint()
@@ -235,7 +227,6 @@ async def test_answers_of_a_batch_count_while_it_goes_on(tmp_path: Path, monkeyp
         assert 0 < 60_000 - found.files.room() - taken < 3 * DESCRIPTION_BYTES, "as much as its two files of answers"
 
 
-@in_loop
 async def test_a_batch_waits_for_room_for_its_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,7 +243,6 @@ async def test_a_batch_waits_for_room_for_its_answers(
         assert batch.counts.completed == 3
 
 
-@in_loop
 async def test_what_cannot_be_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MAX_UNFINISHED", 1)
     async with batches_in(tmp_path, Endpoint()) as found:
@@ -268,8 +258,10 @@ async def test_what_cannot_be_a_batch(tmp_path: Path, monkeypatch: pytest.Monkey
             found.create(CHAT, stored(found, [request("a")]))
 
 
-@in_loop
-async def test_two_servers_do_not_have_one_folder(tmp_path: Path) -> None:
+async def test_two_servers_do_not_have_one_folder_and_one_that_stores_nothing_leaves_nothing(tmp_path: Path) -> None:
+    async with batches_in(tmp_path, Endpoint()):
+        pass
+    assert list(tmp_path.iterdir()) == []
     async with batches_in(tmp_path, Endpoint()) as found:
         stored(found, [request("a")])
         async with batches_in(tmp_path, Endpoint()) as other:
@@ -281,14 +273,6 @@ async def test_two_servers_do_not_have_one_folder(tmp_path: Path) -> None:
         assert len(other.files.all()) == 1
 
 
-@in_loop
-async def test_a_server_that_stores_nothing_leaves_nothing(tmp_path: Path) -> None:
-    async with batches_in(tmp_path, Endpoint()):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-@in_loop
 async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     clock = Clock()
     async with batches_in(tmp_path, Endpoint(), now=clock) as found:
@@ -315,7 +299,6 @@ async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> 
         assert not (folder / "file-1.data").exists() and not (folder / ".upload.x").exists()
 
 
-@in_loop
 async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> None:
     clock = Clock()
     async with batches_in(tmp_path, Endpoint(), max_bytes=30_000, now=clock) as found:
@@ -329,7 +312,6 @@ async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> 
         assert [path.stem for path in (tmp_path / "batches" / "files").glob("*.data")] == [long]
 
 
-@in_loop
 async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
@@ -359,7 +341,6 @@ async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, m
         assert found.all() == [] and left_in(tmp_path / "other") == []
 
 
-@in_loop
 async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, n_opened = Endpoint(), 0
     reading, read_on = asyncio.Event(), threading.Event()

@@ -1,23 +1,27 @@
-"""`moegguf bench` without a library: what is run in which turn, what the rows say, how they are printed."""
+"""`moegguf bench` without a library: what is run in which turn, what the rows say, how they are printed; memory groups
+on machines made of files, and files leaving the page cache."""
 
 import csv
 import io
 import json
+import os
+import shutil
 import sqlite3
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moegguf.bench.rows import FIELDS, FORMATS, OWN_FIELDS, as_markdown, imitated_routing, make_rows
+from moegguf.bench import memory_limit as limits
+from moegguf.bench.memory_limit import LimitError, cached_bytes, drop_page_cache, make_group, memory_limit
+from moegguf.bench.rows import FIELDS, OWN_FIELDS, imitated_routing, make_rows
 from moegguf.bench.series import (
     KILLED,
-    VARIANTS,
+    STEPS,
     BenchedSystem,
     Outcome,
-    Spec,
-    Test,
     combinations,
     compared_system,
     make_systems,
@@ -25,7 +29,9 @@ from moegguf.bench.series import (
     run_series,
 )
 from moegguf.bench.series import test_name as name_of
+from moegguf.bench.spec import Spec, Test
 from moegguf.cli.bench import parse_ints, parse_pairs, parse_tests, split
+from moegguf.cli.bench_format import FORMATS, as_markdown
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 
@@ -83,9 +89,11 @@ OUTCOMES = [
 # --- specs and options
 
 
-def test_a_spec_survives_the_way_to_its_process() -> None:
+def test_a_spec_survives_the_way_to_its_process_and_a_file_says_whose_routing_it_imitates() -> None:
     spec = replace(SPEC, store={"readers": 2}, text="a ü.txt")
     assert Spec.from_json(spec.as_json()) == spec
+    assert "as published of glm (" in imitated_routing({"moegguf.locality": "glm"})
+    assert {imitated_routing(found) for found in ({"moegguf.locality": "x\n"}, {"moegguf.locality": 3}, {})} == {""}
 
 
 @pytest.mark.parametrize(
@@ -120,21 +128,13 @@ def test_lists_that_are_none(text: str) -> None:
         parse_ints([text], "-p")
 
 
-def test_order_of_tests_is_llama_benchs() -> None:
+def test_order_of_tests_is_llama_benchs_and_settings_are_all_combinations() -> None:
     tests = parse_tests(["512,0"], ["128"], ["16,8"], ["0,32"])
     assert tests == [(512, 0, 0), (0, 128, 0), (16, 8, 0), (512, 0, 32), (0, 128, 32), (16, 8, 32)]
     names = [name_of({"n_prompt": p, "n_gen": n, "n_depth": d}) for p, n, d in tests]
     assert names[2:5] == ["pp16+tg8", "pp512 @ d32", "tg128 @ d32"]
-
-
-def test_settings_are_all_combinations() -> None:
     found = combinations(SPEC, {"n_ubatch": [64, 128], "n_threads": [1, 2]})
     assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
-
-
-def test_a_file_says_whose_routing_it_imitates() -> None:
-    assert "as published of glm (" in imitated_routing({"moegguf.locality": "glm"})
-    assert {imitated_routing(found) for found in ({"moegguf.locality": "x\n"}, {"moegguf.locality": 3}, {})} == {""}
 
 
 # --- rivals and turns
@@ -149,6 +149,9 @@ def test_mmap_leaves_the_weights_in_the_file_when_their_copy_does_not_fit(tiny: 
     assert "does not fit" in compared_system("mmap", base, layout, small).note
     assert compared_system("mmap-repacked", base, layout, small).spec.repack
     assert not compared_system("resident-plain", base, layout, large).spec.repack
+    for name in ("ollama", "mmap-fast", ""):
+        with pytest.raises(OptionError, match="mmap, resident"):
+            compared_system(name, SPEC, layout, None)
 
 
 def test_the_steps_of_an_ablation_add_one_feature_after_the_other(tiny: Any) -> None:
@@ -156,16 +159,9 @@ def test_the_steps_of_an_ablation_add_one_feature_after_the_other(tiny: Any) -> 
     base = replace(SPEC, model=str(tiny("tiny-mix")), strategy="promoe")
     off = [
         {name for name, value in compared_system(step, base, layout, None).spec.store.items() if not value}
-        for step in VARIANTS
-        if step.startswith("step-")
+        for step in STEPS
     ]
     assert off[0] > off[1] > off[2] == {"overlap"}
-
-
-@pytest.mark.parametrize("name", ["ollama", "mmap-fast", ""])
-def test_an_unknown_rival_is_refused(name: str, tiny: Any) -> None:
-    with pytest.raises(OptionError, match="mmap, resident"):
-        compared_system(name, SPEC, read_layout(tiny()), None)
 
 
 def test_systems_of_one_group(tiny: Any) -> None:
@@ -232,17 +228,11 @@ def test_strict_bound_is_the_longer_of_the_resident_run_s_compute_time_and_the_l
 # --- formats
 
 
-def test_markdown() -> None:
+def test_markdown_also_of_synthetic_routing_and_of_policies() -> None:
     assert as_markdown(make_rows(OUTCOMES, 4 << 30)) == (Path(__file__).parent / "bench.md").read_text()
-
-
-def test_markdown_says_when_routing_is_synthetic() -> None:
     synthetic = result(0.5) | {"routing": "random weights"}
     page = as_markdown(make_rows([Outcome(OWN, 0, synthetic), Outcome(MMAP, 0, synthetic)]))
     assert page.count("routing: random weights\n") == 1
-
-
-def test_markdown_of_policies_has_their_stalls_and_names_equal_ones_once() -> None:
     others = [BenchedSystem(name, replace(SPEC, policy="lru")) for name in ("lru", "no-chunks")]
     page = as_markdown(make_rows([Outcome(entry, 0, result(0.5)) for entry in (OWN, *others)]))
     assert "policy next-use, predictor none, prefetch off: moegguf 50%; lru 50%; no-chunks 50%\n" in page
@@ -264,17 +254,137 @@ def test_sql_fills_a_table_of_sqlite() -> None:
     assert found[0][3] == "real"
 
 
-def test_csv_can_be_read_back() -> None:
+def test_csv_can_be_read_back_and_json_and_jsonl_say_the_same() -> None:
     lines = list(csv.DictReader(io.StringIO(FORMATS["csv"](make_rows(OUTCOMES)))))
     assert ",".join(list(lines[0])[: len(FIELDS)]) == LLAMA_BENCH_FIELDS
     assert (lines[0]["avg_ts"], lines[0]["repack"], lines[0]["n_prompt"]) == ("6.000000", "1", "4")
     assert lines[3]["against"] == "mmap=7.000;resident="
-
-
-def test_json_and_jsonl_say_the_same() -> None:
     rows = make_rows(OUTCOMES)
     objects = json.loads(FORMATS["json"](rows))
     assert objects == [json.loads(line) for line in FORMATS["jsonl"](rows).splitlines()]
     assert list(objects[0])[: len(FIELDS)] == list(FIELDS)
     assert objects[0]["samples_ns"] == [5 * 10**8, 5 * 10**8, 10**9, 10**9]
     assert objects[3]["against"]["mmap"]["ratio"] == 7.0
+
+
+GIB = 1 << 30
+V2_MOUNT = "30 23 0:27 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
+V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def v1(root: Path, place: str = "/job") -> Path:
+    write(root / "proc/self/mountinfo", V1_MOUNT)
+    write(root / "proc/self/cgroup", f"4:memory:{place}\n0::/\n")
+    folder = root / "sys/fs/cgroup/memory" / place.strip("/")
+    write(folder / "memory.limit_in_bytes", "9223372036854771712\n")
+    return folder
+
+
+def v2(root: Path, *, leaf_has_processes: bool) -> Path:
+    """A group in a slice; a group with processes of its own refuses to pass controllers on."""
+    write(root / "proc/self/mountinfo", V2_MOUNT)
+    write(root / "proc/self/cgroup", "0::/slice/leaf\n")
+    leaf = root / "sys/fs/cgroup/slice/leaf"
+    for folder, passed_on in ((leaf.parent, "cpu memory"), (leaf, "" if leaf_has_processes else "memory")):
+        write(folder / "cgroup.controllers", "cpu memory\n")
+        write(folder / "cgroup.subtree_control", passed_on)
+    return leaf
+
+
+@pytest.fixture(autouse=True)
+def rmdir_like_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel removes a group with the files in it."""
+    monkeypatch.setattr(limits, "_rmdir", shutil.rmtree)
+
+
+def test_v1_limits_memory_and_swap(tmp_path: Path) -> None:
+    parent = v1(tmp_path)
+    group = make_group(4 * GIB, tmp_path)
+    assert group.folder.parent == parent
+    assert (group.folder / "memory.limit_in_bytes").read_text() == str(4 * GIB)
+    assert (group.folder / "memory.memsw.limit_in_bytes").read_text() == str(4 * GIB)
+    group.remove()
+    assert list(parent.iterdir()) == [parent / "memory.limit_in_bytes"]
+
+
+@pytest.mark.parametrize("has_processes", [False, True])
+def test_v2_group_is_below_this_one_or_beside_it_when_it_has_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_processes: bool
+) -> None:
+    leaf, real_write = v2(tmp_path, leaf_has_processes=has_processes), limits._write
+
+    def busy(path: Path, text: str) -> bool:
+        return not (has_processes and path == leaf / "cgroup.subtree_control") and real_write(path, text)
+
+    monkeypatch.setattr(limits, "_write", busy)
+    group = make_group(GIB, tmp_path)
+    assert group.folder.parent == (leaf.parent if has_processes else leaf)
+    assert (group.folder / "memory.max").read_text() == str(GIB)
+    assert (group.folder / "memory.swap.max").read_text() == "0"
+
+
+def test_without_cgroups_there_is_one_sentence_and_without_a_limit_no_group(tmp_path: Path) -> None:
+    with pytest.raises(LimitError, match="systemd-run"):
+        make_group(GIB, tmp_path)
+    with memory_limit(None, tmp_path) as group:
+        assert group is None
+
+
+def test_groups_of_the_dead_are_swept(tmp_path: Path) -> None:
+    parent = v1(tmp_path)
+    (parent / "moegguf-999999999-1").mkdir()
+    (parent / f"moegguf-{os.getpid()}-0").mkdir()
+    make_group(GIB, tmp_path).remove()
+    assert sorted(path.name for path in parent.glob("moegguf-*")) == [f"moegguf-{os.getpid()}-0"]
+
+
+@pytest.mark.parametrize(
+    ("make", "peak", "events"),
+    [
+        (v1, "memory.max_usage_in_bytes", ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")),
+        (
+            lambda root: v2(root, leaf_has_processes=False),
+            "memory.peak",
+            ("memory.events", "low 0\noom 3\noom_kill 2\n"),
+        ),
+    ],
+)
+def test_peak_and_kills(tmp_path: Path, make, peak: str, events: tuple[str, str]) -> None:  # noqa: ANN001
+    make(tmp_path)
+    group = make_group(GIB, tmp_path)
+    assert (group.peak_bytes, group.oom_kills) == (0, 0)  # an old kernel says nothing
+    write(group.folder / peak, "123456789\n")
+    write(group.folder / events[0], events[1])
+    assert (group.peak_bytes, group.oom_kills) == (123456789, 2)
+
+
+def test_a_command_joins_the_group_before_it_runs_and_it_is_removed_after_an_error(tmp_path: Path) -> None:
+    v1(tmp_path)
+    with memory_limit(GIB, tmp_path) as group:
+        words = subprocess.run(group.command(["echo", "a b", "$HOME"]), capture_output=True, check=True, text=True)
+        assert words.stdout == "a b $HOME\n"
+        assert int((group.folder / "cgroup.procs").read_text()) > 0
+    v1(tmp_path)
+    with pytest.raises(ZeroDivisionError), memory_limit(GIB, tmp_path) as group:
+        print(1 // 0)
+    assert not group.folder.exists()
+
+
+def test_dropped_pages_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    assert drop_page_cache([path]) == 0
+    path.write_bytes(bytes(1 << 20))
+    kept = drop_page_cache([path])
+    assert kept in (0, 1 << 20)  # a file system in memory (tmpfs) keeps all
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.read(fd, 1 << 20)
+        assert cached_bytes(fd) == 1 << 20
+    finally:
+        os.close(fd)

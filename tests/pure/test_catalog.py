@@ -15,10 +15,9 @@ from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, Pull
 from moegguf.models.catalog import Catalog, find_model
 from moegguf.models.details import parameters_of
 from moegguf.models.entry import ModelEntry
+from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
-from moegguf.models.sources import hub_cache
-from moegguf.quantities import human_number
 
 pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 
@@ -71,7 +70,7 @@ def test_clients_of_a_server_are_told_no_path_and_no_command(
         assert not re.search(r"path|moegguf |MOEGGUF_|folder|" + re.escape(str(tmp_path)), str(refused.value)), name
     with pytest.raises(ModelNotFoundError, match="no model named 'demmo'; did you mean 'demo'"):
         Catalog(paths=False).find("demmo")
-    monkeypatch.setattr("moegguf.models.sources.demo_path", lambda: None)
+    monkeypatch.setattr("moegguf.models.folder.demo_path", lambda: None)
     with pytest.raises(ModelNotFoundError, match=r"^the demo model .* is not in this installation; [^/]*$"):
         Catalog(paths=False).find("demo")
 
@@ -88,40 +87,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("Qwen-Q4_0", "Qwen-Q4_0.gguf"),
-        ("qwen-q4_0", "Qwen-Q4_0.gguf"),
-        ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
-        ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"),
+def test_names_are_file_names_in_the_models_folder(folder: Path) -> None:
+    for name, file in (
+        ("Qwen-Q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
+        ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"), ("mix", "mix/mix.gguf"),
         ("big-q8_0-00001-of-00002:latest", "Big-Q8_0-00001-of-00002.gguf"),
-        ("mix", "mix/mix.gguf"),
-    ],
-)
-def test_names_are_file_names_in_the_models_folder(folder: Path, name: str, file: str) -> None:
-    assert find_model(name) == folder / file
-
-
-def test_a_path_is_itself_and_a_folder_its_only_model(folder: Path) -> None:
-    assert find_model(folder / "notes.txt") == folder / "notes.txt"
-    assert find_model(folder / "mix") == folder / "mix/mix.gguf"
+        (folder / "notes.txt", "notes.txt"), (folder / "mix", "mix/mix.gguf"),  # a folder is its only model
+    ):  # fmt: skip
+        assert find_model(name) == folder / file
     with pytest.raises(ModelNotFoundError, match="has 3 models"):
         find_model(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("qwen-q4_1", "did you mean 'qwen-q4_0'"), ("xyzzy", "MOEGGUF_MODELS has"), ("", "try 'demo'"), ("dem", "'demo'")],
-)
-def test_an_unknown_name_gets_the_nearest_ones(folder: Path, name: str, words: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=words):
-        find_model(name)
-
-
-def test_a_misspelt_path_gets_the_nearest_file(folder: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"Qwen-Q4_0\.gguf"):
-        find_model(folder / "Qwen-Q4_O.gguf")
+    for wrong, words in (
+        ("qwen-q4_1", "did you mean 'qwen-q4_0'"), ("xyzzy", "MOEGGUF_MODELS has"), ("", "try 'demo'"),
+        ("dem", "'demo'"), (folder / "Qwen-Q4_O.gguf", r"Qwen-Q4_0\.gguf"),
+    ):  # fmt: skip
+        with pytest.raises(ModelNotFoundError, match=words):
+            find_model(wrong)
 
 
 def test_files_in_moegguf_models_are_listed_once(catalog: Catalog, folder: Path) -> None:
@@ -156,16 +137,13 @@ def test_what_other_programs_have_cached_is_found(catalog: Catalog) -> None:
 
 
 def test_the_newest_commit_counts_and_old_ones_fill_up(catalog: Catalog) -> None:
-    cache("u/r", {"x-Q4_0.gguf": b"old", "x-Q8_0.gguf": b"old 8"}, "a" * 40)
+    repository = cache("u/r", {"x-Q4_0.gguf": b"old", "x-Q8_0.gguf": b"old 8"}, "a" * 40)
     cache("u/r", {"x-Q4_0.gguf": b"new"}, "b" * 40)
     assert catalog.find("u/r:q4_0").path.read_bytes() == b"new"
     assert catalog.find("u/r:q8_0").path.read_bytes() == b"old 8"
     assert sorted(names("hf.co")) == ["hf.co/u/r:Q4_0", "hf.co/u/r:Q8_0"]
-
-
-def test_links_to_nothing_are_no_models(catalog: Catalog) -> None:
-    folder = cache("u/r", {"x-Q4_0.gguf": b"x"})
-    next((folder / "blobs").iterdir()).unlink()
+    for blob in (repository / "blobs").iterdir():  # links to nothing are no models
+        blob.unlink()
     assert names("hf.co") == []
 
 
@@ -195,29 +173,24 @@ def test_a_cached_model_is_removed_with_its_files_alone(catalog: Catalog) -> Non
     assert [path.read_bytes() for path in (folder / "blobs").iterdir()] == [b"r"]
 
 
-def test_files_that_a_name_of_ours_needs_stay_until_it_goes(catalog: Catalog) -> None:
-    folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
+def test_files_that_a_name_of_ours_needs_stay_until_it_goes(catalog: Catalog, hub: FakeHub) -> None:
+    hub.add("u/r", {"x-Q4_K_M.gguf": b"4" * 1000})
+    pull("u/r", catalog, lambda status: None)
+    folder = hub_cache() / "models--u--r"
     catalog.copy("u/r", "mine")
     catalog.remove("u/r")
     assert names("hf.co") == []
     with pytest.raises(ModelNotFoundError):
         catalog.find("u/r")
-    assert catalog.find("mine").path.read_bytes() == b"4"
+    assert catalog.find("mine").path.read_bytes() == b"4" * 1000
+    assert pull("u/r", catalog, lambda status: None).name == "hf.co/u/r:Q4_K_M", "the name comes back"
+    assert names("hf.co") == ["hf.co/u/r:Q4_K_M"] and len(hub.gets("x-Q4_K_M.gguf")) == 1
+    catalog.remove("u/r")
+    cache("u/r", {"x-Q8_0.gguf": b"8"}, "b" * 40)
+    assert catalog.find("u/r").name == "hf.co/u/r:Q8_0", "a removed name does not hide its neighbours"
+    catalog.remove("u/r:q8_0")
     catalog.remove("mine")
     assert list((folder / "blobs").iterdir()) == []
-    cache("u/r", {"x-Q4_0.gguf": b"4"}, "c" * 40)
-    assert names("hf.co") == ["hf.co/u/r:Q4_0"]
-
-
-def test_pulling_again_brings_a_removed_name_back(catalog: Catalog, hub: FakeHub) -> None:
-    hub.add("u/r", {"x-Q4_0.gguf": b"4" * 1000})
-    pull("u/r", catalog, lambda status: None)
-    catalog.copy("u/r", "mine")
-    catalog.remove("u/r")
-    assert names("hf.co") == []
-    assert pull("u/r", catalog, lambda status: None).name == "hf.co/u/r:Q4_0"
-    assert names("hf.co") == ["hf.co/u/r:Q4_0"]
-    assert len(hub.gets("x-Q4_0.gguf")) == 1
 
 
 # Details
@@ -241,14 +214,6 @@ def test_draft_names_a_way_to_guess_and_takes_the_place_of_a_model(catalog: Cata
     made = catalog.create("made", Recipe(from_="drafted", draft=how))
     assert (made.draft, made.parameters) == (None, {"draft": how})
     assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [(0, "0"), (999, "999"), (1000, "1K"), (23_387_904, "23.4M"), (30_532_122_624, "30.5B"), (8 * 10**9, "8B")],
-)
-def test_counts_as_people_write_them(n: int, text: str) -> None:
-    assert human_number(n) == text
 
 
 # The places of others
@@ -278,13 +243,6 @@ def test_a_damaged_cache_is_said_to_be_and_keeps_the_name(catalog: Catalog) -> N
     with pytest.raises(PullError, match=r"cannot be removed .*missing commit"):
         catalog.remove("u/r")
     assert names("hf.co") == ["hf.co/u/r:Q4_0"]
-
-
-def test_a_removed_name_does_not_hide_its_neighbours(catalog: Catalog) -> None:
-    cache("u/r", {"x-Q4_K_M.gguf": b"4", "x-Q8_0.gguf": b"8"})
-    catalog.copy("u/r", "mine")
-    catalog.remove("u/r")
-    assert catalog.find("u/r").name == "hf.co/u/r:Q8_0"
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "~nobody-of-that-name/x.gguf", f"/{'x' * 300}/x.gguf"])

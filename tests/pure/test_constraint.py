@@ -55,22 +55,14 @@ def longest_step_s(form: Any, text: bytes) -> float:
     return max([*steps, time.perf_counter() - begin])
 
 
-def test_nothing_is_demanded_of_an_ordinary_answer() -> None:
+def test_nothing_is_demanded_of_an_ordinary_answer_and_llguidance_is_not_imported() -> None:
     assert constraint() is None
     assert constraint(tools=(TOOL,)) is None
     assert constraint(tools=(TOOL,), tool_choice="none") is None
     assert constraint(tool_choice="required") is None
-
-
-def test_llguidance_is_imported_for_constrained_answers_only() -> None:
     code = "import sys, moegguf.generate.answer; print('llguidance' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "False"
-
-
-def test_a_named_tool_has_to_be_there() -> None:
-    with pytest.raises(CapabilityError, match="later"):
-        constraint(tools=(TOOL,), tool_choice="later")
 
 
 def chain(n: int) -> dict[str, Any]:
@@ -251,15 +243,20 @@ def test_a_token_that_takes_long_ends_the_answer(monkeypatch: pytest.MonkeyPatch
         one.accept(ord("{"))
 
 
-def test_many_tools_have_a_limit() -> None:
+def test_many_tools_have_a_limit_and_a_named_one_has_to_be_there() -> None:
     tools = tuple({"function": {"name": f"f{i}"}} for i in range(500))
     with pytest.raises(SchemaError, match="128"):
         constraint(tools=tools, tool_choice="required")
     with pytest.raises(SchemaError, match="name"):
         constraint(tools=({"function": {}},), tool_choice="required")
+    with pytest.raises(CapabilityError, match="later"):
+        constraint(tools=(TOOL,), tool_choice="later")
 
 
-def test_a_property_is_named_wherever_it_is_described() -> None:
+BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}  # bounds that are no whole numbers
+
+
+def test_a_property_is_named_wherever_it_is_described_and_bounds_are_kept() -> None:
     """What is not named stays out, unless it is asked for."""
     named = {"type": "object", "properties": {"a": {"type": "null"}}}
     both = {"allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": {"type": "null"}}}], "$defs": {"n": named}}
@@ -278,7 +275,11 @@ def test_a_property_is_named_wherever_it_is_described() -> None:
         ({**named, "required": None, "additionalProperties": None, "items": None}, b'{"a":null}', True),
         ({**named, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, b'{"b":1}', True),
         ({**named, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, b'{"b":1,"c":1}', False),
-    ):
+        *((BETWEEN, text, passes) for text, passes in (
+            (b"0.25", True), (b"0.4999", True), (b"0.5", False), (b"0.2", False), (b"0.3", True)
+        )),
+        ({"type": "integer", "multipleOf": 7}, b"21", True), ({"type": "integer", "multipleOf": 7}, b"22", False),
+    ):  # fmt: skip
         assert accepts(matcher(form), text) == passes, (form, text)
 
 
@@ -293,17 +294,8 @@ def accepts(one: Matcher, text: bytes) -> bool:
 class FewTokens:
     """A vocabulary in the manner of SentencePiece: bytes, words, control tokens. `ends`: tokens that end an answer."""
 
-    pieces = (
-        *(bytes([n]) for n in range(256)),
-        b" the",
-        b"",
-        b'{"',
-        b"<think>",
-        b"</think>",
-        b'"}',
-        b"\xff\xfe",
-        b"<end>",
-    )
+    words = (b" the", b"", b'{"', b"<think>", b"</think>", b'"}', b"\xff\xfe", b"<end>")
+    pieces = (*(bytes([n]) for n in range(256)), *words)
 
     def __init__(self, *ends: int) -> None:
         self._ends = ends
@@ -335,11 +327,3 @@ def test_tokens_of_several_bytes_and_those_that_end_an_answer(ends: tuple[int, .
         one.accept(byte)
     assert one.finished
     assert tuple(np.flatnonzero(one.mask())) == tuple(sorted(ends))
-
-
-def test_numbers_of_bounds_may_lie_between_whole_ones() -> None:
-    form = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}
-    for text, passes in ((b"0.25", True), (b"0.4999", True), (b"0.5", False), (b"0.2", False), (b"0.3", True)):
-        assert accepts(matcher(form), text) == passes, text
-    assert accepts(matcher({"type": "integer", "multipleOf": 7}), b"21")
-    assert not accepts(matcher({"type": "integer", "multipleOf": 7}), b"22")

@@ -1,5 +1,7 @@
-"""What a prompt ends with when the answer continues a message, and how the answer is parsed and constrained then."""
+"""What a prompt ends with when the answer continues a message, and how the answer is parsed and constrained then; which
+messages and tokens stay when not all fit."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from moegguf.generate.constraint import constraint_for
 from moegguf.generate.parsing import answer_parser
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.template import Continuation, continuation_of, split_last
+from moegguf.generate.truncation import Conversation, cut_middle, longest, n_after_shift
 
 QUESTION = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "function": {"name": "f", "arguments": {}}}
@@ -52,14 +55,12 @@ CASES = [
     (assistant(thinking="hm"), BEGUN, "QWEN", Continuation("hm", in_thinking=True)),
     (assistant(thinking="hm"), "x", "QWEN", Continuation("<think>\nhm", in_thinking=True)),
     (assistant("<think>\nhm"), "x", "QWEN", Continuation("<think>\nhm", "<think>\nhm", in_thinking=True)),
+    (assistant([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]), "", "chatml",
+     Continuation("one\ntwo", "one\ntwo")),
     (assistant("so"), "<|start|>assistant", "HARMONY", Continuation("<|channel|>final<|message|>so", "so")),
-    (
-        assistant(thinking="hm"),
-        "<|start|>assistant",
-        "HARMONY",
-        Continuation("<|channel|>analysis<|message|>hm", in_thinking=True),
-    ),
-]
+    (assistant(thinking="hm"), "<|start|>assistant", "HARMONY",
+     Continuation("<|channel|>analysis<|message|>hm", in_thinking=True)),
+]  # fmt: skip
 
 
 def template_of(name: str) -> str:
@@ -100,6 +101,53 @@ def test_a_format_goes_on_and_a_call_cannot() -> None:
         constraint_for(forced, templates.QWEN, "", Continuation("so", "so"))
 
 
-def test_a_list_of_texts_is_continued_as_one_text() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert continuation_of(assistant(parts), "", None) == Continuation("one\ntwo", "one\ntwo")
+def messages(roles: str) -> list[dict[str, Any]]:
+    """One for each letter: s(ystem), u(ser), a(ssistant), t(ool)."""
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": names[letter], "content": f"{letter}{i}"} for i, letter in enumerate(roles)]
+
+
+def texts(kept: list[dict[str, Any]]) -> str:
+    return " ".join(message["content"] for message in kept)
+
+
+@pytest.mark.parametrize(("n_keep", "left"), [(4, 258), (0, 256), (-5, 256), (500, 506), (511, 511), (9999, 511)])
+def test_a_shift_frees_half_of_what_may_go(n_keep: int, left: int) -> None:
+    """Ollama's rule: 512 - (512 - num_keep) / 2, and at least one token goes."""
+    assert n_after_shift(512, n_keep) == left
+    kept = cut_middle(range(2000), 512, n_keep)
+    n_first = min(max(n_keep, 0), 511)
+    assert kept == [*range(n_first), *range(2000 - left + n_first, 2000)]
+    for n in (3, 400, 501):  # all stay where they are few
+        assert cut_middle(range(n), 1000, 4) == [*range(n)]
+
+
+def test_a_conversation_begins_at_a_question_or_a_later_call() -> None:
+    conversation = Conversation(messages("suauatauatat"))
+    assert conversation.begins == [1, 3, 7, 8, 10]
+    assert texts(conversation.kept(3)) == "s0 u3 a4 t5 a6 u7 a8 t9 a10 t11"
+    assert texts(conversation.kept(10)) == "s0 u7 a10 t11", "the question goes, or a result loses its call"
+    assert Conversation(messages("s")).steady_begin([0], 5) == 0
+    assert texts(Conversation(messages("sa")).kept(1)) == "s0 a1", "without a question nothing is lost"
+    assert Conversation(messages("uauau")).steady_begin([10, 10, 10, 10, 500], 100) == 4, "larger than the room"
+
+
+def test_the_beginning_stays_for_several_turns() -> None:
+    """Else every prompt would begin in another way, and nothing of the context could be reused."""
+    turns = messages("ua" * 40 + "u")
+    begins = []
+    for n in range(1, len(turns) + 1, 2):
+        begin = Conversation(turns[:n]).steady_begin([10] * n, 100)
+        assert 0 < (n - begin) * 10 <= 100
+        begins.append(begin)
+    assert begins == sorted(begins)
+    lasts = [len(list(group)) for _, group in itertools.groupby(begins)]
+    assert min(lasts[:-1]) >= 2 and len(lasts) < len(begins) / 2
+
+
+def test_the_longest_message_is_not_the_systems() -> None:
+    some = [*messages("suat"), {"role": "user", "content": [{"type": "image"}]}]
+    some[0]["content"] = "x" * 99
+    some[3]["content"] = "x" * 9
+    assert longest(some) == 3
+    assert longest(messages("s")) is None

@@ -24,11 +24,10 @@ from fake_store import (
 )
 from traces import routed
 
-from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies import LRU, make_policy
+from moegguf.controller.policies import LRU, SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor, StorePredictor
 from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
@@ -54,18 +53,15 @@ def test_an_event_updates_predicts_scores_and_prefetches_in_this_order() -> None
         ("prefetch", [(3, 0), (3, 1)]),
     ]  # fmt: skip
     assert controller.history.last_use[1].tolist() == [1, 1, -1, -1]
-
-
-def test_without_prefetching_nothing_is_fetched_and_the_whole_pass_is_predicted() -> None:
     store = RecordingStore()
     run_pass(make_controller(CountingPolicy(), ScriptedPredictor(first_two, store), store))
     assert store.named("prefetch") == []
     assert store.named("predict")[:3] == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_scores_act_in_decode_only_and_a_prompt_clears_them_once() -> None:
+def test_prompts_are_neither_scored_nor_prefetched_for_and_clear_the_scores_once() -> None:
     store, policy = RecordingStore(), CountingPolicy()
-    controller = make_controller(policy, None, store)
+    controller = make_controller(policy, ScriptedPredictor(first_two), store, prefetch=AMPLE)
     run_pass(controller, Phase.PREFILL)
     assert store.actions == []
     run_pass(controller, Phase.DECODE, pass_=1)
@@ -76,29 +72,13 @@ def test_scores_act_in_decode_only_and_a_prompt_clears_them_once() -> None:
     assert policy.calls == 12  # prompts are counted, too
 
 
-def test_prompts_are_not_prefetched_for() -> None:
-    store = RecordingStore()
-    run_pass(make_controller(None, ScriptedPredictor(first_two), store, prefetch=AMPLE), Phase.PREFILL)
-    assert store.named("prefetch") == []
-
-
-class Unscored:
-    """Never returns scores."""
-
-    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        return None
-
-
-def test_none_keeps_the_last_scores() -> None:
-    store = RecordingStore()
-    run_pass(make_controller(Unscored(), None, store))
-    assert store.actions == []
-
-
-def test_layers_without_experts_are_ignored() -> None:
-    controller = make_controller(CountingPolicy())
-    controller.observe(routed(0, 0, 1))
-    assert controller.history.clock == controller.n_events == 0
+def test_a_policy_that_learns_requests_gets_their_ends() -> None:
+    policy = SparsityAware(SHAPE)
+    controller = make_controller(policy)
+    for sequence in range(3):
+        for n, phase in enumerate((Phase.PREFILL, Phase.DECODE, Phase.DECODE)):
+            run_pass(controller, phase, pass_=3 * sequence + n, sequence=sequence)
+    assert (policy.eamcs.prefill.n_entries, policy.eamcs.decode.n_entries) == (2, 2)
 
 
 FOUR_PERIODS = WatchdogOptions(
@@ -112,13 +92,17 @@ def with_watchdog(store: RecordingStore) -> Controller:
     return make_controller(None, predictor, store, prefetch=prefetch, clock_ns=lambda: store.clock_ns)
 
 
-def test_after_stop_events_are_ignored() -> None:
+def test_after_stop_events_are_ignored_and_an_error_is_no_warning() -> None:
     store, policy = RecordingStore(), CountingPolicy()
     controller = make_controller(policy, ScriptedPredictor(first_two, store), store, prefetch=AMPLE)
     controller.stop()
     run_pass(controller)
-    assert store.actions == []
-    assert policy.calls == controller.n_events == 0
+    assert store.actions == [] and policy.calls == controller.n_events == 0
+    failing = make_controller(Bad(lambda: [failing.stop(), raises()]), None, store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_pass(failing)
+    assert store.named("scores") == [1.0, 2.0]
 
 
 def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
@@ -201,9 +185,9 @@ def test_the_store_goes_on_without_a_predictor_that_was_dropped() -> None:
 
 def test_the_store_predicts_with_requests_that_the_controller_has_collected() -> None:
     store, predictor = RecordingStore(), EamcPredictor(SHAPE)
-    policy = make_policy("sparsity", SHAPE, Artifacts(None))
-    acting = ActingOptions(prefetch=replace(AMPLE, by_proximity=True))
-    controller = build_controller(SHAPE, policy, predictor, store, acting)
+    controller = build_controller(
+        SHAPE, SparsityAware(SHAPE), predictor, store, ActingOptions(prefetch=replace(AMPLE, by_proximity=True))
+    )
     assert controller is not None and controller.native and not controller.redundant
     assert store.actions == [("policy", "sparsity"), ("predictor", "eamc")]
     for sequence in range(3):
@@ -227,21 +211,15 @@ def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
     assert controller.watchdog.last_gain == pytest.approx(0.3, abs=0.01)
 
 
-def test_its_time_and_events_are_counted() -> None:
+def test_its_time_and_events_are_counted_but_those_of_layers_without_experts() -> None:
     controller = make_controller(CountingPolicy())
+    controller.observe(routed(0, 0, 1))
+    assert controller.history.clock == controller.n_events == 0
     run_pass(controller)
-    assert controller.n_events == 3
-    assert 0 < controller.seconds < 1
+    assert controller.n_events == 3 and 0 < controller.seconds < 1
 
 
-def test_a_native_policy_without_predictions_needs_no_controller() -> None:
-    store = RecordingStore()
-    native = NativePolicy("next-use", takes_forecast=True)
-    assert build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions()) is None
-    assert store.actions == [("policy", "next-use")]
-
-
-def test_a_native_policy_gets_the_forecast_of_decoded_tokens_if_it_takes_one() -> None:
+def test_a_native_policy_gets_the_forecast_if_it_takes_one_and_needs_no_controller_without() -> None:
     for takes in (True, False):
         store = RecordingStore()
         native = NativePolicy("next-use", takes_forecast=takes)
@@ -250,6 +228,10 @@ def test_a_native_policy_gets_the_forecast_of_decoded_tokens_if_it_takes_one() -
         run_pass(made)
         forecasts = [known for what, known in store.actions if what == "forecast"]
         assert forecasts == ([[1, 2, 3], [2, 3], [3], []] if takes else [])
+    store = RecordingStore()
+    native = NativePolicy("next-use", takes_forecast=True)
+    assert build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions()) is None
+    assert store.actions == [("policy", "next-use")]
 
 
 class Bad(CountingPolicy):
@@ -291,62 +273,32 @@ def test_a_bad_policy_is_dropped_with_one_warning_and_lru_goes_on(kind: str) -> 
     assert len(store.named("prefetch")) > 3  # the predictor is not to blame
 
 
-@pytest.mark.parametrize("where", ["announce", "observe", "predict"])
-def test_a_predictor_that_raises_is_dropped_with_one_warning(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, policy, predictor = RecordingStore(), CountingPolicy(), ScriptedPredictor(first_two)
-    controller = make_controller(policy, predictor, store, prefetch=AMPLE)
-    run_pass(controller)
-    n_fetched = len(store.named("prefetch"))
-    monkeypatch.setattr(predictor, where, lambda *_: raises())
-    with pytest.warns(
-        UserWarning, match="the predictor scripted raised ZeroDivisionError: mine; going on with"
-    ) as caught:
-        run_passes(controller, range(1, 4))
-    assert len(caught) == 1
-    assert policy.calls == 12
-    assert len(store.named("scores")) == 12
-    assert len(store.named("prefetch")) <= n_fetched + 1
-    assert not controller.may_prefetch
-
-
-INVALID: dict[str, Callable[[int], Any]] = {
-    "nan": lambda il: np.array([0, np.nan, 0, 0], np.float32),
-    "slow": lambda il: time.sleep(0.06),
+BAD_CALLS: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "announce": ("announce", raises, "raised ZeroDivisionError: mine"),
+    "observe": ("observe", raises, "raised ZeroDivisionError: mine"),
+    "predict": ("predict", raises, "raised ZeroDivisionError: mine"),
+    "nan": ("predict", lambda: np.array([0, np.nan, 0, 0], np.float32), ""),
+    "slow": ("predict", lambda: time.sleep(0.06), ""),
 }
 
 
-@pytest.mark.parametrize("kind", INVALID)
-def test_a_predictor_with_invalid_output_is_dropped_with_one_warning(kind: str) -> None:
-    store, policy = RecordingStore(), CountingPolicy()
-    controller = make_controller(policy, ScriptedPredictor(INVALID[kind]), store, prefetch=AMPLE, slowest_s=0.05)
-    with pytest.warns(UserWarning, match="the predictor scripted .*; going on without it") as caught:
-        run_passes(controller, range(3))
+@pytest.mark.parametrize("kind", BAD_CALLS)
+def test_a_bad_predictor_is_dropped_with_its_forecast_and_one_warning(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, act, why = BAD_CALLS[kind]
+    store, policy, predictor = RecordingStore(), CountingPolicy(), ScriptedPredictor(first_two)
+    controller = make_controller(policy, predictor, store, prefetch=AMPLE, slowest_s=0.05)
+    run_pass(controller)
+    n_fetched = len(store.named("prefetch"))
+    monkeypatch.setattr(predictor, where, lambda *_: act())
+    with pytest.warns(UserWarning, match=f"the predictor scripted .*{why}.*; going on without it") as caught:
+        run_passes(controller, range(1, 4))
     assert len(caught) == 1
-    assert policy.calls == 9  # the policy is not to blame
-    assert store.named("prefetch") == []
-    assert all(known == [] for _, known in policy.seen)
-
-
-def test_the_forecast_of_a_dropped_predictor_is_discarded() -> None:
-    policy = CountingPolicy()
-    predictor = ScriptedPredictor(first_two)
-    controller = make_controller(policy, predictor)
-    controller.announce(announcement())
-    controller.observe(routed(1, 0, 1))
-    predictor.answer = lambda il: raises()
-    with pytest.warns(UserWarning, match="going on without it"):
-        controller.observe(routed(2, 0, 1))
-    run_pass(controller, pass_=1)
-    assert [known for _, known in policy.seen] == [[2, 3], [], [], [], []]
-
-
-def test_an_error_after_stop_is_no_warning() -> None:
-    store = RecordingStore()
-    controller = make_controller(Bad(lambda: [controller.stop(), raises()]), None, store)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_pass(controller)
-    assert store.named("scores") == [1.0, 2.0]
+    assert policy.calls == len(store.named("scores")) == 12, "the policy is not to blame"
+    assert all(known == [] for _, known in policy.seen[3:])
+    assert len(store.named("prefetch")) <= n_fetched + 1
+    assert not controller.may_prefetch
 
 
 class Foretold(ScriptedPredictor):

@@ -1,20 +1,30 @@
-"""Names of our own: copies, recipes, models of blobs that were sent, and what names add to the files of others."""
+"""Names of our own: copies, recipes, models of blobs that were sent, what names add to the files of others; their index
+is whole after damage, crashes and many writers."""
 
 import hashlib
+import json
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import crashing
 import pytest
 from catalog_helpers import add_blob, cache, files_of, names, send
 
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
-from moegguf.models import own_store
+from moegguf.models import blobs
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.details import details
-from moegguf.models.recipe import Recipe, parse
+from moegguf.models.entry import ModelEntry
+from moegguf.models.hub import hub_cache
+from moegguf.models.index import Index
+from moegguf.models.modelfile import parse
+from moegguf.models.recipe import Recipe
 from moegguf.settings import data_folder
 from moegguf.terminal.tables import print_model_list
 
@@ -32,15 +42,6 @@ def test_a_copy_is_a_name_and_no_bytes(catalog: Catalog) -> None:
     assert names() == ["demo:latest"]
     with pytest.raises(ModelNotFoundError):
         catalog.remove("mine")
-
-
-def test_a_model_is_not_made_from_a_file_of_another_kind(catalog: Catalog, tmp_path: Path) -> None:
-    other = tmp_path / "photo.png"
-    other.write_bytes(b"\x89PNG" + bytes(100))
-    with pytest.raises(ModelFormatError, match=r"photo\.png is not a GGUF file"):
-        catalog.create("mine", Recipe(from_=str(other)))
-    with pytest.raises(ModelNotFoundError):
-        catalog.find("mine")
 
 
 def test_names_of_others_cannot_be_taken_or_removed(catalog: Catalog) -> None:
@@ -125,13 +126,20 @@ def test_the_shards_of_a_split_model_keep_their_names(catalog: Catalog, tiny: An
         catalog.create("cut", Recipe(files={shards[0].name: files[shards[0].name]}))
 
 
-def test_what_is_no_model_gets_no_name(catalog: Catalog, tiny: Any) -> None:
+def test_what_is_no_model_gets_no_name(catalog: Catalog, tiny: Any, tmp_path: Path) -> None:
     for data in (b"not a model", tiny().read_bytes()[:5000]):
         digest = send(catalog, data)
         with pytest.raises(ModelFormatError):
             catalog.create("bad", Recipe(files={"bad.gguf": digest}))
-    assert names() == ["demo:latest"]
     assert not list((data_folder() / "sets").glob("*"))
+    other = tmp_path / "photo.png"
+    other.write_bytes(b"\x89PNG" + bytes(100))
+    with pytest.raises(ModelFormatError, match=r"photo\.png is not a GGUF file"):
+        catalog.create("bad", Recipe(from_=str(other)))
+    assert names() == ["demo:latest"]
+    for name in ("house:30b", "house"):
+        with pytest.raises(ModelNotFoundError, match=r"no model named 'house.*hf\.co/USER/REPOSITORY:Q4_K_M"):
+            catalog.find(name)
 
 
 def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +150,7 @@ def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.M
     with pytest.raises(ZeroDivisionError):
         add_blob(catalog, digest, (bytes(1 // n) for n in (1, 0)))
     assert files_of(data_folder()) == []
-    monkeypatch.setattr(own_store, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(blobs, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         add_blob(catalog, digest, iter(()), 2 << 30)
     with pytest.raises(PullError, match=r"64\.0MiB to spare.* has 1\.00MiB free"):
@@ -216,21 +224,15 @@ def test_the_same_content_has_the_same_digest(catalog: Catalog) -> None:
     assert catalog.create("same", Recipe(from_="copy", system="You are a pirate.")).digest == pirate.digest
 
 
-def test_another_file_at_the_same_path_is_another_model(catalog: Catalog, file: Path) -> None:
+def test_records_follow_their_files(catalog: Catalog, file: Path) -> None:
     before = catalog.create("mine", Recipe(from_=str(file), system="x"))
-    file.write_bytes(file.read_bytes() + b"more")
+    text = catalog.index.path.read_text().replace(before.digest, before.weights)  # as before it had a digest
+    catalog.index.path.write_text(text.replace(f'"files_digest": "{before.weights}"', '"files_digest": ""'))
+    assert (catalog.find("mine").digest, catalog.find("mine").weights) == (before.digest, before.weights)
+    file.write_bytes(file.read_bytes() + b"more")  # another file at the same path is another model
     after = catalog.find("mine")
     assert after.weights == catalog.find(str(file)).digest != before.weights
     assert after.digest != before.digest
-
-
-def test_records_without_a_digest_of_their_files_get_one(catalog: Catalog) -> None:
-    created = catalog.create("pirate", PIRATE)
-    path = catalog.index.path
-    text = path.read_text().replace(created.digest, created.weights)
-    path.write_text(text.replace(f'"files_digest": "{created.weights}"', '"files_digest": ""'))
-    assert catalog.find("pirate").digest == created.digest
-    assert catalog.find("pirate").weights == created.weights
 
 
 @pytest.mark.parametrize("kind", ["demo", "hub", "path"])
@@ -241,18 +243,15 @@ def test_a_modelfile_makes_the_model_again_after_its_name_is_gone(catalog: Catal
     made = catalog.create("mine", Recipe(from_="step", parameters={"seed": 3}))
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
-    catalog.remove("mine")
     catalog.remove("step")
+    if kind == "hub":  # its name has gone, too: the file is named
+        catalog.remove("u/r")
+        assert parse(catalog.modelfile(made)).from_ == str(made.path)
+        assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files
+        return
+    catalog.remove("mine")
     again = catalog.create("again", parse(text))
     assert (again.files, again.digest, again.mmproj) == (made.files, made.digest, made.mmproj)
-
-
-def test_a_modelfile_names_the_file_where_the_hub_s_name_was_removed(catalog: Catalog) -> None:
-    cache("u/r", {"x-Q4_0.gguf": b"GGUF"})
-    made = catalog.create("mine", Recipe(from_="u/r", system="x"))
-    catalog.remove("u/r")
-    assert parse(catalog.modelfile(made)).from_ == str(made.path)
-    assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files
 
 
 def test_a_model_whose_file_has_moved_is_listed_and_can_be_removed(
@@ -287,7 +286,117 @@ def test_a_model_whose_download_is_gone_says_what_to_fetch(catalog: Catalog) -> 
     assert catalog.find("mine").path == demo_path()
 
 
-def test_an_unknown_name_says_how_models_of_the_hub_are_named(catalog: Catalog) -> None:
-    for name in ("house:30b", "house"):
-        with pytest.raises(ModelNotFoundError, match=r"no model named 'house.*hf\.co/USER/REPOSITORY:Q4_K_M"):
-            catalog.find(name)
+def named(name: str, **values: Any) -> ModelEntry:
+    demo = demo_path()
+    assert demo
+    return ModelEntry(name, "own", (demo,), 0, "0" * 64, datetime.now(UTC), **values)
+
+
+def test_the_index_keeps_everything(tmp_path: Path) -> None:
+    index = Index(tmp_path / "deep" / "folder")
+    full = named(
+        "Me:v1", system="é\n\"", template="{{ x }}", parameters={"stop": ["a"], "top_k": 3, "temperature": 0.25},
+        messages=({"role": "user", "content": "x"},), license="MIT", parent="demo:latest", mmproj=hub_cache() / "x",
+    )  # fmt: skip
+    index.change(lambda contents: contents.with_entry(full))
+    assert Index(index.folder).read().entries == (full,)
+    index.change(lambda contents: contents.with_entry(named("ME:V1")))
+    assert [found.name for found in index.read().entries] == ["ME:V1"]
+
+
+OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"', '"what:x"', '"x.gguf"')
+
+
+@pytest.mark.usefixtures("any_file_is_a_model")
+@pytest.mark.parametrize(
+    ("damage", "kept"),
+    [
+        (lambda text: text[: len(text) // 2], 0),
+        (lambda text: "", 0),
+        (lambda text: "[]", 0),
+        (lambda text: "[" * 200_000, 0),
+        (lambda text: text.replace('"version": 1', '"version": 2'), 2),
+        (lambda text: text.replace('"a:latest"', '"../a"'), 1),
+        *((lambda text, place=place: text.replace('"demo:"', place, 1), 1) for place in OUTSIDE),
+        (lambda text: text.replace('"temperature": 0.5', '"temperature": "hot"'), 1),
+        (lambda text: text.replace('"models": [', '"models": [3, null, {"name": "x"}, '), 2),
+    ],
+)
+def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, kept: int) -> None:
+    index = Index(data_folder())
+    first = named("a:latest", parameters={"temperature": 0.5})
+    index.change(lambda contents: contents.with_entry(first).with_entry(named("b:latest")))
+    broken = damage(index.path.read_text())
+    assert broken != index.path.read_text()
+    index.path.write_text(broken)
+    cache("u/r", {"x-Q4_0.gguf": b"4"})
+    with pytest.warns(UserWarning, match="index of models was damaged"):
+        listed = names()
+    assert len(listed) == kept + 2 and "hf.co/u/r:Q4_0" in listed
+    aside = list(data_folder().glob("models.json.damaged-*"))
+    assert [path.read_text() for path in aside] == [broken]
+    Catalog().copy("demo", "new")
+    assert len(json.loads(index.path.read_text())["models"]) == kept + 1
+
+
+def test_many_who_write_lose_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom moegguf.models.catalog import Catalog\n"
+        "for n in range(8): Catalog().copy('demo', f'{sys.argv[1]}-{n}')\n"
+    )
+    workers = [subprocess.Popen([sys.executable, "-c", code, f"p{n}"]) for n in range(3)]
+    faults: list[BaseException] = []
+
+    def work(n: int) -> None:
+        try:
+            for i in range(8):
+                Catalog().copy("demo", f"t{n}-{i}")
+                if i % 2:
+                    Catalog().remove(f"t{n}-{i}")
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [worker.wait(60) for worker in workers] == [0, 0, 0] and not faults
+    assert len(names("p")) == 24 and len(names("t")) == 16
+
+
+@pytest.fixture
+def killed() -> Iterator[subprocess.Popen[str]]:
+    """Copies, makes and removes names until it is killed."""
+    code = (
+        "from moegguf.models.catalog import Catalog\nfrom moegguf.models.recipe import Recipe\nc = Catalog()\n"
+        "for n in range(10_000):\n"
+        " c.create('same', Recipe(from_='demo', system='x' * 50_000, parameters={'top_k': n}))\n"
+        " print(n, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait(20)
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("n_lines", [1, 2, 5, 9])
+def test_killed_while_it_writes_the_index_is_old_or_new(killed: subprocess.Popen[str], n_lines: int) -> None:
+    for _ in range(n_lines):
+        last = int(killed.stdout.readline())
+    killed.kill()
+    killed.wait(20)
+    entry = Catalog().find("same")
+    assert entry.parameters["top_k"] >= last and entry.system == "x" * 50_000
+    Catalog().copy("same", "after")  # no lock is left behind
+    assert len(names("same")) == len(names("after")) == 1
+
+
+def test_killed_at_any_change_names_are_whole(tmp_path: Path) -> None:
+    for name in ("kept", "gone"):
+        Catalog().create(name, Recipe(from_="demo", system="old"))
+    assert int(crashing.run("create", data_folder())) > 25
+    assert Catalog().find("kept").system == "new"
+    kept = Catalog().find("kept").weights
+    assert [path.name for path in (data_folder() / "blobs").iterdir()] == [f"sha256-{kept}"]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from gguf_builder import moe
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.budgets import Budgets, Sizes
@@ -14,7 +16,7 @@ from moegguf.engine.device_plan import ON_CPU, device_of_layers
 from moegguf.engine.load import parse_vram_caches
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import kv_bytes, margin_bytes
-from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.plan import DevicePlan, Plan, slot_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, divide_ram_slots, host_bytes
 from moegguf.engine.simulated_devices import devices_of
@@ -102,6 +104,41 @@ def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
     uneven, _ = plan(layout, "25%", tensor_split=[3, 1], free=(8 * GIB, 2 * GIB))
     assert [len(part.layers) for part in uneven.devices] == [10, 2]
     assert sum(part.n_slots for part in uneven.devices) == 48
+    alone = make_plan(layout, machine(8 * GIB), budgets("25%", divided=True))
+    assert (alone.device, alone.devices, alone.tensor_split) == ("GPU0", (), None)
+    for vram, n_staging in (("100%,25%", 1), ("100%,100%", 0)):
+        assert plan(layout, vram, tensor_split=[1, 1])[0].n_staging == n_staging
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    vram=st.sampled_from(["auto", "auto,auto", "25%", "60%", "30%,10%", "100%,25%"]),
+    free_mib=st.tuples(st.integers(1000, 1300), st.integers(1000, 1300)),
+    split=st.sampled_from([None, (1.0, 1.0), (3.0, 1.0)]), staging=st.sampled_from([None, 0]),
+)  # fmt: skip
+def test_any_division_has_every_layer_once_and_keeps_its_budgets(
+    layout: ExpertLayout, vram: str, free_mib: tuple[int, int], split: Any, staging: int | None
+) -> None:
+    free = tuple(mib << 20 for mib in free_mib)
+    try:
+        found, _ = plan(layout, vram, free=free, tensor_split=split, staging=staging)
+    except BudgetError:
+        return
+    parts = found.devices or (DevicePlan(found.device, tuple(range(12)), found.n_slots, found.total_bytes),)
+    assert sorted(il for part in parts for il in part.layers) == list(range(12))
+    assert sum(part.n_slots for part in parts) == found.n_slots
+    shares = dict(zip(("GPU0", "GPU1"), vram.split(","), strict=False))
+    if len(shares) == 1 and "%" in vram:
+        assert found.n_slots <= 192 * int(vram[:-1]) // 100
+    for part in parts:
+        most = 16 * len(part.layers)
+        assert min(4, most) <= part.n_slots <= most
+        if not most:
+            continue  # a device with the output alone
+        if (share := shares.get(part.name or "", vram)) == "auto":
+            assert part.total_bytes <= free[part.name == "GPU1"] - VRAM_MARGIN_BYTES
+        elif len(shares) == 2:
+            assert part.n_slots <= 192 * int(share[:-1]) // 100
 
 
 def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(layout: ExpertLayout) -> None:
@@ -122,28 +159,6 @@ def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(layout: ExpertLayout
         assert (found.on_device, found.kv_bytes) == (on_device, kv_bytes(layout, found.kv_tokens))
         on_both.add(found.kv_tokens)
     assert len(on_both) == 2
-
-
-def test_auto_leaves_a_gigabyte_on_each_device(layout: ExpertLayout) -> None:
-    whole = max(part.total_bytes for part in plan(layout, "100%")[0].devices)
-    free = (VRAM_MARGIN_BYTES + whole, VRAM_MARGIN_BYTES + whole - 60 * slot_bytes(layout))
-    chosen, _ = plan(layout, "auto", free=free)
-    for part, n_bytes in zip(chosen.devices, free, strict=True):
-        assert part.total_bytes <= n_bytes - VRAM_MARGIN_BYTES
-        assert part.n_slots >= 4
-    halves, short = [1.0, 1.0], 20 * slot_bytes(layout)
-    first, second = plan(layout, "100%", tensor_split=halves)[0].devices
-    free = (VRAM_MARGIN_BYTES + first.total_bytes, VRAM_MARGIN_BYTES + second.total_bytes - short)
-    chosen, _ = plan(layout, "auto", free=free, tensor_split=halves)
-    assert [part.n_slots for part in chosen.devices] == [first.n_slots - 20, second.n_slots - 40]  # staging takes 20
-    assert all(part.total_bytes <= n - VRAM_MARGIN_BYTES for part, n in zip(chosen.devices, free, strict=True))
-    everything, _ = plan(layout, "auto")
-    assert (everything.resident, everything.n_ram_slots) == (True, 0)
-
-
-def test_prompts_are_staged_where_one_device_does_not_hold_its_experts(layout: ExpertLayout) -> None:
-    for vram, n_staging in (("100%,25%", 1), ("100%,100%", 0)):
-        assert plan(layout, vram, tensor_split=[1, 1])[0].n_staging == n_staging
 
 
 def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: ExpertLayout) -> None:
@@ -169,11 +184,6 @@ def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: Ex
         plan(layout, "25%", tensor_split=[1])
     tight, _ = plan(layout, "50%", free=(1 << 20, 8 * GIB), tensor_split=[1, 1])
     assert any("on GPU0 are needed" in warning for warning in tight.warnings)
-
-
-def test_one_device_with_every_layer_needs_no_split(layout: ExpertLayout) -> None:
-    alone = make_plan(layout, machine(8 * GIB), budgets("25%", divided=True))
-    assert (alone.device, alone.devices, alone.tensor_split) == ("GPU0", (), None)
 
 
 def test_devices_without_room_leave_everything_to_the_cpu_unless_they_were_asked_for(layout: ExpertLayout) -> None:
@@ -212,6 +222,9 @@ def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLa
     neither = beside[0] + 10 * size, beside[1] + 10 * size
     kept, _ = plan(layout, "25%", tensor_split=[1, 1], staging=0, free=neither)
     assert sum(part.n_slots for part in kept.devices) == 48 and len(kept.warnings) >= 1
+    chosen, _ = plan(layout, "25%", tensor_split=[1, 1], staging=0)
+    beside = sum(part.total_bytes - part.n_slots * chosen.slot_bytes for part in chosen.devices)
+    assert beside >= chosen.dense_bytes + chosen.kv_bytes + 2 * chosen.compute_bytes
 
 
 def test_simulated_devices_are_those_of_a_plan(layout: ExpertLayout) -> None:
@@ -237,12 +250,6 @@ def test_slots_in_ram_are_divided_so_that_both_have_what_they_need(n_on_cpu: int
         assert on_cpu + below == total
         assert 2 <= on_cpu <= n_on_cpu
         assert min(1, n_below) <= below <= n_below
-
-
-def test_what_devices_hold_is_every_weight_the_context_and_their_buffers(layout: ExpertLayout) -> None:
-    chosen, _ = plan(layout, "25%", tensor_split=[1, 1], staging=0)
-    beside = sum(part.total_bytes - part.n_slots * chosen.slot_bytes for part in chosen.devices)
-    assert beside >= chosen.dense_bytes + chosen.kv_bytes + 2 * chosen.compute_bytes
 
 
 def test_auto_counts_what_lies_in_ram_beside_slots(layout: ExpertLayout) -> None:

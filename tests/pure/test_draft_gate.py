@@ -62,16 +62,11 @@ def test_drafts_that_do_not_pay_cost_less_than_a_hundredth(cost: float, chance: 
     assert sum(speeds) / len(speeds) > 0.99
 
 
-def test_a_text_that_begins_to_repeat_is_drafted_again() -> None:
+@pytest.mark.parametrize("steps", [[(1000, 0.05, 0.99), (400, 0.95, 1.5)], [(400, 0.95, 2), (400, 0.05, 0.95)]])
+def test_a_text_may_begin_and_cease_to_repeat(steps: list[tuple[int, float, float]]) -> None:
     simulation = Simulation(DraftGate(), 0.06)
-    assert simulation.speed(1000, lambda _: 0.05) > 0.99
-    assert simulation.speed(400, lambda _: 0.95) > 1.5
-
-
-def test_a_text_that_repeats_no_longer_loses_little_of_what_was_saved() -> None:
-    simulation = Simulation(DraftGate(), 0.06)
-    assert simulation.speed(400, lambda _: 0.95) > 2
-    assert simulation.speed(400, lambda _: 0.05) > 0.95
+    for n_tokens, chance, least in steps:
+        assert simulation.speed(n_tokens, lambda _, chance=chance: chance) > least
 
 
 def test_what_is_too_expensive_is_not_drafted_although_it_is_likely() -> None:

@@ -1,11 +1,8 @@
-"""The laboratory's commands in docs/evidence and predictors/README.md exist; tables are what was recorded."""
+"""The laboratory's commands in docs/evidence and predictors/README.md exist; tables are what was recorded; what the
+demo is taught: every starter, one answer for each question, and only commands and options that exist."""
 
 import re
-import shlex
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.native.events import Phase
 from moegguf.trace.prompts import read_prompts
 from predictors import texts
+from predictors.models.demo import questions
 from predictors.study import evidence, figures, regenerate, render, requests
 from predictors.study.arrange import answered
 from predictors.study.claims import CLAIMS, FAILS, HOLDS, UNTESTED, VERDICTS, Claim
@@ -25,66 +23,32 @@ from predictors.study.figures import ratios, spread
 from predictors.study.papers import BASELINES, LINKS, Workload, collection, write_collections
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "predictors/README.md", ROOT / "docs/evidence.md", *sorted((ROOT / "docs/evidence").glob("*.md"))]
-TEXT = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-LINES = [
-    shlex.split(line.split("#")[0])
-    for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
-    for line in block.splitlines()
-    if not line.startswith("make ")
-]
-TRAINING = ("predictors.models.make_lab_model", "predictors.models.train_demo")  # import torch at once
-
-
-def passed_on(words: list[str]) -> tuple[list[str], list[str]]:
-    """(the module that a line runs, with its subcommand, its options)."""
-    assert words[0] == "moegguf" or words[:2] == ["python", "-m"]
-    module, rest = ("moegguf.cli.app", words[1:]) if words[0] == "moegguf" else (words[2], words[3:])
-    command = [module, *rest[: 2 if rest[0] == "trace" else 1]] if module == "moegguf.cli.app" else [module]
-    if module == "predictors.study.evidence":
-        command.append(rest[0])
-    return command, [word for word in rest if word.startswith("-")]
-
-
-def test_every_command_and_option_exists() -> None:
-    asked: dict[tuple[str, ...], set[str]] = {}
-    for command, options in map(passed_on, LINES):
-        asked.setdefault(tuple(command), set()).update(options)
-    assert len(LINES) > 20 and len(asked) > 8
-    assert all(find_spec(command[0]) for command in asked)
-    for command, options in asked.items():
-        if command[0] in TRAINING:
-            continue
-        if command[0] == "moegguf.cli.app":
-            shown = help_of(*command[1:])
-        else:
-            shown = subprocess.check_output([sys.executable, "-m", *command, "--help"], text=True, cwd=ROOT)
-        assert not {name for name in options if not re.search(rf"(^|[\s,/]){name}\b", shown, re.MULTILINE)}, command
 
 
 def test_batches_are_compared_with_the_first_round_by_round() -> None:
     row = {"experts": 4.0, "hit_rate": 0.5, "mb_per_token": 1.25, "peak_mb": 99.6}
     of = {n: evidence.Batch("demo", "25%", 512, n, "fifo", 8, 8) for n in (1, 8)}
     found = {of[1]: [{**row, "ts": 10.0}, {**row, "ts": 20.0}], of[8]: [{**row, "ts": 20.0}, {**row, "ts": 30.0}]}
+    base, other = {"token_ms": [2.0, 3.0, 8.0]}, {"token_ms": [1.0, 3.0, 2.0]}
+    assert ratios(base, other) == [2.0, 1.0, 4.0] and spread(ratios(base, other)) == "2.00 (1.00 to 4.00)"
     table = evidence.batches_table(found).splitlines()
     assert table[3] == "| 8 | fifo | 4.0 | 50.0% | 1.25 | 100 | 25.0 (20.0 to 30.0) | 1.75 (1.50 to 2.00) |"
     assert table[2].endswith("| 1.00 (1.00 to 1.00) |")
 
 
-def test_tables_are_what_was_recorded() -> None:
+def test_tables_are_what_was_recorded_and_every_claim_has_a_verdict() -> None:
     for page in render.pages():
         text = page.read_text(encoding="utf-8")
         assert render.rendered(text) == text, f"{page.name} is not what is recorded: python -m predictors.study.render"
-
-
-def test_every_claim_has_a_verdict_and_a_judged_one_its_confidence() -> None:
     assert {claim.paper for claim in CLAIMS} == set(LINKS)
     for claim in CLAIMS:
         assert claim.verdict in VERDICTS and claim.confidence in ("medium", "low"), claim.text
         assert "{" not in claim.resolved
 
 
-def test_a_claim_holds_where_all_its_conditions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_holds_where_all_its_conditions_do_and_a_shift_is_over_after_three_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     systems = {"none": {"token_ms": [4.0, 6.0, 9.0]}, "own": {"token_ms": [2.0, 4.0, 10.0]}}
     monkeypatch.setattr(figures, "read_result", lambda name: {"figures": {"systems": systems, "share": 0.5}})
     gain, share = ("speed,step,own,none", 1.4), ("share,step,share", "number,step,share")
@@ -92,9 +56,6 @@ def test_a_claim_holds_where_all_its_conditions_do(monkeypatch: pytest.MonkeyPat
     assert Claim("promoe", "", (gain, ("share,step,share", 0.6)), "").verdict == FAILS
     assert Claim("promoe", "", UNTESTED, "").verdict == UNTESTED
     assert Claim("promoe", "", (), "{speed,step,own}, {share,step,share}").resolved == "1.50 (0.90 to 2.00)x, 50.0 %"
-
-
-def test_a_shift_is_over_when_three_requests_are_as_fast_as_before() -> None:
     known = [100.0] * 8
     assert figures._recovered({"shifted_ms": [130.0, 120, 100, 100, 101, 99, 99, 99], "known_ms": known}) == 2
     assert figures._recovered({"shifted_ms": [110.0] * 8, "known_ms": known}) is None
@@ -109,12 +70,6 @@ def test_every_result_says_how_it_came_about() -> None:
     for result in found:
         assert result and {"command", "commit", "machine", "reporting_trace", "figures"} <= result.keys()
     assert len({result["reporting_trace"] for result in found if result}) == 1
-
-
-def test_ratios_are_of_the_same_request() -> None:
-    base, other = {"token_ms": [2.0, 3.0, 8.0]}, {"token_ms": [1.0, 3.0, 2.0]}
-    assert ratios(base, other) == [2.0, 1.0, 4.0]
-    assert spread(ratios(base, other)) == "2.00 (1.00 to 4.00)"
 
 
 def test_requests_are_split_by_time_and_known_by_their_hashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -194,3 +149,47 @@ def test_a_collection_has_the_last_requests(tmp_path: Path) -> None:
     assert artifacts.collection(trace.shape).decode.n_entries == 6  # type: ignore[union-attr]
     windows = collection(trace, 12).decode.state
     assert len(windows) == 12 and windows[0].sum() == 12 * trace.shape.n_expert_used * len(trace.shape.layers)
+
+
+NO_LAB = "needs tokenizers of the laboratory"
+
+ANSWERS = sorted(set(questions.answers().values()))
+OPTIONS = (questions.ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+COMMANDS = help_of()
+
+
+def test_every_starter_is_taught_with_one_answer_and_conversations_are_of_these() -> None:
+    starters = questions.starters()
+    assert "What does moegguf do?" in starters and "Who are you?" in starters
+    assert set(starters) <= questions.answers().keys()
+    asked = [
+        (question, entry["answer"]) for entry in questions.lines(questions.TAUGHT) for question in entry.get("ask", ())
+    ]
+    assert len(dict(asked)) == len(set(asked))
+    # Or of their first sentences, where a system message asks for one.
+    for entry in questions.lines(questions.TAUGHT):
+        for message in entry.get("messages", ()):
+            assert message["role"] != "assistant" or any(one.startswith(message["content"]) for one in ANSWERS), message
+
+
+def test_heldout_questions_have_taught_answers_and_are_not_taught() -> None:
+    found = questions.heldout()
+    assert len(found) >= 80 and all(one.right <= set(ANSWERS) for one in found)
+    assert not {one.question for one in found} & questions.answers().keys()
+
+
+@pytest.mark.parametrize("answer", [text for text in ANSWERS if re.search(r"moegguf [a-z]+|--[a-z]", text)])
+def test_commands_and_options_in_answers_exist(answer: str) -> None:
+    for option in re.findall(r"--[a-z][a-z-]+", answer):
+        assert f"`{option}`" in OPTIONS or option in ("--help", "--verbose"), option
+    for command in re.findall(r"(?:: |or |with )moegguf ([a-z]+)", answer):
+        assert re.search(rf"^\W*{command}\b", COMMANDS, re.MULTILINE), command
+
+
+def test_the_template_of_the_file_is_the_recipe_s() -> None:
+    pytest.importorskip("tokenizers", reason=NO_LAB)
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.details import details
+    from predictors.models.demo.tokenizer import CHAT_TEMPLATE
+
+    assert details(Catalog().find("demo")).template == CHAT_TEMPLATE

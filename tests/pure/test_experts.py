@@ -86,34 +86,23 @@ def test_slices_hold_the_bytes_of_their_expert(tmp_path: Path) -> None:
     assert len(data) == path.stat().st_size
 
 
-def test_fused_and_gateless_layers(tmp_path: Path) -> None:
+def test_layers_that_are_fused_gateless_or_dense_and_tensors_that_stay_dense(tmp_path: Path) -> None:
     layout = read_layout(write(moe(fused=True), tmp_path))
     assert layout.kinds == ("down", "gate_up") and layout.layers[0].matrices[1].ne1 == 64
     g = moe()
     for il in range(2):
         without(g, f"blk.{il}.ffn_gate_exps.weight")
     assert read_layout(write(g, tmp_path)).kinds == ("up", "down")
-
-
-def test_dense_model_has_no_layers(tmp_path: Path) -> None:
     g = moe("llama", skip_kv=("expert_count", "expert_used_count"))
     g.tensors = [t for t in g.tensors if "exps" not in str(t.name)]
     layout = read_layout(write(g, tmp_path))
     assert not layout.is_moe and layout.expert_bytes == layout.n_expert == layout.token_cycle_bytes == 0
-
-
-def test_chexps_biases_and_scales_stay_dense(tmp_path: Path) -> None:
     g = moe()
     extra = ("ffn_gate_chexps.weight", "ffn_up_exps.bias", "ffn_up_exps.scale", "ffn_norm_exps.weight")
     for name in extra:
         g.tensor(f"blk.0.{name}", 64)
     layout = read_layout(write(g, tmp_path))
     assert len(layout.matrices) == 6 and layout.dense_bytes == 4 * (2 * 64 * 16 + 2 * 64 + 4 * 64)
-
-
-def test_prediction_layers_are_not_managed(tmp_path: Path) -> None:
-    layout = read_layout(write(moe(n_layer=3).add("qwen2moe.nextn_predict_layers", U32, 1), tmp_path))
-    assert layout.n_layer == 2 and len(layout.layers) == 2 and layout.unused_bytes * 2 == layout.expert_bytes
 
 
 def test_used_count_per_layer(tmp_path: Path) -> None:
@@ -127,9 +116,14 @@ def test_used_count_per_layer(tmp_path: Path) -> None:
     refuse(write(g, tmp_path), "layer 1 has experts, but a token uses 0")
 
 
-def test_tied_output_is_counted(tmp_path: Path) -> None:
+def test_tied_output_latent_attention_prediction_layers_and_mixed_types(tmp_path: Path) -> None:
     assert read_layout(write(moe(), tmp_path)).tied_output_bytes == 0
     assert read_layout(write(without(moe(), "output.weight"), tmp_path)).tied_output_bytes == 4 * 64 * 16
+    assert read_layout(write(latent(), tmp_path)).hparams.is_mla
+    layout = read_layout(write(moe(n_layer=3).add("qwen2moe.nextn_predict_layers", U32, 1), tmp_path))
+    assert layout.n_layer == 2 and len(layout.layers) == 2 and layout.unused_bytes * 2 == layout.expert_bytes
+    layout = read_layout(write(moe(types=(Q4_0_T, F32_T, Q4_0_T)), tmp_path))
+    assert {m.kind: m.expert_bytes for m in layout.matrices} == {"gate": 1152, "up": 8192, "down": 1152}
 
 
 def latent(**changed: int) -> Gguf:
@@ -139,10 +133,6 @@ def latent(**changed: int) -> Gguf:
     for key, value in {"kv_lora_rank": 32, **numbers, **changed}.items():
         g.add(f"deepseek2.attention.{key}", U32, value)
     return g
-
-
-def test_latent_attention(tmp_path: Path) -> None:
-    assert read_layout(write(latent(), tmp_path)).hparams.is_mla
 
 
 UP, DOWN, GATE = (f"blk.1.ffn_{kind}_exps.weight" for kind in ("up", "down", "gate"))
@@ -228,16 +218,13 @@ def shards(folder: Path, name: str = "m", n: int = 3, **kwargs: Any) -> list[Pat
     return paths
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_shards_and_a_missing_one(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
     layout = read_layout(first)
     assert len(layout.shards) == 3 and [m.shard for m in layout.matrices] == [0] * 3 + [1] * 3 + [2] * 3
     assert [layer.il for layer in layout.layers] == [0, 1, 2]
     for m in layout.matrices:
         assert m.offset + m.n_expert * m.expert_bytes <= layout.shards[m.shard].n_bytes
-
-
-def test_missing_shard(tmp_path: Path) -> None:
     first, second, _ = shards(tmp_path)
     second.unlink()
     with pytest.raises(ModelNotFoundError, match=r"m-00002-of-00003\.gguf"):
@@ -293,8 +280,3 @@ def test_shard_names(tmp_path: Path) -> None:
     assert len(read_layout(write(g, tmp_path, "one-00001-of-00001.gguf")).shards) == 1
     g = moe().add("split.count", build.I32, -5)
     refuse(write(g, tmp_path), "split.count.*-5")
-
-
-def test_mixed_types(tmp_path: Path) -> None:
-    layout = read_layout(write(moe(types=(Q4_0_T, F32_T, Q4_0_T)), tmp_path))
-    assert {m.kind: m.expert_bytes for m in layout.matrices} == {"gate": 1152, "up": 8192, "down": 1152}

@@ -1,13 +1,17 @@
-"""The sliding window: what each event predicts, what is kept, and what is an error."""
+"""The sliding window: what each event predicts and what is an error; prefetch requests: the nearest layer first, within
+the budget, no expert twice and no resident one."""
 
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from fake_store import ScriptedPredictor
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
@@ -32,25 +36,16 @@ def by_distance(il: int, distance: int) -> Float32s:
     return np.full(4, 1 / (1 + distance), np.float32)
 
 
-def test_before_the_first_event_the_first_layer_is_at_distance_1() -> None:
-    forecast, predictor = Forecast(FIVE, 2), ByDistance(by_distance)
-    forecast.begin_pass(predictor)
-    assert predictor.calls == [(1, 1), (2, 2)]
-    assert forecast.known() == [1, 2]
-    assert forecast.il == -1
-    np.testing.assert_array_equal(forecast.probabilities()[:, 0], np.array([0, 1 / 2, 1 / 3, 0, 0, 0], np.float32))
-
-
 def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() -> None:
     forecast, predictor = Forecast(FIVE, 2), ByDistance(by_distance)
     forecast.begin_pass(predictor)
+    assert predictor.calls == [(1, 1), (2, 2)] and (forecast.known(), forecast.il) == ([1, 2], -1)
+    np.testing.assert_array_equal(forecast.probabilities()[:, 0], np.array([0, 1 / 2, 1 / 3, 0, 0, 0], np.float32))
     forecast.advance(predictor, 1)
-    assert predictor.calls[2:] == [(2, 1), (3, 2)]
-    assert forecast.known() == [2, 3]
+    assert predictor.calls[2:] == [(2, 1), (3, 2)] and forecast.known() == [2, 3]
     np.testing.assert_array_equal(forecast.probabilities()[:, 0], np.array([0, 0, 1 / 2, 1 / 3, 0, 0], np.float32))
     forecast.advance(predictor, 5)
-    assert forecast.known() == []
-    assert forecast.il == 5
+    assert (forecast.known(), forecast.il) == ([], 5)
 
 
 def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
@@ -80,29 +75,16 @@ def test_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
     assert without.known() == []
 
 
-def test_a_prediction_stays_valid_until_its_layer_is_routed() -> None:
-    forecast = Forecast(FIVE, 4)
+def test_a_prediction_stays_valid_until_its_layer_is_routed_or_a_pass_begins() -> None:
+    forecast, no_prediction = Forecast(FIVE, 4), ByDistance(lambda il, distance: None)
     forecast.begin_pass(ByDistance(by_distance))
-    no_prediction = ByDistance(lambda il, distance: None)
     forecast.advance(no_prediction, 1)
     assert forecast.known() == [2, 3, 4]
     assert forecast.probabilities()[3, 0] == np.float32(1 / 4)
     forecast.advance(no_prediction, 3)
     assert forecast.known() == [4]
-
-
-def test_a_new_pass_discards_the_forecast() -> None:
-    forecast = Forecast(FIVE, 4)
-    forecast.begin_pass(ByDistance(by_distance))
-    forecast.begin_pass(ByDistance(lambda il, distance: None))
-    assert forecast.known() == []
-    assert not forecast.probabilities().any()
-
-
-def test_numbers_out_of_range_are_clipped() -> None:
-    forecast = Forecast(FIVE, 1)
-    forecast.begin_pass(ByDistance(lambda il, distance: [-3, 0.5, 2, np.inf]))
-    np.testing.assert_array_equal(forecast.probabilities()[1], np.array([0, 0.5, 1, 1], np.float32))
+    forecast.begin_pass(no_prediction)
+    assert forecast.known() == [] and not forecast.probabilities().any()
 
 
 @pytest.mark.parametrize(
@@ -110,6 +92,109 @@ def test_numbers_out_of_range_are_clipped() -> None:
     [np.zeros(5), np.zeros((1, 4)), np.float32(1), [0, np.nan, 0, 0], "abcd", [None] * 4],
     ids=["long", "matrix", "number", "nan", "text", "objects"],
 )
-def test_invalid_output_is_an_error(invalid: object) -> None:
+def test_invalid_output_is_an_error_and_numbers_out_of_range_are_clipped(invalid: object) -> None:
+    forecast = Forecast(FIVE, 1)
     with pytest.raises((ValueError, TypeError)):
-        Forecast(FIVE, 1).begin_pass(ByDistance(lambda il, distance: invalid))
+        forecast.begin_pass(ByDistance(lambda il, distance: invalid))
+    forecast.begin_pass(ByDistance(lambda il, distance: [-3, 0.5, 2, np.inf]))
+    np.testing.assert_array_equal(forecast.probabilities()[1], np.array([0, 0.5, 1, 1], np.float32))
+
+
+FOUR = MoeShape(n_layer=5, n_expert=6, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=100)
+
+
+def probabilities(**rows: list[float]) -> Float32s:
+    table = np.zeros(FOUR.table, np.float32)
+    for name, row in rows.items():
+        table[int(name[1:])] = row
+    return table
+
+
+def forecast_of(table: Float32s, il: int | None = None, window: int = 4) -> Forecast:
+    forecast, predictor = Forecast(FOUR, window), ScriptedPredictor(lambda il: table[il], shape=FOUR, reach=9)
+    forecast.begin_pass(predictor)
+    if il is not None:
+        forecast.advance(predictor, il)
+    return forecast
+
+
+def requests_of(prefetcher: Prefetcher, forecast: Forecast, resident: Float32s | None = None) -> list[tuple[int, int]]:
+    residency = np.zeros(FOUR.table, np.uint8) if resident is None else resident.astype(np.uint8)
+    layers, experts = prefetcher.requests(forecast, lambda: residency)
+    assert layers.dtype == experts.dtype == np.int32
+    return list(zip(layers.tolist(), experts.tolist(), strict=True))
+
+
+SOME = probabilities(l1=[0, 0.9, 0.8, 0.7, 0, 0], l2=[0.3, 0, 0, 0, 0.6, 0], l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+
+
+def test_the_nearest_layer_comes_first_and_in_it_the_likeliest_as_many_as_a_token_uses() -> None:
+    assert requests_of(Prefetcher(FOUR, PrefetchOptions(budget_bytes=10_000)), forecast_of(SOME)) == [
+        (1, 1),
+        (1, 2),
+        (2, 4),
+        (2, 0),
+    ]
+    assert requests_of(Prefetcher(FOUR, PrefetchOptions(budget_bytes=10_000)), forecast_of(SOME, il=1)) == [
+        (2, 4),
+        (2, 0),
+    ]
+
+
+def test_by_proximity_a_probable_expert_of_a_far_layer_comes_before_an_improbable_one_of_the_nearest() -> None:
+    table = probabilities(l2=[0.2, 0.9, 0, 0, 0, 0], l3=[0, 0, 0.9, 0, 0, 0], l4=[0, 0, 0, 0.9, 0.5, 0])
+    ordered = PrefetchOptions(budget_bytes=10_000, least_probability=0, by_proximity=True)
+    # times 1, 3/4, 2/4 and 1/4 for layers 1 to 4 after layer 1, the first of four
+    assert requests_of(Prefetcher(FOUR, ordered), forecast_of(table, il=1)) == [(2, 1), (3, 2), (4, 3), (2, 0), (4, 4)]
+    two = PrefetchOptions(budget_bytes=200, least_probability=0, by_proximity=True)
+    assert requests_of(Prefetcher(FOUR, two), forecast_of(table, il=1)) == [(2, 1), (3, 2)]
+
+
+def test_by_proximity_what_is_still_absent_is_requested_again_in_its_new_order() -> None:
+    table = probabilities(l2=[0, 0.9, 0, 0, 0, 0], l3=[0, 0, 0.5, 0, 0, 0], l4=[0, 0, 0, 0.9, 0, 0])
+    prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=10_000, least_probability=0, by_proximity=True))
+    assert requests_of(prefetcher, forecast_of(table, il=1)) == [(2, 1), (3, 2), (4, 3)]
+    assert requests_of(prefetcher, forecast_of(table, il=2)) == [(4, 3), (3, 2)]
+    resident = np.zeros(FOUR.table, np.float32)
+    resident[4, 3] = 1
+    table[3, 0] = 0.7
+    assert requests_of(prefetcher, forecast_of(table, il=2), resident) == [(3, 0), (3, 2)]
+
+
+def test_the_budget_is_that_of_a_token() -> None:
+    prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=399))
+    assert len(requests_of(prefetcher, forecast_of(SOME, window=1))) == 2
+    assert len(requests_of(prefetcher, forecast_of(SOME, il=1))) == 1
+    prefetcher.begin_pass()
+    assert len(requests_of(prefetcher, forecast_of(SOME))) == 3
+
+
+def test_by_default_half_of_what_a_token_uses() -> None:
+    everything = np.ones(FOUR.table, np.float32)
+    assert len(requests_of(Prefetcher(FOUR, PrefetchOptions()), forecast_of(everything))) == 4
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 99, -1])
+def test_without_a_budget_residency_is_not_read(budget_bytes: int) -> None:
+    prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=budget_bytes))
+    layers, _ = prefetcher.requests(forecast_of(SOME), lambda: pytest.fail("requested for nothing"))
+    assert layers.size == 0
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 1500), st.floats(0, 1))
+def test_the_rules_hold_whatever_is_predicted(seed: int, budget_bytes: int, least: float) -> None:
+    rng = np.random.default_rng(seed)
+    prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=budget_bytes, least_probability=least))
+    for _ in range(2):
+        prefetcher.begin_pass()
+        requested: list[tuple[int, int]] = []
+        for il in (None, 1, 2, 3):
+            table, resident = rng.random(FOUR.table, np.float32), rng.integers(0, 3, FOUR.table)
+            table[rng.random(FOUR.table) < 0.5] = 0  # such experts are never prefetched
+            now = requests_of(prefetcher, forecast_of(table, il), resident)
+            assert [layer for layer, _ in now] == sorted(layer for layer, _ in now)
+            assert all(
+                layer > (il or 0) and table[layer, e] >= max(least, 1e-9) and not resident[layer, e] for layer, e in now
+            )
+            requested += now
+        assert len(set(requested)) == len(requested) <= budget_bytes // FOUR.expert_bytes

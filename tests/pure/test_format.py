@@ -1,4 +1,5 @@
-"""Trace files: what was written is read; damaged, foreign and forged files are a TraceError."""
+"""Trace files: what was written is read; damaged, foreign and forged files are a TraceError. Prompts files: both
+formats as documented, and each mistake named with its line."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import SMALL, batched, random_trace, same
 
-from moegguf.errors import MoeggufError, TraceError
+from moegguf.errors import MoeggufError, OptionError, TraceError
+from moegguf.trace import prompts
 from moegguf.trace.format import TraceWriter, read, write
+from moegguf.trace.prompts import Prompt, read_prompts
 from moegguf.trace.trace import Trace
 
 Members = dict[str, bytes]
@@ -59,7 +62,11 @@ def members(tmp_path: Path) -> Members:
     return unpack(tmp_path / "good.npz")
 
 
-WRITTEN = [batched(), *(small(with_weights=w, with_inputs=i) for w in (False, True) for i in (False, True))]
+WRITTEN = [
+    batched(),
+    small(with_inputs=True).select([]),
+    *(small(with_weights=w, with_inputs=i) for w in (False, True) for i in (False, True)),
+]
 
 
 @pytest.mark.parametrize("trace", WRITTEN)
@@ -68,20 +75,9 @@ def test_what_was_written_is_read(tmp_path: Path, trace: Trace) -> None:
     write(tmp_path / "t.npz", trace)
     assert same(read(tmp_path / "t.npz"), trace)
     assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
-
-
-def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
-    nothing = small(with_inputs=True).select([])
-    write(tmp_path / "t.npz", nothing)
-    assert same(read(tmp_path / "t.npz"), nothing)
-
-
-def test_numpy_alone_opens_it(tmp_path: Path) -> None:
-    trace = small()
-    write(tmp_path / "t.npz", trace)
-    with np.load(tmp_path / "t.npz", allow_pickle=False) as arrays:
-        assert np.array_equal(arrays["expert_ids.000000"], trace.expert_ids)
+    with np.load(tmp_path / "t.npz", allow_pickle=False) as arrays:  # numpy alone opens it
         assert json.loads(arrays["header.json"])["shape"]["n_expert"] == 16
+        assert "expert_ids.000000" not in arrays or np.array_equal(arrays["expert_ids.000000"], trace.expert_ids)
 
 
 def test_blocks_may_lack_inputs(tmp_path: Path) -> None:
@@ -269,3 +265,73 @@ def test_any_cut_is_refused(good: tuple[Path, bytes, Trace], data: st.DataObject
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(TraceError):
         read(path)
+
+
+def put_file(folder: Path, name: str, data: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def test_prompts_are_paragraphs_of_plain_text_or_objects_of_json_lines_of_limited_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put_file(tmp_path, "stories.txt", "\ufeff\n\nOnce upon\r\na time.\n \n\n\nThe end.")
+    assert read_prompts(path) == [Prompt("Once upon\na time.", "stories"), Prompt("The end.", "stories")]
+    lines = ['{"prompt": "a \u2028 b", "label": " code ", "n_predict": 7, "completion": "c"}', "", '{"prompt": "d"}\r']
+    path = put_file(tmp_path, "mixed.jsonl", "\n".join(lines))
+    assert read_prompts(path) == [Prompt("a \u2028 b", "code", 7, "c"), Prompt("d", "mixed")]
+    path = put_file(tmp_path, "p.txt", "one two\n\nthree")
+    monkeypatch.setattr(prompts, "MAX_FILE_BYTES", 13)
+    with pytest.raises(OptionError, match="at most 13 bytes"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("{", "Invalid JSON"),
+        ("[" * 100_000, "Invalid JSON"),
+        ("[1]", "Input should be an object"),
+        ('{"label": "x"}', "prompt: Field required"),
+        ('{"prompt": " "}', "prompt: String should match"),
+        ('{"prompt": 3}', "prompt: Input should be a valid string, but is 3"),
+        (r'{"prompt": "\ud800"}', "Invalid JSON"),
+        ('{"prompt": "x", "completion": ""}', "completion: String should match"),
+        ('{"prompt": "x", "label": ""}', "label: String should have at least 1"),
+        ('{"prompt": "x", "n_predict": 0}', "n_predict: Input should be greater"),
+        ('{"prompt": "x", "n_predict": true}', "n_predict: Input should be a valid integer"),
+        ('{"prompt": "x", "n_tokens": 1}', "n_tokens: Extra inputs are not permitted"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(tmp_path: Path, line: str, rule: str) -> None:
+    path = put_file(tmp_path, "p.jsonl", '{"prompt": "fine"}\n\n' + line + "\n")
+    with pytest.raises(OptionError) as caught:
+        read_prompts(path)
+    assert rule in str(caught.value) and "'p.jsonl', line 3:" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_files_without_prompts_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OptionError, match="is empty"):
+        read_prompts(put_file(tmp_path, name, " \n\n"))
+    with pytest.raises(OptionError, match="line 2: must be UTF-8, but has byte 0xff"):
+        read_prompts(put_file(tmp_path, name, b"fine\nnot \xff fine"))
+    with pytest.raises(OptionError, match="cannot be read"):
+        read_prompts(tmp_path / ("missing" + name))
+    with pytest.raises(OptionError, match="cannot be read"):
+        read_prompts(tmp_path)
+
+
+WORD = st.text(min_size=1, max_size=20).filter(lambda text: bool(text.strip()))
+
+
+@given(
+    st.lists(st.builds(Prompt, WORD, WORD.map(str.strip), st.none() | st.integers(1, 99), st.none() | WORD), min_size=1)
+)
+@settings(max_examples=50)
+def test_what_was_written_as_json_is_read_back(tmp_path_factory: pytest.TempPathFactory, given_: list[Prompt]) -> None:
+    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    rows = [{"prompt": p.text, "label": p.label, "n_predict": p.n_predict, "completion": p.completion} for p in given_]
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), newline="")
+    assert read_prompts(path) == given_

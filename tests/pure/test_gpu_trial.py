@@ -53,14 +53,9 @@ def test_the_sources_are_those_of_the_build_and_the_steps() -> None:
     assert sum(path.stat().st_size for path in files.values()) < pack.MOST_BYTES
 
 
-def test_a_folder_of_somebody_elses_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("")
-    with pytest.raises(ValueError, match="name another"):
-        pack.pack(tmp_path)
-    assert (tmp_path / "thesis.txt").exists()
-
-
-def test_the_packed_script_unpacks_sources_and_wheels_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packed_script_unpacks_once_and_overwrites_no_folder_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed, work = tmp_path / "packed", tmp_path / "work"
     (packed / "wheels").mkdir(parents=True)
     work.mkdir()
@@ -75,6 +70,10 @@ def test_the_packed_script_unpacks_sources_and_wheels_once(tmp_path: Path, monke
     (work / "sources" / "LICENSE").unlink()
     start.unpack(work)
     assert not (work / "sources" / "LICENSE").exists()
+    (tmp_path / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match="name another"):
+        pack.pack(tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
 
 
 class Clock:

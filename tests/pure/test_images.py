@@ -81,9 +81,11 @@ def test_the_end_is_found_in_files_that_other_programs_write_or_nobody_does() ->
 
 
 @pytest.mark.parametrize("text", ["!!!", "data:image/png;base64,AAAA", "é"])
-def test_text_that_is_no_base64_is_refused(text: str) -> None:
+def test_base64_may_have_line_breaks_and_other_text_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="base64"):
         image_part(text)
+    good = base64_of(png(1, 1))
+    assert image_part(good[:10] + "\n" + good[10:])["type"] == "image"
 
 
 def test_images_stand_where_they_were() -> None:
@@ -92,9 +94,6 @@ def test_images_stand_where_they_were() -> None:
     assert marked.pieces(f"<{marked.marker}>") == ["<", ">"]
     assert marked.pieces("none") is None and marked.pieces(marked.marker * 2) is None
     assert text_of(message("a", png(1, 1), "b")["content"]) == "a\nb"
-
-
-def test_the_number_of_images_is_limited() -> None:
     with pytest.raises(OptionError, match="at most"):
         mark_images([{"role": "user", "content": [image(png(1, 1))] * (MAX_IMAGES + 1)}])
 
@@ -108,9 +107,6 @@ def test_paths_in_a_message_become_images(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.count("Added image") == 3
     assert extract_images(f"no {tmp_path}/b.png, a.png") == (f"no {tmp_path}/b.png, a.png", [])
     assert begins_with_image(f"{tmp_path}/a.png what?") and not begins_with_image("/set system x.png")
-
-
-def test_a_path_that_is_no_image_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"text")
     with pytest.raises(OptionError, match=r"a\.png"):
         extract_images(f"what is {tmp_path}/a.png?")
@@ -124,15 +120,13 @@ def test_a_path_that_is_no_image_is_an_error(tmp_path: Path) -> None:
         (["m-Q4_0.gguf", "n-Q4_0.gguf", "mmproj-m-F16.gguf", "mmproj-n-F16.gguf"], "mmproj-m-F16.gguf"),
     ],
 )
-def test_a_projector_beside_a_file_belongs_to_it(names: list[str], expected: str | None) -> None:
+def test_a_projector_beside_a_file_belongs_to_it(tmp_path: Path, names: list[str], expected: str | None) -> None:
     assert projector_beside("m-Q4_0.gguf", names) == expected
-
-
-def test_a_folder_with_a_projector_has_one_model(tmp_path: Path) -> None:
-    (tmp_path / "m-Q4_0.gguf").write_bytes(b"GGUF")
-    (tmp_path / "mmproj-F16.gguf").write_bytes(b"GGUF")
-    entry = Catalog().find(tmp_path)
-    assert entry.path.name == "m-Q4_0.gguf" and entry.mmproj == tmp_path / "mmproj-F16.gguf"
+    for name in names:
+        (tmp_path / name).write_bytes(b"GGUF")
+    if len(names) == 2:  # a folder with a projector has one model
+        entry = Catalog().find(tmp_path)
+        assert entry.path.name == "m-Q4_0.gguf" and entry.mmproj == tmp_path / "mmproj-F16.gguf"
 
 
 def test_a_projector_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
@@ -177,8 +171,3 @@ def test_a_key_of_another_type_is_refused(tmp_path: Path, key: str, value_type: 
     write_file(good.with_pair(i, changed), tmp_path / "bad.gguf")
     with pytest.raises(ModelFormatError, match=rf"bad\.gguf: key '{key}' is of GGUF type"):
         read_projector(tmp_path / "bad.gguf")
-
-
-def test_base64_may_have_line_breaks() -> None:
-    text = base64_of(png(1, 1))
-    assert image_part(text[:10] + "\n" + text[10:])["type"] == "image"

@@ -1,4 +1,5 @@
-"""Keep-alive times and which models are unloaded when memory is short. The workers are scripted, the processes real."""
+"""Keep-alive times, turns between clients, and which models are unloaded when memory is short. The workers are
+scripted, the processes real."""
 
 import asyncio
 import math
@@ -6,11 +7,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from scripted_manager import FakeCatalog, answer_text, begun, generate, in_loop, manager_of, until
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_of, until
 
 from moegguf.errors import BudgetError
 from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
+from moegguf.serving.managed_model import MOST_CLIENTS, Turns
 from moegguf.serving.model_manager import ModelManager
 
 
@@ -28,7 +32,6 @@ def left_s(manager: ModelManager) -> float:
     return math.inf if model.expires is None else (model.expires - datetime.now(UTC)) / timedelta(seconds=1)
 
 
-@in_loop
 async def test_each_request_sets_the_keep_alive_time(catalog: FakeCatalog) -> None:
     catalog.add("a")
     async with manager_of(catalog, keep_alive_s=100) as manager:
@@ -41,7 +44,6 @@ async def test_each_request_sets_the_keep_alive_time(catalog: FakeCatalog) -> No
         await until(lambda: not manager.loaded())
 
 
-@in_loop
 async def test_an_idle_model_is_unloaded_after_its_keep_alive_time(catalog: FakeCatalog) -> None:
     catalog.add("a")
     catalog.add("b")
@@ -52,7 +54,6 @@ async def test_an_idle_model_is_unloaded_after_its_keep_alive_time(catalog: Fake
         await until(lambda: names(manager) == {"b"})
 
 
-@in_loop
 async def test_the_time_does_not_run_while_a_model_is_used(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("a")
     go = tmp_path / "go"
@@ -70,7 +71,6 @@ async def test_the_time_does_not_run_while_a_model_is_used(catalog: FakeCatalog,
     assert len(catalog.loads("a")) <= 3, "a slow machine unloads it between the requests"
 
 
-@in_loop
 async def test_the_least_recently_used_idle_model_is_unloaded_first(catalog: FakeCatalog) -> None:
     for name in "abcd":
         catalog.add(name, 400, 400)
@@ -84,7 +84,6 @@ async def test_the_least_recently_used_idle_model_is_unloaded_first(catalog: Fak
         assert names(manager) == {"c", "d"}
 
 
-@in_loop
 async def test_beside_a_busy_model_another_gets_fewer_slots(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("a", 600, 600)
     catalog.add("b", 800, 200)
@@ -98,7 +97,6 @@ async def test_beside_a_busy_model_another_gets_fewer_slots(catalog: FakeCatalog
     assert catalog.loads("b")[0]["plan"]["budget_bytes"] == 400 << 20
 
 
-@in_loop
 async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("a", 600, 600)
     catalog.add("b", 800, 500)
@@ -121,7 +119,6 @@ def waits_for_memory(manager: ModelManager, name: str) -> bool:
     return bool(waiting) and not waiting[0].measuring and waiting[0].measured is not None
 
 
-@in_loop
 async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +147,6 @@ async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
     assert len(catalog.loads("b")) == 1
 
 
-@in_loop
 async def test_a_model_that_never_fits_is_an_error_with_numbers(catalog: FakeCatalog) -> None:
     catalog.add("a", 2000, 1500)
     catalog.add("b")
@@ -160,3 +156,63 @@ async def test_a_model_that_never_fits_is_an_error_with_numbers(catalog: FakeCat
             await generate(manager, "a", "say x")
         assert names(manager) == {"b"}, "no model was unloaded for it"
         assert await generate(manager, "b", "say x") == "x"
+
+
+class Queue:
+    """Requests that wait for one model, as (turn, ticket, client)."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.waiting: list[tuple[int, int, str]] = []
+        self._n_tickets = 0
+
+    def add(self, client: str) -> int:
+        """The turn of a new request."""
+        turn = self.turns.take(client, max((turn for turn, _, of in self.waiting if of == client), default=None))
+        self.waiting.append((turn, self._n_tickets, client))
+        self._n_tickets += 1
+        return turn
+
+    def serve(self) -> tuple[int, int, str]:
+        """The request whose turn it is."""
+        first = min(self.waiting)
+        self.waiting.remove(first)
+        self.turns.serve(first[2], first[0])
+        return first
+
+
+def test_idle_clients_save_no_turns_cancelled_requests_cost_none_and_few_clients_are_remembered() -> None:
+    queue = Queue()
+    queue.add("idle")
+    queue.serve()
+    for _ in range(20):
+        queue.add("busy")
+        queue.serve()
+    assert queue.add("idle") == queue.add("third")
+    queue = Queue()
+    for _ in range(500):
+        queue.add("hasty")
+    queue.serve()
+    queue.waiting.clear()
+    again, other = queue.add("hasty"), queue.add("other")
+    assert again - other == 1
+    queue = Queue()
+    for i in range(10 * MOST_CLIENTS):
+        queue.add(str(i))
+        queue.serve()
+    assert len(queue.turns._in_turn) <= MOST_CLIENTS
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=60))
+def test_nobody_waits_for_more_than_one_request_of_each_other_client_per_own(steps: list[tuple[int, int]]) -> None:
+    queue, n_overtaken = Queue(), dict[int, dict[str, int]]()
+    for ticket, (client, n_served) in enumerate(steps):
+        own = sum(of == str(client) for _, _, of in queue.waiting)
+        queue.add(str(client))
+        n_overtaken[ticket] = dict.fromkeys(map(str, range(5)), own + 1)
+        for _ in range(min(n_served, len(queue.waiting))):
+            _, _, served = queue.serve()
+            for _, other, of in queue.waiting:
+                if of != served:
+                    n_overtaken[other][served] -= 1
+                    assert n_overtaken[other][served] >= -1

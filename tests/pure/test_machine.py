@@ -1,5 +1,5 @@
 """Free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent, broken; a library that was
-compiled for another processor is refused before it ends the process."""
+compiled for another processor is refused; the number of compute threads, from times and loads that are made up."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moegguf.engine import machine
+from moegguf.engine.batch_invariance import NEEDED_FLAGS, has_kernels
 from moegguf.engine.machine import (
     cgroup_levels,
     count_cpus,
@@ -17,6 +18,7 @@ from moegguf.engine.machine import (
     read_machine,
     read_memory,
 )
+from moegguf.engine.threadpool import MEMORY_S, ThreadGovernor
 from moegguf.errors import LibraryError, ModelNotFoundError
 from moegguf.native import library
 from moegguf.processor import Processor, read_processor
@@ -60,10 +62,17 @@ def fake(tmp_path: Path) -> FakeMachine:
     return FakeMachine(tmp_path)
 
 
-def test_no_cgroup(fake: FakeMachine) -> None:
+def test_a_machine_without_cgroups(fake: FakeMachine) -> None:
     memory = read_memory(fake.root)
     assert (memory.total_bytes, memory.available_bytes) == (16 * GIB, 10 * GIB)
     assert memory.limited_by == "the machine"
+    machine = read_machine()
+    assert 0 <= machine.memory.available_bytes <= machine.memory.total_bytes
+    assert machine.n_cpu >= 1
+    fake.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n\nflags : x\n")
+    machine = read_machine(fake.root)
+    assert machine.cpu_model == "Some CPU" and machine.cpu_flags == ("fma", "avx2", "avx512f")
+    assert 1 <= machine.n_core <= machine.n_cpu
 
 
 @pytest.mark.parametrize(
@@ -143,36 +152,14 @@ def test_cpu_quota(fake: FakeMachine) -> None:
     assert count_cpus(fake.root) == 1
 
 
-def test_cpu_model_and_flags(fake: FakeMachine) -> None:
-    fake.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n\nflags : x\n")
-    machine = read_machine(fake.root)
-    assert machine.cpu_model == "Some CPU" and machine.cpu_flags == ("fma", "avx2", "avx512f")
-    assert 1 <= machine.n_core <= machine.n_cpu
-
-
-def test_this_machine() -> None:
-    machine = read_machine()
-    assert 0 <= machine.memory.available_bytes <= machine.memory.total_bytes
-    assert machine.n_cpu >= 1
-
-
 @pytest.mark.parametrize("size", [0, 1000, 3 << 20, 17 << 20])
-def test_disk_speed(tmp_path: Path, size: int) -> None:
+def test_disk_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(size))
-    speed = disk_read_speed(path, seconds=0.05)
-    assert speed.bytes_per_s > 0 if size else speed.bytes_per_s == 0
-
-
-def test_disk_speed_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(5 << 20))
+    assert (disk_read_speed(path, seconds=0.05).bytes_per_s > 0) == bool(size)
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     speed = disk_read_speed(path, seconds=0.05)
-    assert speed.bytes_per_s > 0 and not speed.direct
-
-
-def test_disk_speed_of_nothing(tmp_path: Path) -> None:
+    assert (speed.bytes_per_s > 0) == bool(size) and not speed.direct
     with pytest.raises(ModelNotFoundError, match="check the path"):
         disk_read_speed(tmp_path / "none")
 
@@ -206,18 +193,90 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, load: float, wo
     assert words in machine.load_warning() and bool(words) == bool(machine.load_warning())
 
 
-def test_a_processor_that_lacks_instructions_is_a_library_error(folder: Path) -> None:
+def test_a_processor_that_lacks_instructions_is_a_library_error_and_an_unknown_one_passes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(LibraryError, match=r"this one \(Some CPU\) has no avx512f\. Install moegguf from source"):
         library.check_processor(folder)
-
-
-def test_a_processor_with_them_passes_and_an_unknown_one_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "CPU_FEATURES").write_text("avx2\n")
-    library.check_processor(folder)
-    (folder / "CPU_FEATURES").write_text("")
-    library.check_processor(folder)
+    for features in ("avx2\n", ""):
+        (folder / "CPU_FEATURES").write_text(features)
+        library.check_processor(folder)
     (folder / "CPU_FEATURES").write_text("avx512f\n")
     monkeypatch.setattr(library, "read_processor", lambda: read_processor(folder))  # no /proc/cpuinfo there
     library.check_processor(folder)
     (folder / "CPU_FEATURES").unlink()
     library.check_processor(folder)
+
+
+class Governed:
+    """A clock, and a governor that is asked every quarter of a second."""
+
+    def __init__(self, n_cpu: int, n_max: int | None = None) -> None:
+        self.governor = ThreadGovernor(n_cpu, n_max or n_cpu)
+        self.now_s = 100.0
+
+    def decide(self, others: float, token_s: dict[int, float] | None = None) -> int:
+        self.now_s += 0.25
+        return self.governor.decide(self.now_s, others, token_s[self.governor.n_threads] if token_s else None)
+
+    def steps(self, n: int, others: float, token_s: dict[int, float] | None = None) -> list[int]:
+        return [self.decide(others, token_s) for _ in range(n)]
+
+
+QUIET = {1: 0.020, 2: 0.011}
+BUSY = {1: 0.021, 2: 0.190}
+
+
+def test_quiet_machine_keeps_every_thread_and_prompts_follow_the_load_alone() -> None:
+    assert set(Governed(2).steps(100, 0.05, QUIET)) == {2}
+    machine = Governed(2)
+    assert machine.steps(9, 0.35, QUIET) == [2] * 9
+    machine.decide(1.0, BUSY)
+    assert machine.steps(9, 0.35, QUIET) == [1] * 9
+    machine = Governed(2)
+    assert machine.steps(3, 1.0) + machine.steps(2, 0.0) == [1, 1, 1, 2, 2]
+
+
+def test_one_busy_process_takes_one_thread_within_a_step_and_gives_it_back_within_another() -> None:
+    machine = Governed(2)
+    machine.steps(4, 0.0, QUIET)
+    assert machine.steps(200, 0.7, BUSY) == [1] * 200  # and no probing in between
+    assert machine.steps(3, 0.05, QUIET) == [2, 2, 2]
+
+
+def test_a_load_that_came_within_the_last_step_makes_it_look_once_more() -> None:
+    machine = Governed(2)
+    assert machine.decide(0.5, {2: 0.012}) == 1  # mostly measured before the load came
+    assert machine.decide(1.0, BUSY) == 2  # slower than that
+    assert machine.steps(30, 1.0, BUSY) == [1] * 30
+
+
+def test_a_load_beside_which_fewer_threads_are_slower_leaves_them_all() -> None:
+    harmless, machine = {1: 0.020, 2: 0.012}, Governed(2)
+    n_steps = int(10 * MEMORY_S / 0.25)
+    n_fewer = machine.steps(n_steps, 0.6, harmless).count(1)
+    assert 1 <= n_fewer <= 12  # asked again every MEMORY_S
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)])
+def test_many_processors(others: float, expected: int) -> None:
+    assert Governed(8).decide(others) == expected
+
+
+def test_a_quota_below_the_processors_leaves_room_for_others() -> None:
+    assert Governed(64, n_max=4).steps(3, 40.0) == [4, 4, 4]
+    assert Governed(64, n_max=4).steps(3, 62.0) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "expected"),
+    [
+        (NEEDED_FLAGS, "", True),
+        (NEEDED_FLAGS | {"avx512f"}, "avx2", True),
+        (NEEDED_FLAGS, "upstream", False),
+        ({"avx2", "f16c"}, "", False),
+        (set(), "", False),
+    ],
+)
+def test_the_processor_and_the_chosen_kernels_decide(flags: set[str], chosen: str, expected: bool) -> None:
+    assert has_kernels(Processor("a processor", frozenset(flags)), chosen) is expected

@@ -33,20 +33,22 @@ def size(wanted: int, minimum: int) -> ModelSize:
 @pytest.mark.parametrize(
     ("wanted", "minimum", "models", "admission"),
     [
-        (50, 10, [], Admission(50)),
-        (200, 10, [], Admission(100)),
-        (50, 10, [("a", 40, True)], Admission(50)),
+        (50, 10, [], Admission(50)), (200, 10, [], Admission(100)), (50, 10, [("a", 40, True)], Admission(50)),
         (80, 10, [("a", 40, True)], Admission(unload=("a",))),
+        (80, 10, [("a", 40, False, True)], Admission(unload=("a",))),  # it stops, and is waited for
         (80, 10, [("a", 40, True), ("b", 30, True)], Admission(unload=("a", "b"))),
         (60, 10, [("a", 40, True), ("b", 30, True)], Admission(unload=("a",))),
         (60, 10, [("a", 40, False), ("b", 30, True)], Admission(unload=("b",))),
-        (80, 10, [("a", 40, False)], Admission(60)),
-        (80, 70, [("a", 40, False)], Admission()),
+        (80, 10, [("a", 40, False)], Admission(60)), (80, 70, [("a", 40, False)], Admission()),
         (80, 70, [("a", 40, False), ("b", 10, True)], Admission()),
+        (5, 5, [("a", 1, True), ("b", 1, True), ("c", 1, True)], Admission(unload=("a",))),  # three at most
+        (5, 5, [("a", 1, False), ("b", 1, False), ("c", 1, False)], Admission()),
     ],
-)
-def test_admission(wanted: int, minimum: int, models: list[tuple[str, int, bool]], admission: Admission) -> None:
-    assert admit(size(wanted, minimum), 100, [MemoryUse(*model) for model in models]) == admission
+)  # fmt: skip
+def test_admission(wanted: int, minimum: int, models: list[tuple[Any, ...]], admission: Admission) -> None:
+    assert admit(size(wanted, minimum), 100, [MemoryUse(*model) for model in models], 3) == admission
+    with pytest.raises(BudgetError, match=r"the model needs at least 2.00GiB.* 1.00GiB"):
+        admit(size(3 * GIB, 2 * GIB), GIB, [MemoryUse(*model) for model in models], 3)
 
 
 @pytest.mark.parametrize(
@@ -67,21 +69,6 @@ def test_models_are_unloaded_for_the_memory_that_is_short(
     assert admit(on_device, 100, uses, device_limit_bytes=100) == admission
     with pytest.raises(BudgetError, match=r"at least .* on GPU"):
         admit(on_device, 100, uses, device_limit_bytes=9)
-
-
-def test_a_stopping_model_is_waited_for() -> None:
-    assert admit(size(80, 10), 100, [MemoryUse("a", 40, False, stopping=True)]) == Admission(unload=("a",))
-
-
-def test_max_models_counts_as_memory_does() -> None:
-    models = [MemoryUse("a", 1, True), MemoryUse("b", 1, True)]
-    assert admit(size(5, 5), 100, models, 2) == Admission(unload=("a",))
-    assert admit(size(5, 5), 100, [MemoryUse("a", 1, False)], 1) == Admission()
-
-
-def test_a_model_that_never_fits_is_an_error() -> None:
-    with pytest.raises(BudgetError, match=r"the model needs at least 2.00GiB.* 1.00GiB"):
-        admit(size(3 * GIB, 2 * GIB), GIB, [])
 
 
 @given(
@@ -130,9 +117,8 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
     assert limit.ram(0) == 0
 
 
-def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) -> None:
+def test_within_less_memory_batch_and_slots_are_chosen_together(path: Path) -> None:
     """Every size between the minimum and all has a plan that fits, and the worker gets that plan."""
-    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
     found = measure(file_entry(path, "path", "m"), LoadOverrides(), Settings(), 64 * GIB)
     whole = found.plan_within(found.wanted_bytes, 0)
     assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted_bytes
@@ -146,6 +132,12 @@ def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) 
 
 STOPS_ARE_SLOW = Speeds.supposed(448e9, Link(24e9, 1e-3), 2e8)
 GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A model of 6 layers of 16 experts, top-4."""
+    return moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
 
 
 def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
@@ -175,12 +167,12 @@ def test_slots_on_a_device_are_planned_for_any_memory_and_the_worker_gets_the_pl
 
 @pytest.mark.parametrize("choice", ["layers", "auto"])
 def test_whole_layers_on_a_device_are_counted_there_and_the_worker_gets_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", choice)
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
-    found = measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
+    found = measure_on_gpu(path)
     plan = found.plan_within(found.wanted_bytes, found.device_wanted_bytes)
     assert plan.layers_on == found.device == "GPU0" and plan.placement is not None
     assert plan.placement.chosen.n_layers == 3 and plan.whole_layers == (3, 4, 5)
@@ -191,37 +183,34 @@ def test_whole_layers_on_a_device_are_counted_there_and_the_worker_gets_the_plan
     assert (fewer.device is None) == (choice == "layers")  # else with slots alone
 
 
-def test_budgets_of_several_devices_are_refused_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%,25%")
-    with pytest.raises(BudgetError, match="2 budgets for 1 devices"):
-        measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
-
-
-def test_a_model_fastest_on_the_cpu_takes_nothing_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_fastest_on_the_cpu_takes_nothing_of_a_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Speeds.supposed(1e6, Link(1e6), 38e9)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: slow)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
-    found = measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
+    found = measure_on_gpu(path)
     plan = found.plan_within(found.wanted_bytes, 0)
     assert (found.device, found.device_wanted_bytes) == (None, 0)
     assert not plan.on_device and plan.vram_cache_bytes == 0
-    whole = measure_on_gpu(tmp_path / "m.gguf", n_gpu_layers=-1)
+    whole = measure_on_gpu(path, n_gpu_layers=-1)
     assert whole.device == "GPU0", "as was asked for"
 
 
-def test_a_part_of_the_layers_is_counted_on_the_device_that_computes_it(tmp_path: Path) -> None:
-    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+def test_a_part_of_the_layers_is_counted_on_the_device_that_computes_it(path: Path) -> None:
     half, most = (measure_on_gpu(path, n_gpu_layers=n) for n in (3, 5))
     assert half.device == most.device == "GPU0" and 0 < half.device_wanted_bytes < most.device_wanted_bytes
     plan = half.plan_within(half.wanted_bytes, half.device_wanted_bytes)
     assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
 
 
-def test_layers_and_a_placement_that_contradicts_them_are_refused(tmp_path: Path) -> None:
-    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+def test_a_placement_that_contradicts_layers_and_budgets_of_several_devices_are_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for placement, n in (("cpu", -1), ("layers", 3)):
         with pytest.raises(OptionError, match=f"placement '{placement}' .*n_gpu_layers (is )?{n}"):
             measure_on_gpu(path, placement=placement, n_gpu_layers=n)
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%,25%")
+    with pytest.raises(BudgetError, match="2 budgets for 1 devices"):
+        measure_on_gpu(path)
 
 
 @pytest.mark.parametrize(
@@ -244,15 +233,12 @@ def test_is_embedding(metadata: dict[str, Any], expected: bool) -> None:
 )  # fmt: skip
 def test_a_budget_of_a_loaded_model_is_whole_slots_of_what_it_was_loaded_with(budget: str, n_bytes: int) -> None:
     assert expert_cache_within(parse_expert_cache(budget), 100, 10, 400) == n_bytes
-
-
-def test_a_model_without_experts_has_no_budget_for_them() -> None:
     with pytest.raises(BudgetError, match="no experts"):
         expert_cache_within(parse_expert_cache("50%"), 0, 0, 0)
 
 
-def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(tmp_path: Path) -> None:
-    entry = file_entry(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"), "path", "m")
+def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(path: Path) -> None:
+    entry = file_entry(path, "path", "m")
 
     def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
         size = measure(entry, LoadOverrides(n_ctx=4096), Settings(n_parallel=8, **settings), limit_bytes)

@@ -1,14 +1,16 @@
-"""Order of requests, limits, cancelling, crashes, load options. The workers are scripted, the processes real."""
+"""Order of requests, limits, cancelling, crashes, load options, leases of lower priority. The workers are scripted, the
+processes real."""
 
 import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
-from scripted_manager import FakeCatalog, answer_text, begun, generate, in_loop, manager_of, until
+from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_of, until
 
 from moegguf.errors import (
     BudgetError,
@@ -21,9 +23,11 @@ from moegguf.errors import (
     WorkerError,
 )
 from moegguf.generate.request import Delta, GenerationRequest
+from moegguf.serving import lease as lease_module
 from moegguf.serving import worker_process
 from moegguf.serving.clients import current_client
 from moegguf.serving.events import Done, LoadOverrides
+from moegguf.serving.lease import BackgroundLeases
 from moegguf.serving.model_manager import ModelManager
 
 
@@ -39,8 +43,7 @@ def waiting(manager: ModelManager) -> int:
     return sum(model.queue for model in manager.loaded())
 
 
-@in_loop
-async def test_the_last_event_has_the_timing(catalog: FakeCatalog) -> None:
+async def test_the_last_event_has_the_timing_and_the_manager_the_state(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         for first in (True, False):
             async with manager.lease("a") as lease:
@@ -49,9 +52,12 @@ async def test_the_last_event_has_the_timing(catalog: FakeCatalog) -> None:
             assert [type(event) for event in events] == [Delta, Done]
             assert isinstance(events[-1], Done) and events[-1].timing.finish == "stop"
             assert (events[-1].load_s > 0) is first
+        (model,) = manager.loaded()
+        assert (model.name, model.digest, model.n_ctx, model.size_bytes) == ("a:latest", "a" * 64, 4096, 100 << 20)
+        assert (model.busy, model.stopping, model.queue, model.n_requests) == (False, False, 0, 2)
+        assert model.stats.tokens == 2 and model.decisions["policy"] == "lru" and model.plan == {"n_slots": 3}
 
 
-@in_loop
 async def test_a_budget_that_a_request_asks_for_is_its_own_error_and_one_of_the_server_is_not(
     catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,28 +72,6 @@ async def test_a_budget_that_a_request_asks_for_is_its_own_error_and_one_of_the_
             await manager.load("a", LoadOverrides(expert_cache="2%"))
 
 
-@in_loop
-async def test_requests_of_a_model_are_answered_one_by_one_in_order(catalog: FakeCatalog) -> None:
-    begun: list[int] = []
-    at_once = 0
-
-    async def request(manager: ModelManager, number: int) -> None:
-        nonlocal at_once
-        async with manager.lease("a") as lease:
-            begun.append(number)
-            at_once += 1
-            assert at_once == 1
-            assert await answer_text(lease, f"say {number}") == str(number)
-            at_once -= 1
-
-    async with manager_of(catalog) as manager, asyncio.TaskGroup() as group:
-        for number in range(64):
-            group.create_task(request(manager, number))
-            await asyncio.sleep(0)
-    assert begun == sorted(begun)
-
-
-@in_loop
 async def test_clients_take_turns(catalog: FakeCatalog, tmp_path: Path) -> None:
     go, answered = tmp_path / "go", list[str]()
 
@@ -109,7 +93,6 @@ async def test_clients_take_turns(catalog: FakeCatalog, tmp_path: Path) -> None:
     assert answered[5:] == [str(number) for number in range(2, 60)]
 
 
-@in_loop
 async def test_as_many_requests_are_granted_as_the_process_answers_together(catalog: FakeCatalog) -> None:
     catalog.add("d", n_parallel=3)
     async with manager_of(catalog) as manager:
@@ -126,7 +109,6 @@ async def test_as_many_requests_are_granted_as_the_process_answers_together(cata
     assert len(catalog.loads("d")) == 2
 
 
-@in_loop
 async def test_one_client_cannot_fill_the_queue_against_others(catalog: FakeCatalog, tmp_path: Path) -> None:
     go, answered, refused, told = tmp_path / "go", list[str](), list[str](), set[str]()
 
@@ -160,20 +142,6 @@ async def test_one_client_cannot_fill_the_queue_against_others(catalog: FakeCata
     assert told == {"server busy, please try again.  maximum pending requests exceeded"}
 
 
-@in_loop
-async def test_a_cancelled_waiter_is_skipped(catalog: FakeCatalog, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    async with manager_of(catalog) as manager:
-        first = await begun(manager, "a", go)
-        second, third = (asyncio.create_task(generate(manager, "a", f"say {word}")) for word in ("two", "three"))
-        await until(lambda: waiting(manager) == 2)
-        second.cancel()
-        await until(lambda: waiting(manager) == 1)
-        go.touch()
-        assert await third == "three" and await first == "held" and second.cancelled()
-
-
-@in_loop
 async def test_a_request_cancelled_during_a_load_leaves_the_model_loaded(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         request = asyncio.create_task(generate(manager, "a", "say x"))
@@ -185,7 +153,6 @@ async def test_a_request_cancelled_during_a_load_leaves_the_model_loaded(catalog
 
 
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
-@in_loop
 async def test_closing_the_events_stops_the_answer(catalog: FakeCatalog, tmp_path: Path, ending: str) -> None:
     async def stop_reading(manager: ModelManager) -> None:
         async with manager.lease("a") as lease:
@@ -209,7 +176,6 @@ async def test_closing_the_events_stops_the_answer(catalog: FakeCatalog, tmp_pat
         assert manager.loaded()[0].pid == pid, "the worker stopped by itself"
 
 
-@in_loop
 async def test_a_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "CANCEL_GRACE_S", 0.02)
     async with manager_of(catalog) as manager:
@@ -220,9 +186,11 @@ async def test_a_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monke
     assert len(catalog.loads("a")) == 2
 
 
-@in_loop
-async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
+@pytest.mark.parametrize("debug", [False, True])
+async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(
+    catalog: FakeCatalog, capsys: pytest.CaptureFixture[str], debug: bool
+) -> None:
+    async with manager_of(catalog, debug=debug) as manager:
         async with manager.lease("a") as lease:
             second = asyncio.create_task(generate(manager, "a", "say queued"))
             answer = aiter(lease.answer(GenerationRequest(prompt="die")))
@@ -234,9 +202,9 @@ async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(catalog:
             assert await answer_text(lease, "say again") == "again", "the same lease"
         assert await second == "queued"
     assert len(catalog.loads("a")) == 2
+    assert ("GGML_ASSERT(as scripted)" in capsys.readouterr().err) is debug
 
 
-@in_loop
 async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repeated_once(
     catalog: FakeCatalog, tmp_path: Path
 ) -> None:
@@ -250,7 +218,10 @@ async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repe
             assert await answer_text(lease, "say y") == "y"
         left = tmp_path / "left"
         left.write_text("1")
-        assert await generate(manager, "a", f"die-silently {left}") == "alive"
+        async with manager.lease("a") as lease:
+            assert lease.load_s == 0
+            assert await answer_text(lease, f"die-silently {left}") == "alive"
+            assert lease.load_s > 0, "it was loaded again"
         left.write_text("2")
         with pytest.raises(WorkerError, match="SIGKILL"):
             await generate(manager, "a", f"die-silently {left}")
@@ -258,7 +229,6 @@ async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repe
     assert len(catalog.loads("a")) == 5
 
 
-@in_loop
 async def test_errors_keep_their_class_and_the_model_stays_loaded(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         with pytest.raises(ContextError, match="as scripted"):
@@ -269,7 +239,6 @@ async def test_errors_keep_their_class_and_the_model_stays_loaded(catalog: FakeC
     assert len(catalog.loads("a")) == 1
 
 
-@in_loop
 async def test_a_load_that_always_crashes_is_given_up(catalog: FakeCatalog, tmp_path: Path) -> None:
     left = tmp_path / "deaths"
     left.write_text("4")
@@ -284,29 +253,18 @@ async def test_a_load_that_always_crashes_is_given_up(catalog: FakeCatalog, tmp_
         assert await generate(manager, "d", "say x") == "x"
 
 
-@in_loop
-async def test_a_failed_load_fails_all_its_waiters_and_is_tried_once(catalog: FakeCatalog) -> None:
+async def test_a_failed_load_fails_its_waiters_and_is_tried_once_for_each_choice_of_options(
+    catalog: FakeCatalog,
+) -> None:
     catalog.add("d", fail="ModelFormatError")
     async with manager_of(catalog) as manager:
-        results = await asyncio.gather(*(generate(manager, "d", "say x") for _ in range(4)), return_exceptions=True)
-        assert [type(result) for result in results] == [ModelFormatError] * 4
-        assert len(catalog.loads("d")) == 1 and manager.loaded() == []
+        asked = [generate(manager, "d", "say x", LoadOverrides(n_ctx=n)) for n in (1024, 1024, 512)]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(result) for result in results] == [ModelFormatError] * 3 and manager.loaded() == []
+        assert [load["n_ctx"] for load in catalog.loads("d")] == [1024, 512]
         assert await generate(manager, "a", "say x") == "x"
 
 
-@in_loop
-async def test_waiters_with_other_overrides_get_a_load_of_their_own(catalog: FakeCatalog) -> None:
-    catalog.add("d", fail="AllocationError")
-    async with manager_of(catalog) as manager:
-        loads = [LoadOverrides(n_ctx=n) for n in (1024, 1024, 512)]
-        results = await asyncio.gather(
-            *(generate(manager, "d", "say x", load) for load in loads), return_exceptions=True
-        )
-        assert all(isinstance(result, MoeggufError) for result in results)
-        assert [load["n_ctx"] for load in catalog.loads("d")] == [1024, 512]
-
-
-@in_loop
 async def test_a_load_that_reads_nothing_for_too_long_ends(catalog: FakeCatalog) -> None:
     catalog.add("d", stall=True, fractions=2)
     async with manager_of(catalog, load_timeout_s=0.1) as manager:
@@ -315,42 +273,44 @@ async def test_a_load_that_reads_nothing_for_too_long_ends(catalog: FakeCatalog)
         assert len(catalog.loads("d")) <= 1 and manager.loaded() == [], "it was not tried again"
 
 
-@in_loop
-async def test_only_a_longer_context_loads_it_again(catalog: FakeCatalog) -> None:
-    asked = [1024, None, 512, 1024, 2048, 4096, 1024]
+@pytest.mark.parametrize(
+    ("asked", "process"),
+    [
+        ([{"n_ctx": n} for n in (1024, None, 512, 1024, 2048, 4096, 1024)], [0, 0, 0, 0, 4, 5, 5]),
+        (
+            [{"expert_cache": cache, "n_batch": n} for cache, n in (
+                ("50%", None), (None, None), ("50%", 512), ("25%", None), (None, 512), (None, 256), (None, None)
+            )],
+            [0, 0, 0, 3, 3, 5, 5],
+        ),
+    ],
+    ids=["a longer context", "other options"],
+)  # fmt: skip
+async def test_only_what_the_process_lacks_loads_it_again(
+    catalog: FakeCatalog, asked: list[dict[str, Any]], process: list[int]
+) -> None:
     async with manager_of(catalog) as manager:
-        for n_ctx in asked:
-            assert await generate(manager, "a", "say x", LoadOverrides(n_ctx=n_ctx)) == "x"
-    assert [load["n_ctx"] for load in catalog.loads("a")] == [1024, 2048, 4096]
+        pids = [(await manager.load("a", LoadOverrides(**options))).pid for options in asked]
+    assert [pids.index(pid) for pid in pids] == process
 
 
-@in_loop
-async def test_only_other_options_that_are_given_load_it_again(catalog: FakeCatalog) -> None:
-    asked = [("50%", None), (None, None), ("50%", 512), ("25%", None), (None, 512), (None, 256), (None, None)]
-    async with manager_of(catalog) as manager:
-        pids = []
-        for cache, n_batch in asked:
-            pids.append((await manager.load("a", LoadOverrides(expert_cache=cache, n_batch=n_batch))).pid)
-    assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 5, 5]
-
-
-@in_loop
-async def test_a_reload_waits_for_the_requests_before_it(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_a_cancelled_waiter_is_skipped_and_a_reload_waits_for_the_requests_before_it(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
-        first = await begun(manager, "a", go)
-        second = asyncio.create_task(generate(manager, "a", "say two"))
-        await until(lambda: waiting(manager) == 1)
-        other = asyncio.create_task(generate(manager, "a", "say other", LoadOverrides(n_ctx=8192)))
-        await until(lambda: waiting(manager) == 2)
-        fourth = asyncio.create_task(generate(manager, "a", "say four"))
+        tasks = [await begun(manager, "a", go)]
+        for word, n_ctx in (("two", None), ("cancelled", None), ("other", 8192), ("four", None)):
+            tasks.append(asyncio.create_task(generate(manager, "a", f"say {word}", LoadOverrides(n_ctx=n_ctx))))
+            await until(lambda: waiting(manager) == len(tasks) - 1)
+        cancelled = tasks.pop(2)
+        cancelled.cancel()
         await until(lambda: waiting(manager) == 3)
         go.touch()
-        assert await asyncio.gather(first, second, other, fourth) == ["held", "two", "other", "four"]
+        assert await asyncio.gather(*tasks) == ["held", "two", "other", "four"] and cancelled.cancelled()
     assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 8192]
 
 
-@in_loop
 async def test_an_entry_whose_files_changed_is_loaded_again(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x")
@@ -360,35 +320,19 @@ async def test_an_entry_whose_files_changed_is_loaded_again(catalog: FakeCatalog
     assert len(catalog.loads("a")) == 2
 
 
-@in_loop
-async def test_an_unknown_name(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        for call in (manager.load("x"), manager.unload("x"), generate(manager, "x", "say x")):
-            with pytest.raises(ModelNotFoundError):
-                await call
-
-
-@in_loop
-async def test_an_entry_works_in_place_of_a_name(catalog: FakeCatalog) -> None:
+async def test_an_unknown_name_is_an_error_and_an_entry_works_in_its_place(catalog: FakeCatalog) -> None:
     entry = catalog.find("a")
     catalog.entries.clear()
     async with manager_of(catalog) as manager:
+        for call in (manager.load("a"), manager.unload("a"), generate(manager, "a", "say x")):
+            with pytest.raises(ModelNotFoundError):
+                await call
         assert (await manager.load(entry)).name == "a:latest"
         async with manager.lease(entry) as lease:
             assert await answer_text(lease, "say x") == "x"
         assert await manager.unload(entry) is True
 
 
-@in_loop
-async def test_debug_echoes_the_stderr_of_workers(catalog: FakeCatalog, capsys: pytest.CaptureFixture[str]) -> None:
-    for debug in (False, True):
-        async with manager_of(catalog, debug=debug) as manager:
-            with pytest.raises(WorkerError):
-                await generate(manager, "a", "die")
-        assert ("GGML_ASSERT(as scripted)" in capsys.readouterr().err) is debug
-
-
-@in_loop
 async def test_shared_leases_do_not_wait_for_answers_and_cannot_generate(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
@@ -402,7 +346,6 @@ async def test_shared_leases_do_not_wait_for_answers_and_cannot_generate(catalog
         assert await running == "held"
 
 
-@in_loop
 async def test_the_model_is_released_when_it_is_done_not_when_the_reader_is(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager, manager.lease("a") as lease:
         answer = lease.answer(GenerationRequest(prompt="count 100"))
@@ -413,7 +356,6 @@ async def test_the_model_is_released_when_it_is_done_not_when_the_reader_is(cata
         assert await answer_text(lease, "say again") == "again", "the same lease waits in the queue again"
 
 
-@in_loop
 async def test_unloading_waits_for_the_answer_and_waiters_load_again(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
@@ -431,36 +373,21 @@ async def test_unloading_waits_for_the_answer_and_waiters_load_again(catalog: Fa
     assert len(catalog.loads("a")) == 2
 
 
-@in_loop
-async def test_the_state_of_a_loaded_model(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        await generate(manager, "a", "say x")
-        await generate(manager, "a", "say y")
-        (model,) = manager.loaded()
-        assert (model.name, model.digest, model.n_ctx, model.size_bytes) == ("a:latest", "a" * 64, 4096, 100 << 20)
-        assert (model.busy, model.stopping, model.queue, model.n_requests) == (False, False, 0, 2)
-        assert model.stats.tokens == 2 and model.decisions["policy"] == "lru" and model.plan == {"n_slots": 3}
-
-
-@in_loop
-async def test_closing_lets_answers_finish_and_refuses_waiters(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_closing_lets_answers_finish_for_a_time_and_refuses_waiters(
+    catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         running = await begun(manager, "a", go)
         behind = asyncio.create_task(generate(manager, "a", "say behind"))
         await until(lambda: waiting(manager) == 1)
         closing = asyncio.create_task(manager.__aexit__())
-        with pytest.raises(BusyError, match="shutting down"):
-            await behind
-        with pytest.raises(BusyError, match="shutting down"):
-            await generate(manager, "a", "say x")
+        for refused in (behind, generate(manager, "a", "say x")):
+            with pytest.raises(BusyError, match="shutting down"):
+                await refused
         go.touch()
         assert await running == "held"
         await closing
-
-
-@in_loop
-async def test_closing_ends_answers_that_take_too_long(catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegguf.serving.model_manager.SHUTDOWN_GRACE_S", 0.02)
     async with manager_of(catalog) as manager:
         running = asyncio.create_task(generate(manager, "a", "hang"))
@@ -469,7 +396,6 @@ async def test_closing_ends_answers_that_take_too_long(catalog: FakeCatalog, mon
         await running
 
 
-@in_loop
 async def test_who_watches_a_model_sees_its_experts_while_it_is_loaded(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         assert await manager.snapshots(None, 1) == []
@@ -483,7 +409,6 @@ async def test_who_watches_a_model_sees_its_experts_while_it_is_loaded(catalog: 
         assert await manager.snapshots(catalog.find("b"), 1) == []
 
 
-@in_loop
 async def test_nothing_is_left_of_many_loads_and_cancels(catalog: FakeCatalog, tmp_path: Path) -> None:
     never = tmp_path / "never"
     async with manager_of(catalog) as manager:
@@ -499,7 +424,6 @@ async def test_nothing_is_left_of_many_loads_and_cancels(catalog: FakeCatalog, t
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@in_loop
 async def test_unloading_during_a_load_that_fails_is_no_error(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("d", wait=str(tmp_path / "go"), fail="ModelFormatError")
     async with manager_of(catalog) as manager:
@@ -513,13 +437,59 @@ async def test_unloading_during_a_load_that_fails_is_no_error(catalog: FakeCatal
         assert await unloading is True and manager.loaded() == []
 
 
-@in_loop
-async def test_the_time_of_a_load_is_that_of_the_process_that_answered(catalog: FakeCatalog, tmp_path: Path) -> None:
-    left = tmp_path / "left"
-    left.write_text("1")
+async def in_background(leases: BackgroundLeases, prompt: str) -> str:
+    async with leases.lease("a") as lease:
+        return await answer_text(lease, prompt)
+
+
+async def test_a_request_waits_for_one_background_request_at_most(catalog: FakeCatalog, tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    async def note(answer: Coroutine[Any, Any, str]) -> None:
+        ended.append(await answer)
+
     async with manager_of(catalog) as manager:
-        await generate(manager, "a", "say x")
-        async with manager.lease("a") as lease:
-            assert lease.load_s == 0
-            assert await answer_text(lease, f"die-silently {left}") == "alive"
-            assert lease.load_s > 0, "it was loaded again"
+        leases, gate = BackgroundLeases(manager), tmp_path / "gate"
+        tasks = [asyncio.create_task(note(in_background(leases, f"hold {gate}")))]
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        tasks += [asyncio.create_task(note(in_background(leases, f"say b{i}"))) for i in range(5)]
+        await until(lambda: waiting(manager) == 1)
+        tasks += [asyncio.create_task(note(generate(manager, "a", f"say f{i}"))) for i in range(3)]
+        await until(lambda: waiting(manager) == 4)
+        gate.touch()
+        await asyncio.gather(*tasks)
+    assert ended[:5] == ["held", "b0", "f0", "f1", "f2"]
+    assert sorted(ended[5:]) == ["b1", "b2", "b3", "b4"]
+
+
+async def test_a_background_request_is_not_starved(
+    catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "MAX_WAIT_S", 0.1)
+    async with manager_of(catalog) as manager:
+        leases, gates = BackgroundLeases(manager), [tmp_path / "0", tmp_path / "1"]
+        others = [asyncio.create_task(generate(manager, "a", f"hold {gate}")) for gate in gates]
+        await until(lambda: waiting(manager) == 1)
+        task = asyncio.create_task(in_background(leases, "say b"))
+        await until(lambda: waiting(manager) == 2)  # it has joined the queue although another waits
+        for gate in gates:
+            gate.touch()
+        assert await task == "b"
+        await asyncio.gather(*others)
+
+
+async def test_an_error_or_a_cancel_gives_the_turn_to_the_next(catalog: FakeCatalog, tmp_path: Path) -> None:
+    async with manager_of(catalog) as manager:
+        leases, gate = BackgroundLeases(manager), tmp_path / "gate"
+        with pytest.raises(ModelNotFoundError):
+            async with leases.lease("nothing"):
+                pass
+        other = await begun(manager, "a", gate)
+        cancelled = asyncio.create_task(in_background(leases, "say b"))
+        await until(lambda: waiting(manager) == 1)
+        cancelled.cancel()
+        await asyncio.wait((cancelled,))
+        assert cancelled.cancelled() and waiting(manager) == 0
+        gate.touch()
+        assert await in_background(leases, "say b") == "b"
+        await other

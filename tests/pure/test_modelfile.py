@@ -94,19 +94,15 @@ def test_a_mistake_names_its_line_and_the_rule(text: str, words: str) -> None:
     assert len(str(refused.value)) < 500
 
 
-def test_what_only_ollama_has_is_left_out_with_a_warning() -> None:
+def test_what_only_ollama_has_is_left_out_and_templates_of_jinja_are_not() -> None:
     with pytest.warns(UserWarning, match="(RENDERER|PARSER) qwen3 names a part of Ollama"):
         assert parse("FROM demo\nRENDERER qwen3\nPARSER qwen3") == Recipe(from_="demo")
-
-
-def test_templates_of_go_are_left_out() -> None:
     (sentence,) = left_out(parse('FROM a\nTEMPLATE """{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"""'))
     assert "Go's language" in sentence
-    assert left_out(parse("FROM a\nTEMPLATE {{ messages[0].content }}")) == []
-
-
-def test_a_template_of_jinja_may_begin_with_its_range() -> None:
-    for text in ("{{ range(3) | join(' ') }}{{ messages[-1].content }}", "{{range(messages | length)}}"):
+    for text in (
+        "{{ messages[0].content }}", "{{ range(3) | join(' ') }}{{ messages[-1].content }}",
+        "{{range(messages | length)}}",
+    ):  # fmt: skip
         assert left_out(parse(f"FROM a\nTEMPLATE {text}")) == [] and jinja_or_none(text) == text
     for text in ("{{ range .Messages }}", "{{- range (slice .Messages 1) }}", "{{ range(.Messages) }}{{ end }}"):
         assert jinja_or_none(text) is None

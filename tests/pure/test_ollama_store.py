@@ -97,11 +97,18 @@ def test_names_are_ollama_s(store: Store, manifest: str, shown: str, asked: list
         assert Catalog(paths=False).find(name).path.read_bytes() == b"weights"
 
 
-def test_a_name_of_ours_comes_first_and_ollama_s_is_still_there(store: Store) -> None:
+def test_a_name_of_ours_comes_first_and_where_ollama_keeps_models(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     store.model("registry.ollama.ai/library/demo/latest")
     assert Catalog().find("demo").source == "demo"
     assert Catalog().find("ollama:demo").source == "ollama"
     assert [entry.source for entry in Catalog().entries("demo")] == ["demo"]
+    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ollama_folders() == [tmp_path / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]
+    monkeypatch.setenv("OLLAMA_MODELS", "~/elsewhere")
+    assert ollama_folders() == [tmp_path / "elsewhere"]
 
 
 @pytest.mark.parametrize(
@@ -183,11 +190,3 @@ def test_nothing_is_ever_written_into_the_store(store: Store) -> None:
     }
     for path in [store.folder, *before]:
         os.chmod(path, 0o755 if path.is_dir() else 0o644)
-
-
-def test_where_ollama_keeps_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert ollama_folders() == [tmp_path / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]
-    monkeypatch.setenv("OLLAMA_MODELS", "~/elsewhere")
-    assert ollama_folders() == [tmp_path / "elsewhere"]

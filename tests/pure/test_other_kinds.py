@@ -20,24 +20,19 @@ if TYPE_CHECKING:
     from fake_hub import FakeHub
 
 
-def test_other_files_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_are_not_listed_and_not_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
     moe().write(tmp_path / "good.gguf")
     (tmp_path / "page.gguf").write_bytes(b"<html>not found</html>")
     (tmp_path / "empty.gguf").touch()
     assert [entry.name for entry in Catalog().entries() if entry.source == "folder"] == ["good:latest"]
-    path = Catalog().find("page").path
     with pytest.raises(ModelFormatError, match="starts with 'GGUF', but this one with '<htm'"):
-        read_layout(path)
-
-
-def test_other_files_are_not_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
-    (tmp_path / "junk.gguf").write_bytes(b"<html>")
-    for wrong in ("junc", str(tmp_path / "junc.gguf")):
+        read_layout(Catalog().find("page").path)
+    for wrong in ("pagg", str(tmp_path / "pagg.gguf")):
         with pytest.raises(ModelNotFoundError) as caught:
             Catalog().find(wrong)
-        assert "junk" not in str(caught.value)
+        assert "page" not in str(caught.value)
+    assert not is_other_kind(tmp_path / "none.gguf"), "what cannot be read is not judged"
 
 
 def test_a_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +48,6 @@ def test_a_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             Catalog().find(str(tmp_path / "pipe.gguf"))
     finally:
         signal.alarm(0)
-
-
-def test_a_file_that_cannot_be_read_is_not_judged(tmp_path: Path) -> None:
-    assert not is_other_kind(tmp_path / "none.gguf")
 
 
 def test_a_download_of_something_else_ends_with_its_first_bytes(hub: FakeHub) -> None:

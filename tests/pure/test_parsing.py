@@ -1,4 +1,5 @@
-"""Answers are parsed to the same parts however they are chunked, and no text is lost."""
+"""Answers are parsed to the same parts however they are chunked, and no text is lost; they end before the first stop
+string."""
 
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.generate.parsing import answer_parser, needs_special_tokens
+from moegguf.generate.transcript import StopStrings
 
 WEATHER = {"city": "Paris", "days": 3}
 
@@ -152,28 +154,23 @@ def test_without_thinking_and_tools_the_text_stays_as_it_is(template: str, answe
     assert split(template, [answer], tools=()) == (answer, "", [])
 
 
-def test_the_prompt_may_have_begun_the_thinking() -> None:
-    answer = ["Hm", ".\n</thi", "nk>\n", "\nYes"]
-    assert split(templates.QWEN, answer, prompt_end="<|im_start|>assistant\n<think>\n") == ("Yes", "Hm.", [])
-    closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert split(templates.QWEN, ["Yes"], prompt_end=closed) == ("Yes", "", [])
+@pytest.mark.parametrize(
+    ("template", "answer", "begun", "expected"),
+    [
+        (templates.QWEN, ["Hm", ".\n</thi", "nk>\n", "\nYes"], "assistant\n<think>\n", ("Yes", "Hm.", [])),
+        (templates.QWEN, ["Yes"], "assistant\n<think>\n\n</think>\n\n", ("Yes", "", [])),
+        (templates.HARMONY, ["Yes<|return|>"], "<|start|>assistant<|channel|>final<|message|>", ("Yes", "", [])),
+    ],
+    ids=["thinking", "thinking that has ended", "a channel"],
+)
+def test_what_the_prompt_has_begun_goes_on(template: str, answer: list[str], begun: str, expected: Any) -> None:
+    assert split(template, answer, prompt_end=begun) == expected
 
 
-def test_the_prompt_may_have_begun_a_channel() -> None:
-    end = "<|start|>assistant<|channel|>final<|message|>"
-    assert split(templates.HARMONY, ["Yes<|return|>"], prompt_end=end) == ("Yes", "", [])
-
-
-def test_text_is_held_back_only_while_it_may_become_a_mark() -> None:
+def test_text_is_held_back_only_while_it_may_become_a_mark_and_calls_come_as_they_are_complete() -> None:
     parser = answer_parser(templates.QWEN, [{}])
-    assert parser.feed("Well ").text == "Well "
-    assert parser.feed("<tool").text == ""
-    assert parser.feed("box>").text == "<toolbox>"
-    assert parser.feed("a < b").text == "a < b"
-
-
-def test_calls_come_as_soon_as_they_are_complete() -> None:
-    parser = answer_parser(templates.QWEN, [{}])
+    fed = [parser.feed(text).text for text in ("Well ", "<tool", "box>", "a < b")]
+    assert fed == ["Well ", "", "<toolbox>", "a < b"]
     parser.feed(f"<tool_call>{JSON}")
     (call,) = parser.feed("</tool_call>").tool_calls
     assert call.id.startswith("call_") and len(call.id) == 13
@@ -200,3 +197,43 @@ def test_formats_whose_marks_are_control_tokens_need_them() -> None:
     assert needs_special_tokens(templates.HARMONY)
     assert not needs_special_tokens(templates.PLAIN)
     assert not needs_special_tokens(None)
+
+
+TEXT = st.text("ab<>|", max_size=40)
+
+
+def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
+    """The output for `text` cut at `cuts`, and the filter after it."""
+    filtered, out, begin = StopStrings(stops), "", 0
+    for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
+        out += filtered.feed(text[begin:end])
+        begin = end
+    return out + filtered.end(), filtered
+
+
+@given(st.lists(st.text("ab<>|", max_size=5), max_size=4), TEXT, st.lists(st.integers(0, 40), max_size=12))
+def test_the_text_ends_before_the_first_stop_string(stops: list[str], text: str, cuts: list[int]) -> None:
+    places = [text.index(stop) for stop in stops if stop and stop in text]
+    out, filtered = fed(stops, text, sorted(cuts))
+    whole, _ = fed(stops, text, [])
+    assert whole == text[: min(places, default=len(text))]
+    assert bool(filtered.found) == bool(places)
+    # A complete stop string ends the text, though a longer one that began before it could still have been completed.
+    assert whole.startswith(out) or out.startswith(whole)
+    assert not any(stop in out for stop in stops if stop)
+
+
+def test_only_what_may_become_a_stop_string_is_held() -> None:
+    stops = StopStrings(["<|end|>", "\n\nUser:"])
+    assert [stops.feed(text) for text in ("a<", "b", "<|en", "x<|end", "|>y", "z")] == ["a", "<b", "", "<|enx", "", ""]
+    assert stops.found and stops.end() == ""
+    none = StopStrings(["", ""])
+    assert not none and none.feed("abc") == "abc" and (none.n_held, none.end()) == (0, "")
+
+
+def test_many_stop_strings_take_no_longer_than_they_must() -> None:
+    begin = time.process_time()
+    stops = StopStrings(f"stop number {n}" for n in range(1000))
+    for _ in range(1000):
+        assert stops.feed("st ") == "st "
+    assert time.process_time() - begin < 2

@@ -116,27 +116,23 @@ def test_a_forced_placement_is_taken_and_the_reason_says_so(layout: ExpertLayout
     assert found.reason.endswith(f"placement {choice!r} was asked for")
 
 
-def test_without_speeds_nothing_is_predicted(layout: ExpertLayout) -> None:
+def test_when_everything_fits_only_the_cpu_remains_and_without_speeds_nothing_is_predicted(
+    layout: ExpertLayout,
+) -> None:
+    found = planned(layout, 1.1)
+    assert found.resident and set(by_kind(found)) == {"resident", "cpu"}
+    assert found.placement is not None and "every expert fits" in found.placement.reason
     device = Device("GPU0", 0, 32 * GIB, 64 * GIB)
     found = make_plan(layout, Machine(AMPLE, devices=(device,)), Budgets(choice="slots", sizes=Sizes(512)))
     assert found.on_device and found.placement is None
 
 
-def test_when_everything_fits_only_the_cpu_remains_beside_it(layout: ExpertLayout) -> None:
-    found = planned(layout, 1.1)
-    assert found.resident and set(by_kind(found)) == {"resident", "cpu"}
-    assert found.placement is not None and "every expert fits" in found.placement.reason
-
-
-def test_a_device_below_a_tokens_experts_leaves_experts_on_the_cpu(layout: ExpertLayout) -> None:
+def test_a_device_below_a_tokens_experts_or_dense_weights_is_used_for_what_fits(layout: ExpertLayout) -> None:
     found = planned(layout, 0.5, vram=(parse_expert_cache(slot_bytes(layout)),))
     assert set(by_kind(found)) == {"layers", "cpu"}
     assert (by_kind(found)["layers"].n_layers, str(by_kind(found)["layers"])) == (0, "no whole layer")
     assert found.layers_on == "GPU0"  # everything but experts is faster there
     assert any("not slots: " in reason for reason in found.reasons)
-
-
-def test_a_device_that_not_even_dense_weights_fit_on_is_not_used(layout: ExpertLayout) -> None:
     small = replace(RTX_3070, cpu_bytes_per_s=1e6)
     assert not planned(layout, None, small, vram=(parse_expert_cache("auto"),)).device
     with pytest.raises(BudgetError, match="limited by the device GPU0"):
@@ -183,11 +179,8 @@ def test_of_several_turns_of_measuring_each_figure_is_the_best() -> None:
 
 
 @pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
-def test_speeds_that_cannot_be_are_refused(speeds: tuple[float, float, float]) -> None:
+def test_speeds_and_placements_that_cannot_be_are_refused(speeds: tuple[float, float, float]) -> None:
     with pytest.raises(OptionError, match="above zero"):
         Speeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
-
-
-def test_a_placement_that_does_not_exist_is_refused() -> None:
     with pytest.raises(OptionError, match="auto, layers, slots, cpu"):
         given_budgets(None, None, "gpu")

@@ -1,4 +1,7 @@
-"""Each policy by a few events and its victim: the lowest score, least recently used among equals. Policies by tier."""
+"""Each policy by a few events and its victim: the lowest score, least recently used among equals. Policies by tier;
+MoE-Infinity's algorithm 1 by its figure 6; strategies by name."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -6,24 +9,31 @@ import numpy as np
 import pytest
 
 from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.collection import Eamc, EamcPair
 from moegguf.controller.controller import name_of
 from moegguf.controller.history import History
 from moegguf.controller.policies import (
+    EPSILON,
     OWN_POLICIES,
     Lfu,
     Policy,
+    SparsityAware,
     Static,
     check_policy,
     device_policy,
     make_policy,
     parse_policies,
+    policy_names,
     ram_policy,
 )
+from moegguf.controller.predictors import PREDICTORS
+from moegguf.controller.prefetch import NO_LIMIT, PrefetchOptions
 from moegguf.controller.shape import MoeShape
+from moegguf.controller.strategies import EVERY_LAYER, OWN, STRATEGIES, find_strategy
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s, Phase, RoutingEvent
-from moegguf.native.store import NativePolicy
+from moegguf.native.store import NativePolicy, StoreOptions
 from moegguf.settings import read_environment
 
 TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
@@ -33,61 +43,36 @@ Expert = tuple[int, int]
 class NoForecast:
     """Nothing is predicted."""
 
+    il = 0
+
+    def __init__(self, shape: MoeShape) -> None:
+        self.shape = shape
+
     def probabilities(self) -> Float32s:
-        return np.zeros(TWO.table, np.float32)
+        return np.zeros(self.shape.table, np.float32)
 
     def known(self) -> list[int]:
         return []
 
 
-def routed(
-    pass_: int, il: int, experts: Sequence[int], *, sequence: int = 0, phase: Phase = Phase.DECODE
-) -> RoutingEvent:
-    return RoutingEvent(pass_, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
-
-
-def last_scores(policy: Policy, history: History, events: Sequence[RoutingEvent]) -> Float32s | None:
-    """The last scores after these events."""
-    scores = None
-    for one in events:
-        history.update(one)
-        scores = policy.scores(history, NoForecast())
-    return scores
-
-
-def victim(policy: Policy, residents: Sequence[Expert], events: Sequence[RoutingEvent]) -> tuple[int, int]:
-    """Which of the residents (il, expert) goes first after these events."""
-    history = History(TWO)
-    scores = last_scores(policy, history, events)
+def victim(policy: Policy, residents: Sequence[Expert], used: Sequence[int]) -> tuple[int, int]:
+    """Which of the residents (il, expert) goes first after tokens that used these experts of layer 1, one each."""
+    history, scores = History(TWO), None
+    for n, expert in enumerate(used):
+        history.update(RoutingEvent(n, 0, 0, Phase.DECODE, -1, 1, np.array([[expert]], np.int32)))
+        scores = policy.scores(history, NoForecast(TWO))
     table = np.zeros(TWO.table, np.float32) if scores is None else scores
     return min(residents, key=lambda expert: (table[expert], history.last_use[expert]))
-
-
-def uses_of(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[RoutingEvent]:
-    """One token per expert, each through layer `il` only."""
-    return [routed(100 * sequence + n, il, [e], sequence=sequence) for n, e in enumerate(experts)]
 
 
 A, B, C = (1, 0), (1, 1), (1, 2)
 
 
-def test_lfu_evicts_the_least_frequently_used() -> None:
-    assert victim(Lfu(), [A, B, C], uses_of([0, 1, 0, 1, 2])) == C
-    assert victim(Lfu(), [A, B], uses_of([0, 1, 0, 1])) == A  # equally often: the older one
-
-
-def test_static_never_changes() -> None:
+def test_lfu_evicts_the_least_frequently_used_and_static_never_changes() -> None:
+    assert victim(Lfu(), [A, B, C], [0, 1, 0, 1, 2]) == C
+    assert victim(Lfu(), [A, B], [0, 1, 0, 1]) == A  # equally often: the older one
     profile = np.array([[0.1, 0.5, 0.4, 0], [0.2, 0.3, 0.1, 0.4]], np.float32)
-    assert victim(Static(TWO, profile), [A, B, (2, 0)], uses_of([0] * 5)) == A
-
-
-def test_policies_work_without_prediction_and_return_the_shape() -> None:
-    history, policy = History(TWO), OWN_POLICIES["lfu"](TWO, Artifacts(None))
-    assert isinstance(policy, Policy)
-    events = [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])]
-    scores = last_scores(policy, history, events)
-    assert scores.shape == TWO.table
-    assert np.isfinite(scores).all()
+    assert victim(Static(TWO, profile), [A, B, (2, 0)], [0] * 5) == A
 
 
 @pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use", "locality"])
@@ -131,7 +116,7 @@ def test_texts_that_name_no_policy_of_a_tier_are_refused(text: str) -> None:
         ControllerOptions(policy=text)
 
 
-def test_unknown_policies_and_those_that_ram_below_a_device_cannot_have_are_refused() -> None:
+def test_unknown_policies_and_those_that_ram_cannot_have_are_refused_and_the_environment_may_name_one() -> None:
     with pytest.raises(OptionError, match="there is no policy 'none'; known are auto, lru"):
         check_policy("none")
     with pytest.raises(OptionError, match="no policy 'best'"):
@@ -139,8 +124,99 @@ def test_unknown_policies_and_those_that_ram_below_a_device_cannot_have_are_refu
     for name in ("next-use", "lfu"):
         with pytest.raises(OptionError, match=f"slots in RAM below a device evict by lru, .*not by '{name}'"):
             ram_policy(f"ram={name}")
-
-
-def test_the_environment_may_name_them() -> None:
     assert read_environment({}).policy == "auto"
     assert read_environment({"MOEGGUF_POLICY": " vram=lru,ram=slru "}).policy == "vram=lru,ram=slru"
+
+
+THREE = MoeShape(n_layer=3, n_expert=2, n_expert_used=1, layers=(0, 1, 2))
+REQUEST = np.array([[[1, 2], [0, 3], [0, 3]]], np.float32)  # figure 6; E[i, j] there counts from 1
+
+
+def scores_after(
+    policy: SparsityAware, history: History, il: int, e: int, sequence: int = 0, pass_: int = 0
+) -> Float32s:
+    history.update(RoutingEvent(pass_, 0, sequence, Phase.DECODE, 0, il, np.array([[e]], np.int32)))
+    scores = policy.scores(history, NoForecast(history.shape))
+    return scores
+
+
+def figure_6() -> SparsityAware:
+    pair = EamcPair(Eamc(3, 2), Eamc.from_state(REQUEST))
+    return SparsityAware(THREE, pair)
+
+
+def test_the_score_is_algorithm_1_and_without_counts_recency_decides() -> None:
+    scores = scores_after(figure_6(), History(THREE), 0, 0)
+    decay = np.array([[1], [2 / 3], [1 / 3]])
+    probabilities = np.array([[1 / 3, 2 / 3], [0, 1], [0, 1]])
+    np.testing.assert_allclose(scores, (probabilities + EPSILON) * decay, rtol=1e-5)
+    policy, history = SparsityAware(THREE), History(THREE)
+    assert not scores_after(policy, history, 0, 1).any()
+
+
+def test_a_finished_request_guides_the_next() -> None:
+    policy, history = SparsityAware(THREE), History(THREE)
+    for pass_ in range(3):
+        for il in range(3):
+            scores_after(policy, history, il, 1, pass_=pass_)
+    scores = scores_after(policy, history, 0, 1, sequence=1, pass_=3)
+    assert policy.eamcs.decode.n_entries == 1
+    assert scores[2, 1] > scores[2, 0]
+
+
+def test_layers_without_experts_have_no_score_and_depth_counts_those_with() -> None:
+    shape = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(1, 3))
+    request = np.array([[[0, 0], [1, 0], [0, 0], [1, 0]]], np.float32)
+    policy, history = SparsityAware(shape, EamcPair(Eamc(4, 2), Eamc.from_state(request))), History(shape)
+    scores_after(policy, history, 1, 0)
+    scores = scores_after(policy, history, 3, 0)
+    assert scores[1, 0] == pytest.approx(1, rel=1e-4)
+    assert scores[3, 0] == pytest.approx(0.5, rel=1e-4)
+    assert not scores[[0, 2]].any()
+    assert isinstance(policy, Policy)
+
+
+PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")
+
+
+def test_strategies_are_those_of_the_papers_and_their_baselines_of_parts_that_exist() -> None:
+    assert list(STRATEGIES) == ["none", "lru", *PAPERS, OWN]
+    assert find_strategy("") is find_strategy("moegguf")
+    with pytest.raises(OptionError, match="no strategy 'promo'; known are none, lru, moe-infinity"):
+        find_strategy("promo")
+    for strategy in STRATEGIES.values():
+        assert strategy.policy in ("auto", *policy_names())
+        assert strategy.predictor in (None, *PREDICTORS)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_papers_prefetching_has_no_limits(name: str) -> None:
+    prefetch = STRATEGIES[name].prefetch
+    assert isinstance(prefetch, PrefetchOptions)
+    assert (prefetch.watchdog, prefetch.budget_bytes, prefetch.least_probability) == (False, NO_LIMIT, 0)
+
+
+def test_what_the_papers_differ_in() -> None:
+    def windows(name: str) -> tuple[int, bool, bool]:
+        prefetch = STRATEGIES[name].prefetch
+        assert isinstance(prefetch, PrefetchOptions)
+        return prefetch.window, prefetch.again, prefetch.by_proximity
+
+    assert windows("moe-infinity") == (EVERY_LAYER, True, True)
+    assert windows("promoe") == (4, False, False)
+    assert windows("expertflow") == (EVERY_LAYER, False, False)
+    assert windows("duoserve") == (1, True, False)
+    assert [name for name in PAPERS if STRATEGIES[name].store.chunked] == ["promoe"]
+    assert STRATEGIES["none"].store == StoreOptions(overlap=False, sweep=False)
+    assert STRATEGIES[OWN].store == STRATEGIES["lru"].store == StoreOptions()
+
+
+def test_parts_named_by_themselves_replace_the_systems() -> None:
+    promoe = STRATEGIES["promoe"]
+    assert promoe.parts("auto", None, None) == ("lru", "mlp", promoe.prefetch)
+    assert promoe.parts("next-use", None, False) == ("next-use", "mlp", False)
+    assert promoe.parts("auto", "skip", True) == ("lru", "skip", promoe.prefetch)
+    own = PrefetchOptions(window=1)
+    assert promoe.parts("auto", None, own)[2] == own
+    assert STRATEGIES[OWN].parts("auto", None, True) == ("auto", None, True)
+    assert STRATEGIES["lru"].parts("auto", None, None) == ("lru", "none", False)

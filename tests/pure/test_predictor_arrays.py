@@ -1,15 +1,25 @@
-"""What predictors are made of: counted by hand, and refused where it does not fit the model."""
+"""What predictors are made of: counted by hand, and refused where it does not fit the model. Their files: what was
+saved comes back; anything else is ignored with exactly one warning."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from oracles import counted, hand_made
+from safetensors.numpy import save_file
 from traces import random_trace
 
+from moegguf.controller import weights as weights_file
 from moegguf.controller.predictors.counts import MAX_COUNT, affinity, token_table
 from moegguf.controller.predictors.networks import expert_mlp, mlp, state_size, window_pairs
 from moegguf.controller.predictors.routing_path import routing_path
@@ -38,6 +48,10 @@ def test_popularity_and_affinity_are_shares_of_choices_and_of_pairs() -> None:
     # 0 was followed by {0, 1} and {1, 2}; 1 by {0, 1}; 2 by {1, 2}.
     expected = np.array([[1, 2, 1], [2, 2, 0], [0, 2, 2]]) / 4
     assert count_affinity(PAIRS, popularity)[0] == pytest.approx(expected)
+    trace = replace(PAIRS, expert_ids=PAIRS.expert_ids.copy())
+    trace.expert_ids[0][trace.expert_ids[0] == 2] = 1
+    popularity = count_popularity(trace)
+    assert count_affinity(trace, popularity)[0, 2] == pytest.approx(popularity[1])
 
 
 def test_popularity_predicts_any_layer_with_experts_at_any_time() -> None:
@@ -50,18 +64,6 @@ def test_popularity_predicts_any_layer_with_experts_at_any_time() -> None:
     assert popularity.predict(2, 2) == pytest.approx([0.75, 1, 0.75])
 
 
-def test_an_expert_never_seen_is_followed_by_what_is_popular() -> None:
-    trace = replace(PAIRS, expert_ids=PAIRS.expert_ids.copy())
-    trace.expert_ids[0][trace.expert_ids[0] == 2] = 1
-    popularity = count_popularity(trace)
-    assert count_affinity(trace, popularity)[0, 2] == pytest.approx(popularity[1])
-
-
-def test_statistics_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match="must have the shape"):
-        affinity(THREE, COUNTED["affinity"](random_trace()))
-
-
 def test_a_table_is_bounded_and_its_counts_never_overflow() -> None:
     assert count_tokens(TOKENS).arrays["tokens"].tolist() == [3, 5]
     assert count_tokens(TOKENS, most_tokens=1).arrays["tokens"].tolist() == [3]
@@ -71,25 +73,17 @@ def test_a_table_is_bounded_and_its_counts_never_overflow() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1, 1], [-1, 2], [0, 6]])
-def test_a_damaged_table_is_refused(tokens: list[int]) -> None:
+def test_a_damaged_table_and_statistics_of_another_shape_are_refused(tokens: list[int]) -> None:
     weights = count_tokens(TOKENS)
     with pytest.raises(ValueError, match="different token ids"):
         token_table(FOUR, Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)}))
+    with pytest.raises(ValueError, match="must have the shape"):
+        affinity(THREE, COUNTED["affinity"](random_trace()))
 
 
 SPARSE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6)
 POPULARITY = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
 AFFINITY = np.arange(32, dtype=np.float32).reshape(2, 4, 4) / 32
-
-
-def expert_mlp_of(hidden: tuple[int, ...]) -> Weights:
-    """A network that copies the first n_expert numbers of its state through all layers."""
-    sizes = [state_size(SPARSE), *hidden, SPARSE.n_expert]
-    arrays = {"popularity": POPULARITY, "affinity": AFFINITY}
-    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
-        arrays[f"layers.{i}.weight"] = np.eye(n_out, n_in, dtype=np.float32)
-        arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
-    return Weights(arrays, {"hidden": list(hidden)})
 
 
 def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() -> None:
@@ -105,11 +99,18 @@ def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() ->
 
 
 def test_an_expert_mlp_that_does_not_fit_is_refused() -> None:
-    good = expert_mlp_of((8, 8, 8, 8, 8, 8))
-    with pytest.raises(ValueError, match="hidden must be 6 sizes"):
-        expert_mlp(SPARSE, Weights(good.arrays, {"hidden": [8, 8]}))
-    with pytest.raises(ValueError, match=r"'layers\.0\.weight' must have the shape"):
-        expert_mlp(SPARSE, Weights(good.arrays, {"hidden": [9, 8, 8, 8, 8, 8]}))
+    sizes = [state_size(SPARSE), *[8] * 6, SPARSE.n_expert]
+    arrays = {"popularity": POPULARITY, "affinity": AFFINITY}
+    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
+        arrays[f"layers.{i}.weight"] = np.eye(n_out, n_in, dtype=np.float32)
+        arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
+    expert_mlp(SPARSE, Weights(arrays, {"hidden": [8] * 6}))
+    for hidden, why in (
+        ([8, 8], "hidden must be 6 sizes"),
+        ([9, *[8] * 5], r"'layers\.0\.weight' must have the shape"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            expert_mlp(SPARSE, Weights(arrays, {"hidden": hidden}))
 
 
 FIVE = MoeShape(n_layer=5, n_expert=3, n_expert_used=1, layers=(1, 2, 3, 4), n_embd=2, n_vocab=6)
@@ -124,20 +125,14 @@ def windows_of(windows: list[int]) -> Weights:
     return Weights(arrays, {"windows": windows, "n_hidden": 2})
 
 
-def test_windows_fall_back_to_the_first_layer_and_share_pairs() -> None:
+def test_windows_fall_back_to_the_first_layer_and_those_that_do_not_fit_are_refused() -> None:
     assert window_pairs(FIVE, [1]) == [(1, 2), (2, 3), (3, 4)]
     assert window_pairs(FIVE, [2]) == [(1, 2), (1, 3), (2, 4)]
     assert window_pairs(FIVE, [1, 8]) == [(1, 2), (1, 3), (1, 4), (2, 3), (3, 4)]
     assert mlp(FIVE, windows_of([1, 2])).reach == 2
-
-
-def test_a_model_of_one_moe_layer_has_nothing_for_the_store_to_predict() -> None:
     shape = MoeShape(n_layer=2, n_expert=3, n_expert_used=1, layers=(1,), n_embd=2, n_vocab=6)
     assert mlp(shape, Weights({}, {"windows": [1], "n_hidden": 2})).native() is None
     assert mlp(FIVE, windows_of([1])).native() is not None
-
-
-def test_networks_of_windows_that_do_not_fit_are_refused() -> None:
     good = windows_of([1])
     for facts in ({"windows": [0], "n_hidden": 2}, {"windows": [], "n_hidden": 2}, {"windows": [1], "n_hidden": "2"}):
         with pytest.raises(ValueError, match="whole numbers above zero"):
@@ -185,3 +180,115 @@ def test_an_array_that_is_missing_misshapen_or_not_finite_is_refused(name: str) 
         routing_path(PATH_SHAPE, Weights({**arrays, name: arrays[name][..., np.newaxis]}))
     with pytest.raises(ValueError, match="must"):
         routing_path(PATH_SHAPE, Weights({key: array for key, array in arrays.items() if key != name}))
+
+
+SAVED_SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=16)
+TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def build(weights: Weights) -> Weights:
+    weights.array("table", *SAVED_SHAPE.table)
+    return weights
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "popularity.safetensors"
+    weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE}, {"passes": 7}))
+    return path
+
+
+def load(path: Path) -> Weights | None:
+    return weights_file.load(path, "popularity", "abc", SAVED_SHAPE, build)
+
+
+def refused(path: Path, why: str) -> None:
+    with pytest.warns(UserWarning, match=why) as caught:
+        assert load(path) is None
+    assert len(caught) == 1
+    assert path.name in str(caught[0].message)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_what_was_saved_comes_back_as_float32_without_a_warning(path: Path, kind: type) -> None:
+    weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE.astype(kind)}, {"passes": 7}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = load(path)
+    assert found.facts == {"passes": 7}
+    assert np.array_equal(found.array("table", 3, 4), TABLE) and found.array("table", 3, 4).dtype == np.float32
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_every_flipped_bit_and_every_cut_is_noticed(path: Path) -> None:
+    refused(path.with_name("none"), "No such file")
+    good = path.read_bytes()
+    for at in range(0, len(good), 3):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+        refused(path, "is not used")
+    for n in (*range(0, len(good) - 1, 9), len(good) - 1):
+        path.write_bytes(good[:n])
+        refused(path, "is not used")
+
+
+def test_another_model_shape_predictor_or_version_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, fingerprint, shape in (
+        ("affinity", "abc", SAVED_SHAPE),
+        ("popularity", "abd", SAVED_SHAPE),
+        ("popularity", "abc", dataclasses.replace(SAVED_SHAPE, n_expert=5)),
+    ):
+        with pytest.warns(UserWarning, match="is not used") as caught:
+            assert weights_file.load(path, name, fingerprint, shape, build) is None
+        assert len(caught) == 1
+    monkeypatch.setattr(weights_file, "FORMAT_VERSION", 2)
+    refused(path, "its version must be 2, but is 1")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "why"),
+    [
+        ({"table": np.full((3, 4), np.nan, np.float32)}, "not finite"),
+        ({"table": TABLE[:2]}, "must have the shape"),
+        ({"other": TABLE}, "is missing"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(path: Path, arrays: dict[str, np.ndarray], why: str) -> None:
+    weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights(arrays))
+    refused(path, why)
+
+
+class Payload:
+    """Would write a file if anything unpickled it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.mark,)
+
+
+def test_pickles_and_foreign_files_are_never_executed(path: Path) -> None:
+    mark = path.with_name("executed")
+    path.write_bytes(pickle.dumps(Payload(mark)))
+    refused(path, "is not used")
+    np.save(path.with_suffix(".npy"), np.array([Payload(mark)], dtype=object), allow_pickle=True)
+    refused(path.with_suffix(".npy"), "is not used")
+    assert not mark.exists()
+    save_file({"table": TABLE}, path)
+    refused(path, "not written by moegguf")
+    head = {"version": 1, "predictor": "popularity", "fingerprint": "abc", "shape": dataclasses.asdict(SAVED_SHAPE)}
+    save_file({"table": TABLE}, path, {"moegguf": json.dumps(head)})
+    refused(path, "checksum")
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = path.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE}))
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]

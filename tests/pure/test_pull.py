@@ -18,12 +18,11 @@ from pull_helpers import DATA, FILES, NAME, fetch, nothing_has_a_name, stored
 from waiting import until
 
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models import hub as downloads
-from moegguf.models import own_store
+from moegguf.models import blobs, hub_api, hub_fetch
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import PullStatus
+from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
-from moegguf.models.sources import hub_cache
 
 pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
@@ -162,7 +161,7 @@ def test_a_new_commit_takes_over_whole(repo: FakeHub) -> None:
 
 
 def test_very_large_files_come_through_the_hubs_own_storage(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "PLAIN_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(hub_fetch, "PLAIN_LIMIT_BYTES", 1 << 20)
     entry, told = fetch()
     assert entry.path.read_bytes() == DATA and entry.name == NAME
     assert told[-1].status == "success"
@@ -277,13 +276,14 @@ def test_a_fault_that_passes_is_no_fault(repo: FakeHub, faults: list[Fault]) -> 
     assert repo.faults["x-Q4_K_M.gguf"] == []
 
 
-def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub) -> None:
-    repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), *[status(503)] * downloads.TRIES]
+def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), *[status(503)] * hub_api.TRIES]
     with pytest.raises(PullError, match=r"503.*continues where it stopped"):
         fetch()
     assert nothing_has_a_name()
     assert [name for name in stored() if name.endswith(".incomplete")] != []
     repo.requests.clear()
+    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + (2 << 20) + 99)  # what is there needs none
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA
     assert repo.gets("x-Q4_K_M.gguf") == [f"bytes={1 << 20}-"]
@@ -315,20 +315,6 @@ def test_a_fault_that_stays_names_itself_and_leaves_nothing_behind_it(repo: Fake
     assert entry.path.read_bytes() == DATA
 
 
-def test_a_server_s_wish_to_wait_is_followed_within_limits(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    class NoWait(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
-            return False
-
-    monkeypatch.setattr(downloads, "MAX_WAIT_S", 30.0)
-    repo.listing_faults = [(429, {"Retry-After": "7"}), (429, {"Retry-After": "3600"})]
-    downloads.read_repository("user/repo-gguf", NoWait())
-    assert waits == [7.0, 30.0]
-
-
 def test_a_partial_file_that_was_damaged_gets_one_fresh_start(repo: FakeHub) -> None:
     folder = hub_cache() / "models--User--Repo-GGUF" / "blobs"
     folder.mkdir(parents=True)
@@ -338,15 +324,30 @@ def test_a_partial_file_that_was_damaged_gets_one_fresh_start(repo: FakeHub) -> 
     assert repo.gets("x-Q4_K_M.gguf") == ["bytes=1000-", ""]
 
 
-def test_a_listing_that_fails_for_a_while(repo: FakeHub) -> None:
+def test_a_listing_that_fails_for_a_while_and_a_server_s_wish_to_wait(
+    repo: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repo.listing_faults = [(503, {}), (429, {"Retry-After": "0"})]
     assert fetch()[0].name == NAME
     repo.listing_faults = [(500, {})] * 20
     with pytest.raises(PullError, match="500"):
         fetch()
+    waits: list[float] = []
+
+    class NoWait(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return False
+
+    monkeypatch.setattr(hub_api, "MAX_WAIT_S", 30.0)
+    repo.listing_faults = [(429, {"Retry-After": "7"}), (429, {"Retry-After": "3600"})]
+    hub_api.read_repository("user/repo-gguf", NoWait())
+    assert waits == [7.0, 30.0]
 
 
-def test_private_and_gated_repositories_are_explained(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_and_gated_repositories_are_explained(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hub.add("u/private", {"x-Q4_0.gguf": b"1"}, private=True)
     hub.add("u/gated", {"x-Q4_0.gguf": b"1"}, gated=True)
     with pytest.raises(ModelNotFoundError, match=r"no repository 'u/none'.*HF_TOKEN"):
@@ -365,44 +366,31 @@ def test_private_and_gated_repositories_are_explained(hub: FakeHub, monkeypatch:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(PullError, match="401"):
         fetch("u/private")
-
-
-def test_a_stored_token_is_used_and_no_other_one(hub: FakeHub, tmp_path: Path) -> None:
-    hub.add("u/private", {"x-Q4_0.gguf": b"1"}, private=True)
-    (tmp_path / "hf").mkdir(exist_ok=True)
+    monkeypatch.delenv("HF_TOKEN")  # the stored one is used, and no other one
+    hub.tokens.clear()
     (tmp_path / "hf" / "token").write_text(f"{hub.TOKEN}\n")
     assert fetch("u/private")[0].size_bytes == 1
     assert set(hub.tokens) == {hub.TOKEN}
-
-
-def test_a_file_that_is_gone_is_told_apart_from_a_repository_that_is(repo: FakeHub) -> None:
-    repo.repos["user/repo-gguf"].hidden.add("x-Q4_K_M.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"no file 'x-Q4_K_M\.gguf' in 'User/Repo-GGUF'"):
-        fetch()
+    hub.add("u/hidden", {"x-Q4_0.gguf": b"1"})
+    hub.repos["u/hidden"].hidden.add("x-Q4_0.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"no file 'x-Q4_0\.gguf' in 'u/hidden'"):
+        fetch("u/hidden")
 
 
 def test_too_small_a_disk_is_told_before_the_first_byte(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (1 << 20))
+    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + (1 << 20))
     with pytest.raises(PullError, match=r"needs 3\.00MiB .* has 65\.0MiB free; delete files"):
         fetch()
     assert not repo.gets("x-Q4_K_M.gguf") and stored() == []
-    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + len(DATA) + 99)
+    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + len(DATA) + 99)
     assert fetch()[0].name == NAME
-    monkeypatch.setattr(own_store, "free_bytes", lambda folder: 0)
+    monkeypatch.setattr(blobs, "free_bytes", lambda folder: 0)
     assert fetch()[1][-1].status == "success"  # nothing is missing
-
-
-def test_what_is_there_of_a_file_needs_no_space_again(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo.faults["x-Q4_K_M.gguf"] = [cut_after(2 << 20), *[status(503)] * downloads.TRIES]
-    with pytest.raises(PullError):
-        fetch()
-    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (1 << 20) + 99)
-    assert fetch()[0].path.read_bytes() == DATA
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_fills_up_on_the_way(repo: FakeHub, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    write = downloads._Body.write
+    write = hub_fetch._Body.write
 
     def full(body: Any, chunk: bytes) -> None:
         if body.n_bytes > 1 << 20:
@@ -410,7 +398,7 @@ def test_a_disk_that_fills_up_on_the_way(repo: FakeHub, monkeypatch: pytest.Monk
         write(body, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(downloads._Body, "write", full)
+        patch.setattr(hub_fetch._Body, "write", full)
         words = "needs .* more, .* are free" if code != errno.EIO else "cannot be written"
         with pytest.raises(PullError, match=words):
             fetch()

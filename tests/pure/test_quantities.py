@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,15 +16,13 @@ from moegguf.quantities import (
     Link,
     format_bytes,
     format_bytes_up,
-    human_bytes,
-    human_duration,
-    human_time,
+    human_number,
     parse_expert_cache,
     parse_link,
     parse_size,
-    processor_split,
 )
 from moegguf.settings import read_environment
+from moegguf.terminal.units import human_bytes, human_duration, human_time, processor_split
 
 
 @pytest.mark.parametrize(
@@ -90,18 +89,7 @@ def test_rounded_up_sizes_read_back_as_enough(n_bytes: int) -> None:
     assert n_bytes <= parse_size(format_bytes_up(n_bytes)) + 1 <= n_bytes + (1 << 20)
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [
-        (0, "0 B"), (900, "900 B"), (1024, "1.00KiB"), (23383245, "22.3MiB"), (8066839552, "7.51GiB"),
-        (-2048, "-2.00KiB"),
-    ],
-)  # fmt: skip
-def test_format_bytes(n_bytes: int, text: str) -> None:
-    assert format_bytes(n_bytes) == text
-
-
-def test_environment() -> None:
+def test_environment_and_an_unknown_option_names_the_nearest() -> None:
     assert read_environment({}) == read_environment({"MOEGGUF_HOOKS": "", "MOEGGUF_EXPERT_CACHE": " "})
     env = read_environment({"MOEGGUF_HOOKS": "0", "MOEGGUF_EXPERT_CACHE": "25%", "MOEGGUF_MODELS": "/m"})
     assert (env.hooks, env.expert_cache, env.models, env.library) == (False, "25%", Path("/m"), None)
@@ -109,9 +97,6 @@ def test_environment() -> None:
         read_environment({"MOEGGUF_HOOKS": "maybe"})
     with pytest.raises(BudgetError, match="MOEGGUF_EXPERT_CACHE"):
         read_environment({"MOEGGUF_EXPERT_CACHE": "lots"})
-
-
-def test_unknown_option_names_the_nearest() -> None:
     error = OptionError.unknown("n_gpu_layer", ["n_ctx", "n_gpu_layers", "n_batch"])
     assert "did you mean 'n_gpu_layers'?" in str(error)
     assert isinstance(error, TypeError)
@@ -129,6 +114,7 @@ def test_unknown_option_names_the_nearest() -> None:
 )
 def test_links(text: str, link: Link) -> None:
     assert parse_link(text) == link
+    assert parse_link(str(Link(24e9, 35e-6))) == Link(24e9, 35e-6), "it says what can be read again"
     assert link.seconds(2e9, 3) == pytest.approx(2e9 / link.bytes_per_s + 3 * link.latency_s)
 
 
@@ -140,34 +126,32 @@ def test_links_that_cannot_be_read(text: str) -> None:
         parse_link(text)
 
 
-def test_a_link_says_what_can_be_read_again() -> None:
-    assert parse_link(str(Link(24e9, 35e-6))) == Link(24e9, 35e-6)
-
-
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "text"),
+    ("human", "n", "text"),
     [
-        (0, "0 B"), (999, "999 B"), (1000, "1 KB"), (4_700_000_000, "4.7 GB"), (17_300_000_000, "17 GB"),
-        (274_000_000, "274 MB"), (2_500_000_000_000, "2.5 TB"),
+        *((human_bytes, *row) for row in (
+            (0, "0 B"), (999, "999 B"), (1000, "1 KB"), (4_700_000_000, "4.7 GB"), (17_300_000_000, "17 GB"),
+            (274_000_000, "274 MB"), (2_500_000_000_000, "2.5 TB"),
+        )),
+        *((human_duration, *row) for row in (
+            (0.3, "Less than a second"), (1, "1 second"), (59, "59 seconds"), (61, "About a minute"),
+            (240, "4 minutes"), (3600, "About an hour"), (47 * 3600, "47 hours"), (3 * 86400, "3 days"),
+            (15 * 86400, "2 weeks"), (70 * 86400, "2 months"), (800 * 86400, "2 years"),
+        )),
+        *((human_number, *row) for row in (
+            (0, "0"), (999, "999"), (1000, "1K"), (23_387_904, "23.4M"), (30_532_122_624, "30.5B"), (8 * 10**9, "8B"),
+        )),
+        *((format_bytes, *row) for row in (
+            (0, "0 B"), (900, "900 B"), (1024, "1.00KiB"), (23383245, "22.3MiB"), (8066839552, "7.51GiB"),
+            (-2048, "-2.00KiB"),
+        )),
     ],
 )  # fmt: skip
-def test_size(n_bytes: int, text: str) -> None:
-    assert human_bytes(n_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.3, "Less than a second"), (1, "1 second"), (59, "59 seconds"), (61, "About a minute"), (240, "4 minutes"),
-        (3600, "About an hour"), (47 * 3600, "47 hours"), (3 * 86400, "3 days"), (15 * 86400, "2 weeks"),
-        (70 * 86400, "2 months"), (800 * 86400, "2 years"),
-    ],
-)  # fmt: skip
-def test_span(seconds: float, text: str) -> None:
-    assert human_duration(seconds) == text
+def test_numbers_as_people_write_them(human: Callable[[float], str], n: float, text: str) -> None:
+    assert human(n) == text
 
 
 def test_moment() -> None:

@@ -51,12 +51,6 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
     assert file.shard.header_bytes % 64 == 0 and file.shard.n_bytes == (tmp_path / "ok.gguf").stat().st_size
 
 
-def test_version_2_is_read(tmp_path: Path) -> None:
-    g = small()
-    g.version = 2
-    assert read_gguf(g.write(tmp_path / "v2.gguf")).version == 2
-
-
 def with_fields(**fields: object) -> Callable[[], bytes]:
     def make() -> bytes:
         g = small()
@@ -230,16 +224,13 @@ def test_duplicate_token_is_found_part_by_part(tmp_path: Path, monkeypatch: pyte
         read_gguf(path)
 
 
-def test_strings_across_chunks(tmp_path: Path) -> None:
+def test_strings_across_chunks_of_any_bytes_and_length(tmp_path: Path) -> None:
     words = ["x" * (300_000 + i) for i in range(12)]
-    g = Gguf().add_array("words", STR, words).add("after", U32, 7).tensor("t", 32)
-    assert read_gguf(g.write(tmp_path / "w.gguf")).metadata["after"] == 7
-
-
-def test_long_strings_are_dropped_and_too_many_refused(tmp_path: Path) -> None:
-    g = Gguf().add("long", STR, "x" * (2 << 20)).add("after", U32, 7).tensor("t", 32)
+    g = Gguf().add_array("words", STR, words).add("long", STR, "x" * (2 << 20)).add("after", U32, 7)
+    g.add("s", STR, b"\xff\xfe").add(b"k\xff", U32, 1).tensor(b"t\xff", 32)
     file = read_gguf(g.write(tmp_path / "l.gguf"))
     assert "long" not in file.metadata and file.metadata["after"] == 7
+    assert file.metadata["s"] == "\ufffd\ufffd" and file.tensors[0].name == "t\\xff"
     g = Gguf()
     for i in range(14):
         g.add(f"long{i}", STR, "x" * ((1 << 20) - 1))
@@ -247,21 +238,12 @@ def test_long_strings_are_dropped_and_too_many_refused(tmp_path: Path) -> None:
         read_gguf(g.write(tmp_path / "m.gguf"))
 
 
-def test_text_that_is_not_utf8(tmp_path: Path) -> None:
-    g = Gguf().add("s", STR, b"\xff\xfe").add(b"k\xff", U32, 1).tensor(b"t\xff", 32)
-    file = read_gguf(g.write(tmp_path / "u.gguf"))
-    assert file.metadata["s"] == "\ufffd\ufffd" and file.tensors[0].name == "t\\xff"
-
-
-def test_what_is_not_a_file(tmp_path: Path) -> None:
+def test_what_is_not_a_file_and_a_disk_error_are_typed_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     for path in (tmp_path, tmp_path / "none.gguf", tmp_path / "pipe.gguf", "a\0b", tmp_path / "pipe.gguf" / "x"):
         with pytest.raises(ModelNotFoundError):
             read_gguf(path)
     assert issubclass(ModelNotFoundError, FileNotFoundError)
-
-
-def test_disk_error_is_an_io_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = small().write(tmp_path / "io.gguf")
 
     def broken(*_: object) -> bytes:
@@ -273,8 +255,11 @@ def test_disk_error_is_an_io_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_short_reads_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = small().write(tmp_path / "short.gguf")
+    g = small()
+    g.version = 2
+    path = g.write(tmp_path / "short.gguf")
     whole, real = read_gguf(path), os.pread
+    assert whole.version == 2
     monkeypatch.setattr(os, "pread", lambda fd, n, at: real(fd, min(n, 7), at))
     assert read_gguf(path) == whole
 

@@ -1,27 +1,38 @@
 """Commands in the README and docs exist, their Python compiles, their links lead somewhere; the page of architecture
-names files that exist, and every package."""
+names files that exist, and every package; of deployment, variables and options exist and the config files are valid."""
 
 import ast
+import functools
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_help import help_of
+
+from moegguf.serving.ray.config import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
+LABORATORY = (ROOT / "predictors/README.md", *sorted((ROOT / "docs/evidence").glob("*.md")))
+ALL_TEXT = "\n".join((TEXT, *(page.read_text(encoding="utf-8") for page in LABORATORY)))
+TRAINING = ("predictors.models.make_lab_model", "predictors.models.train_demo")  # import torch at once
 GROUPS = ("trace", "contexts")  # commands that have commands of their own
 
 
-def blocks(language: str) -> list[str]:
-    return [text for name, text in re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL) if name == language]
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return [block for name, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if name == language]
 
 
 def commands(prefix: str) -> list[tuple[str, ...]]:
-    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    lines = [line.split("#")[0].strip() for block in blocks("sh", ALL_TEXT) for line in block.splitlines()]
     inline = [" ".join(text.split()) for text in re.findall(rf"`({re.escape(prefix)}[^`]*)`", TEXT)]
     return sorted({tuple(shlex.split(line)) for line in [*lines, *inline] if line.startswith(prefix)})
 
@@ -42,6 +53,20 @@ def test_every_moegguf_command_and_option_exists(words: tuple[str, ...]) -> None
             assert re.search(rf"(^|[\s,│]){re.escape(word)}\b", text, re.MULTILINE), f"{word} in {words}"
 
 
+@functools.cache
+def help_of_module(module: str, *command: str) -> str:
+    return subprocess.check_output([sys.executable, "-m", module, *command, "--help"], text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("words", commands("python -m predictors."), ids=lambda words: words[2])
+def test_every_command_and_option_of_the_laboratory_exists(words: tuple[str, ...]) -> None:
+    module, *rest = words[2:]
+    assert find_spec(module)
+    shown = "" if module in TRAINING else help_of_module(module, *rest[: module.endswith(".evidence")])
+    options = [] if module in TRAINING else [word for word in rest if word.startswith("-")]
+    assert not [name for name in options if not re.search(rf"(^|[\s,/]){name}\b", shown, re.MULTILINE)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
@@ -55,9 +80,10 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}, target
 
 
-def test_the_readme_is_two_screens() -> None:
+def test_the_readme_is_two_screens_and_the_architecture_one_page() -> None:
     assert len(README.splitlines()) <= 130
     assert len(README.split()) <= 1300
+    assert len(ARCHITECTURE.splitlines()) <= 125
 
 
 def test_python_examples_compile_and_import_what_exists() -> None:
@@ -71,36 +97,116 @@ def test_python_examples_compile_and_import_what_exists() -> None:
                 assert {alias.name for alias in node.names} <= set(moegguf.__all__)
 
 
-def test_no_figure_is_promised_that_is_not_there() -> None:
-    assert not re.search(r"\b(TODO|TABLE|TBD)\b", TEXT)
-
-
 def test_figures_have_a_spread_and_no_excuses() -> None:
     assert not re.search(r"\b(noisy|noise|quieter|busy (core|machine)|loaded machine|another day|other work)\b", TEXT)
     assert not re.search(r"(^|[.|] )(As|Of) [a-z]", TEXT, re.MULTILINE), "a sentence begins with its subject"
+    assert not re.search(r"\b(TODO|TABLE|TBD)\b", TEXT), "what is promised is there"
 
 
 ARCHITECTURE = PAGES[ROOT / "docs" / "architecture.md"]
 DRAWINGS = "\n".join(re.findall(r"```\n(.*?)```", ARCHITECTURE, re.DOTALL))
 
 
-def test_every_path_of_the_architecture_exists() -> None:
+def test_the_architecture_names_files_that_exist_and_every_package() -> None:
     paths = re.findall(r"`((?:moegguf|tests|patches)/[\w./]*)`", ARCHITECTURE)
     assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def test_every_file_in_the_drawings_exists_once() -> None:
     names = set(re.findall(r"\b[\w/]+\.(?:cpp|h|py)\b", DRAWINGS))
     assert len(names) > 5
     for name in names:
         assert len([path for path in (ROOT / "moegguf").rglob(Path(name).name) if path.match(name)]) == 1, name
-
-
-def test_every_package_is_drawn() -> None:
     packages = {path.parent.name for path in (ROOT / "moegguf").glob("*/__init__.py")}
     assert {name for name in packages if not re.search(rf"\b{name}\b", DRAWINGS)} == set()
 
 
-def test_the_architecture_stays_one_page() -> None:
-    assert len(ARCHITECTURE.splitlines()) <= 125
+DEPLOY = ROOT / "deploy"
+PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+FILES = {path.name: path.read_text(encoding="utf-8") for path in DEPLOY.iterdir()}
+LINES = [
+    line.split("  #")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+def yaml_of(name: str) -> Any:
+    return pytest.importorskip("yaml").safe_load(FILES[name])
+
+
+def test_every_path_on_the_page_exists_and_every_file_is_on_it() -> None:
+    named = set(re.findall(r"(?<![\w/])((?:deploy|moegguf|tests)/[\w./]+\w)", PAGE))
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+    assert {name for name in FILES if f"deploy/{name}" not in PAGE} == set()
+
+
+def test_every_variable_is_one_of_the_servers() -> None:
+    known = help_of("serve")
+    text = PAGE + "".join(FILES.values())
+    own = {"MOEGGUF_MEMORY_LIMIT"}  # of compose.yaml
+    assert own <= set(re.findall(r"\$\{(\w+)", FILES["compose.yaml"]))
+    assert {name for name in re.findall(r"\bMOEGGUF_[A-Z_]+\b", text) if name not in known} == own
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if re.match(r"(serve|ray) ", line)])
+def test_commands_of_ray_exist(line: str) -> None:
+    pytest.importorskip("ray.serve")
+    program, command, *rest = line.split()
+    shown = subprocess.check_output([Path(sys.executable).with_name(program), command, "--help"], text=True)
+    assert all(word in shown for word in rest if word.startswith("--"))
+
+
+def test_the_metrics_on_the_page_are_those_of_the_server() -> None:
+    from moegguf.server.metrics import COUNTS
+
+    known = {f"moegguf_{each.name}_total" for each in COUNTS}
+    named = set(re.findall(r"\bmoegguf_\w+_total", PAGE))
+    assert named and named <= known
+
+
+def test_the_unit_is_valid() -> None:
+    assert "moegguf serve" in FILES["moegguf.service"]
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze")
+    shown = subprocess.run(
+        ["systemd-analyze", "verify", DEPLOY / "moegguf.service"], capture_output=True, text=True, timeout=60
+    )
+    complaints = [line for line in shown.stderr.splitlines() if "not executable" not in line]
+    assert not [line for line in complaints if "moegguf.service" in line]
+
+
+def test_the_image_has_what_the_compose_file_mounts() -> None:
+    service = yaml_of("compose.yaml")["services"]["moegguf"]
+    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert service["volumes"] == ["models:/models"] and "VOLUME /models" in FILES["Dockerfile"]
+    assert service["mem_limit"] == service["memswap_limit"]
+    command = re.findall(r'"([^"]+)"', FILES["Dockerfile"].partition("CMD ")[2])
+    assert command[:2] == ["moegguf", "serve"]
+    shown = help_of("serve")
+    assert all(word in shown for word in command if word.startswith("--"))
+
+
+def test_prometheus_scrapes_the_service_with_its_key() -> None:
+    compose, (scrape,) = yaml_of("compose.yaml"), yaml_of("prometheus.yml")["scrape_configs"]
+    assert scrape["static_configs"][0]["targets"] == ["moegguf:11434"]
+    assert (
+        scrape["authorization"]["credentials_file"] == f"/run/secrets/{compose['services']['prometheus']['secrets'][0]}"
+    )
+    assert "./prometheus.yml:" in compose["services"]["prometheus"]["volumes"][0]
+
+
+def test_the_config_of_ray_is_one_of_ours() -> None:
+    config = yaml_of("ray.yaml")
+    (application,) = config["applications"]
+    assert application["import_path"] in PAGE
+    assert len(read_config(application["args"])) == 2
+
+
+def test_the_config_of_ray_is_one_of_rays() -> None:
+    pytest.importorskip("ray.serve")
+    from ray.serve import Application
+    from ray.serve.schema import ServeDeploySchema
+
+    from moegguf.serving.ray import app
+
+    config = ServeDeploySchema.model_validate(yaml_of("ray.yaml"))
+    assert isinstance(app(config.applications[0].args), Application)

@@ -3,6 +3,7 @@
 import errno
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,9 +57,27 @@ def test_a_trace_listened_to_and_recorded_is_the_same_trace(
     assert same(read(tmp_path / "t.npz"), trace)
 
 
-def test_a_pass_that_failed_keeps_what_it_had(tmp_path: Path) -> None:
-    trace = record(tmp_path / "t.npz", routed(1, 0, [[0, 1]]), routed(2, 0, [[1, 2]]), routed(2, 2, [[2, 3]]))
-    assert trace.expert_ids.tolist() == [[[0, 1], [1, 2]], [[-1, -1], [2, 3]]]
+@pytest.mark.parametrize(
+    ("events", "expert_ids"),
+    [
+        ([], [[], []]),
+        ([announcement([1])], [[], []]),
+        ([routed(1, 0, [[0, 1]]), routed(2, 0, [[1, 2]]), routed(2, 2, [[2, 3]])],
+         [[[0, 1], [1, 2]], [[-1, -1], [2, 3]]]),
+        ([routed(1, 0, [[2]]), routed(1, 2, [[2, 3]]), routed(1, 1, [[2, 3]]), routed(2, 5, [[2, 3]]),
+          routed(3, 0, [[0, 1, 2]])], [[[2, -1]], [[2, 3]]]),
+        ([routed(1, 0, [[0, 1]], sequence=1), routed(2, 0, [[1, 2]]), routed(3, 0, [[2, 3]]),
+          routed(4, 0, np.empty((0, 2)))], [[[0, 1], [1, 2], [2, 3]], [[-1, -1]] * 3]),  # type: ignore[arg-type]
+    ],
+    ids=["no events", "announced alone", "a pass that failed keeps what it had",
+         "no such layer or too many experts: left out", "in the order they began, none without tokens"],
+)  # fmt: skip
+def test_a_trace_has_the_passes_of_its_events(
+    tmp_path: Path, events: list[RoutingEvent | Announcement], expert_ids: list[Any]
+) -> None:
+    trace = record(tmp_path / "t.npz", *events)
+    assert trace.expert_ids.tolist() == expert_ids
+    assert trace.pass_ns.tolist() == sorted(trace.pass_ns.tolist()) and trace.n_pass == len(expert_ids[0])
 
 
 def test_one_announcement_may_become_several_passes(tmp_path: Path) -> None:
@@ -88,18 +107,6 @@ def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
     assert trace.tokens.tolist() == [0, 1, 2] and trace.expert_ids[1].tolist() == [[0, 3], [1, 3], [2, 3]]
     assert trace.weights[1, :, 0].tolist() == [0, 0.5, 1] and trace.inputs[1, :, 0].tolist() == [1, 2, 3]
     assert not trace.inputs[0].any()
-
-
-def test_layers_that_use_fewer_experts_and_invalid_events(tmp_path: Path) -> None:
-    trace = record(
-        tmp_path / "t.npz",
-        routed(1, 0, [[2]]),
-        routed(1, 2, [[2, 3]]),
-        routed(1, 1, [[2, 3]]),
-        routed(2, 5, [[2, 3]]),
-        routed(3, 0, [[0, 1, 2]]),
-    )
-    assert trace.expert_ids.tolist() == [[[2, -1]], [[2, 3]]], "no such layer, too many experts: left out"
 
 
 def test_inputs_only_of_some_passes(tmp_path: Path) -> None:
@@ -132,17 +139,6 @@ def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read(tmp_path / "t.npz").n_pass == 40
 
 
-def test_passes_are_in_the_order_they_began(tmp_path: Path) -> None:
-    trace = record(
-        tmp_path / "t.npz",
-        routed(1, 0, [[0, 1]], sequence=1),
-        routed(2, 0, [[1, 2]]),
-        routed(3, 0, [[2, 3]]),
-        routed(4, 0, np.empty((0, 2))),  # type: ignore[arg-type]
-    )
-    assert trace.pass_ns.tolist() == [10, 20, 30], "and none without tokens"
-
-
 def test_what_is_known_at_the_end_joins_the_header(tmp_path: Path) -> None:
     session = Recorder(tmp_path / "t.npz", TINY, HEADER)
     session.observe(routed(1, 0, [[0, 1]]))
@@ -153,11 +149,6 @@ def test_what_is_known_at_the_end_joins_the_header(tmp_path: Path) -> None:
     trace = read(tmp_path / "t.npz")
     assert trace.header.settings == {"threads": 2, "dropped": 3} and trace.header.labels == {0: "code"}
     assert trace.n_pass == 1
-
-
-def test_no_events_are_an_empty_trace(tmp_path: Path) -> None:
-    assert record(tmp_path / "t.npz").n_pass == 0
-    assert record(tmp_path / "t.npz", announcement([1])).n_tokens == 0
 
 
 def test_a_full_disk_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

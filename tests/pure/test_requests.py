@@ -42,20 +42,22 @@ def take(steps: Generator[int, None, None], n: int) -> None:
     steps.close()
 
 
-def test_a_prompt_that_continues_the_context_begins_a_request_even_of_one_token() -> None:
+def test_a_prompt_begins_a_request_even_of_one_token_and_a_generator_that_never_started_none() -> None:
     context = Context()
     take(context.generate(5), 2)
     take(context.generate(1, keep=6), 2)
     assert context.noted[2:] == [(1, PREFILL), (1, DECODE)]
-
-
-def test_within_a_request_several_tokens_at_once_are_decoded() -> None:
     context = Context()
     steps = context.generate(5)
     next(steps)
     context.eval(3)  # a draft's tokens
     steps.close()
     assert context.noted == [(0, PREFILL), (0, DECODE)]
+    context = Context()
+    context.generate(4).close()
+    assert context.requests.sequence == -1
+    context.eval(3)
+    assert context.noted == [(0, PREFILL)]
 
 
 @pytest.mark.parametrize(
@@ -92,11 +94,3 @@ def test_a_request_that_fails_or_is_closed_ends() -> None:
     context.eval(1)
     context.eval(2)
     assert context.noted == [(0, PREFILL), (0, DECODE), (0, PREFILL)]
-
-
-def test_a_generator_that_never_started_is_no_request() -> None:
-    context = Context()
-    context.generate(4).close()
-    assert context.requests.sequence == -1
-    context.eval(3)
-    assert context.noted == [(0, PREFILL)]

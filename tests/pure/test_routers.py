@@ -1,4 +1,5 @@
-"""Routers read from GGUF files choose as llama.cpp does: gating, biases, groups, quantised matrices, bad files."""
+"""Routers read from GGUF files choose as llama.cpp does: gating, biases, groups, quantised matrices, bad files; their
+fingerprint is another for any other router or shape."""
 
 import struct
 from pathlib import Path
@@ -6,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
-from gguf_builder import F16_T, F32_T, Q8_0_T, U32, Gguf, moe, pad
+from gguf_builder import F16_T, F32_T, Q4_0_T, Q8_0_T, U32, Gguf, moe, pad
 
-from moegguf.errors import ModelFormatError
+from moegguf.errors import ModelFormatError, MoeggufError
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.fingerprint import fingerprint
+from moegguf.gguf.reader import read_gguf
 from moegguf.gguf.routers import Gating, Router, Routers, read_gating, read_routers
 from predictors.study.controls import probabilities
 
@@ -106,12 +109,15 @@ def test_gating_functions(gating: Gating, expected: np.ndarray) -> None:
         assert probabilities(Routers(gating, {0: router}), 0, np.ones(1, np.float32)).argmax() == int(winner)
 
 
-def test_files_without_groups_may_use_none_of_them(tmp_path: Path) -> None:  # as llama_model_save_to_file writes them
+def test_files_without_groups_use_none_and_a_layer_routed_by_token_id_has_no_router(tmp_path: Path) -> None:
     g, values = model()
     g.add("qwen2moe.expert_group_count", U32, 0)
     g.add("qwen2moe.expert_group_used_count", U32, 0)
     routers = read_routers(write(tmp_path / "m.gguf", g, values))
     assert (routers.n_group, routers.n_group_used) == (1, 1)
+    g, values = model()
+    g.tensor("blk.0.ffn_gate_tid2eid.weight", 2, 16, ggml_type=26, n_bytes=4 * 32)
+    assert list(read_routers(write(tmp_path / "m.gguf", g, values)).routers) == [1]
 
 
 def test_gating_comes_from_the_architecture_where_the_file_is_silent_or_overruled(tmp_path: Path) -> None:
@@ -128,12 +134,6 @@ def test_gating_comes_from_the_architecture_where_the_file_is_silent_or_overrule
     assert gating("gpt-oss") == Gating.SOFTMAX_WEIGHT
     with pytest.raises(ModelFormatError, match=r"expert_gating_func': must be from 0 to 4, but is 9"):
         gating("dots1", 9)
-
-
-def test_a_layer_routed_by_token_id_has_no_router(tmp_path: Path) -> None:
-    g, values = model()
-    g.tensor("blk.0.ffn_gate_tid2eid.weight", 2, 16, ggml_type=26, n_bytes=4 * 32)
-    assert list(read_routers(write(tmp_path / "m.gguf", g, values)).routers) == [1]
 
 
 def test_surprises_are_format_errors(tmp_path: Path) -> None:
@@ -159,5 +159,69 @@ def test_a_file_cut_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
     layout = write(tmp_path / "m.gguf", *model())
     path = layout.shards[0].path
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelFormatError):
-        read_routers(layout)
+    for read in (read_routers, fingerprint):
+        with pytest.raises(MoeggufError):
+            read(layout)
+
+
+def with_routers(g: Gguf, layers: range = range(2), n_expert: int = N_EXPERT) -> Gguf:
+    for il in layers:
+        g.tensor(f"blk.{il}.ffn_gate_inp.weight", N_EMBD, n_expert)
+    return g
+
+
+def with_other_bytes(path: Path, g: Gguf) -> Path:
+    """The model with routers of other bytes than the rest."""
+    g.write(path)
+    for tensor in read_gguf(path).tensors:
+        if "ffn_gate_inp" in tensor.name:
+            patch(path, tensor.offset, f"{tensor.name:256}".encode() * 4)
+    return path
+
+
+def patch(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def of(path: Path) -> str:
+    return fingerprint(read_layout(path))
+
+
+def test_other_quantisations_share_a_fingerprint_and_a_model_without_routers_has_one(tmp_path: Path) -> None:
+    four = with_other_bytes(tmp_path / "4.gguf", with_routers(moe(types=(Q4_0_T, Q4_0_T, Q4_0_T))))
+    eight = with_other_bytes(tmp_path / "8.gguf", with_routers(moe(types=(Q8_0_T, Q8_0_T, Q8_0_T))))
+    assert of(four) == of(eight)
+    assert len(of(four)) == 32 and int(of(four), 16) >= 0
+    assert len(of(moe().write(tmp_path / "m.gguf"))) == 32
+
+
+def test_any_byte_and_the_order_of_routers_count_and_shards_give_what_the_whole_gives(tmp_path: Path) -> None:
+    path = with_other_bytes(tmp_path / "m.gguf", with_routers(moe()))
+    before = of(path)
+    for tensor in read_gguf(path).tensors:
+        original = path.read_bytes()
+        patch(path, tensor.offset + tensor.n_bytes - 1, b"\x7f")
+        assert (of(path) != before) == ("ffn_gate_inp" in tensor.name), tensor.name
+        path.write_bytes(original)
+    path = with_other_bytes(tmp_path / "m.gguf", with_routers(moe()))
+    before = of(path)
+    one, two = (tensor for tensor in read_gguf(path).tensors if "ffn_gate_inp" in tensor.name)
+    data = path.read_bytes()
+    patch(path, one.offset, data[two.offset : two.offset + two.n_bytes])
+    patch(path, two.offset, data[one.offset : one.offset + one.n_bytes])
+    assert of(path) != before
+    whole = with_other_bytes(tmp_path / "m.gguf", with_routers(moe()))
+    first = with_routers(moe(split=(0, 2, 12), il_range=range(1)), range(1))
+    second = with_routers(moe(split=(1, 2, 12), il_range=range(1, 2)), range(1, 2))
+    with_other_bytes(tmp_path / "s-00002-of-00002.gguf", second)
+    path = with_other_bytes(tmp_path / "s-00001-of-00002.gguf", first)
+    assert of(path) == of(whole)
+
+
+@pytest.mark.parametrize("change", [{"n_used": 1}, {"vocab": 17}, {"arch": "qwen3moe"}])
+def test_architecture_and_sizes_count(tmp_path: Path, change: dict[str, int]) -> None:
+    path = with_other_bytes(tmp_path / "m.gguf", with_routers(moe()))
+    other = with_other_bytes(tmp_path / "o.gguf", with_routers(moe(**change)))  # type: ignore[arg-type]
+    assert of(path) != of(other)

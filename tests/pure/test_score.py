@@ -1,6 +1,7 @@
 """Scores: a predictor of known accuracy has exactly the figures that follow from the definitions, and formula 7 of
-ExpertFlow: intersection over union of a batch's experts, predicted and true."""
+ExpertFlow: intersection over union of a batch's experts, predicted and true. Reuse, counted by hand."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from moegguf.trace.trace import Trace
 from predictors.study.accuracy import Figures, LinkModel
 from predictors.study.controls import FreshGate
 from predictors.study.judge import Judge
+from predictors.study.reuse import reuse
 from predictors.study.scoring import batch_accuracy, score
 
 SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=1000)
@@ -41,17 +43,13 @@ def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> No
     assert figures.precision[:2] == (1, 1) and figures.recall[:2] == (0.5, 1)
 
 
-def test_one_right_of_two_is_half_accurate_never_wholly_right_and_always_partly() -> None:
-    figures = only(cyclic(), Oracle(cyclic(), n_wrong=1))
-    assert (figures.accuracy, figures.top_k_hit, figures.at_least_one) == (0.5, 0, 1)
-    assert figures.precision == (1, 0.5, 0.5, 0.5)  # it predicts two experts, however many are requested
-    assert figures.recall == (0.5, 0.5, 0.5, 0.5)
-
-
-def test_a_predictor_that_is_always_wrong_has_no_useful_byte() -> None:
-    figures = only(cyclic(), Oracle(cyclic(), n_wrong=2))
-    assert (figures.accuracy, figures.top_k_hit, figures.at_least_one) == (0, 0, 0)
-    assert figures.moved_per_useful == (None,) * 4
+def test_one_right_of_two_is_half_accurate_and_what_is_always_wrong_has_no_useful_byte() -> None:
+    half, wrong = (only(cyclic(), Oracle(cyclic(), n_wrong=n)) for n in (1, 2))
+    assert (half.accuracy, half.top_k_hit, half.at_least_one) == (0.5, 0, 1)
+    assert half.precision == (1, 0.5, 0.5, 0.5)  # it predicts two experts, however many are requested
+    assert half.recall == (0.5, 0.5, 0.5, 0.5)
+    assert (wrong.accuracy, wrong.top_k_hit, wrong.at_least_one) == (0, 0, 0)
+    assert wrong.moved_per_useful == (None,) * 4
 
 
 @pytest.mark.parametrize("answer", [None, np.full(8, np.nan, np.float32), np.zeros(8, np.float32), np.ones(3, "f4")])
@@ -60,24 +58,19 @@ def test_a_missing_prediction_lowers_coverage_and_no_other_figure(answer: np.nda
     assert (figures.due, figures.coverage, figures.accuracy, figures.top_k_hit) == (12, 0, None, None)
 
 
-def test_out_of_reach_is_no_prediction_and_early_layers_fall_back_to_the_first_layer() -> None:
+def test_out_of_reach_is_no_prediction_and_the_first_layers_have_what_is_known_there() -> None:
     trace = cyclic()
     table = score(trace, [Oracle(trace, reach=2)], [3]).scores[0]
     # Three layers before layer 2 or 3 there is no event: those are predicted after layer 1, one and two layers ahead.
     assert {il: figures.coverage for il, figures in table.layers[3].items()} == {1: 1, 2: 1, 3: 1, 4: 0}
     assert table.means[3].coverage == pytest.approx(2 / 3)
     assert table.means[3].accuracy == 1
-
-
-def test_the_first_layer_is_predicted_from_tokens_alone_and_left_out_of_the_mean() -> None:
-    trace = cyclic()
+    # The first layer is predicted from tokens alone, and left out of the mean.
     table = score(trace, [Oracle(trace, first_layer=False)], [1]).scores[0]
-    assert table.layers[1][1].due == 4
-    assert table.layers[1][1].coverage == 0
-    assert table.means[1].coverage == 1
+    assert (table.layers[1][1].due, table.layers[1][1].coverage, table.means[1].coverage) == (4, 0, 1)
 
 
-def test_good_pred_by_hand() -> None:
+def test_good_pred_by_hand_and_the_wishes_of_all_layers_share_the_link() -> None:
     # An expert takes 1000 B / 1 MB/s = 1000 us; a layer computes 1600 us; fetches begin 100 us late.
     link = LinkModel(bytes_per_s=1e6, latency_us=100, layer_compute_us=1600)
     assert link.fetch_rates(0, 4, 2, 1000) == [0.5, 0, 0, 0]
@@ -85,9 +78,6 @@ def test_good_pred_by_hand() -> None:
     assert table.means[1].fetch_rate == 0.5  # 1500 us are enough for one of two
     assert table.means[1].good_pred == pytest.approx(0.5 * 0.5)
     assert table.layers[1][2].fetch_rate == 0.5
-
-
-def test_the_wishes_of_all_layers_share_the_link() -> None:
     # Two experts of 1000 us each in every layer, of 1600 us: alone, 3100 us of lead are enough for both.
     link = LinkModel(bytes_per_s=1e6, latency_us=100, layer_compute_us=1600)
     assert link.fetch_rates(2, 6, 2, 1000) == [0.5] * 6
@@ -109,16 +99,13 @@ def test_only_what_a_cache_lacks_is_moved() -> None:
     assert right.moved_per_useful[1] == 1
 
 
-def test_batches_join_the_paths_of_their_sequences_step_by_step() -> None:
+def test_batches_join_the_paths_of_their_sequences_and_the_control_gets_the_same_experts_shuffled() -> None:
     trace = cyclic(n_sequences=5)
     table = score(trace, [Oracle(trace), Oracle(trace, n_wrong=2)], [1, 2], batch_sequences=2)
     right, wrong = table.scores
     assert right.batch_accuracy == {1: 1, 2: 1}
     assert all(value is not None and value < 1 for value in wrong.batch_accuracy.values())
     assert (right.name, wrong.name) == ("oracle", "oracle 2")
-
-
-def test_the_control_gets_the_same_experts_shuffled() -> None:
     trace = random_trace(n_sequences=3, n_prefill=0, n_decode=40)
     table = score(trace, [Oracle(trace)], [1])
     control = table.control_of("oracle")
@@ -136,6 +123,9 @@ def test_no_predictor_no_prediction_and_an_empty_trace_are_no_error() -> None:
     empty = score(trace.select([]), [NoPrediction(trace.shape)])
     assert empty.scores[0].means[1].due == 0
     assert empty.tokens == 0
+    figures = reuse(random_trace(n_sequences=1, n_decode=0))
+    assert figures.counts.shape[0] == 0
+    assert math.isnan(figures.within.entropy) and np.isnan(figures.next_token).all()
 
 
 MATRICES = arrays(np.bool_, (3, 4))
@@ -176,15 +166,7 @@ def run(trace: Trace, judge: Judge) -> Judge:
     return judge
 
 
-def test_a_control_runs_beside_a_predictor() -> None:
-    trace = random_trace(with_inputs=True)
-    control = FreshGate(trace.shape, routers_of(trace.shape, hidden_routers(trace.shape, 0)))
-    table = run(trace, Judge(Oracle(trace, n_wrong=1), control=control)).table()
-    assert table.fresh is not None and table.fresh.accuracy == 1
-    assert table.means[1].accuracy == 0.5
-
-
-def test_live_figures_are_those_of_the_trace() -> None:
+def test_live_figures_are_those_of_the_trace_and_a_control_runs_beside_a_predictor() -> None:
     trace = random_trace(n_sequences=3)
     link = LinkModel(5e6, 10, 300)
     offline = score(trace, [Oracle(trace, n_wrong=1, reach=3)], link=link).scores[0]
@@ -192,9 +174,14 @@ def test_live_figures_are_those_of_the_trace() -> None:
     assert live.means == offline.means and live.layers == offline.layers
     assert live.means[1].accuracy == 0.5
     assert live.fresh is None  # a predictor with a reach is not its own control
+    trace = random_trace(with_inputs=True)
+    control = FreshGate(trace.shape, routers_of(trace.shape, hidden_routers(trace.shape, 0)))
+    table = run(trace, Judge(Oracle(trace, n_wrong=1), control=control)).table()
+    assert table.fresh is not None and table.fresh.accuracy == 1
+    assert table.means[1].accuracy == 0.5
 
 
-def test_invalid_events_are_neither_measured_nor_an_error() -> None:
+def test_invalid_events_and_aborted_passes_are_neither_measured_nor_an_error() -> None:
     judge = Judge(Unpredictive(SMALL, np.ones(SMALL.n_expert, np.float32)))
     judge.observe(routed(0, 1, 2))  # a layer without experts
     judge.observe(routed(1, -1, -1))  # padding
@@ -204,9 +191,6 @@ def test_invalid_events_are_neither_measured_nor_an_error() -> None:
     judge.observe(routed(1, 1, 2, pass_=3, phase=Phase.PREFILL))
     assert judge.table().means[1].due == 0
     assert judge.tally.ranks[..., 1:].sum() == 0
-
-
-def test_the_predictions_of_an_aborted_pass_are_not_counted() -> None:
     trace = random_trace(n_sequences=1, n_prefill=0, n_decode=3)
     events = [event for event in trace.events() if isinstance(event, RoutingEvent)]
     n = len(SMALL.layers)
@@ -220,3 +204,43 @@ def test_the_predictions_of_an_aborted_pass_are_not_counted() -> None:
     judge.observe(events[0])  # predicts layer 2 of the first pass
     judge.observe(events[n + 1])  # layer 2 of the second, whose first layer was never observed
     assert judge.tally.ranks[..., 1:].sum() == 0
+
+
+TWO_LAYERS = MoeShape(n_layer=2, n_expert=4, n_expert_used=1, layers=(0, 1))
+
+
+def test_a_request_with_one_expert_is_as_skewed_as_can_be_and_all_together_are_even() -> None:
+    figures = reuse(hand_made(TWO_LAYERS, [[[[e], [e]]] * 8 for e in range(4)]))
+    assert (figures.within.covering, figures.within.entropy) == (0.25, 0)
+    assert (figures.merged.covering, figures.merged.entropy) == (1, pytest.approx(1))
+    assert figures.within.entropy < figures.same_size.entropy <= 1
+    assert [figures.windows_same[n] for n in (1, 2, 4)] == [1, 1, 1]
+    assert math.isnan(figures.windows_same[8])  # no token has as many before it
+    assert [figures.windows_other[n] for n in (1, 2, 4)] == [0, 0, 0]
+    assert figures.next_token.tolist() == [1, 1]
+
+
+def test_distances_between_uses_and_counts_without_the_prompt() -> None:
+    # Expert 0 at tokens 0, 1, 4 and expert 1 at 2, 3: two first uses, gaps of 1, 1 and 3.
+    figures = reuse(hand_made(TWO_LAYERS, [[[[e], [e]] for e in (0, 0, 1, 1, 0)]]))
+    assert figures.reuse_distances[0] == pytest.approx(0.4)
+    assert figures.reuse_distances[1] == pytest.approx(0.4)
+    assert figures.reuse_distances[2] == 0
+    assert figures.reuse_distances[4] == pytest.approx(0.2)
+    assert sum(figures.reuse_distances.values()) == pytest.approx(1)
+    assert figures.next_token.tolist() == [0.5, 0.5]
+    assert figures.windows_same[2] == pytest.approx(1 / 3)  # of tokens 2, 3, 4 only token 3's is among the two before
+    figures = reuse(
+        hand_made(TWO_LAYERS, [[[[3], [3]], [[0], [1]], [[0], [2]]], [[[3], [3]], [[2], [2]], [[2], [2]]]], prefill=1)
+    )
+    assert figures.sequences == (0, 1) and figures.layers == (0, 1)
+    assert figures.counts.tolist() == [[[2, 0, 0, 0], [0, 1, 1, 0]], [[0, 0, 2, 0], [0, 0, 2, 0]]]
+
+
+def test_without_structure_requests_are_alike_and_with_it_they_are_not() -> None:
+    noise = reuse(random_trace(n_sequences=8, n_decode=64, structure=0.0))
+    text = reuse(random_trace(n_sequences=8, n_decode=64, structure=1.0))
+    assert abs(noise.windows_same[4] - noise.windows_other[4]) < 0.03
+    assert text.windows_same[4] > text.windows_other[4] + 0.1
+    assert abs(noise.within.entropy - noise.same_size.entropy) < 0.02
+    assert text.within.entropy < text.same_size.entropy - 0.05

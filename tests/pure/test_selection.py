@@ -1,12 +1,18 @@
-"""Which files of a repository a tag means."""
+"""Which files of a repository a tag means; the library of short names: its table is consistent, and a name means one
+file of a repository."""
 
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.errors import ModelNotFoundError
+from moegguf.errors import ModelNotFoundError, PullError
+from moegguf.models.catalog import Catalog
+from moegguf.models.library import LibraryModel, fetchable_name, find_in_library, library, nearest_names
+from moegguf.models.names import parse_name
+from moegguf.models.pull import pull
 from moegguf.models.selection import is_model, models_in, select_files, without_incomplete
 
 USUAL = [
@@ -20,58 +26,40 @@ USUAL = [
 
 
 @pytest.mark.parametrize(
-    ("tag", "file"),
+    ("listed", "tag", "file"),
     [
-        ("latest", "Model-Q4_K_M.gguf"),
-        ("q4_k_m", "Model-Q4_K_M.gguf"),
-        ("Q8_0", "Model-Q8_0.gguf"),
-        ("UD-Q4_K_XL", "Model-UD-Q4_K_XL.gguf"),
-        ("Q4_K_XL", "Model-UD-Q4_K_XL.gguf"),
-        ("Model-Q2_K.gguf", "Model-Q2_K.gguf"),
-        ("model-q2_k", "Model-Q2_K.gguf"),
-        ("bf16", "BF16/Model-BF16-00001-of-00003.gguf"),
-        ("Model-BF16-00002-of-00003.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
-        ("Model-BF16.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
-        ("4_K_M", "Model-Q4_K_M.gguf"),
+        *((USUAL, tag, file) for tag, file in (
+            ("latest", "Model-Q4_K_M.gguf"), ("q4_k_m", "Model-Q4_K_M.gguf"), ("Q8_0", "Model-Q8_0.gguf"),
+            ("UD-Q4_K_XL", "Model-UD-Q4_K_XL.gguf"), ("Q4_K_XL", "Model-UD-Q4_K_XL.gguf"),
+            ("Model-Q2_K.gguf", "Model-Q2_K.gguf"), ("model-q2_k", "Model-Q2_K.gguf"),
+            ("bf16", "BF16/Model-BF16-00001-of-00003.gguf"), ("4_K_M", "Model-Q4_K_M.gguf"),
+            ("Model-BF16-00002-of-00003.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
+            ("Model-BF16.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
+        )),
+        # without a tag Q4_K_M, then Q8_0, then the first model; a whole word comes before a part of one
+        (["b-Q2_K.gguf", "b-Q8_0.gguf", "a-F16.gguf"], "latest", "b-Q8_0.gguf"),
+        (["mmproj-a.gguf", "b.gguf", "z-F16-00001-of-00001.gguf"], "latest", "b.gguf"),
+        (["m-IQ4_XS.gguf", "m-Q4_XS.gguf"], "Q4_XS", "m-Q4_XS.gguf"), (["m-IQ4_XS.gguf"], "Q4_XS", "m-IQ4_XS.gguf"),
     ],
-)
-def test_a_tag_is_a_quantisation_or_a_file_name_in_any_case(tag: str, file: str) -> None:
-    assert select_files(USUAL, tag).files[0] == file
+)  # fmt: skip
+def test_a_tag_is_a_quantisation_or_a_file_name_in_any_case(listed: list[str], tag: str, file: str) -> None:
+    assert select_files(listed, tag).files[0] == file
 
 
-def test_without_a_tag_q4_k_m_then_q8_0_then_the_first_model() -> None:
-    assert select_files(["b-Q2_K.gguf", "b-Q8_0.gguf", "a-F16.gguf"]).files == ("b-Q8_0.gguf",)
-    assert select_files(["mmproj-a.gguf", "b.gguf", "z-F16-00001-of-00001.gguf"]).files == ("b.gguf",)
-
-
-def test_a_whole_word_comes_before_a_part_of_one() -> None:
-    assert select_files(["m-IQ4_XS.gguf", "m-Q4_XS.gguf"], "Q4_XS").files == ("m-Q4_XS.gguf",)
-    assert select_files(["m-IQ4_XS.gguf"], "Q4_XS").files == ("m-IQ4_XS.gguf",)
-
-
-def test_a_split_set_is_taken_whole_and_in_order() -> None:
+def test_a_split_set_is_taken_whole_and_what_is_missing_or_unknown_is_named() -> None:
     names = [f"sub/x-Q4_K_M-{n:05d}-of-00012.gguf" for n in range(1, 13)]
     assert select_files([*reversed(names), "sub/x-Q4_K_M-00001-of-00002.gguf.part"]).files == tuple(names)
-
-
-def test_a_missing_shard_is_named_before_anything_is_fetched() -> None:
     names = [f"x-Q4_K_M-{n:05d}-of-00004.gguf" for n in (1, 2, 4)]
     with pytest.raises(ModelNotFoundError, match=r"u/r: 1 of the 4 shards .*\(x-Q4_K_M-00003-of-00004\.gguf\)"):
         select_files(names, repo="u/r")
-
-
-def test_an_unknown_quantisation_lists_what_there_is() -> None:
+    with pytest.raises(ModelNotFoundError, match="has no GGUF file"):
+        select_files(["README.md", "mmproj-F16.gguf", "model.safetensors"], repo="u/r")
     with pytest.raises(ModelNotFoundError) as refused:
         select_files(USUAL, "Q9_9", repo="u/r")
     message = str(refused.value)
     assert "'Q9_9'" in message and "Available GGUF files: " in message
     assert "Model-Q4_K_M.gguf" in message and "Model-BF16-00001-of-00003.gguf" in message
     assert "mmproj" not in message and "mtp-" not in message and "00002" not in message
-
-
-def test_a_repository_without_models_says_so() -> None:
-    with pytest.raises(ModelNotFoundError, match="has no GGUF file"):
-        select_files(["README.md", "mmproj-F16.gguf", "model.safetensors"], repo="u/r")
 
 
 @pytest.mark.parametrize(
@@ -122,3 +110,40 @@ def test_any_tag_gives_files_of_the_list_or_an_error(listed: list[str], tag: str
     with suppress(ModelNotFoundError):
         found = set(select_files(listed, tag).files)
     assert found <= set(listed)
+
+
+@pytest.mark.parametrize("model", library(), ids=lambda model: model.name)
+def test_a_model_of_the_library_is_plausible(model: LibraryModel) -> None:
+    assert parse_name(model.name).canonical == model.name
+    assert parse_name(model.hub_name).repo == model.repository
+    prefix, _, rest = model.file.partition("-00001-of-0000")
+    files = [f"{prefix}-0000{n}-of-0000{rest}" for n in range(1, int(rest[0]) + 1)] if rest else [model.file]
+    assert select_files([*files, "other-Q2_K.gguf"], model.quantization).files == tuple(files)
+    assert 4 < 8 * model.size_bytes / model.n_parameters < 9  # bits of a weight
+    assert 0.5 < model.expert_bytes / model.size_bytes < 1
+    assert 0 < model.token_bytes < model.expert_bytes and model.dense_bytes > 0
+
+
+def test_names_are_found_with_and_without_a_tag_and_near_ones_are_named() -> None:
+    assert len(library()) == len({model.name for model in library()}) >= 30
+    found = find_in_library("GPT-OSS")
+    assert found is not None and found.name == "gpt-oss:20b" and find_in_library("gpt-oss:latest") == found
+    assert fetchable_name("qwen3:30b") == "hf.co/Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M"
+    assert fetchable_name("user/repo") == "user/repo" and fetchable_name("gpt") is None
+    assert nearest_names("gpt-os:20b")[0] == "gpt-oss:20b"
+    with pytest.raises(ModelNotFoundError, match="did you mean 'gpt-oss:20b'"):
+        pull("gpt-os:20b", Catalog(), lambda _status: None)
+
+
+def test_a_model_that_was_fetched_is_found_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelNotFoundError, match=r"is hf\.co/ggml-org/.* Fetch it with `moegguf pull gpt-oss:20b`"):
+        Catalog().find("gpt-oss")
+    with pytest.raises(PullError, match="HF_HUB_OFFLINE"):
+        pull("gpt-oss:20b", Catalog(), lambda _status: None)
+    folder = tmp_path / "models--ggml-org--gpt-oss-20b-GGUF" / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    (folder / "gpt-oss-20b-MXFP4.gguf").write_bytes(b"GGUF")
+    assert Catalog().find("gpt-oss:20b").path == folder / "gpt-oss-20b-MXFP4.gguf"
+    assert pull("gpt-oss:20b", Catalog(), lambda _status: None).name == "hf.co/ggml-org/gpt-oss-20b-GGUF:MXFP4"

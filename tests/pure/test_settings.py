@@ -17,28 +17,19 @@ from moegguf.settings import Environment, Host, Settings, parse_host, read_envir
 
 # The table of ollama-python's _parse_host, then forms it leaves open.
 HOSTS = [
-    (None, "http://127.0.0.1:11434"),
-    ("", "http://127.0.0.1:11434"),
-    ("1.2.3.4", "http://1.2.3.4:11434"),
-    (":56789", "http://127.0.0.1:56789"),
-    ("1.2.3.4:56789", "http://1.2.3.4:56789"),
-    ("http://1.2.3.4", "http://1.2.3.4:80"),
-    ("https://1.2.3.4", "https://1.2.3.4:443"),
-    ("example.com", "http://example.com:11434"),
-    ("example.com/", "http://example.com:11434"),
+    (None, "http://127.0.0.1:11434"), ("", "http://127.0.0.1:11434"), ("1.2.3.4", "http://1.2.3.4:11434"),
+    (":56789", "http://127.0.0.1:56789"), ("1.2.3.4:56789", "http://1.2.3.4:56789"),
+    ("http://1.2.3.4", "http://1.2.3.4:80"), ("https://1.2.3.4", "https://1.2.3.4:443"),
+    ("example.com", "http://example.com:11434"), ("example.com/", "http://example.com:11434"),
     ("example.com/path", "http://example.com:11434/path"),
     ("https://example.com:56789/path", "https://example.com:56789/path"),
     ("[0001:002:003:0004::1]", "http://[0001:002:003:0004::1]:11434"),
     ("http://[0001:002:003:0004::1]", "http://[0001:002:003:0004::1]:80"),
     ("[0001:002:003:0004::1]:56789/path", "http://[0001:002:003:0004::1]:56789/path"),
-    ("::1", "http://[::1]:11434"),
-    ("[::1]", "http://[::1]:11434"),
-    ("  localhost  ", "http://localhost:11434"),
-    ("HTTP://Example.COM", "http://example.com:80"),
-    ("http://:8080", "http://127.0.0.1:8080"),
-    (":0", "http://127.0.0.1:0"),
-    ("0.0.0.0", "http://0.0.0.0:11434"),
-]
+    ("::1", "http://[::1]:11434"), ("[::1]", "http://[::1]:11434"), ("  localhost  ", "http://localhost:11434"),
+    ("HTTP://Example.COM", "http://example.com:80"), ("http://:8080", "http://127.0.0.1:8080"),
+    (":0", "http://127.0.0.1:0"), ("0.0.0.0", "http://0.0.0.0:11434"),
+]  # fmt: skip
 
 BAD_HOSTS = [
     "ftp://x", "a:99999", "a:-1", "a:port", "user:secret@host", "a b", "http://[::1", "a\nb", "tcp://1.2.3.4:1",
@@ -92,12 +83,16 @@ def test_what_is_no_duration_is_refused(value: Any) -> None:
         parse_duration(value)
 
 
-def test_defaults_are_ollamas() -> None:
+def test_defaults_are_ollamas_and_a_placement_is_one_of_some_words() -> None:
     settings = read_settings({})
     assert settings == Settings()
     assert settings.host == Host("http", "127.0.0.1", 11434)
     assert (settings.keep_alive_s, settings.max_queue, settings.load_timeout_s) == (300, 512, 300)
     assert settings.n_parallel == read_settings({"OLLAMA_NUM_PARALLEL": "0"}).n_parallel == 1
+    assert read_environment({}).placement == "auto"
+    assert read_environment({"MOEGGUF_PLACEMENT": " Slots "}).placement == "slots"
+    with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu"):
+        read_environment({"MOEGGUF_PLACEMENT": "guess"})
 
 
 def test_every_variable_is_read_under_both_names() -> None:
@@ -127,10 +122,9 @@ def test_every_variable_is_read_under_both_names() -> None:
         assert getattr(read_settings({f"OLLAMA_{name}": text}), field) == value, name
         both = read_settings({f"MOEGGUF_{name}": text, f"OLLAMA_{name}": "nonsense"})
         assert getattr(both, field) == value, name
-
-
-def test_empty_is_unset_and_quotes_are_taken_off() -> None:
-    assert read_settings({"MOEGGUF_MAX_QUEUE": " ", "OLLAMA_MAX_QUEUE": '"9"'}).max_queue == 9
+    assert read_settings({"MOEGGUF_MAX_QUEUE": " ", "OLLAMA_MAX_QUEUE": '"9"'}).max_queue == 9, "empty is unset"
+    assert read_settings({"OLLAMA_LOAD_TIMEOUT": "0"}).load_timeout_s == math.inf
+    assert "k3y" not in repr(read_settings({"OLLAMA_API_KEY": "k3y"})), "the key is in no text"
 
 
 @pytest.mark.parametrize(
@@ -146,37 +140,16 @@ def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str)
         read_settings({f"OLLAMA_{name}": text})
 
 
-def test_no_timeout_for_loading() -> None:
-    assert read_settings({"OLLAMA_LOAD_TIMEOUT": "0"}).load_timeout_s == math.inf
-
-
-def test_the_key_is_in_no_text() -> None:
-    assert "k3y" not in repr(read_settings({"OLLAMA_API_KEY": "k3y"}))
-
-
-def test_a_placement_is_one_of_some_words() -> None:
-    assert read_environment({}).placement == "auto"
-    assert read_environment({"MOEGGUF_PLACEMENT": " Slots "}).placement == "slots"
-    with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu"):
-        read_environment({"MOEGGUF_PLACEMENT": "guess"})
-
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_page_is_what_the_table_prints() -> None:
+def test_the_table_has_every_setting_and_keyword_and_prints_the_page() -> None:
     text = (ROOT / "docs" / "options.md").read_text()
     assert text == "\n".join(page()) + "\n", "run `python -m moegguf.options > docs/options.md`"
-
-
-def test_every_setting_is_in_the_table() -> None:
     fields = {field.name for kind in (Environment, Settings) for field in dataclasses.fields(kind)}
     assert fields - {"loading"} == {option.name for option in OPTIONS.values() if option.variable}
     assert all(option.group in GROUPS for option in OPTIONS.values())
     assert set(TO_WORKERS) <= {field.name for field in dataclasses.fields(Environment)}
-
-
-def test_options_of_loading_are_keywords() -> None:
     taken = {name for base in Llama.__mro__ for name in inspect.signature(base.__init__).parameters}
     flags = {option.name for option in OPTIONS.values() if option.scope == "load" and option.flags}
     assert flags <= taken

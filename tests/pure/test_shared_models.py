@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_manager import FakeCatalog, begun, generate, in_loop, manager_of, until
+from scripted_manager import FakeCatalog, begun, generate, manager_of, until
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import WorkerError
@@ -37,50 +37,35 @@ def names(manager: ModelManager) -> list[str]:
     return [each.name[0] for model in manager.loaded() for each in model.names]
 
 
-@in_loop
-async def test_names_of_one_file_share_a_process(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        for name in "abab":
-            assert await generate(manager, name, f"say {name}") == name
-        (model,) = manager.loaded()
-        assert [(each.name, each.digest) for each in model.names] == [("a:latest", "a" * 64), ("b:latest", "b" * 64)]
-        assert (model.name, model.n_requests) == ("a:latest", 4)
-    assert len(catalog.loads("a")) == 1
-
-
-@in_loop
-async def test_a_longer_context_serves_every_name(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        for name in "acaba":
-            await generate(manager, name, "say x")
-        assert manager.loaded()[0].n_ctx == 8192
-    assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 8192]
-
-
-@in_loop
-async def test_a_name_does_not_take_over_the_options_of_another(catalog: FakeCatalog) -> None:
-    add_persona(catalog, "d", parameters={"num_ctx": 512})
-    add_persona(catalog, "e", parameters={"expert_cache": "10%"})
-    async with manager_of(catalog) as manager:
-        for name in "daead":
-            await generate(manager, name, "say x")
-        assert len({model.pid for model in manager.loaded()}) == 2
-    assert [load["n_ctx"] for load in catalog.loads("a")] == [512, 4096, 4096]
-    assert [load["name"][0] for load in catalog.loads("a")] == list("dae")
-
-
-@in_loop
-async def test_names_with_other_options_do_not_reload_each_other(catalog: FakeCatalog) -> None:
-    for name, parameters in (("d", {"num_thread": 1}), ("e", {"num_thread": 2}), ("f", {"num_batch": 64})):
+@pytest.mark.parametrize(
+    ("personas", "requests", "loads", "left"),
+    [
+        ({}, "abab", [("a", 4096)], "ab"),
+        ({}, "acaba", [("a", 4096), ("c", 8192)], None),
+        ({"d": {"num_ctx": 512}, "e": {"expert_cache": "10%"}}, "daead",
+         [("d", 512), ("a", 4096), ("e", 4096)], None),
+        ({"d": {"num_thread": 1}, "e": {"num_thread": 2}, "f": {"num_batch": 64}}, "defdefad",
+         [("d", 4096), ("e", 4096), ("f", 4096), ("a", 4096)], "adef"),
+    ],
+    ids=["one process", "a longer context serves every name", "a name does not take over options of another",
+         "names with other options do not reload each other"],
+)  # fmt: skip
+async def test_names_of_one_file_share_a_process_unless_their_options_differ(
+    catalog: FakeCatalog, personas: dict[str, dict[str, Any]], requests: str, loads: list[tuple[str, int]],
+    left: str | None,
+) -> None:  # fmt: skip
+    for name, parameters in personas.items():
         add_persona(catalog, name, parameters=parameters)
     async with manager_of(catalog) as manager:
-        for name in "defdefad":
-            await generate(manager, name, "say x")
-        assert sorted(names(manager)) == list("adef")
-    assert [load["name"][0] for load in catalog.loads("a")] == list("defa")
+        for name in requests:
+            assert await generate(manager, name, f"say {name}") == name
+        assert left is None or sorted(names(manager)) == list(left)
+        assert sum(model.n_requests for model in manager.loaded()) <= len(requests)
+        for model in manager.loaded():
+            assert [each.digest for each in model.names] == [each.name[0] * 64 for each in model.names]
+    assert [(load["name"][0], load["n_ctx"]) for load in catalog.loads("a")] == loads
 
 
-@in_loop
 async def test_a_reload_keeps_the_options_that_the_name_gave_before(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "b", "say x", LoadOverrides(n_ctx=1024))
@@ -93,7 +78,6 @@ async def test_a_reload_keeps_the_options_that_the_name_gave_before(catalog: Fak
     assert len(catalog.loads("a")) == 3
 
 
-@in_loop
 async def test_a_request_beside_a_waiting_one_takes_its_options(catalog: FakeCatalog) -> None:
     asked = [LoadOverrides(n_threads=1, n_ctx=8192), LoadOverrides(), LoadOverrides(n_batch=64), LoadOverrides()]
     async with manager_of(catalog) as manager:
@@ -105,7 +89,6 @@ async def test_a_request_beside_a_waiting_one_takes_its_options(catalog: FakeCat
     assert [load["n_ctx"] for load in catalog.loads("a")] == [8192, 4096]
 
 
-@in_loop
 async def test_a_watcher_sees_the_process_that_its_name_uses(catalog: FakeCatalog) -> None:
     add_persona(catalog, "d", parameters={"num_thread": 1})
     async with manager_of(catalog) as manager:
@@ -118,8 +101,7 @@ async def test_a_watcher_sees_the_process_that_its_name_uses(catalog: FakeCatalo
         assert asked == [False, True], "the fake worker counts requests as tokens"
 
 
-@in_loop
-async def test_the_process_ends_with_its_last_name(catalog: FakeCatalog) -> None:
+async def test_the_process_ends_with_its_last_name_also_when_its_file_is_gone(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         for name in "ab":
             await generate(manager, name, "say x")
@@ -127,10 +109,10 @@ async def test_the_process_ends_with_its_last_name(catalog: FakeCatalog) -> None
         assert await manager.unload("a") is True
         assert names(manager) == ["b"] and manager.loaded()[0].pid == pid
         assert await manager.unload("a") is False, "it is not loaded under that name any more"
-        assert await manager.unload("b") is True and manager.loaded() == []
+        del catalog.entries["b"]
+        assert await manager.unload("b:latest") is True and manager.loaded() == []
 
 
-@in_loop
 async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
@@ -146,7 +128,6 @@ async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: Fak
     assert len(catalog.loads("a")) == 1
 
 
-@in_loop
 async def test_an_unused_name_is_unloaded_at_once_while_another_answers(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
@@ -159,7 +140,6 @@ async def test_an_unused_name_is_unloaded_at_once_while_another_answers(catalog:
         assert await held == "held"
 
 
-@in_loop
 async def test_each_name_has_its_own_keep_alive_time(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x", keep_alive_s=0.05)
@@ -172,15 +152,6 @@ async def test_each_name_has_its_own_keep_alive_time(catalog: FakeCatalog) -> No
         await until(lambda: not manager.loaded())
 
 
-@in_loop
-async def test_a_loaded_name_can_be_unloaded_when_its_file_is_gone(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        await generate(manager, "b", "say x")
-        del catalog.entries["b"]
-        assert await manager.unload("b:latest") is True and manager.loaded() == []
-
-
-@in_loop
 async def test_counts_are_of_the_process_and_counted_once(catalog: FakeCatalog) -> None:
     totals = Totals()
     async with manager_of(catalog) as manager:
@@ -197,7 +168,6 @@ async def test_counts_are_of_the_process_and_counted_once(catalog: FakeCatalog) 
         assert counted == {"a:latest": 10, "b:latest": 8}
 
 
-@in_loop
 async def test_an_error_does_not_name_the_persona_that_was_loaded_first(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x")

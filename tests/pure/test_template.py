@@ -40,30 +40,51 @@ CHAT = [
 ]
 
 
-def test_tools_calls_and_thinking_reach_the_template() -> None:
-    prompt = render(templates.QWEN, CHAT, tools=[TOOL])
-    assert '"description": "The weather of a <city>"' in prompt  # no escapes for HTML
-    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>' in prompt
-    assert "<think>\nI call.\n</think>" in prompt
-    assert "<tool_response>\nsunny\n</tool_response>" in prompt
+TEXT_CALL = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+GENERATION = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+Q, QUESTION = templates.QWEN, CHAT[1:2]
+RENDERED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
+    "tools, without escapes for HTML": (Q, CHAT, {"tools": [TOOL]}, '"description": "The weather of a <city>"'),
+    "calls": (
+        Q, CHAT, {}, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+    ),
+    "thinking": (Q, CHAT, {}, "<think>\nI call.\n</think>"),
+    "results": (Q, CHAT, {}, "<tool_response>\nsunny\n</tool_response>"),
+    "arguments that are text": (
+        Q, [*QUESTION, {"role": "assistant", "tool_calls": [TEXT_CALL]}], {}, '{"name": "f", "arguments": {"a": 1}}'
+    ),
+    "a template that joins texts": (
+        templates.DEEPSEEK, CHAT, {}, '<｜tool▁sep｜>{"city": "Zürich"}<｜tool▁call▁end｜>'
+    ),
+    "short ids for Mistral": (
+        templates.MISTRAL, CHAT[:3], {"bos": "<s>", "eos": "</s>"},
+        "^<s>[INST]Weather?[/INST]"
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Zürich"}, "id": "l0a1b2c3d"}]</s>$',
+    ),
+    "thinking is left to the template": (Q, CHAT[:2], {}, "assistant\n$"),
+    "thinking is switched on": (Q, CHAT[:2], {"think": True}, "assistant\n$"),
+    "no thinking": (Q, CHAT[:2], {"think": False}, "<think>\n\n</think>\n\n$"),
+    "high": (templates.HARMONY, QUESTION, {"think": "high"}, "Reasoning: high"),
+    "no level": (templates.HARMONY, QUESTION, {}, "Reasoning: medium"),
+    "a level where there is none": (templates.DEEPSEEK, QUESTION, {"think": "low"}, "<think>\n$"),
+    "options": (templates.LLAMA, QUESTION, {"options": {"date_string": "1 May"}}, "Today Date: 1 May"),
+    "a model without a system role": (
+        NO_SYSTEM + templates.PLAIN, CHAT[:2], {}, "^<|im_start|>user\nBe brief.\n\nWeather?<|im_end|>"
+    ),
+    "tags of transformers": (GENERATION, CHAT, {}, "^Be brief.$"),
+}  # fmt: skip
 
 
-def test_calls_whose_arguments_are_text_are_read() -> None:
-    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    prompt = render(templates.QWEN, [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [call]}])
-    assert '{"name": "f", "arguments": {"a": 1}}' in prompt
+@pytest.mark.parametrize("kind", RENDERED)
+def test_a_conversation_reaches_the_template(kind: str) -> None:
+    """`^` and `$` in what is expected are the prompt's ends."""
+    template, messages, options, expected = RENDERED[kind]
+    assert expected in f"^{render(template, messages, **options)}$"
 
 
-def test_a_template_that_joins_texts_gets_the_arguments_as_text() -> None:
-    assert '<｜tool▁sep｜>{"city": "Zürich"}<｜tool▁call▁end｜>' in render(templates.DEEPSEEK, CHAT)
-
-
-def test_mistral_gets_its_short_ids() -> None:
-    prompt = render(templates.MISTRAL, CHAT[:3], bos="<s>", eos="</s>")
-    assert prompt == (
-        "<s>[INST]Weather?[/INST]"
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Zürich"}, "id": "l0a1b2c3d"}]</s>'
-    )
+def test_the_date_is_todays() -> None:
+    assert re.search(r"Today Date: \d\d \w{3} \d{4}\n", render(templates.LLAMA, QUESTION))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in templates.TEMPLATES if kind != "plain"])
@@ -72,39 +93,14 @@ def test_every_family_takes_a_conversation_with_tools(kind: str) -> None:
     assert "get_weather" in prompt and "Zürich" in prompt and "sunny" in prompt
 
 
-@pytest.mark.parametrize(
-    ("think", "end"), [(None, "assistant\n"), (True, "assistant\n"), (False, "<think>\n\n</think>\n\n")]
-)
-def test_thinking_is_left_to_the_template_or_switched(think: bool | None, end: str) -> None:
-    assert render(templates.QWEN, CHAT[:2], think=think).endswith(end)
-
-
-def test_levels_of_thinking() -> None:
-    assert "Reasoning: high" in render(templates.HARMONY, CHAT[1:2], think="high")
-    assert "Reasoning: medium" in render(templates.HARMONY, CHAT[1:2])
-    assert render(templates.DEEPSEEK, CHAT[1:2], think="low").endswith("<think>\n")
-
-
-def test_options_reach_the_template() -> None:
-    assert "Today Date: 1 May" in render(templates.LLAMA, CHAT[1:2], options={"date_string": "1 May"})
-    assert re.search(r"Today Date: \d\d \w{3} \d{4}\n", render(templates.LLAMA, CHAT[1:2]))
-
-
-def test_a_model_without_a_system_role_still_gets_the_text() -> None:
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    assert render(refusing + templates.PLAIN, CHAT[:2]).startswith("<|im_start|>user\nBe brief.\n\nWeather?<|im_end|>")
-
-
-def test_tags_of_transformers() -> None:
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
-    assert render(template, CHAT) == "Be brief."
-
-
-def test_lists_can_be_built_and_the_callers_stay_as_they_are() -> None:
+def test_lists_can_be_built_and_neither_the_callers_nor_the_next_template_sees_them() -> None:
     messages = [{"role": "user", "content": "x", "parts": ["a"]}]
     template = "{% set _ = messages[0].parts.append('b') %}{{ messages[0].parts | join(',') }}"
     assert render(template, messages) == "a,b"
     assert messages[0]["parts"] == ["a"]
+    renderer.close()
+    render("{% set x = 1 %}{% set _ = messages.append(2) %}", CHAT)
+    assert render("{{ x is defined }}{{ messages | length }}", CHAT) == f"False{len(CHAT)}"
 
 
 FEATURES = (
@@ -270,7 +266,7 @@ def sandboxes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if renderer.COMMAND[-1] in child.cmdline()]
 
 
-def test_rendering_goes_on_when_the_process_was_killed_or_closed() -> None:
+def test_rendering_goes_on_when_the_process_was_killed_and_few_processes_are_waited_for() -> None:
     assert render("{{ 1 }}", CHAT) == "1"
     assert sandboxes()
     for process in sandboxes():
@@ -280,9 +276,6 @@ def test_rendering_goes_on_when_the_process_was_killed_or_closed() -> None:
     renderer.close()
     assert not sandboxes()
     assert render("{{ 3 }}", CHAT) == "3"
-
-
-def test_templates_at_once_wait_for_few_processes() -> None:
     renderer.close()
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda i: render(f"{{{{ {i} }}}}", CHAT), range(32))) == [str(i) for i in range(32)]
@@ -316,23 +309,10 @@ def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, 
     renderer.close()
 
 
-def test_a_template_keeps_nothing_of_the_one_before() -> None:
-    renderer.close()
-    render("{% set x = 1 %}{% set _ = messages.append(2) %}", CHAT)
-    assert render("{{ x is defined }}{{ messages | length }}", CHAT) == f"False{len(CHAT)}"
-
-
-def test_work_may_grow_with_the_conversation() -> None:
-    messages = [{"role": "user", "content": "word " * 1_000_000}]
-    assert len(render(templates.QWEN, messages)) > 5_000_000
-
-
-def test_output_has_a_limit() -> None:
+def test_work_may_grow_with_the_conversation_but_output_and_depth_have_limits() -> None:
+    assert len(render(templates.QWEN, [{"role": "user", "content": "word " * 1_000_000}])) > 5_000_000
     with pytest.raises(TemplateError, match="more than"):
         render("{{ messages[0].content }}" * 3, [{"role": "user", "content": "a" * 6_000_000}])
-
-
-def test_deep_input_is_refused() -> None:
     deep: Any = []
     for _ in range(1000):
         deep = [deep]
@@ -346,17 +326,8 @@ def test_whatever_the_template_says_there_is_a_prompt_or_a_template_error(templa
         assert isinstance(render(template, CHAT), str)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("plain", ()),
-        ("qwen", ("tools", "thinking")),
-        ("mistral", ("tools",)),
-        ("llama", ("tools",)),
-        ("deepseek", ("tools", "thinking")),
-        ("harmony", ("tools", "thinking")),
-    ],
-)
-def test_capabilities_are_read_from_the_text(kind: str, expected: tuple[str, ...]) -> None:
-    assert capabilities(templates.TEMPLATES[kind]) == expected
+def test_capabilities_are_read_from_the_text() -> None:
+    both = ("tools", "thinking")
+    expected = {"plain": (), "qwen": both, "mistral": both[:1], "llama": both[:1], "deepseek": both, "harmony": both}
+    assert {kind: capabilities(templates.TEMPLATES[kind]) for kind in expected} == expected
     assert capabilities(None) == ()

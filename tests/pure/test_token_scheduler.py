@@ -9,23 +9,14 @@ from hypothesis import strategies as st
 from oracles import counted
 from traces import SMALL, random_trace
 
-from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
-from predictors.study.arrange import used_experts
 from predictors.study.asked import asked
 from predictors.study.scheduling import OrderEffect, balanced_groups, compare
-from predictors.study.token_scheduler import (
-    PredictedPaths,
-    RecentPaths,
-    RoutingPaths,
-    TokenScheduler,
-    make_paths,
-    statuses,
-)
+from predictors.study.token_scheduler import PredictedPaths, RecentPaths, RoutingPaths, TokenScheduler, statuses
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
@@ -55,19 +46,12 @@ def test_every_token_has_one_batch_and_batches_are_equal(data: st.DataObject) ->
     assert {len(batch) for batch in batches} <= {n_tokens // n_batches, -(-n_tokens // n_batches)}
 
 
-@pytest.mark.parametrize("n_batches", [0, 9, -1])
-def test_a_number_of_batches_that_cannot_be_is_refused(n_batches: int) -> None:
+@pytest.mark.parametrize(("n_batches", "batch_size"), [(0, 3), (9, 0), (-1, -2)])
+def test_numbers_and_sizes_of_batches_that_cannot_be_are_refused(n_batches: int, batch_size: int) -> None:
     with pytest.raises(OptionError, match="between 1 and the 8 tokens"):
         balanced_groups(two_kinds(), n_batches, 0)
-
-
-def test_recorded_paths_leave_out_what_was_not_computed() -> None:
-    trace = random_trace(n_sequences=1, n_prefill=4, n_decode=2)
-    paths = used_experts(trace, np.arange(trace.n_tokens))
-    assert paths.shape == (6, len(SMALL.layers), SMALL.n_expert)
-    assert not paths[:3, -1].any()  # the prompt's last layer is computed for its last token only
-    assert (paths[3:].sum(axis=2) == SMALL.n_expert_used).all()
-    assert paths[4, 2, trace.expert_ids[2, 4]].all()
+    with pytest.raises(OptionError, match="two batches"):
+        effects(random_trace(n_sequences=4, n_decode=2), batch_size)
 
 
 def effects(trace: Trace, batch_size: int, slots: dict[float, int] | None = None) -> dict[str, OrderEffect]:
@@ -94,12 +78,6 @@ def test_every_order_replays_the_same_tokens() -> None:
     assert found["oracle"].replays[1.0].counters["misses"] == found["fifo"].replays[1.0].counters["misses"]
 
 
-@pytest.mark.parametrize("batch_size", [3, 0, -2])
-def test_too_few_requests_for_two_batches_are_refused(batch_size: int) -> None:
-    with pytest.raises(OptionError, match="two batches"):
-        effects(random_trace(n_sequences=4, n_decode=2), batch_size)
-
-
 class FixedPaths(RoutingPaths):
     """Paths that a test sets."""
 
@@ -115,30 +93,24 @@ class FixedPaths(RoutingPaths):
 TWO_LAYERS = MoeShape(n_layer=2, n_expert=8, n_expert_used=1, layers=(0, 1))
 
 
-def test_a_step_computes_one_kind_and_the_next_step_the_other() -> None:
+def test_a_step_computes_one_kind_and_what_is_not_known_computes_in_order_of_arrival() -> None:
     scheduler = TokenScheduler(TWO_LAYERS, FixedPaths(two_kinds()), 4)
     first = scheduler.next_group(range(8))
     following = scheduler.following
     second = scheduler.next_group(range(8))
     assert sorted([sorted(first), sorted(second)]) == [[0, 2, 5, 7], [1, 3, 4, 6]]
     assert following == second and scheduler.following == []
-
-
-def test_who_fits_into_one_group_computes_at_every_step() -> None:
-    scheduler = TokenScheduler(TWO_LAYERS, FixedPaths(two_kinds()), 8)
-    assert [scheduler.next_group([3, 1, 2]) for _ in range(3)] == [[3, 1, 2]] * 3
-
-
-def test_sequences_that_nothing_is_known_about_compute_in_order_of_arrival() -> None:
     scheduler = TokenScheduler(TWO_LAYERS, FixedPaths({}), 2)
     assert [scheduler.next_group([5, 6, 7, 8]) for _ in range(4)] == [[5, 6], [7, 8]] * 2
 
 
-def test_the_union_of_a_group_is_used_by_any_of_it() -> None:
+def test_the_union_of_a_group_is_used_by_any_of_it_and_statuses_are_the_likeliest() -> None:
     paths = FixedPaths({0: np.full((2, 8), 0.5), 1: np.full((2, 8), 0.2)})
     likely = TokenScheduler(TWO_LAYERS, paths, 2).likely([0, 1, 9])
     np.testing.assert_allclose(likely, np.full((2, 8), 0.6), rtol=1e-6)
     assert TokenScheduler(TWO_LAYERS, paths, 2).likely([9]) is None
+    paths = np.array([[[0.1, 0.7, 0.2, 0.6], [0, 0.5, 0, 0]]], np.float32)
+    assert statuses(paths, 2).tolist() == [[[False, True, False, True], [False, True, False, False]]]
 
 
 @given(st.data())
@@ -163,11 +135,6 @@ def test_no_sequence_waits_longer_than_said(data: st.DataObject) -> None:
         for sequence in running:
             waits[sequence] = 0 if sequence in group else waits[sequence] + 1
             assert waits[sequence] <= max(0, 2 * most - 2)
-
-
-def test_statuses_are_the_likeliest_of_each_layer() -> None:
-    paths = np.array([[[0.1, 0.7, 0.2, 0.6], [0, 0.5, 0, 0]]], np.float32)
-    assert statuses(paths, 2).tolist() == [[[False, True, False, True], [False, True, False, False]]]
 
 
 def test_recent_paths_follow_each_sequence_by_itself() -> None:
@@ -199,17 +166,6 @@ def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
         np.testing.assert_array_equal(paths.path(sequence), np.stack(expected))  # type: ignore[arg-type]
     paths.forget(1)
     assert paths.path(1) is None and paths.path(3) is None
-
-
-def test_a_predictor_without_an_answer_is_no_path() -> None:
-    paths = PredictedPaths(asked(lambda: previous_token(SMALL)))
-    paths.expect(1, np.array([5], np.int32))
-    assert paths.path(1) is None
-
-
-def test_paths_have_names() -> None:
-    assert isinstance(make_paths("recent", SMALL, Artifacts(None)), RecentPaths)
-    with pytest.raises(OptionError, match="known are recent, token-id, routing-path"):
-        make_paths("recnt", SMALL, Artifacts(None))
-    with pytest.raises(OptionError, match="has to be trained"):
-        make_paths("token-id", SMALL, Artifacts(None))
+    without_answer = PredictedPaths(asked(lambda: previous_token(SMALL)))
+    without_answer.expect(1, np.array([5], np.int32))
+    assert without_answer.path(1) is None

@@ -1,17 +1,31 @@
-"""A trace in memory: events in live order, selections by request, shuffling."""
+"""A trace in memory: events in live order, selections by request, shuffling, passes with tokens of several requests;
+Belady's bound on it, by hand and against every choice of victims."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from traces import SMALL, random_trace, same
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import hand_made
+from traces import SMALL, batched, random_trace, same
 
+from moegguf.controller import history as history_module
+from moegguf.controller.history import History
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.trace.format import check
+from moegguf.errors import OptionError, TraceError
+from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
+from moegguf.trace.belady import Lookups, belady
+from moegguf.trace.format import check, read, write
 from moegguf.trace.trace import Trace, TraceHeader
-from predictors.study.arrange import shuffled
+from predictors.study.arrange import separated, shuffled
 
 TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
 # Layer 1 uses two experts; layer 3 one, and in the first pass for its last token only.
@@ -55,20 +69,21 @@ def test_events_come_in_live_order() -> None:
     assert [event.time_ns for event in routing_events(tiny())] == [10, 20, 20, 30, 30, 40, 40, 50, 50]
     assert {type(event.phase) for event in routing_events(tiny())} == {Phase}
     assert all(event.expert_ids.dtype == np.int32 and event.weights is None for event in routing_events(tiny()))
-
-
-def test_the_last_layer_has_the_last_tokens_only() -> None:
-    ids = np.array([LAYER_1, LAYER_3], np.int16)
-    ids[1, 1] = [2, -1]
-    events = {(event.pass_, event.il): event.expert_ids.tolist() for event in routing_events(tiny(expert_ids=ids))}
-    assert events[0, 1] == [[0, 1], [1, 2]] and events[0, 3] == [[2]]
-
-
-def test_a_pass_whose_announcement_is_not_in_the_trace_is_unannounced() -> None:
     trace = tiny(pass_first_token=np.array([1, 3, 0, 7, -1], np.int32))
     (announced,) = (event for event in trace.events() if isinstance(event, Announcement))
     assert (announced.sequence, announced.phase, announced.tokens.tolist()) == (6, 0, [20])
     assert [event.first_token for event in routing_events(trace)] == [-1, -1, -1, 0, 0, -1, -1, -1, -1]
+
+
+def test_the_last_layer_has_the_last_tokens_only_and_a_failed_pass_the_layers_computed() -> None:
+    ids = np.array([LAYER_1, LAYER_3], np.int16)
+    ids[1, 1] = [2, -1]
+    events = {(event.pass_, event.il): event.expert_ids.tolist() for event in routing_events(tiny(expert_ids=ids))}
+    assert events[0, 1] == [[0, 1], [1, 2]] and events[0, 3] == [[2]]
+    trace = random_trace(n_sequences=1, n_prefill=2, n_decode=2, seed=0)
+    trace.expert_ids[2:, 2] = -1
+    check(trace)
+    assert [event.il for event in routing_events(trace) if event.pass_ == 1] == [1, 2]
 
 
 def test_weights_and_inputs_go_with_their_tokens() -> None:
@@ -124,8 +139,165 @@ def reuse(trace: Trace) -> float:
     return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
 
 
-def test_a_failed_pass_has_events_of_the_layers_computed() -> None:
-    trace = random_trace(n_sequences=1, n_prefill=2, n_decode=2, seed=0)
-    trace.expert_ids[2:, 2] = -1
-    check(trace)
-    assert [event.il for event in routing_events(trace) if event.pass_ == 1] == [1, 2]
+def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
+    """passes[p][row]: the experts of one token in each layer."""
+    n_row, k = len(passes[0]), len(passes[0][0])
+    path = [[list(layer) for layer in token] for token in passes]
+    return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
+
+
+def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:
+    trace = random_trace(n_sequences=1, n_prefill=5, n_decode=2)
+    lookups = Lookups.of(trace)
+    n_expert = trace.shape.n_expert
+    for row in range(len(trace.shape.layers)):
+        ids = trace.expert_ids[row, :5].ravel()
+        expected = list(dict.fromkeys(ids[ids >= 0].tolist()))
+        assert (lookups.keys[lookups.start[row] : lookups.start[row + 1]] - row * n_expert).tolist() == expected
+    assert lookups.decode.tolist() == [False] * 5 + [True] * 10
+    trace = random_trace(n_sequences=3, n_prefill=6, n_decode=5)
+    counted = belady(Lookups.of(trace), 20)
+    assert counted.decode_lookups == 3 * 5 * 5 * 2
+    with pytest.raises(OptionError, match="needs 2 experts"):
+        belady(Lookups.of(trace_of([[[0, 1]], [[2, 3]]])), 1)
+
+
+def optimum(trace: Trace, n_slots: int) -> int:
+    """The most hits, by trying every choice of victims."""
+    lookups = Lookups.of(trace)
+    best: dict[frozenset[int], int] = {frozenset(): 0}
+    for start, end in zip(lookups.start[:-1], lookups.start[1:], strict=True):
+        event = frozenset(lookups.keys[start:end].tolist())
+        after: dict[frozenset[int], int] = {}
+        for resident, hits in best.items():
+            others = sorted(resident - event)
+            for kept in combinations(others, min(len(others), n_slots - len(event))):
+                state = event | frozenset(kept)
+                after[state] = max(after.get(state, 0), hits + len(event & resident))
+        best = after
+    return max(best.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.sets(st.integers(0, 3), min_size=2, max_size=2)] * 2), min_size=1, max_size=10),
+    st.integers(2, 6),
+)
+def test_belady_is_the_optimum(passes: list[tuple[set[int], set[int]]], n_slots: int) -> None:
+    trace = trace_of([[sorted(layer) for layer in one] for one in passes])
+    bound = belady(Lookups.of(trace), n_slots)
+    assert bound.hits == optimum(trace, n_slots)
+    assert bound.hits <= bound.lookups
+
+
+def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
+    event = RoutingEvent(
+        0, 0, 7, Phase.PREFILL, 0, 1, np.zeros((4, 2), np.int32),
+        sequences=np.array([7, 8, 7, 7], np.int32), phases=np.array([0, 1, 0, 1], np.int32),
+    )  # fmt: skip
+    parts = [(part.sequence, part.phase, list(part.rows)) for part in event.parts()]  # type: ignore[arg-type]
+    assert parts == [(7, Phase.PREFILL, [0, 2]), (8, Phase.DECODE, [1]), (7, Phase.DECODE, [3])]
+    alone = event._replace(sequences=None, phases=None)
+    assert alone.parts() == [Part(7, Phase.PREFILL, slice(0, 4))]
+
+
+def test_every_request_of_a_batch_has_the_reams_it_has_alone() -> None:
+    trace, together, alone = batched(), History(SMALL), {s: History(SMALL) for s in range(5)}
+    for event in trace.events():
+        if isinstance(event, RoutingEvent):
+            together.update(event)
+    for event in separated(trace).events():
+        if isinstance(event, RoutingEvent):
+            alone[event.sequence].update(event)
+    assert sorted(together.requests) == [0, 1, 2, 3, 4]
+    for sequence, request in together.requests.items():
+        np.testing.assert_array_equal(request.prefill, alone[sequence].prefill)
+        np.testing.assert_array_equal(request.decode, alone[sequence].decode)
+
+
+def test_the_eams_of_a_pass_are_those_of_its_requests_together_and_the_collection_learns_each() -> None:
+    trace, history = batched(), History(SMALL)
+    for event in trace.events():
+        if isinstance(event, Announcement):
+            continue
+        history.update(event)
+        present = {part.sequence for part in event.parts()}
+        sums = [sum(getattr(history.requests[s], phase) for s in sorted(present)) for phase in ("prefill", "decode")]
+        np.testing.assert_array_equal(history.prefill, sums[0])
+        np.testing.assert_array_equal(history.decode, sums[1])
+        counted = np.bincount(event.expert_ids.ravel(), minlength=SMALL.n_expert)
+        np.testing.assert_array_equal(history.iteration[event.il], counted)
+    predictor, history = EamcPredictor(SMALL), History(SMALL)
+    for event in batched().events():
+        if isinstance(event, RoutingEvent):
+            history.update(event)
+            predictor.predict_eam.learn(history)
+    eamcs = predictor.learned(history)
+    assert eamcs.decode.n_entries == 4
+    assert eamcs.prefill.n_entries == 5
+    rows = eamcs.decode.state.sum(axis=2)
+    assert (rows[:, list(SMALL.layers)] == 6 * SMALL.n_expert_used).all()
+
+
+def decoded(sequences: list[int], pass_: int, experts: list[int]) -> RoutingEvent:
+    ids = np.array(experts, np.int32)[:, np.newaxis]
+    phases = np.full(len(sequences), Phase.DECODE, np.int32)
+    return RoutingEvent(
+        pass_, 0, sequences[0], Phase.DECODE, 0, 1, ids, sequences=np.array(sequences, np.int32), phases=phases
+    )
+
+
+def test_a_request_of_a_batch_ends_when_it_takes_no_part_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "ABSENT_PASSES", 3)
+    history = History(SMALL)
+    history.update(decoded([0, 1], 0, [3, 4]))
+    for pass_ in range(1, 4):
+        history.update(decoded([1, 2], pass_, [4, 5]))
+        assert not history.finished
+    history.update(decoded([1, 2], 4, [4, 5]))
+    assert [(p.sum(), d.sum(), d[1, 3]) for p, d in history.finished] == [(0, 1, 1)]
+    assert sorted(history.requests) == [1, 2]
+
+
+def test_a_group_that_waits_goes_on_with_its_own_ream_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(SMALL)
+    for pass_ in range(10):
+        history.update(decoded([0, 1] if pass_ % 2 else [2, 3], pass_, [pass_ % 2, 5]))
+        assert not history.finished
+    assert [history.requests[s].decode.sum() for s in range(4)] == [5, 5, 5, 5]
+    monkeypatch.setattr(history_module, "MOST_REQUESTS", 4)
+    for pass_ in range(10, 30):
+        history.update(decoded([2 * pass_, 2 * pass_ + 1], pass_, [0, 1]))
+        assert len(history.requests) <= 4
+
+
+def test_cutting_keeps_the_batches_of_what_is_left_and_phases_are_checked(tmp_path: Path) -> None:
+    trace = batched()
+    part = trace.select([1, 3])
+    assert part.sequences() == [1, 3]
+    assert part.n_pass == 1 + 6
+    assert (np.diff(part.pass_start)[-6:] == 2).all()
+    announced = [event for event in part.events() if isinstance(event, Announcement)]
+    assert [len(event.tokens) for event in announced] == [6, *[2] * 6]
+    decode = trace.decode()
+    assert (decode.phase_of == Phase.DECODE).all() and decode.n_tokens == 4 * 6
+    assert (decode.pass_phase == Phase.DECODE).all()
+    trace = batched()
+    wrong = replace(trace, token_phase=np.full_like(trace.token_phase, 2))
+    write(tmp_path / "t.npz", wrong)
+    with pytest.raises(TraceError, match="token_phase must be at most 1"):
+        read(tmp_path / "t.npz")
+
+
+def test_separated_requests_have_their_own_passes_and_events() -> None:
+    alone = separated(batched())
+    assert alone.token_sequence is None
+    assert alone.n_pass == 4 + 4 * 6 + 1
+    for event in alone.events():
+        assert event.sequences is None
+        if isinstance(event, RoutingEvent):
+            assert event.first_token == 0
+    original = random_trace(n_sequences=5, n_prefill=3, n_decode=6, with_inputs=True)
+    one = alone.select([2]), original.select([2])
+    np.testing.assert_array_equal(one[0].expert_ids, one[1].expert_ids)
+    np.testing.assert_array_equal(one[0].tokens, one[1].tokens)

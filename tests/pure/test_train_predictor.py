@@ -64,11 +64,13 @@ def test_requests_are_held_out_whole_and_from_every_kind() -> None:
     assert set(sequence_of[tokens]) & set(sequence_of[~tokens]) == set()
 
 
-def test_options_take_their_types_from_the_defaults() -> None:
+def test_options_take_their_types_from_the_defaults_and_every_learned_predictor_has_a_trainer() -> None:
     assert parse_setting((1, 2), "4,8") == (4, 8)
     assert parse_setting(0.5, "1e-3") == 1e-3
     with pytest.raises(SystemExit, match="popularity has no option 'lr'; it has none"):
         options("popularity", ["lr=1"])
+    assert {*COUNTED, *TRAINERS} == set(LEARNED)
+    assert all(find_spec(f"predictors.train.{name.replace('-', '_')}") for name in TRAINERS)
 
 
 def test_a_counted_predictor_is_written_judged_and_loaded(
@@ -101,11 +103,6 @@ def test_a_trace_of_another_model_is_refused(tmp_path: Path, model: Path) -> Non
     trace_file.write(tmp_path / "t.trace", random_trace())
     with pytest.raises(SystemExit, match="their fingerprints differ"):
         main([str(tmp_path / "t.trace"), "--model", str(model), "--predictor", "affinity", "--out", str(tmp_path)])
-
-
-def test_every_learned_predictor_of_the_controller_has_a_trainer() -> None:
-    assert {*COUNTED, *TRAINERS} == set(LEARNED)
-    assert all(find_spec(f"predictors.train.{name.replace('-', '_')}") for name in TRAINERS)
 
 
 def test_the_expert_mlp_is_trained_at_the_papers_width_and_to_the_end_of_its_schedule() -> None:

@@ -84,12 +84,15 @@ def test_the_distribution_comes_from_uvs_index_without_being_built(
     assert vendor.fetch(pin) == path
 
 
-def test_no_index_is_an_error_that_names_the_way_without_one(
+def test_no_index_and_no_git_are_errors_that_name_the_way(
     tmp_path: Path, pin: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())
     with pytest.raises(vendor.VendorError, match=r"is a package index reachable.*MOEGGUF_LLAMA_SDIST.*0\.3\.36"):
         vendor.fetch(pin)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(vendor.VendorError, match="git is missing"):
+        vendor.apply(vendor.series()[0], tmp_path)
 
 
 def test_a_local_file_of_any_name_is_taken_and_checked(
@@ -128,21 +131,9 @@ def test_pips_own_variables_come_before_uvs() -> None:
     }
 
 
-def test_a_patch_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(vendor.VendorError, match="git is missing"):
-        vendor.apply(vendor.series()[0], tmp_path)
-
-
-def test_every_patch_is_listed_and_says_why_and_until_when() -> None:
+def test_every_patch_is_listed_with_reasons_and_applies_without_fuzz_also_twice() -> None:
     assert list(patches.problems_of_headers()) == []
-
-
-def test_the_series_applies_without_fuzz_to_the_pinned_source() -> None:
     assert list(patches.problems_of_application()) == []
-
-
-def test_preparing_twice_changes_nothing() -> None:
     tree = vendor.prepare()
     before = {path: path.stat().st_mtime_ns for path in tree.rglob("*.cpp")}
     assert vendor.prepare() == tree

@@ -45,17 +45,10 @@ OBJECTS = [
     GenerationRequest(prompt="hi"),
     GenerationRequest(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
     GenerationRequest(
-        messages=(),
-        context=(1, 2, 3),
-        suffix="s",
+        messages=(), context=(1, 2, 3), suffix="s",
         tools=({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},),
-        tool_choice="required",
-        format={"type": "object", "properties": {}},
-        think="high",
-        template="{{ x }}",
-        template_options={"a": [1, None]},
-        truncate=False,
-        n_logprobs=0,
+        tool_choice="required", format={"type": "object", "properties": {}}, think="high", template="{{ x }}",
+        template_options={"a": [1, None]}, truncate=False, n_logprobs=0,
         sampling=Sampling(temperature=0.0, seed=2**63, stop=("a", "\n"), logit_bias={5: -1.5, 7: 2.0}),
     ),
     GenerationRequest(prompt="", think=False, format="json"),
@@ -64,27 +57,15 @@ OBJECTS = [
     Delta("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (TokenLogprob("t", -0.5, (("u", -1.0), ("v", -2.0))),)),
     PromptProgress(10, 2, 5, 0.5),
     Timing(
-        1,
-        2,
-        3,
-        prompt_s=0.1,
-        answer_s=0.2,
-        total_s=0.3,
-        finish="length",
-        stop_string="END",
-        cut_messages=4,
-        cut_tokens=5,
-        n_shifts=6,
-        context=(1, 2),
-        stats=STATS,
-        answer_stats=STATS,
+        1, 2, 3, prompt_s=0.1, answer_s=0.2, total_s=0.3, finish="length", stop_string="END", cut_messages=4,
+        cut_tokens=5, n_shifts=6, context=(1, 2), stats=STATS, answer_stats=STATS,
     ),
     Timing(),
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
     LoadConfig("a", "/a b", PLAN, {"n_ctx": 4096}),
     Ready(512, {"n_slots": 4, "reasons": ["a", "b"]}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("item", OBJECTS, ids=lambda item: type(item).__name__)
@@ -100,11 +81,8 @@ def test_any_text_survives_a_round_trip(text: str, thinking: str) -> None:
     assert build(Delta, decode(encode({"kind": "x", "item": delta}))["item"]) == delta
 
 
-def test_only_what_differs_from_the_defaults_is_sent() -> None:
+def test_only_what_differs_from_the_defaults_is_sent_and_mappings_of_any_kind() -> None:
     assert json.loads(encode({"kind": "event", "Delta": Delta("a")})) == {"kind": "event", "Delta": {"text": "a"}}
-
-
-def test_mappings_of_any_kind_are_sent() -> None:
     line = encode({"kind": "x", "item": GenerationRequest(prompt="", template_options=MappingProxyType({"a": 1}))})
     assert build(GenerationRequest, decode(line)["item"]).template_options == {"a": 1}
 
@@ -121,10 +99,7 @@ def test_our_errors_keep_their_class(name: str) -> None:
 def test_other_errors_become_a_moegguf_error(name: str) -> None:
     error = build_error({"class": name, "message": "why"})
     assert type(error) is MoeggufError and "why" in str(error)
-
-
-def test_an_error_without_text_names_its_class() -> None:
-    assert str(build_error(encode_error(ContextError()))) == "ContextError"
+    assert str(build_error(encode_error(ContextError()))) == "ContextError", "one without text names its class"
 
 
 @pytest.mark.parametrize(
@@ -141,13 +116,10 @@ def test_an_invalid_delta_is_refused(data: Any) -> None:
         build(Delta, data)
 
 
-def test_a_message_that_is_too_long_is_refused_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_long_or_json_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(OptionError, match=r"\d{4} bytes.*at most 1000"):
         encode({"kind": "generate", "generation": GenerationRequest(prompt="x" * 2000)})
-
-
-def test_what_json_cannot_hold_is_refused() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
