@@ -78,12 +78,7 @@ def test_openai_s_forms(vision: Server) -> None:
     ("data", "reason"),
     [
         (png(64, 64)[:-3000], "damaged"),
-        (jpeg()[:-2], "damaged"),
-        (jpeg()[:-500], "damaged"),
-        (jpeg(progressive=True)[:-300], "damaged"),
         (with_thumbnail(jpeg())[:-300], "damaged"),
-        (gif()[:-1], "damaged"),
-        (gif()[:-500], "damaged"),
         (gif(3)[:-500], "damaged"),
         (png_bomb(60000, 60000), "pixels"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),

@@ -50,12 +50,6 @@ def test_other_clients_get_ollamas_greeting(accept: str) -> None:
     assert response.headers["vary"] == "Accept"
 
 
-def test_head_gets_the_greetings_headers() -> None:
-    response = ask("/", "HEAD", Accept=BROWSER)
-    assert (response.status_code, response.content) == (200, b"")
-    assert response.headers["content-length"] == str(len("Ollama is running"))
-
-
 @pytest.mark.parametrize("accept", [BROWSER, "text/html", "TEXT/HTML; q=0.9, */*"])
 def test_browsers_get_the_page(accept: str) -> None:
     response = ask("/", Accept=accept)
@@ -240,25 +234,3 @@ async def test_a_server_shutdown_ends_the_stream() -> None:
             if found[-1]:
                 ending.set()
     assert found == [None, "demo:latest"]
-
-
-def test_once_is_all_models_as_one_object() -> None:
-    manager = FedManager()
-    assert ask("/live?once=1", manager=manager).json() == {"models": []}
-    manager.put_in_memory()
-    manager.send(SNAPSHOT)
-    [model] = ask("/live?once=1", manager=manager).json()["models"]
-    assert (model["name"], model["n_ctx"], model["stats"]["tokens"]) == ("demo:latest", 4096, 3)
-    assert base64.b64decode(model["snapshot"]["state"]) == SNAPSHOT.state
-
-
-@pytest.mark.parametrize("per_s", ["0", "-1", "nan", "1e9", "fast"])
-def test_a_rate_out_of_bounds_is_refused(per_s: str) -> None:
-    response = ask(f"/live?per_s={per_s}")
-    assert response.status_code == 400
-    assert "per_s must be a number" in response.json()["error"]
-
-
-def test_an_unknown_model_is_not_found() -> None:
-    response = ask("/live?model=nobody")
-    assert response.status_code == 404

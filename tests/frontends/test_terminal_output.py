@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyte
@@ -17,8 +16,8 @@ from moegguf.generate.request import Timing
 from moegguf.models.entry import PullStatus
 from moegguf.terminal import progress
 from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend, tiers_line
-from moegguf.terminal.progress import PullProgress, Spinner, loading_text, prompt_text, short_duration
-from moegguf.terminal.statistics import duration, expert_lines, policy_lines, statistics, total_lines
+from moegguf.terminal.progress import PullProgress, loading_text, prompt_text
+from moegguf.terminal.statistics import duration, expert_lines, statistics
 
 STATE = np.array([[0, 1, 2, 2, 2, 0], [0, 0, 0, 0, 0, 0]], np.uint8)
 USES = np.array([[0, 0, 0, 9, 9, 9], [0, 0, 0, 0, 0, 1]], np.uint32)
@@ -55,17 +54,6 @@ def test_no_line_is_wider_than_the_limit(n_expert: int, width: int) -> None:
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= max(width, 11)
     assert len(rows(state, state, state, list(range(27)), width=width, height=10)) == 9
-
-
-def test_a_group_of_layers_has_the_index_of_its_first() -> None:
-    state = np.zeros((4, 8), np.uint8)
-    state[3] = 2
-    assert rows(state, state, state, [1, 2, 3, 4], width=80, height=2) == ["1 ········", "3 ++++++++"]
-
-
-def test_a_model_without_experts_has_no_map() -> None:
-    empty = np.zeros((0, 0), np.uint8)
-    assert heatmap(empty, empty, empty, [], width=80).plain == "no layers with experts"
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
@@ -135,13 +123,6 @@ def test_control_characters_become_control_pictures() -> None:
     assert visible("a\x1b]0;title\x07b\x9bc\x7f\r\n\té") == "a␛]0;title␇b\ufffdc␡\n\té"
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0, "0s"), (59.4, "59s"), (59.6, "1m0s"), (171, "2m51s"), (3600, "1h0m"), (90061, "1d1h"),
-])  # fmt: skip
-def test_times_have_two_units(seconds: float, text: str) -> None:
-    assert short_duration(seconds) == text
-
-
 def test_progress_of_a_load_and_of_a_prompt() -> None:
     assert loading_text("demo", None, 0, 0) == "loading demo"
     assert loading_text("demo", 0.43, 6_100_000_000, 2.0) == "loading demo 43% of 6.1 GB · 1.3 GB/s"
@@ -157,14 +138,6 @@ STEPS = [
     PullStatus("pulling bbb", "sha256:bbb", "b.gguf", 300, 150),
     PullStatus("success"),
 ]
-
-
-def test_nothing_is_written_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    with PullProgress() as shown, Spinner() as spinner:
-        spinner.show("waiting")
-        for step in STEPS:
-            shown.report(step)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_terminal_gets_a_line_for_each_file_and_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,12 +177,6 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_one_token_has_no_rate() -> None:
-    lines = statistics(Timing(prompt_tokens=3, answer_tokens=1, prompt_s=0.5, total_s=0.5), 0.1)
-    assert lines[-2] == "eval count:           1 token(s)"
-    assert not any(line.startswith("eval rate") for line in lines)
-
-
 WHOLE = Stats(
     tokens=12, lookups=200, hits_ready=150, hits_late=10, misses=40, evictions=4, bytes_missed=40_000_000,
     bytes_prefetched=5_000_000, n_slots=32, n_experts=64, pool_bytes=32 << 20, n_threads=2,
@@ -242,15 +209,6 @@ def test_the_expert_caches_lines_follow_ollamas() -> None:
     ]
 
 
-def test_totals_since_the_model_was_loaded() -> None:
-    assert total_lines(Stats()) == []
-    assert total_lines(WHOLE) == [
-        "since load:           12 token(s) evaluated",
-        "hit rate:             ram 75.0% in flight 5.0% disk 20.0% of 200 lookups",
-        "moved:                45.00 MB from disk",
-    ]
-
-
 def test_two_tiers_have_lines_of_their_own() -> None:
     vram = TierStats(
         "VRAM", "RPC0", lookups=200, hits_ready=150, hits_late=10, misses=40, evictions=9, bytes_missed=60_000_000,
@@ -274,17 +232,6 @@ def test_two_tiers_have_lines_of_their_own() -> None:
     assert alone["evictions"] == "4" and "expert cache RAM" not in alone
 
 
-def test_slots_of_the_cpu_beside_a_device_are_ram() -> None:
-    vram = TierStats("VRAM", "RPC0", lookups=150, hits_ready=120, misses=30, n_slots=12)
-    cpu = TierStats("CPU", "CPU", lookups=50, hits_ready=30, misses=20, evictions=7, n_slots=4, pool_bytes=4 << 20)
-    lines = dict(
-        expert_lines(replace(WHOLE, lookups=200, hits_ready=150, hits_late=0, misses=50, tiers=(vram, cpu)), DECODE)
-    )
-    assert lines["expert cache CPU"] == "4 of 64 experts (6%), 4.00MiB"
-    assert lines["hit rate"] == "vram 60.0% ram 15.0% disk 25.0% of 200 lookups"
-    assert lines["evictions"] == "0 VRAM, 7 CPU"
-
-
 def test_tiers_are_added_and_subtracted_by_name_and_device() -> None:
     before = Stats(lookups=3, tiers=(TierStats("VRAM", "A", lookups=3, n_slots=9), TierStats("RAM", "A", misses=1)))
     now = Stats(lookups=10, tiers=(TierStats("VRAM", "A", lookups=10, n_slots=8), TierStats("VRAM", "B", lookups=4)))
@@ -295,36 +242,3 @@ def test_tiers_are_added_and_subtracted_by_name_and_device() -> None:
         ("VRAM", "A", 13, 0), ("VRAM", "B", 4, 0), ("RAM", "A", 0, 1)
     ]  # fmt: skip
     assert total[0].n_slots == 8
-
-
-DECIDED: dict[str, Any] = {
-    "policy": "next-use", "predictor": "skip", "prefetch": "on", "gates": 10, "us_per_event": 41.6,
-}  # fmt: skip
-
-
-def test_policy_and_predictor_have_lines() -> None:
-    stats = Stats(prefetch_started=57, prefetch_useful=24)
-    assert policy_lines(DECIDED, stats) == [
-        ("policy", "next-use"),
-        ("predictor", "skip"),
-        ("prefetch", "on, 24 of 57 used"),
-        ("controller", "42µs per routing event"),
-    ]
-
-
-def test_measured_savings_of_prefetching_are_shown() -> None:
-    paused = DECIDED | {"prefetch": "paused", "time_saved_by_prefetch": -0.034}
-    assert dict(policy_lines(paused, Stats()))["prefetch"].endswith("saved -3% of the time when measured")
-
-
-@pytest.mark.parametrize("decisions", [{}, {"policy": "lru", "predictor": "none", "prefetch": "off"}])
-def test_plain_lru_has_no_line(decisions: dict[str, Any]) -> None:
-    assert policy_lines(decisions, Stats()) == []
-    assert statistics(Timing(prompt_tokens=3, prompt_s=0.5, total_s=0.5), 0, decisions)[-1].startswith(
-        "prompt eval rate"
-    )
-
-
-def test_without_prefetching_there_is_no_line_about_it() -> None:
-    lines = policy_lines({"policy": "lfu", "predictor": "none", "prefetch": "off", "us_per_event": 3.0}, Stats())
-    assert lines == [("policy", "lfu"), ("predictor", "none"), ("controller", "3µs per routing event")]

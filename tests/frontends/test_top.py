@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from terminal import Terminal, control, moegguf_command
 
 from moegguf.cli.top import apply_line
-from moegguf.cli.top_screen import ModelView, Screen, spark, state_rows
+from moegguf.cli.top_screen import ModelView, Screen, state_rows
 from moegguf.server import live
 from moegguf.server.common.errors import HANDLERS
 
@@ -99,20 +99,6 @@ def test_a_frame_is_never_wider_than_the_terminal_nor_higher_with_room(width: in
     assert len(lines) <= max(height, least)
 
 
-def test_without_a_limit_every_layer_has_a_line() -> None:
-    lines = frame(models_of("demo:latest", n_layer=48), 100, None)
-    assert len([line for line in lines if re.match(r" ?\d+ \S{32}$", line)]) == 48
-
-
-def test_activity_is_kept_until_it_is_cleared() -> None:
-    model = models_of("demo:latest")["demo:latest"]
-    quiet = line_of(21) | {"uses": base64.b64encode(bytes(192)).decode()}
-    model.update(quiet["loaded"], quiet)
-    assert model.uses.any()
-    model.clear_activity()
-    assert not model.uses.any() and model.state.any()
-
-
 def test_a_model_that_was_loaded_anew_starts_its_counts_anew() -> None:
     models = models_of("demo:latest")
     apply_line(models, line_of(1))
@@ -132,15 +118,6 @@ def test_models_come_and_go() -> None:
 
 def test_a_model_without_experts_has_figures_and_no_map() -> None:
     assert any(line == "no experts" for line in frame(models_of("dense:latest", n_layer=0), 80, 24))
-
-
-@pytest.mark.parametrize(
-    ("values", "room", "most", "line"),
-    [([0.0, 0.5, 1.0], 10, 1.0, "▁▅█"), ([1.0, 2.0, 4.0], 2, None, "▅█"), ([], 10, 1.0, ""), ([0.0], 5, None, "▁"),
-     ([1.0], -3, None, ""), ([9.0], 5, 1.0, "█")],
-)  # fmt: skip
-def test_a_line_of_blocks(values: list[float], room: int, most: float | None, line: str) -> None:
-    assert spark(values, room, most) == line
 
 
 # The command

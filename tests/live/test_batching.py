@@ -17,26 +17,30 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply
-from batches import Received, Scripted, answers_of, answers_together, running
+from answering import (
+    DEMO,
+    QUESTION,
+    Answer,
+    Load,
+    Received,
+    Scripted,
+    TinyModel,
+    answers_of,
+    answers_together,
+    ask,
+    ends_of,
+    reply,
+    running,
+)
 
 from moegguf.engine.batch_invariance import has_kernels
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import Chunk
-from moegguf.errors import (
-    ClosedError,
-    ContextError,
-    ExpertIOError,
-    GenerationCancelled,
-    OptionError,
-    SchemaError,
-    TemplateError,
-)
+from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError, SchemaError, TemplateError
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.request import GenerationRequest, PromptProgress, TokenLogprob
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.native.store import StoreContext
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
@@ -459,33 +463,6 @@ def test_tasks_wait_for_the_answers_before_them(pair: tuple[Llama, Llama]) -> No
     assert [type(error) for error in failed] == [ClosedError] and not late.cancelled
 
 
-def test_a_cancelled_task_does_not_hold_up_those_behind_it(pair: tuple[Llama, Llama]) -> None:
-    many, one = pair
-    failed: list[Exception] = []
-    n_together: list[int] = []
-
-    def script(step: int) -> None:
-        if step == 3:
-            task = loop.submit_task(lambda: pytest.fail("it was cancelled"), lambda: None, failed.append)
-            submitted.append(loop.submit(of_tokens(one, [1, 2, 3], max_tokens=5, seed=1), second))
-            for reader in list(loop._readers):
-                reader.join()
-            waiting.append(task)
-        elif step == 5:
-            assert loop._waiting[0] is waiting[0] and not submitted[0].slot
-            loop.cancel(waiting[0])
-        n_together.append(len(loop._running))
-
-    first, second = Received(), Received()
-    waiting: list[Any] = []
-    submitted: list[BatchedAnswer] = []
-    with running(many, Scripted(script)) as loop:
-        loop.submit(of_tokens(one, [1, 2, 3], max_tokens=30), first)
-        assert first.wait().error is None and second.wait().error is None
-    assert n_together[4] == 1 and n_together[5] == 2, "the next one begins with the step after the cancel"
-    assert [type(error) for error in failed] == [GenerationCancelled]
-
-
 def test_what_is_left_when_the_loop_closes_ends_as_cancelled(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     received = [Received() for _ in range(20)]
@@ -519,28 +496,3 @@ def test_a_prefix_that_was_copied_equals_no_prompt_of_the_models_own_methods(loa
     llm.context.eval_chunks([Chunk(1, [5, 6, 7], 0, 1, Phase.PREFILL)])
     assert llm.context.copy(1, 0, 3)
     assert (llm.n_tokens, llm.input_ids[:3].tolist()) == (3, [-1] * 3)
-
-
-def test_tokens_are_announced_only_where_something_uses_them(
-    pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    many, resident = pair
-    announced = list[StoreContext]()
-
-    def count(name: str) -> None:
-        given = getattr(StoreContext, name)
-        monkeypatch.setattr(
-            StoreContext, name, lambda context, *columns: (announced.append(context), given(context, *columns))[1]
-        )
-
-    count("announce")
-    assert resident.session is not None and many.session is not None
-    solo(resident, of_tokens(resident, [5, 6, 7]))
-    assert announced == []
-    with running(many) as loop:
-        answers_of(loop, [of_tokens(many, [5, 6, 7]), of_tokens(many, [8, 9])])
-    assert set(announced) == {many.session.store.context}
-    resident.session.store.listen(on_tokens=lambda event: None)
-    solo(resident, of_tokens(resident, [5, 6, 7]))
-    resident.session.store.listen()
-    assert resident.session.store.context in announced

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import TinyModel, ask
-from batches import answers_of, running
+from answering import TinyModel, answers_of, ask, running
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy

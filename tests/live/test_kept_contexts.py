@@ -1,9 +1,6 @@
 """Contexts on disk: after a restore every logit is that of never having stopped, and what is damaged is computed."""
 
-import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ from hybrid_model import write_hybrid
 from own_process import in_own_process
 from pictures import message, png
 
-from moegguf.child import child_environment
 from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
 from moegguf.engine.kept_contexts import BLOCK_TOKENS
@@ -257,17 +253,6 @@ def test_what_cannot_be_used_is_computed(
         assert computed(found) == (1, N_PROMPT - 1)
 
 
-def test_a_full_disk_costs_no_answer(monkeypatch: pytest.MonkeyPatch, unkept: Callable[..., EngineAnswer]) -> None:
-    prompt = prompt_of(N_PROMPT)
-    expected = unkept(DEMO, prompt)
-    with engine(DEMO) as first:
-        monkeypatch.setattr("os.replace", _no_space)
-        with pytest.warns(UserWarning, match="not kept on disk") as warned:
-            found = [answer(first, prompt_of(N_PROMPT, 1)), answer(first, prompt)][1]
-        assert len(warned) == 1
-        assert found.logprobs == expected.logprobs
-
-
 def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_contexts, "MOST_QUEUED_BYTES", 1)  # one block at a time
     monkeypatch.setattr(kept_contexts, "WAIT_SHARE", 0.0)
@@ -278,16 +263,6 @@ def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.Monk
     assert not all(room)
     with engine(DEMO) as later:
         assert computed(answer(later, prompt, max_tokens=1)) == (1, 10 * BLOCK_TOKENS - 1)
-
-
-def test_killed_processes_leave_no_wrong_answer(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.context_check", "kills", str(DEMO), "--count", "4", "--longest", "0.2"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=child_environment(), check=False)
-    assert "all right" in found.stdout and "all whole" in found.stdout, found.stderr
-
-
-def _no_space(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_old_sequences_give_way_to_what_is_restored(unkept: Callable[..., EngineAnswer]) -> None:

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads, random_prompt
+from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads
 from waiting import status_of
 
 from moegguf.errors import (
@@ -64,13 +63,6 @@ def test_a_closed_model_raises_closed_error(tiny: TinyModel, load: Load, use: st
     llm.cancel()
     llm.resume()
     assert llm.session is None or llm.session.store._handle is None
-
-
-def test_with_closes_even_when_the_body_raises(tiny: TinyModel) -> None:
-    with pytest.raises(ZeroDivisionError), Llama(tiny(), expert_cache="40%", verbose=False) as llm:
-        raise ZeroDivisionError
-    with pytest.raises(ClosedError):
-        llm.eval([1])
 
 
 def test_a_stream_left_unfinished_does_not_outlive_the_model(tiny: TinyModel, load: Load) -> None:
@@ -248,14 +240,6 @@ def test_a_model_is_not_copied(tiny: TinyModel, load: Load) -> None:
             attempt(llm)
 
 
-def test_two_threads_that_evaluate_on_one_model_take_turns(tiny: TinyModel, load: Load) -> None:
-    llm = load(tiny(), expert_cache="40%", n_ctx=2048)
-    prompt = random_prompt(llm, 6)
-    in_threads(*(lambda: [llm.eval(prompt) for _ in range(50)] for _ in range(3)))
-    assert llm.stats().tokens == 3 * 50 * 6
-    assert llm.stats().evictions > 0
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_two_threads_that_complete_on_one_model_get_their_own_text(tiny: TinyModel, load: Load, stream: bool) -> None:
     llm = load(tiny(), expert_cache="40%")
@@ -285,24 +269,6 @@ def test_a_stream_that_is_dropped_lets_other_threads_in(tiny: TinyModel, load: L
     for _ in llm("experts", max_tokens=50, stream=True):
         break
     assert in_threads(lambda: llm("a", max_tokens=2)["choices"][0]["finish_reason"], timeout_s=20)
-
-
-def test_stats_and_cancel_work_while_another_thread_generates(tiny: TinyModel, load: Load) -> None:
-    llm = load(tiny(), expert_cache="40%", n_ctx=2048)
-    done = threading.Event()
-
-    def watch() -> int:
-        tokens = [llm.stats().tokens for _ in iter(done.is_set, True)]
-        assert tokens == sorted(tokens)
-        return len(tokens)
-
-    def write() -> None:
-        try:
-            greedy_logits(llm, n_new=50)
-        finally:
-            done.set()
-
-    assert in_threads(watch, write)[0] > 0
 
 
 @pytest.fixture

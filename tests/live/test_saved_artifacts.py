@@ -1,4 +1,4 @@
-"""Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged."""
+"""Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged; and the warm start from them."""
 
 import warnings
 from collections.abc import Callable
@@ -11,12 +11,13 @@ from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_o
 from waiting import until
 
 from moegguf.controller import weights as weights_file
-from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
+from moegguf.controller.artifacts import COLLECTION, MEASURED, USES, Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.engine.live_controller import CHECKPOINT_REQUESTS
+from moegguf.engine.warm_start import HALF_LIFE_PASSES, most_used
 from moegguf.errors import AllocationError, MoeggufError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
@@ -250,3 +251,77 @@ def test_predictions_that_were_asked_for_fail_the_load(
     broken(monkeypatch, error)
     with pytest.raises(MoeggufError, match=str(error.args[-1])):
         Llama(path, verbose=False, **named, **TIGHT)
+
+
+WARM: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "warm_start": True}
+
+
+def saved(path: Path) -> Any:
+    layout = read_layout(path)
+    return Artifacts(layout).uses(MoeShape.of(layout))
+
+
+def use(llm: Any, seed: int = 0) -> np.ndarray:
+    return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
+
+
+def test_what_was_used_most_is_there_at_first(own: Own, load: Load, tiny: TinyModel, reference: Reference) -> None:
+    path = own()
+    expected = reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
+    llm = load(path, **WARM)
+    assert llm.stats().prefetch_started == 0
+    assert np.array_equal(use(llm), expected)
+    uses, _ = llm.session.store.activity()
+    llm.close()
+    assert np.array_equal(saved(path), uses)
+    llm = load(path, **WARM)
+    llm.session.store.drain(10)
+    there, n_slots = llm.session.store.residency() == 2, llm.stats().n_slots
+    il, experts = most_used(saved(path), n_slots)
+    assert il.size == n_slots
+    assert there[il, experts].all()
+    assert np.array_equal(use(llm), expected)
+
+
+def test_uses_of_later_runs_are_added_and_those_before_fade(own: Own, load: Load) -> None:
+    path, total = own(), np.float32(0)
+    for run in range(2):
+        llm = load(path, **WARM)
+        use(llm, seed=run)
+        uses, passes = llm.session.store.activity()[0], llm.session.store.counters()["passes"]
+        total = uses + total * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
+        llm.close()
+        assert np.allclose(saved(path), total)
+
+
+def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(own: Own, load: Load, user: Path) -> None:
+    path = own()
+    for options in ({"warm_start": False}, {"expert_cache": "100%"}, {"lockstep": True}):
+        llm = load(path, **{**WARM, **options})
+        use(llm)
+        llm.close()
+    load(path, **WARM).close()
+    assert not list(path.parent.rglob(USES))
+    assert not user.exists() or not list(user.rglob(USES))
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
+def test_a_damaged_file_is_one_warning(own: Own, load: Load, content: bytes) -> None:
+    path = own()
+    folder = path.with_name(path.name + ".moegguf")
+    folder.mkdir()
+    (folder / USES).write_bytes(content)
+    with pytest.warns(UserWarning, match="going on without it"):
+        llm = load(path, **WARM)
+    use(llm)
+    with pytest.warns(UserWarning, match="going on without it"):
+        llm.close()
+    assert saved(path).any()
+
+
+def test_most_used_leaves_out_what_was_never_used() -> None:
+    uses = np.array([[0, 3, 1], [2, 0, 0]], np.float32)
+    il, experts = most_used(uses, 5)
+    assert list(zip(il.tolist(), experts.tolist(), strict=True)) == [(0, 1), (1, 0), (0, 2)]
+    il, experts = most_used(uses, 1)
+    assert list(zip(il.tolist(), experts.tolist(), strict=True)) == [(0, 1)]

@@ -7,11 +7,10 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
@@ -20,11 +19,10 @@ from scripted_manager import in_loop
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
-from moegguf.generate.embedding import Embeddings, embed
+from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
-from moegguf.serving import outbox
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import LoadConfig, Message, build, decode, encode
+from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker import Worker
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
@@ -79,16 +77,6 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
 
 
 @in_loop
-async def test_the_ready_message_describes_the_model(tiny: TinyModel) -> None:
-    process = await WorkerProcess.start()
-    fractions: list[float] = []
-    ready = await process.load(LoadConfig("tiny", str(tiny()), 300, n_threads=1), 60, fractions.append)
-    assert ready.n_ctx >= 300 and ready.plan["n_slots"] > 0 and "expected" not in ready.plan
-    assert fractions and fractions[-1] == 1
-    await process.close()
-
-
-@in_loop
 async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         request = process.request("generate", generation=ENDLESS, stream=True)
@@ -122,16 +110,6 @@ async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n
         assert await reuse_together(f"b{text}", "ann", "ann") == 1
         await value_of(process.request("embed", inputs=[f"c{text}"], truncate=True, normalize=True))
         assert await reuse_together(f"c{text}", "ann", "") == 0
-
-
-@in_loop
-async def test_vectors_equal_those_of_the_model_in_process(tiny: TinyModel, load: Load) -> None:
-    inputs = ["a text", [3, 4, 5]]
-    expected = embed(load(tiny(), logits_all=False, flash_attn=None), inputs)
-    async with worker_of(tiny()) as process:
-        given = await value_of(process.request("embed", inputs=inputs, truncate=True, normalize=True))
-        assert build(Embeddings, given) == expected
-        assert (await answer_of(process, REQUEST))[0]
 
 
 @in_loop
@@ -234,42 +212,6 @@ async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
         assert finishes[1] == "cancelled" and "cancelled" not in (finishes[0], finishes[2])
         vectors = process.request("embed", inputs=["a text"], truncate=True, normalize=True)
         assert build(Embeddings, await value_of(vectors)).n_tokens > 0
-
-
-class Sends:
-    """A worker's socket: the messages of each call of `sendall`."""
-
-    def __init__(self) -> None:
-        self.calls: list[list[Message]] = []
-
-    def sendall(self, data: bytes) -> None:
-        self.calls.append([decode(line) for line in data.splitlines()])
-
-
-def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "DELTA_S", 0.0)  # no delta waits for the next one
-    sends = Sends()
-    served = Worker(cast(socket.socket, sends))
-    assert served._load(LoadConfig("tiny", str(tiny()), n_ctx=256, n_seq_max=4, n_threads=1))
-    sends.calls.clear()
-    loop = served._loop
-    for number in range(4):
-        message = {"kind": "generate", "id": number, "generation": REQUEST, "stream": True}
-        served._on_message(decode(encode(message)))
-    for reader in list(loop._readers):
-        reader.join()
-    computing = threading.Thread(target=loop.run)
-    computing.start()
-    while served._jobs:
-        assert computing.is_alive()
-        time.sleep(0.01)
-    loop.close()
-    computing.join()
-    served._model.close()
-    told = [{message["id"] for message in call if "Delta" in message} for call in sends.calls]
-    assert told.count({0, 1, 2, 3}) > 12  # of 24 tokens; a token may end no character
-    assert len(sends.calls) <= loop._n_steps
-    assert sum(message["kind"] == "end" for call in sends.calls for message in call) == 4
 
 
 def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
