@@ -44,7 +44,7 @@ def usage(n_tokens: int) -> dict[str, Any]:
 class Endpoint:
     """Answers with the text of the last message. `calls`: (url, body) of each call; `owners` of these; `most` at once.
 
-    "fail" is a 400; "busy N" is a 503 for the first N times; "hold" waits until `released` is set.
+    "fail" is a 400; "hold" waits until `released` is set.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,6 @@ class Endpoint:
         self.owners: set[str] = set()
         self.most = self.running = self.cancelled = 0
         self.released = asyncio.Event()
-        self._n_busy: dict[str, int] = {}
 
     async def __call__(self, url: str, raw: bytes) -> Reply:
         body = json.loads(raw)
@@ -70,12 +69,9 @@ class Endpoint:
 
     async def _reply(self, text: str) -> Reply:
         await asyncio.sleep(0)
-        command, _, rest = text.partition(" ")
+        command = text.partition(" ")[0]
         if command == "fail":
             return Reply(400, {"error": {"message": "as asked"}})
-        if command == "busy" and self._n_busy.setdefault(text, int(rest)):
-            self._n_busy[text] -= 1
-            return Reply(503, {"error": {"message": "busy"}})
         if command == "hold":
             await self.released.wait()
         return Reply(200, {"text": text, "usage": usage(3)})

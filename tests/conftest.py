@@ -5,7 +5,9 @@ Nothing here imports the native library before a test asks for a model to be loa
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
+import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -23,6 +25,15 @@ Load = Callable[..., "Llama"]
 
 # Tests take seconds, and many times that where two cores are shared with other jobs, more where a device compiles.
 LONGEST_TEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.fixture(autouse=True)

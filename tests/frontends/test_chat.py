@@ -185,15 +185,6 @@ def test_a_session_is_saved_as_a_model_and_loaded_again(
         assert ANSWER in it.ask("/regen").replace("\n", " ")
 
 
-def test_another_model_is_shown_with_its_own_context(chat: Terminal, server: Server) -> None:
-    parameters = {"num_ctx": 256, "num_batch": 64}  # a process of its own
-    server.call("/api/create", {"model": "other", "from": "demo", "parameters": parameters})
-    assert "other:latest: context of 256 tokens" in chat.ask("/load other")
-    assert "other:latest" in chat.ask("/list OTH")
-    server.call("/api/generate", {"model": "other", "keep_alive": 0})
-    server.call("/api/delete", {"model": "other"}, method="DELETE")
-
-
 def test_a_server_that_goes_away_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:
     with serving(tmp_path / "server") as server, served_chat(server, tmp_path, "demo") as chat:
         chat.prompt()

@@ -335,10 +335,6 @@ def test_words_after_two_dashes_are_kept() -> None:
     assert with_new_flags(["--", "--system"], set()) == ["--", "--system"]
 
 
-def test_a_flag_of_a_command_s_own_is_no_old_name() -> None:
-    assert with_new_flags(["kind", "--system"], {"--system"}) == ["kind", "--system"]
-
-
 def test_an_old_variable_works_with_a_hint() -> None:
     with pytest.warns(FutureWarning, match="MOEGGUF_SYSTEM is called MOEGGUF_STRATEGY now"):
         assert read_environment({"MOEGGUF_SYSTEM": "lru"}).strategy == "lru"

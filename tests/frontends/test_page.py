@@ -15,7 +15,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from fake_manager import SNAPSHOT, FedManager, added
-from scripted_manager import in_loop, until
+from scripted_manager import until
 from starlette.applications import Starlette
 
 from moegguf.server import live, page
@@ -157,7 +157,6 @@ async def next_snapshot(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
     return line
 
 
-@in_loop
 async def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
     manager = FedManager()
     manager.put_in_memory()
@@ -173,7 +172,6 @@ async def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
     assert line["loaded"]["queue"] == 0 and "plan" not in line["loaded"]
 
 
-@in_loop
 async def test_watching_loads_nothing_and_ends_with_the_client() -> None:
     manager = FedManager()
     async with aclosing(lines_of(manager, "demo:latest")) as lines:
@@ -186,7 +184,6 @@ async def test_watching_loads_nothing_and_ends_with_the_client() -> None:
     assert manager.leases == []
 
 
-@in_loop
 async def test_without_a_name_all_loaded_models_are_watched() -> None:
     manager = FedManager("demo:latest", "other:latest")
     for name in ("demo:latest", "other:latest"):
@@ -199,7 +196,6 @@ async def test_without_a_name_all_loaded_models_are_watched() -> None:
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
 
 
-@in_loop
 async def test_a_snapshot_without_changes_is_left_out() -> None:
     manager = FedManager()
     manager.put_in_memory()
@@ -222,7 +218,6 @@ def test_a_client_that_took_none_for_a_while_misses_no_use() -> None:
     assert added(None, replace(SNAPSHOT, seconds=1.0)).since(first).uses == bytes(6), "loaded anew meanwhile"
 
 
-@in_loop
 async def test_a_server_shutdown_ends_the_stream() -> None:
     manager, ending = FedManager(), threading.Event()
     manager.put_in_memory()

@@ -265,51 +265,23 @@ def test_steps_in_which_sequences_decode_have_128_tokens_at_most(load: Load) -> 
     assert max(n_tokens) == 128
 
 
-def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(tiny: TinyModel, load: Load) -> None:
+FORMED = {"format": {"type": "string", "minLength": 1000}, "repeat_penalty": 1.3, "temperature": 1.0, "seed": 1}
+
+
+@pytest.mark.parametrize("options", [{}, FORMED], ids=["free", "with sampler and constraint"])
+def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(
+    tiny: TinyModel, load: Load, options: dict[str, Any]
+) -> None:
     many = load(tiny(), n_ctx=256, n_seq_max=4, kv_tokens=512, logits_all=False)
     one = load(tiny(), n_ctx=256, logits_all=False)
     random = np.random.default_rng(5)
-    requests = [of_tokens(one, random_tokens(one, random, 150), max_tokens=60) for _ in range(8)]
+    requests = [of_tokens(one, random_tokens(one, random, 150), max_tokens=60, **options) for _ in range(8)]
     stream = Scripted()
     received = answers_together(many, requests, stream)
     assert max(len(step.answers) for step in stream.steps) >= 3
     for events, request in zip(received, requests, strict=True):
         assert (events.error, events.timing.answer_tokens) == (None, 60)
         assert_same(events.logprobs, solo(one, request))
-
-
-def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -> None:
-    many = load(DEMO, n_seq_max=2, logits_all=False)
-
-    def of_length(least: int) -> dict[str, Any]:
-        text = {"type": "string", "minLength": least, "maxLength": least + 10}
-        return {"type": "object", "properties": {"t": text}, "required": ["t"]}
-
-    longer = ask(QUESTION, format=of_length(1500), max_tokens=1000)  # still runs when the other one has arrived
-    request = ask("What is a hit?", format=of_length(30), repeat_penalty=1.3, max_tokens=60)
-
-    def answer(n_put_back: int) -> str:
-        many.context.clear()
-        left, began = [n_put_back], threading.Event()
-
-        def after(step: int) -> None:
-            began.set()
-            newest = loop._running[-1:]
-            if left[0] and len(loop._running) == 2 and len(newest[0].generated) == 8:
-                left[0] -= 1
-                assert loop._make_room() and newest[0] not in loop._running
-
-        with running(many, Scripted(after=after)) as loop:
-            first, received = Received(), Received()
-            loop.submit(longer, first)
-            assert began.wait(30)
-            loop.submit(request, received)
-            received.wait()
-            first.wait()
-        assert left == [0]
-        return received.text
-
-    assert answer(1) == answer(0) != ""
 
 
 def test_poisoned_requests_end_alone(load: Load) -> None:

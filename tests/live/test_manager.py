@@ -15,7 +15,7 @@ import psutil
 import pytest
 from rpc_device import server
 from running import TinyModel, share_for
-from scripted_manager import in_loop, n_files
+from scripted_manager import n_files
 
 from moegguf.engine.devices import query_gpus
 from moegguf.engine.machine import Device
@@ -87,7 +87,6 @@ async def generate(
         return (await answer_and_timing(lease, generation))[0]
 
 
-@in_loop
 async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(files: Files, tmp_path: Path) -> None:
     before, after, served = files.paths["a"], tmp_path / "after.gguf", tmp_path / "served.gguf"
     write_model(after, PRESETS["tiny-qwen2moe"], seed=1)
@@ -110,7 +109,6 @@ async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(fil
         assert await generate(manager, "served", story(3), few) == old
 
 
-@in_loop
 async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_text(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         expected = await generate(manager, "a", story(5, 40))
@@ -134,7 +132,6 @@ async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_
             await manager.set_budget("b", least)
 
 
-@in_loop
 async def test_a_budget_asked_for_in_a_run_is_kept_where_a_longer_context_loads_again(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         full = await manager.load("a", ONE_THREAD)
@@ -153,7 +150,6 @@ async def test_a_budget_asked_for_in_a_run_is_kept_where_a_longer_context_loads_
         assert fresh.expert_cache_bytes == full.expert_cache_bytes
 
 
-@in_loop
 async def test_a_budget_grows_only_into_what_other_models_leave(files: Files) -> None:
     shrunk_bytes = share_for(files.paths["a"], 38)  # of 64 slots: 40 % and a part stay
     memory_bytes = sum(files.size_bytes(name, n_ctx=512)[0] for name in "ab") - shrunk_bytes // 2
@@ -169,7 +165,6 @@ async def test_a_budget_grows_only_into_what_other_models_leave(files: Files) ->
         assert full.expert_cache_bytes == full.plan["budget_bytes"]
 
 
-@in_loop
 async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         expected = await generate(manager, "a", story(5, 40))
@@ -223,7 +218,6 @@ async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[
             yield manager
 
 
-@in_loop
 async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
     async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
@@ -256,7 +250,6 @@ async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypa
             await manager.set_budget("a", vram_cache=fewer)
 
 
-@in_loop
 async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "layers")
@@ -275,7 +268,6 @@ async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeyp
             await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
 
 
-@in_loop
 async def test_four_answers_at_once_from_slots(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"VRAM_CACHE": "30%", "PLACEMENT": "slots"}.items():
         monkeypatch.setenv(f"MOEGGUF_{name}", value)
@@ -296,7 +288,6 @@ def test_a_devices_failure_is_found_in_a_log() -> None:
     assert device_failure("/x/ggml.c:5: GGML_ASSERT(n > 0) failed") == ""
 
 
-@in_loop
 async def test_a_server_without_the_gpu_of_its_budget_says_so(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
     async with ModelManager(Files(a=tiny()), Settings(n_ctx=512), devices=list) as manager:

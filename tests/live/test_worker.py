@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 from answering import Answer
-from scripted_manager import in_loop
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
@@ -62,7 +61,6 @@ async def answer_of(
     return "".join(delta.text for delta in deltas), build(Timing, last), len(deltas)
 
 
-@in_loop
 async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), logits_all=False, flash_attn=None)
     answer = Answer(llm, REQUEST)
@@ -76,7 +74,6 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
         assert process.stats.tokens > 0
 
 
-@in_loop
 async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         request = process.request("generate", generation=ENDLESS, stream=True)
@@ -88,7 +85,6 @@ async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
         assert (await answer_of(process, REQUEST))[1].finish == "length"
 
 
-@in_loop
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n_seq_max: int) -> None:
     text = 5 * " once upon a time there was a fox that lived beside a river"
@@ -112,7 +108,6 @@ async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n
         assert await reuse_together(f"c{text}", "ann", "") == 0
 
 
-@in_loop
 async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) -> None:
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
@@ -125,7 +120,6 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
             await value_of(process.request("detokenize", tokens=[1 << 30]))
 
 
-@in_loop
 async def test_prompts_are_counted_also_beyond_the_context(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         few = await value_of(process.request("count", generation=request_of("word")))
@@ -142,7 +136,6 @@ def request_of(text: str) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(("name", "error"), [("no.gguf", ModelNotFoundError), ("bad.gguf", ModelFormatError)])
-@in_loop
 async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, name: str, error: type[Exception]) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(error):
@@ -154,7 +147,6 @@ async def experts_of(process: WorkerProcess, watch_s: float) -> Snapshot:
     return build(Snapshot, await value_of(process.request("experts", watch_s=watch_s)))
 
 
-@in_loop
 async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         first, before = await experts_of(process, 60), process.stats
@@ -178,7 +170,6 @@ async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: Ti
         assert (await experts_of(process, 0)).uses == unwatched.uses
 
 
-@in_loop
 async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         os.kill(process.pid, signal.SIGINT)
@@ -189,7 +180,6 @@ async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None
             await value_of(running)
 
 
-@in_loop
 async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         running = process.request("generate", generation=ENDLESS, stream=True)
@@ -198,7 +188,6 @@ async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyM
         assert process._child.returncode == 0
 
 
-@in_loop
 async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
     async with worker_of(tiny(), n_seq_max=4) as process:
         answers = await asyncio.gather(*(answer_of(process, REQUEST) for _ in range(8)))
