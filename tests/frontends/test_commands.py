@@ -361,6 +361,7 @@ ERRORS = [
     *((f"run -hf '{given}' hi", 2, "USER/REPOSITORY") for given in ("demo", "u/r/f", "u/")),
     ("run -m m.gguf -hf u/r", 2, "not both"),
     ("run", 2, "moegguf list"),
+    ("run demo hi --system 'Be brief.'", 2, "--system-prompt"),
     ("MOEGGUF_PLACEMENT=guess run demo hi", 1, "MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu."),
     (f"show {__file__}", 1, ""),
     ("show", 2, "missing argument 'MODEL'"),

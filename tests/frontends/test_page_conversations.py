@@ -172,14 +172,6 @@ def test_messages_and_code_are_copied(manager: FakeManager, url: str, look: Look
         assert page.evaluate("navigator.clipboard.readText()") == wanted
 
 
-def test_code_is_coloured_and_an_unknown_language_is_plain(manager: FakeManager, url: str, look: Look) -> None:
-    manager.script = texts("```py\nif x:\n```\n\n```nonsense\nif x:\n```\n")
-    page = look(url)
-    answered(page, "Write")
-    page.wait_for_selector(".code .hl-keyword >> text=if")
-    assert page.locator(".code >> nth=1").locator("pre span").count() == 0
-
-
 def test_text_is_never_parsed_as_html(url: str, look: Look) -> None:
     page = look(url, expected="TrustedHTML")
     refused = "() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } }"

@@ -130,12 +130,6 @@ def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_system_message_where_a_strategy_belongs_is_told_its_flag() -> None:
-    done = echo("messages", "--system", "Be brief.")
-    assert done.returncode == 2
-    assert "no strategy 'Be brief.'" in " ".join(done.stderr.split()) and "--system-prompt" in done.stderr
-
-
 def test_a_system_message_comes_first() -> None:
     assert echo("messages", "--system-prompt", "Be brief.").stdout == "[system: Be brief.] [user: messages]\n"
 
@@ -281,15 +275,6 @@ def test_a_worker_that_dies_ends_the_answer_with_an_error() -> None:
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert re.fullmatch(rb"error: the model's worker process has ended \(killed by SIGKILL\);.*\n", stderr)
-
-
-def test_one_answer_on_a_terminal_is_wrapped() -> None:
-    with Terminal(
-        [sys.executable, str(ECHO), "run", "demo", "one two three four five six seven eight nine", *QUICK],
-        environment(), columns=40,
-    ) as terminal:  # fmt: skip
-        assert terminal.exit_code() == 0
-        assert terminal.text == "one two three four five six seven eight\nnine"
 
 
 ASKED = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)

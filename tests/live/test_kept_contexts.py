@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from answering import DEMO, TinyModel
 from hybrid_model import write_hybrid
-from own_process import in_own_process
 from pictures import message, png
+from rpc_device import on_servers
 
 from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
@@ -177,24 +177,19 @@ def test_other_computations_have_other_blocks(tiny: TinyModel, tmp_path: Path) -
         assert computed(answer(same, prompt)) == (1, N_PROMPT - 1)
 
 
-def on_device(path: Path) -> list[tuple[EngineAnswer, tuple[int, int]]]:
-    """Answers of three engines on a simulated device, and what they computed; one block is damaged after the first."""
-    device, found = add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20, strict_seed=1), []
+@on_servers()
+def test_a_context_in_a_devices_memory_is_restored(path: Path) -> None:
+    """By three engines; one block is damaged after the first."""
+    device, found = add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20, strict_seed=1), list[EngineAnswer]()
     for _ in range(3):
         with engine(path, store=StoreOptions(device=device), vram_cache="100%", parallel=1) as each:
-            answered = answer(each, prompt_of(N_PROMPT))
-            found.append((answered, computed(answered)))
+            found.append(answer(each, prompt_of(N_PROMPT)))
         if len(found) == 1:
             damaged = block_paths()[3]
             damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    return found
-
-
-def test_a_context_in_a_devices_memory_is_restored(tiny: TinyModel) -> None:
-    answers = in_own_process(on_device, tiny("tiny-qwen2moe", "q4_0"))
-    assert all(found.logprobs == answers[0][0].logprobs for found, _ in answers)
+    assert all(each.logprobs == found[0].logprobs for each in found)
     n_left = 3 * BLOCK_TOKENS
-    assert [counts for _, counts in answers] == [(N_PROMPT, 0), (N_PROMPT - n_left, n_left), (1, N_PROMPT - 1)]
+    assert [computed(each) for each in found] == [(N_PROMPT, 0), (N_PROMPT - n_left, n_left), (1, N_PROMPT - 1)]
 
 
 def test_owners_share_no_block() -> None:

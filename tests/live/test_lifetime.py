@@ -20,15 +20,7 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads
 from waiting import status_of
 
-from moegguf.errors import (
-    AllocationError,
-    BudgetError,
-    ClosedError,
-    ForkError,
-    GenerationCancelled,
-    ModelFormatError,
-    OptionError,
-)
+from moegguf import errors
 from moegguf.native import library
 
 CHILD_TIMEOUT_S = 30
@@ -58,7 +50,7 @@ def test_a_closed_model_raises_closed_error(tiny: TinyModel, load: Load, use: st
     llm.eval([1, 2])
     llm.close()
     llm.close()
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         USES[use](llm)
     llm.cancel()
     llm.resume()
@@ -70,7 +62,7 @@ def test_a_stream_left_unfinished_does_not_outlive_the_model(tiny: TinyModel, lo
     steps = llm.generate([1, 2, 3])
     next(steps)
     llm.close()
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         next(steps)
 
 
@@ -132,8 +124,8 @@ def test_a_load_that_fails_leaves_nothing(tiny: TinyModel, tmp_path: Path, fault
     def fail() -> None:
         if fault in library.FAULT:
             library.arm_fault(fault, 1, sticky=True)
-        errors = (OSError, AllocationError, GenerationCancelled, ModelFormatError, BudgetError)
-        with pytest.raises(errors):
+        expected = (OSError, errors.AllocationError, errors.GenerationCancelled, errors.ModelFormatError)
+        with pytest.raises((*expected, errors.BudgetError)):
             Llama(path, **options)
         if fault in library.FAULT:
             library.arm_fault(fault, 0)
@@ -153,7 +145,7 @@ def child_of_fork(llm: Llama) -> int:
     for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
         try:
             USES[use](llm)
-        except ForkError:
+        except errors.ForkError:
             continue
         except BaseException:
             return 1
@@ -161,7 +153,7 @@ def child_of_fork(llm: Llama) -> int:
     llm.close()
     try:
         llm.eval([1])
-    except ClosedError:
+    except errors.ClosedError:
         return 0
     return 3
 
@@ -236,7 +228,7 @@ def test_a_process_that_only_exits_frees_everything(tiny: TinyModel) -> None:
 def test_a_model_is_not_copied(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
     for attempt in (copy.copy, copy.deepcopy):
-        with pytest.raises(OptionError, match="cannot be copied"):
+        with pytest.raises(errors.OptionError, match="cannot be copied"):
             attempt(llm)
 
 
@@ -260,7 +252,7 @@ def test_a_new_request_ends_the_stream_that_the_same_thread_left(tiny: TinyModel
     left = llm("experts", max_tokens=50, stream=True)
     next(left)
     assert llm("another", max_tokens=8, temperature=0.0)["choices"][0]["text"] == expected
-    with pytest.raises(GenerationCancelled, match="another request"):
+    with pytest.raises(errors.GenerationCancelled, match="another request"):
         list(left)
 
 

@@ -28,17 +28,17 @@ from moegguf.settings import read_settings
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [("n_gpu_layer", "'n_gpu_layers'"), ("expert_cashe", "'expert_cache'"), ("n_ctxx", "'n_ctx'"), ("zzzzzzz", "help")],
-)
-def test_an_unknown_keyword_names_the_nearest_or_where_they_are_listed(tiny: TinyModel, wrong: str, words: str) -> None:
-    with pytest.raises(OptionError, match=f"'{wrong}'.*{words}"):
-        Llama(tiny(), **{wrong: 1})
-
-
-@pytest.mark.parametrize("number", [10, 15, 24, 99, -1])
-def test_a_type_that_no_kv_cache_can_have_is_refused(tiny: TinyModel, number: int) -> None:
-    with pytest.raises(OptionError, match=f"type_v is {number}"):
-        Llama(tiny(), type_v=number, verbose=False)
+    [
+        ({"n_gpu_layer": 1}, "'n_gpu_layer'.*'n_gpu_layers'"), ({"expert_cashe": 1}, "'expert_cashe'.*'expert_cache'"),
+        ({"n_ctxx": 1}, "'n_ctxx'.*'n_ctx'"), ({"zzzzzzz": 1}, "'zzzzzzz'.*help"),
+        *(({"type_v": number}, f"type_v is {number}") for number in (10, 15, 24, 99, -1)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_keyword_that_cannot_be_is_refused(tiny: TinyModel, wrong: dict[str, int], words: str) -> None:
+    """An unknown one names the nearest, or where they are listed."""
+    with pytest.raises(OptionError, match=words):
+        Llama(tiny(), verbose=False, **wrong)
 
 
 def test_a_budget_not_given_is_the_environments(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
