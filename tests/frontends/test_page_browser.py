@@ -68,7 +68,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().sum !== {idle['sum']}")
 
 
-def test_there_is_one_hit_rate(server: Server, look: Look) -> None:
+def test_the_panel_has_the_figures_of_the_answer(server: Server, look: Look) -> None:
     page = look(server.url)
     until(page, "document.getElementById('resident').textContent !== ''")
     for question in ("What does moegguf do?", "What is a mixture of experts?"):
@@ -79,20 +79,14 @@ def test_there_is_one_hit_rate(server: Server, look: Look) -> None:
             assert found, told
             shown = f"document.getElementById('{name}-value').textContent"
             until(page, f"{shown} === {found[1].replace(' ', '')!r}")
+        [loaded] = server.call("/api/ps").json["models"]
+        last = loaded["moe"]["last_answer"]
+        count, speed = re.search(r"(\d+) tokens · ([\d.,]+) tokens/s", told).groups()  # type: ignore[union-attr]
+        rate = last["eval_count"] / last["eval_duration"] * 1e9
+        assert int(count) == last["eval_count"]
+        assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
+        until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
     assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1  # tiers have their own
-
-
-def test_there_is_one_speed(server: Server, look: Look) -> None:
-    page = look(server.url)
-    until(page, "document.getElementById('resident').textContent !== ''")
-    answered(page, "What is the hit rate?")
-    [loaded] = server.call("/api/ps").json["models"]
-    last = loaded["moe"]["last_answer"]
-    told = page.inner_text(".statistics").replace("\xa0", " ")
-    count, speed = re.search(r"(\d+) tokens · ([\d.,]+) tokens/s", told).groups()  # type: ignore[union-attr]
-    assert int(count) == last["eval_count"]
-    assert float(speed.replace(",", "")) == pytest.approx(last["eval_count"] / last["eval_duration"] * 1e9, rel=0.006)
-    until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from own_process import in_measuring_process, in_own_process
-from rpc_device import in_child, on_servers
+from rpc_device import on_servers
 from running import (
     N_NEW,
     Llama,
@@ -44,7 +44,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.native import library
 from moegguf.native.link_device import add_link_device, link_device
-from moegguf.native.store import DeviceSlots, StoreOptions, Tier
+from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
 from moegguf.settings import cache_folder
 from moegguf.terminal.statistics import expert_lines
@@ -258,11 +258,10 @@ def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(path: Path) -> 
     assert found == [(18, 12, 12), (18, 6, 6), (24, 12, 12), (24, 12, 12), (16, 12, 12)]
 
 
-def counted_on_two_servers(
-    path: Path, out: Path, vram: str, n_ram: int, staging: int | None
-) -> tuple[dict[str, TierSpan], list[DeviceSlots], int]:
-    """What each device and tier has counted when the trace was written, and the slots and staging tensors of each."""
-    store = StoreOptions(sweep=False, staging=staging)
+@pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
+@on_servers(2)
+def test_simulated_devices_count_as_two_servers(path: Path, tmp_path: Path, vram: str, staging: int) -> None:
+    store, out, n_ram = StoreOptions(sweep=False, staging=staging), tmp_path / "t", 20
     with Llama(
         path, vram_cache=vram, expert_cache=share_for(path, n_ram), tensor_split=[3, 2], n_gpu_layers=-1, n_ubatch=8,
         n_ctx=256, policy="vram=next-use,ram=slru", predictor="none", lockstep=True, verbose=False, store=store,
@@ -272,22 +271,16 @@ def counted_on_two_servers(
             llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
         llm.session.store.drain(10)
         figures = llm.session.tiers() | devices_of(llm)
-        return {name: TierSpan.of(of) for name, of in figures.items()}, list(llm.session.store.devices), n_ram
-
-
-@pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
-def test_simulated_devices_count_as_two_servers(tiny: TinyModel, tmp_path: Path, vram: str, staging: int) -> None:
-    path, compared = tiny("tiny-qwen2moe", "q4_0"), ("lookups", "hits", "evictions", "bytes_in")
-    tiers, devices, n_ram = in_child(counted_on_two_servers, path, tmp_path / "t", vram, 20, staging, n_servers=2)
-    trace = read(tmp_path / "t")
+        tiers = {name: TierSpan.of(of) for name, of in figures.items()}
+        slots = [replace(device, link=None) for device in llm.session.store.devices]
+    trace = read(out)
     assert trace.header.settings["events_dropped"] == 0
     ram_tier = RamTier(n_ram, "slru", Link(2e9, 2e-5), staging)
     policy = make_policy("next-use", trace.shape, Artifacts(read_layout(path)))
-    slots = [replace(device, link=None) for device in devices]
     options = SimOptions(store=StoreOptions(sweep=False), link_bytes_per_s=1e9, ram=ram_tier)
     result = Simulation(trace, policy, NoPrediction(trace.shape), slots, options).run()
     for name in tiers:
-        for figure in compared:
+        for figure in ("lookups", "hits", "evictions", "bytes_in"):
             assert getattr(tiers[name], figure) == getattr(result.tiers[name], figure), (name, figure)
     assert set(tiers) == {"VRAM", "RAM", "RPC0", "RPC1"}
     assert all(result.tiers[name].evictions > 0 for name in tiers)
