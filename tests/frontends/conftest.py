@@ -18,9 +18,8 @@ import httpx
 import psutil
 import pytest
 from browsing import PATIENCE_MS, Look
-from command_line import Command, environment
 from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, running
-from servers import Server, serving
+from servers import Command, Server, environment, serving
 
 from moegguf.cli.app import main
 from moegguf.models.catalog import demo_path

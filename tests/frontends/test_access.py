@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Command
 from fake_manager import FakeManager, running
-from servers import call, serving
+from servers import Command, call, serving
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 

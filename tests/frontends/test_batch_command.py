@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from batch_files import CHAT, entries, jsonl, request, requests_in
-from command_line import Command, environment
-from servers import Server, serving
+from servers import Command, Server, environment, serving
 from waiting import until
 
 from moegguf.serving.batch.answers import open_journal, response_entry

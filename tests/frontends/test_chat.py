@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chat_terminal import ANSWER, QUESTION, demo_chat
-from command_line import TinyModel, environment
-from servers import Server, serving
+from servers import Server, TinyModel, environment, serving
 from terminal import Terminal, control, moegguf_command
 
 from moegguf.chat import running_server

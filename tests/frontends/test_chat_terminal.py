@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from chat_terminal import ECHO, echo_chat
-from command_line import environment
+from servers import environment
 from terminal import ENTER, Terminal, control
 
 from moegguf.chat.conversation import load_options_with, parse_parameter

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 from batch_files import jsonl, request
-from command_line import ROOT, Command, TinyModel, environment
 from fake_hub import FakeHub, running_hub
-from servers import Server, serving
+from servers import ROOT, Command, Server, TinyModel, environment, serving
 
 import moegguf
 from moegguf.cli import app

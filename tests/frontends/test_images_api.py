@@ -7,9 +7,8 @@ from typing import Any
 import openai
 import pytest
 from chat_terminal import demo_chat
-from command_line import Command
 from pictures import base64_of, gif, jpeg, png, png_bomb, with_thumbnail
-from servers import Server, serving
+from servers import Command, Server, serving
 
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import demo_path

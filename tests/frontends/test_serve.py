@@ -13,9 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from command_line import Command, TinyModel
 from live.running import write_adapter
-from servers import Server, serving
+from servers import Command, Server, TinyModel, serving
 from waiting import until
 
 from moegguf.cli.serve import serve, serve_settings

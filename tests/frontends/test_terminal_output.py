@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pyte
 import pytest
-from command_line import Command, environment
 from fake_manager import BusyManager, FakeManager, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from servers import Command, environment
 from starlette.applications import Starlette
 from terminal import Terminal, control, moegguf_command
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Command, environment
+from servers import ROOT, Command, environment
 from waiting import until
 
 from moegguf.controller.policies import policy_names
