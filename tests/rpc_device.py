@@ -6,6 +6,8 @@ model loaded later: what needs it runs in a process of its own (`in_child`).
 """
 
 import ctypes as c
+import functools
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -118,3 +120,22 @@ def _registered(servers: list[tuple[Path, int]], call: Callable[..., Any], argum
     for at in servers:
         register(*at)
     return call(*arguments)
+
+
+def on_servers(n_servers: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test runs in a process of its own that knows the devices of so many servers, and those that it adds itself. Its
+    fixtures are pickled."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            of_test = (test.__module__, test.__name__, fixtures)
+            in_child(_run_test, *of_test, n_servers=n_servers) if n_servers else in_own_process(_run_test, *of_test)
+
+        return run
+
+    return decorate
+
+
+def _run_test(module: str, name: str, fixtures: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**fixtures)

@@ -1,4 +1,4 @@
-"""What is done on the page, for tests in a browser (whose fixtures are in browser.py)."""
+"""What is done on the page, for tests in a browser."""
 
 import time
 from collections.abc import Callable

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from command_line import environment
+from servers import environment
 from terminal import Terminal, moegguf_command
 
 ECHO = Path(__file__).parents[1] / "fake_worker.py"

@@ -27,7 +27,6 @@ from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
-from moegguf.quantities import ExpertCache
 from moegguf.server.serve import Protocol, QuietServer, listen
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
 from moegguf.settings import Host
@@ -101,8 +100,6 @@ class FakeLease:
 
     async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
         self.manager.embedded.append((list(inputs), truncate, normalize))
-        import numpy as np
-
         return Embeddings(vectors=np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32), n_tokens=4 * len(inputs))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
@@ -173,17 +170,6 @@ class FakeManager:
 
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None
-
-    async def set_budget(
-        self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
-    ) -> LoadedModel:
-        entry = self.catalog.find(name)
-        if entry.name not in self.there:
-            raise ModelNotFoundError(f"the model {name!r} is not loaded.")
-        plan = {"slot_bytes": 1 << 20}
-        sizes = {"expert_cache_bytes": expert_cache, "vram_cache_bytes": vram_cache}
-        given = {name: cache.n_bytes for name, cache in sizes.items() if cache}
-        return replace(self.status(entry), plan=plan, **given)
 
     def status(self, entry: ModelEntry) -> LoadedModel:
         expires = datetime.now(UTC) + timedelta(seconds=300)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import environment
+from servers import environment
 
 END_S = 60
 

@@ -1,4 +1,5 @@
-"""`moegguf serve` as users have it: a process of its own on a free port, with tiny models and no network."""
+"""`moegguf` as a separate process without a terminal, and `moegguf serve` as users have it: on a free port, with tiny
+models and no network."""
 
 import json
 import os
@@ -10,13 +11,24 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import environment
+ROOT = Path(__file__).resolve().parents[2]
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+TinyModel = Callable[..., Path]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The caller's environment without variables that change results, and no server; the checkout is importable."""
+    names = ("PATH", "HOME", "MOEGGUF_LIBRARY", "LANG", "XDG_DATA_HOME", "XDG_CACHE_HOME", "MOEGGUF_CONTEXT_STORE")
+    inherited = {name: value for name, value in os.environ.items() if name in names}
+    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "MOEGGUF_HOST": "127.0.0.1:9"}
+    return {**inherited, **own, **extra}
+
 
 COMMAND = (sys.executable, "-m", "moegguf.cli.app", "serve")
 LISTENING = re.compile(r"listening on (http://\S+:(\d+))")

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Command
 from fake_manager import FakeManager, running
-from servers import call, serving
+from servers import Command, call, serving
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -292,25 +291,6 @@ def test_errors_of_the_framework_are_json_of_the_api(url: str, method: str, path
     assert "detail" not in reply.json
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--host", "https://localhost"), "http only"),
-        (("--host", "http://a:b@c"), "not an address"),
-        (("--memory", "lots"), "--memory"),
-        (("--expert-cache", "lots"), "not a budget"),
-        (("--expert-cache", "50"), 'did you mean "50%"'),
-        (("--host", "203.0.113.7", "--api-key", "k"), "cannot listen"),
-        *((("--host", host), "MOEGGUF_API_KEY") for host in ("0.0.0.0:0", "192.168.0.1", "[::]:0")),
-        (("--host", "0.0.0.0", "--trust-network", "192.168.1.7/24"), "192.168.1.7/24 has host bits set; give networks"),
-    ],
-)
-def test_options_that_cannot_work_end_in_one_line(here: Command, arguments: tuple[str, ...], words: str) -> None:
-    found = here("serve", *arguments)
-    assert found.returncode == 1 and found.stdout == ""
-    assert words in found.stderr and len(found.stderr.splitlines()) == 1
-
-
 def test_a_port_in_use_is_named(here: Command) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -319,9 +299,3 @@ def test_a_port_in_use_is_named(here: Command) -> None:
         found = here("serve", "--port", port)
     assert found.returncode == 1
     assert f"127.0.0.1:{port}" in found.stderr and "in use" in found.stderr
-
-
-def test_help_lists_the_variables(here: Command) -> None:
-    text = here("serve", "--help").stdout
-    for name in ("MOEGGUF_HOST", "MOEGGUF_KEEP_ALIVE", "MOEGGUF_MAX_QUEUE", "OLLAMA_", "HF_TOKEN"):
-        assert name in text

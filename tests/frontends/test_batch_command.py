@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 from batch_files import CHAT, entries, jsonl, request, requests_in
-from command_line import Command, environment
-from servers import Server, serving
+from servers import Command, Server, environment, serving
 from waiting import until
 
-from moegguf.cli.app import main
 from moegguf.serving.batch.answers import open_journal, response_entry
 
 N = 60  # requests that take longer than a test to notice the first answers
@@ -163,27 +161,3 @@ def test_a_file_in_use_or_changed_is_refused(tmp_path: Path, here: Command) -> N
     changed = here("batch", written(tmp_path, [question(i) for i in range(5)]), "-o", target, **ALONE)
     assert changed.returncode == 1 and "has changed since" in changed.stderr
     assert partial.read_bytes() == kept
-
-
-def test_what_cannot_be_answered_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in ALONE.items():
-        monkeypatch.setenv(name, value)
-    path = written(tmp_path, [question(0)])
-    empty = tmp_path / "empty"
-    empty.touch()
-    for arguments, code, text in (
-        ([tmp_path / "nothing"], 1, "cannot read .*nothing"),
-        ([tmp_path], 1, "cannot read"),
-        ([empty], 1, "no requests"),
-        ([path, "-o", path], 2, "that is the file of requests"),
-        ([path, "-o", tmp_path], 2, "not a file"),
-        ([path, "-o", tmp_path / "no" / "folder"], 2, "not a file in a folder"),
-        ([path, "--parallel", "0"], 2, "parallel"),
-        ([path, "--expert-cache", "much"], 1, "not a budget"),
-        ([path, "-m", "nothing-of-that-name", "--local"], 1, "nothing-of-that-name"),
-    ):
-        assert main(["batch", *map(str, arguments)]) == code, arguments
-        assert re.search(text, capsys.readouterr().err), arguments
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["empty", "requests.jsonl"]

@@ -6,17 +6,13 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 from chat_terminal import ANSWER, QUESTION, demo_chat
-from command_line import TinyModel, environment
-from servers import Server, serving
+from servers import Server, TinyModel, environment, serving
 from terminal import Terminal, control, moegguf_command
 
-from moegguf.chat.chat import run_command
 from moegguf.chat.conversation import Conversation
 from moegguf.chat.model import messages_to_server
 from moegguf.models.entry import NamedModel
@@ -188,31 +184,6 @@ def test_a_session_is_saved_as_a_model_and_loaded_again(
         assert ANSWER in it.ask("/regen").replace("\n", " ")
 
 
-def test_another_model_is_shown_with_its_own_context(chat: Terminal, server: Server) -> None:
-    parameters = {"num_ctx": 256, "num_batch": 64}  # a process of its own
-    server.call("/api/create", {"model": "other", "from": "demo", "parameters": parameters})
-    assert "other:latest: context of 256 tokens" in chat.ask("/load other")
-    assert "other:latest" in chat.ask("/list OTH")
-    server.call("/api/generate", {"model": "other", "keep_alive": 0})
-    server.call("/api/delete", {"model": "other"}, method="DELETE")
-
-
-def test_clear_keeps_what_the_server_would_add_again() -> None:
-    own = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
-    conversation = Conversation(NamedModel("a:latest", system="Be brief.", messages=own), system="")
-    conversation.add_user_message("What?")
-    asked = messages_to_server(conversation)
-    assert asked == [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}]
-    conversation.clear()
-    assert conversation.messages == list(own)
-
-
-def test_a_model_without_parameters_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    session: Any = SimpleNamespace(conversation=Conversation(NamedModel("a:latest"), system=""))
-    run_command(session, "/show parameters")
-    assert "  No additional parameters were specified for this model." in "".join(capsys.readouterr())
-
-
 def test_a_server_that_goes_away_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:
     with serving(tmp_path / "server") as server, served_chat(server, tmp_path, "demo") as chat:
         chat.prompt()
@@ -224,3 +195,13 @@ def test_a_server_that_goes_away_ends_the_answer_and_not_the_chat(tmp_path: Path
         assert f"error: no server is running at {server.url}" in chat.ask("hello").replace("\n", " ")
         chat.send(control("d"))
         assert chat.exit_code() == 0
+
+
+def test_clear_keeps_what_the_server_would_add_again() -> None:
+    own = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
+    conversation = Conversation(NamedModel("a:latest", system="Be brief.", messages=own), system="")
+    conversation.add_user_message("What?")
+    asked = messages_to_server(conversation)
+    assert asked == [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}]
+    conversation.clear()
+    assert conversation.messages == list(own)

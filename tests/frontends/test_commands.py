@@ -1,15 +1,27 @@
-"""Commands that only read headers, and error messages."""
+"""Commands: help, those that only read headers, models by name, old names of options, and errors of all."""
 
 import json
 import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import split
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
-from command_line import ROOT, Command, TinyModel, environment
+from batch_files import jsonl, request
+from fake_hub import FakeHub, running_hub
+from servers import ROOT, Command, Server, TinyModel, environment, serving
 
+import moegguf
+from moegguf.cli import app
+from moegguf.errors import OptionError
 from moegguf.native.abi import ABI_VERSION
+from moegguf.options import with_new_flags
+from moegguf.settings import read_environment
 
 
 def test_help_lists_the_commands_and_is_the_default(here: Command) -> None:
@@ -57,12 +69,6 @@ def test_bench_of_the_demo_alone_is_a_table_of_its_tests(here: Command) -> None:
 def test_help_is_grouped(here: Command) -> None:
     titles = re.findall(r"^(\w+):$", here("run", "--help").stdout, re.MULTILINE)
     assert titles == ["Arguments", "Options", "Model", "Memory", "Sampling", "Output", "Research"]
-
-
-def test_version(here: Command) -> None:
-    import moegguf as package
-
-    assert here("--version").stdout == f"moegguf {package.__version__}\n"
 
 
 def test_show_json_agrees_with_the_layout(here: Command, tiny: TinyModel) -> None:
@@ -136,39 +142,6 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
     assert "hush" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (("run", "demmo", "hi"), 1, "did you mean 'demo'"),
-        (("run", "no/such/folder.gguf", "hi"), 1, "there is no folder 'no/such'"),
-        (("show", __file__), 1, ""),
-        (("show",), 2, "missing argument 'MODEL'"),
-        (("run", "demo", "hi", "--expert-cash", "1GiB"), 2, "--expert-cache"),
-        (("run", "demo", "hi", "-n", "0"), 2, "--max-tokens"),
-        (("run", "demo", "hi", "--top-p", "3"), 2, "it has to be at most 1; see"),
-        (("run", "demo", "hi", "--temperature", "2000"), 2, "it has to be at most 1000; see"),
-        (("run", "demo", "hi", "--top-k", "x"), 2, "it has to be a whole number; see"),
-        (("estimate", "demo", "-c", "99999999999"), 1, "2147483392, but is 99999999999"),
-        (("frobnicate",), 2, "no such command 'frobnicate'"),
-    ],
-)
-def test_an_error_is_one_sentence_and_an_exit_code(
-    here: Command, arguments: tuple[str, ...], code: int, words: str
-) -> None:
-    done = here(*arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert re.fullmatch(r"error: .+[.?]\n", done.stderr)
-    assert words in done.stderr
-
-
-def test_budgets_that_are_invalid_or_too_small(here: Command, tiny: TinyModel) -> None:
-    for budget, words in (("0.5", "accepted:"), ("1KiB", "give at least"), ("200%", "accepted:")):
-        done = here("estimate", tiny(), "--expert-cache", budget)
-        assert done.returncode == 1
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
-
-
 def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom moegguf.models.catalog import Catalog\nfrom moegguf.cli import app as cli\n"
@@ -192,7 +165,287 @@ def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(here
     assert "predicted with speeds of the device as supposed" in shown.stdout and "tokens/s" in shown.stdout
     found = json.loads(here("estimate", tiny(), *device, "--ctx", 512, "--json").stdout)["placement"]
     assert {placement["kind"] for placement in found["placements"]} & {"cpu", "resident"}
-    missing = here("estimate", tiny(), "--link", "24GB/s")
-    assert missing.returncode == 1 and "--device-memory 8GB" in missing.stderr
-    wrong = here("estimate", tiny(), *device[:4], "--link", "fast")
-    assert wrong.returncode == 1 and "24GB/s,35us" in wrong.stderr
+
+
+Mine = Callable[..., "CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def hub(tiny: TinyModel) -> Iterator[FakeHub]:
+    """A hub with one repository: a small model, and a split one in a folder."""
+    with running_hub() as found:
+        whole, split = tiny("tiny-qwen2moe"), tiny("tiny-mix", "q4_k_m", 3)
+        shards = sorted(split.parent.glob(split.name.replace("00001-of", "*-of")))
+        files = {f"Q8_0/m-Q8_0-{i:05}-of-00003.gguf": shard.read_bytes() for i, shard in enumerate(shards, 1)}
+        found.add("User/Moe-GGUF", {"m-Q4_K_M.gguf": whole.read_bytes(), **files})
+        yield found
+
+
+@pytest.fixture
+def mine(here: Command, hub: FakeHub, tmp_path: Path) -> Mine:
+    """The command with its own home and hub, and the address of no server."""
+
+    def call(*arguments: object, **extra: str) -> CompletedProcess[str]:
+        own = {"MOEGGUF_HOME": str(tmp_path / "own"), "MOEGGUF_HOST": "127.0.0.1:9"}
+        return here(*arguments, **{**hub.environment(tmp_path / "hf"), **own, **extra})
+
+    return call
+
+
+def names(done: CompletedProcess[str]) -> list[str]:
+    return [line.split()[0] for line in done.stdout.splitlines()[1:]]
+
+
+def test_pull_list_show_copy_and_remove(mine: Mine) -> None:
+    pulled = mine("pull", "hf.co/user/moe-gguf")
+    assert (pulled.returncode, pulled.stdout) == (0, ""), pulled.stderr
+    listed = mine("list")
+    assert re.match(r"NAME +ID +SIZE +MODIFIED\n", listed.stdout)
+    assert names(listed) == ["hf.co/User/Moe-GGUF:Q4_K_M", "demo:latest"]
+    assert re.search(r"GGUF:Q4_K_M +[0-9a-f]{12} +\d[\d.]* [KM]B +.+ ago$", listed.stdout, re.MULTILINE)
+    assert names(mine("ls", "DEMO")) == ["demo:latest"]
+    assert mine("cp", "user/moe-gguf", "mine").stdout == "copied 'user/moe-gguf' to 'mine'\n"
+    assert "qwen2moe" in mine("show", "mine").stdout
+    facts = json.loads(mine("ls", "--json").stdout)
+    assert {fact["name"] for fact in facts} == {"mine:latest", "hf.co/User/Moe-GGUF:Q4_K_M", "demo:latest"}
+    assert mine("rm", "mine", "user/moe-gguf:q4_k_m").stdout == "deleted 'mine'\ndeleted 'user/moe-gguf:q4_k_m'\n"
+    assert names(mine("list")) == ["demo:latest"]
+
+
+def test_a_split_model_is_pulled_whole_and_runs(mine: Mine) -> None:
+    assert mine("pull", "user/moe-gguf:q8_0").returncode == 0
+    shown = mine("show", "user/moe-gguf:Q8_0", HF_HUB_OFFLINE="1")
+    assert "in 3 shards" in shown.stdout, shown.stderr
+    answered = mine("run", "user/moe-gguf:Q8_0", "hi", "-n", 2, "-t", 1, HF_HUB_OFFLINE="1")
+    assert answered.returncode == 0, answered.stderr
+
+
+def test_create_from_a_modelfile_and_show_its_parts(mine: Mine, tmp_path: Path) -> None:
+    file = tmp_path / "Modelfile"
+    file.write_text('FROM demo\nSYSTEM """Be kind."""\nPARAMETER temperature 0.25\nPARAMETER stop x\nLICENSE MIT\n')
+    assert mine("create", "kind", "-f", file).returncode == 0
+    assert mine("show", "kind", "--system").stdout == "Be kind.\n"
+    assert mine("show", "kind", "--license").stdout == "MIT\n"
+    assert "<|im_start|>" in mine("show", "kind", "--template").stdout
+    assert re.search(r"^temperature +0\.25$", mine("show", "kind", "--parameters").stdout, re.MULTILINE)
+    again = mine("show", "kind", "--modelfile").stdout
+    file.write_text(again)
+    assert mine("create", "kinder", "-f", file).returncode == 0
+    assert mine("show", "kinder", "--system").stdout == "Be kind.\n"
+    whole = mine("show", "kind").stdout
+    assert all(part in whole for part in ("Capabilities", "Be kind.", "0.25", "MIT"))
+    both = mine("show", "kind", "--system", "--license")
+    assert both.returncode == 2 and "only one of" in both.stderr
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Iterator[Server]:
+    """A server with the demo model loaded."""
+    with serving(tmp_path / "server", "--expert-cache", "50%") as found:
+        found.call("/api/generate", {"model": "demo", "options": {"num_thread": 1}})
+        yield found
+
+
+def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
+    there = {"MOEGGUF_HOST": loaded.url}
+    shown = mine("ps", **there).stdout
+    assert re.match(r"NAME +ID +SIZE +PROCESSOR +EXPERTS +HITS +CONTEXT +REUSED +UNTIL\n", shown)
+    assert re.search(
+        r"demo:latest +[0-9a-f]{12} +\d+ MB +100% CPU +50.0% +[-\d.%]+ +2048 +- +\d+ minutes from now", shown
+    )
+    assert json.loads(mine("ps", "--json", **there).stdout)[0]["name"] == "demo:latest"
+    missing = mine("stop", "unknown", **there)
+    assert missing.returncode == 1 and "couldn't find model 'unknown' to stop" in missing.stderr
+    assert mine("stop", "demo", **there).returncode == 0
+    assert names(mine("ps", **there)) == []
+    version = mine("--version", **there)
+    assert (version.stdout, version.stderr) == (f"moegguf {moegguf.__version__}\n", "")
+
+
+def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
+    there = {"MOEGGUF_HOST": loaded.url}
+    assert re.search(r"demo:latest: .* for \d+ of \d+ experts", mine("budget", "demo", **there).stderr)
+    done = mine("budget", "demo", "50%", **there)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"demo:latest: [\d.]+MiB for (\d+) of \d+ experts, [\d.]+MiB in all", done.stderr)
+    more = mine("budget", "demo", "100%", **there)
+    assert re.search(r"experts, the most that it was loaded with, [\d.]+MiB in all", more.stderr)
+    for arguments, words in (
+        (("demo", "1KiB"), "expert_cache='1.00KiB' is too small for a model that was loaded to read 512 tokens"),
+        (("demo", "much"), "accepted"),
+        (("unknown", "50%"), "unknown"),
+    ):
+        failed = mine("budget", *arguments, **there)
+        assert failed.returncode == 1 and words in failed.stderr
+
+
+def test_a_negative_keep_alive_keeps_a_model_for_ever(loaded: Server, mine: Mine) -> None:
+    loaded.call("/api/generate", {"model": "demo", "keep_alive": -1})
+    assert re.search(r"Forever$", mine("ps", MOEGGUF_HOST=loaded.url).stdout, re.MULTILINE)
+
+
+def test_the_library_says_what_runs_here(mine: Mine) -> None:
+    header, *rows = mine("library", "gpt-oss").stdout.splitlines()
+    assert header.startswith("NAME") and [row.split()[0] for row in rows] == ["gpt-oss:20b", "gpt-oss:120b"]
+    (facts,) = json.loads(mine("library", "olmoe", "--json").stdout)
+    assert facts["size_bytes"] < facts["all_bytes"] and facts["hub_name"] in mine("library", "olmoe").stdout
+    slow, fast = facts["tokens_per_s"] or (1, 2)
+    assert 0 < slow < fast
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("moegguf run gpt", "gpt-oss:20b"), ("moegguf sho", "show"), ("moegguf run a --vr", "--vram-cache")],
+)
+def test_the_shell_completes_commands_options_and_names(mine: Mine, words: str, expected: str) -> None:
+    position = str(len(words.split()) - 1)
+    done = mine(_MOEGGUF_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=position)
+    assert expected in done.stdout.split()
+
+
+COMMANDS = (
+    ["run", "demo", "hello"], ["serve"], ["batch", __file__], ["bench", "-m", "demo"], ["trace", "simulate", __file__],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [["--system", "nine"], ["--system=nine"]])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+def test_an_old_flag_works_with_a_hint(
+    command: list[str], given: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Analysis:
+        @staticmethod
+        def open(*_: Any) -> Any:
+            raise OptionError("there is no strategy 'nine'")
+
+    monkeypatch.setattr("moegguf.trace.analysis.TraceAnalysis", Analysis)  # __file__ is no trace
+    assert app.main([*command, *given]) != 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("warning: --system is called --strategy now;")
+    assert "no strategy 'nine'" in told[1] and len(told) == 2
+
+
+def test_an_old_flag_is_in_no_help(capsys: pytest.CaptureFixture[str]) -> None:
+    app.main(["run", "--help"])
+    assert "--strategy" in (text := capsys.readouterr().out) and "--system " not in text
+
+
+def test_words_after_two_dashes_are_kept() -> None:
+    assert with_new_flags(["--", "--system"], set()) == ["--", "--system"]
+
+
+def test_an_old_variable_works_with_a_hint() -> None:
+    with pytest.warns(FutureWarning, match="MOEGGUF_SYSTEM is called MOEGGUF_STRATEGY now"):
+        assert read_environment({"MOEGGUF_SYSTEM": "lru"}).strategy == "lru"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_environment({"MOEGGUF_SYSTEM": "lru", "MOEGGUF_STRATEGY": "promoe"}).strategy == "promoe"
+
+
+def test_an_old_keyword_works_with_a_hint() -> None:
+    with pytest.warns(FutureWarning, match="system= is called strategy= now"), pytest.raises(OptionError, match="nine"):
+        moegguf.Llama("demo", system="nine")
+
+
+# Command, exit code, and words of the one sentence on stderr. TMP has `empty` and `one.jsonl`.
+ERRORS = [
+    ("run demmo hi", 1, "did you mean 'demo'"),
+    ("run no/such/folder.gguf hi", 1, "there is no folder 'no/such'"),
+    ("run demo hi --expert-cash 1GiB", 2, "--expert-cache"),
+    ("run demo hi -n 0", 2, "--max-tokens"),
+    ("run demo hi --top-p 3", 2, "it has to be at most 1; see"),
+    ("run demo hi --temperature 2000", 2, "it has to be at most 1000; see"),
+    ("run demo hi --top-k x", 2, "it has to be a whole number; see"),
+    *((f"run demo hi --threads {given}", 2, "1 to 512 nor 'auto'") for given in ("0", "-1", "513", "1.5", "²", "many")),
+    *((f"run -hf '{given}' hi", 2, "USER/REPOSITORY") for given in ("demo", "u/r/f", "u/")),
+    ("run -m m.gguf -hf u/r", 2, "not both"),
+    ("run", 2, "moegguf list"),
+    ("run demo hi --system 'Be brief.'", 2, "--system-prompt"),
+    ("MOEGGUF_PLACEMENT=guess run demo hi", 1, "MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu."),
+    (f"show {__file__}", 1, ""),
+    ("show", 2, "missing argument 'MODEL'"),
+    ("estimate demo -c 99999999999", 1, "2147483392, but is 99999999999"),
+    ("estimate MODEL --expert-cache 0.5", 1, "accepted:"),
+    ("estimate MODEL --expert-cache 200%", 1, "accepted:"),
+    ("estimate MODEL --expert-cache 1KiB", 1, "give at least"),
+    ("estimate MODEL --link 24GB/s", 1, "--device-memory 8GB"),
+    ("estimate MODEL --device-memory 1GiB --device-bandwidth 448GB/s --link fast", 1, "24GB/s,35us"),
+    ("frobnicate", 2, "no such command 'frobnicate'"),
+    ("pull user/missing", 1, "there is no"),
+    ("pull user/moe-gguf:Q2_K", 1, "vailable GGUF files"),
+    ("pull llama3", 1, "hf.co/"),
+    ("pull ../etc/passwd", 1, "name"),
+    ("rm demo", 1, "ships with moegguf"),
+    ("rm missing", 1, "no model named 'missing'"),
+    ("cp missing x", 1, "no model named 'missing'"),
+    ("push demo", 2, "push is not supported"),
+    ("create x -f /nowhere/Modelfile", 2, "there is no file"),
+    ("ps", 1, "no server is running"),
+    ("stop demo", 1, "no server is running"),
+    ("serve --host https://localhost", 1, "http only"),
+    ("serve --host http://a:b@c", 1, "not an address"),
+    ("serve --memory lots", 1, "--memory"),
+    ("serve --expert-cache lots", 1, "not a budget"),
+    ("serve --expert-cache 50", 1, 'did you mean "50%"'),
+    ("serve --host 203.0.113.7 --api-key k", 1, "cannot listen"),
+    *((f"serve --host {host}", 1, "MOEGGUF_API_KEY") for host in ("0.0.0.0:0", "192.168.0.1", "[::]:0")),
+    ("serve --host 0.0.0.0 --trust-network 192.168.1.7/24", 1, "192.168.1.7/24 has host bits set; give networks"),
+    ("batch TMP/nothing", 1, "cannot read"),
+    ("batch TMP", 1, "cannot read"),
+    ("batch TMP/empty", 1, "no requests"),
+    ("batch TMP/one.jsonl -o TMP/one.jsonl", 2, "that is the file of requests"),
+    ("batch TMP/one.jsonl -o TMP", 2, "not a file"),
+    ("batch TMP/one.jsonl -o TMP/no/folder", 2, "not a file in a folder"),
+    ("batch TMP/one.jsonl --parallel 0", 2, "parallel"),
+    ("batch TMP/one.jsonl --expert-cache much", 1, "not a budget"),
+    ("batch TMP/one.jsonl -m nothing-of-that-name --local", 1, "nothing-of-that-name"),
+    ("trace simulate missing.npz", 2, "does not exist"),
+    ("trace simulate TRACE --policy lro", 1, "there is no policy 'lro'; known are lru,"),
+    ("trace simulate TRACE --policy ,", 1, "no policy is named; known are lru,"),
+    ("trace simulate TRACE --predictor skip", 1, "--model"),
+    ("trace simulate TRACE --model MODEL", 1, "was recorded from another model (moegguf demo)"),
+    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0%, but not '0%'"),
+    ("trace simulate TRACE --expert-cache ''", 1, "but not ''"),
+    ("trace simulate TRACE --expert-cache 'a few'", 1, "but not 'a few'"),
+    ("trace simulate TRACE --prefetch --predictor eamc", 1, "--link"),
+    ("trace simulate TRACE --prefetch --link 1", 1, "--predictor"),
+    ("trace simulate TRACE --strategy promo", 1, "there is no strategy 'promo'; known are none, lru,"),
+    ("trace simulate TRACE --strategy lru,moe-infinity", 1, "moe-infinity prefetches, which needs a modelled"),
+    ("trace simulate TRACE --strategy lru --policy lru,lfu", 1, "take one name each"),
+    ("trace simulate TRACE --strategy lru --save", 1, "not for --strategy"),
+    ("trace simulate TRACE --policy vram=lru,ram=slru", 1, "--vram-cache"),
+    ("trace simulate TRACE --vram-cache 20% --policy ram=lfu", 1, "lru, lfu-decay, slru, not by"),
+    ("trace simulate TRACE --vram-cache 0%", 1, "--vram-cache takes shares"),
+    ("trace simulate TRACE --vram-cache 20% --strategy lru", 1, "leave out --vram-cache"),
+    ("trace simulate TRACE --vram-cache 20% --device-link fast", 1, "is not a link"),
+    ("trace simulate TRACE --device-link 4GB/s", 1, "--vram-cache"),
+    ("trace simulate TRACE --tensor-split 1,1", 1, "--vram-cache"),
+    ("trace simulate TRACE --vram-cache 20% --tensor-split 1,x", 1, "but not '1,x'"),
+    ("trace simulate TRACE --vram-cache 20% --tensor-split 0,0", 1, "some above"),
+    ("trace simulate TRACE --vram-cache 5%,5%,5% --tensor-split 1,1", 1, "given for 3 devices"),
+    ("trace simulate TRACE --vram-cache 9% --device-link 4GB/s --device-link 4GB/s", 1, "need --tensor-split"),
+    ("trace record demo --prompts PROMPTS -o TMP/t --expert-cache 0%", 1, "accepted:"),
+    ("trace record demo --prompts PROMPTS -o TMP/t --policy lro", 1, "there is no policy 'lro'"),
+    ("trace record demo --prompts PROMPTS -o TMP/t --predictor skp", 1, "there is no predictor 'skp'"),
+    ("trace record demo --prompts PROMPTS -o no/folder/t.npz", 1, "there is no folder"),
+    ("trace record demo --prompts PROMPTS -o PROMPTS", 1, "would overwrite"),
+    ("trace record demo --prompts TMP/empty -o TMP/t", 1, "is empty; write at least one prompt"),
+]
+
+
+@pytest.mark.parametrize(("command", "code", "words"), ERRORS, ids=lambda each: str(each) if str(each)[3:] else "")
+def test_an_error_is_one_sentence_and_an_exit_code_and_leaves_nothing(
+    mine: Mine, recorded: Path, prompts: Path, tiny: TinyModel, tmp_path: Path, command: str, code: int, words: str
+) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "empty").touch()
+    (folder / "one.jsonl").write_bytes(jsonl([request("a")]))
+    known = {"TRACE": str(recorded), "MODEL": str(tiny()), "PROMPTS": str(prompts), "TMP": str(folder)}
+    given = [re.sub(r"\b(TRACE|MODEL|PROMPTS|TMP)\b", lambda found: known[found[1]], word) for word in split(command)]
+    extra = dict(word.split("=") for word in given if word.startswith("MOEGGUF_"))
+    done = mine(*(word for word in given if not word.startswith("MOEGGUF_")), **extra)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert re.fullmatch(r"(warning: .+\n)?error: .+[.?']\n", done.stderr)
+    assert words in done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["empty", "one.jsonl"]

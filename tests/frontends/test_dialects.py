@@ -1,60 +1,119 @@
-"""What every API promises of an answer, over a scripted manager; test_encodings.py has its forms."""
+"""Every API over a scripted manager: what it promises of an answer, its encoding byte for byte as in `recorded/` and by
+the types of the clients, and for bodies what the model is asked, or the refusal (`recorded/bodies.txt`).
+
+A line of bodies.txt is a path and fields of its body besides those of BASE. "... N times" after an item of a list, or
+at the end of a text, repeats it; "every field" stands for all of chat's. MOEGGUF_RECORD=1 gives a new line its outcome.
+"""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+import anthropic.types
 import httpx
+import ollama
+import openai.types.chat
+import openai.types.responses
 import pytest
-from fake_manager import FUNCTIONS, HI, FakeManager, objects
+from client_types import check, kinds_of
+from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, changed, entry_of, objects
+from gguf_builder import U32, moe
+from pictures import base64_of, png
+from recorded_texts import check_recorded, recorded_lines
 from servers import post
 from waiting import until
 
 from moegguf import errors
-from moegguf.generate.request import Delta, PromptProgress, ToolCall
+from moegguf.engine.stats import Stats
+from moegguf.errors import ExpertIOError
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
+from moegguf.models.own_store import BlobStore
+from moegguf.models.sources import demo_path
+from moegguf.package import __version__
+from moegguf.server.common import limits
+from moegguf.server.openai.chat import ChatBody
 from moegguf.serving.events import LoadOverrides
 
 Json = dict[str, Any]
 
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-CALLS = [ToolCall(f"call-of-{function['name']}", function["name"], {}) for function in FUNCTIONS]
+CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {}))
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API. `end`: in the last line of a complete stream; `one_call`: what asks for one call at most."""
+    """An API. `name`: of its file in recorded/; `end`: in the last line of a complete stream; `one_call`: what asks for
+    one call at most; `cases`: what a case of CASES asks for besides; `whole`, `parts`: the client's types of an answer
+    and of a stream's parts, which differ by `type` where there are `kinds`."""
 
+    name: str
     path: str
     question: Json
     end: str
     tools: Json = field(default_factory=dict)
     one_call: Json = field(default_factory=dict)
+    cases: dict[str, Json] = field(default_factory=dict)
+    whole: Any = None
+    parts: Any = None
+    kinds: Json = field(default_factory=dict)
 
     @property
     def form(self) -> str:
         """Whose form errors have."""
-        if self.path == "/completion":
-            return "llama"
-        return "ollama" if self.path.startswith("/api") else "anthropic" if "messages" in self.path else "openai"
+        return self.name.split("-")[0]
 
 
 DIALECTS = (
-    Dialect("/api/chat", {"messages": HI}, '"done":true', {"tools": TOOLS}),
-    Dialect("/api/generate", {"prompt": "hi"}, '"done":true'),
     Dialect(
-        "/v1/chat/completions", {"messages": HI}, "data: [DONE]", {"tools": TOOLS}, {"parallel_tool_calls": False},
+        "ollama-chat", "/api/chat", {"messages": HI}, '"done":true', {"tools": TOOLS},
+        cases={"logprobs": {"logprobs": True}}, whole=ollama.ChatResponse, parts=ollama.ChatResponse,
     ),
-    Dialect("/v1/completions", {"prompt": "hi"}, "data: [DONE]"),
-    Dialect("/completion", {"prompt": "hi"}, '"stop":true'),
     Dialect(
-        "/v1/responses", {"input": "hi"}, '"type":"response.completed"',
+        "ollama-generate", "/api/generate", {"prompt": "hi"}, '"done":true',
+        cases={"logprobs": {"logprobs": True}, "text": {"details": True}},
+        whole=ollama.GenerateResponse, parts=ollama.GenerateResponse,
+    ),
+    Dialect(
+        "openai-chat", "/v1/chat/completions", {"messages": HI}, "data: [DONE]", {"tools": TOOLS},
+        {"parallel_tool_calls": False},
+        {"logprobs": {"logprobs": True, "top_logprobs": 2}, "cut": {"stream_options": {"include_usage": True}, "n": 2},
+         "calls": {"n": 2}, "text": {"return_progress": True}},
+        openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk,
+    ),
+    Dialect(
+        "openai-completions", "/v1/completions", {"prompt": "hi"}, "data: [DONE]",
+        cases={
+            "logprobs": {"prompt": ["one", [104, 105]], "echo": True, "logprobs": 2},
+            "cut": {"prompt": ["one", "two"], "stream_options": {"include_usage": True}},
+            "nothing": {"prompt": ["one", "two"], "echo": True},
+            "stopped": {"prompt": ["one", "two"], "echo": True, "n": 2},
+        },
+        whole=openai.types.Completion,  # which knows no unfinished text
+    ),
+    Dialect(
+        "llama-completion", "/completion", {"prompt": "hi"}, '"stop":true',
+        cases={
+            "logprobs": {"n_probs": 2}, "text": {"return_progress": True}, "stopped": {"prompt": ["one", [104, 105]]},
+            "cut": {"return_tokens": True, "seed": 3, "logit_bias": [[7, False]]},
+        },
+    ),
+    Dialect(
+        "openai-responses", "/v1/responses", {"input": "hi"}, '"type":"response.completed"',
         {"tools": [{"type": "function", **function} for function in FUNCTIONS]}, {"parallel_tool_calls": False},
+        {"logprobs": {"top_logprobs": 2}, "thinking alone": {"reasoning": {"summary": "auto"}},
+         "calls": {"include": ["reasoning.encrypted_content"]}},
+        openai.types.responses.Response, kinds=kinds_of(openai.types.responses.ResponseStreamEvent),
     ),
     Dialect(
-        "/v1/messages", {"messages": HI, "max_tokens": 64}, '"type":"message_stop"',
+        "anthropic-messages", "/v1/messages", {"messages": HI, "max_tokens": 64}, '"type":"message_stop"',
         {"tools": [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]},
-        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, {"cut": {"max_tokens": 63}},
+        anthropic.types.Message, kinds=kinds_of(anthropic.types.RawMessageStreamEvent),
     ),
 )  # fmt: skip
 EACH = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
@@ -77,12 +136,13 @@ def ask(http: httpx.Client) -> Ask:
 def test_only_the_first_call_is_sent_where_one_is_wanted(
     ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool
 ) -> None:
-    for manager.script in ([Delta(tool_calls=(call,)) for call in CALLS], [Delta(tool_calls=tuple(CALLS))]):
+    first, second = (f'"{call.id}"' for call in CALLS)
+    for manager.script in ([Delta(tool_calls=(call,)) for call in CALLS], [Delta(tool_calls=CALLS)]):
         both = ask(dialect, model="able", stream=stream, **dialect.tools).text
-        assert 0 < both.index(CALLS[0].id) < both.index(CALLS[1].id)
+        assert 0 < both.index(first) < both.index(second)
         if dialect.one_call:
             one = ask(dialect, model="able", stream=stream, **dialect.tools, **dialect.one_call).text
-            assert CALLS[0].id in one and CALLS[1].id not in one
+            assert first in one and second not in one
 
 
 @WITH_TOOLS
@@ -97,6 +157,7 @@ FAULTS: list[tuple[Exception, int]] = [
     (errors.ContextError("too long"), 400),
     (errors.CapabilityError("cannot"), 400),
     (errors.SchemaError("no"), 400),
+    (errors.OptionError("the prompt is empty"), 400),
     (errors.TemplateError("no"), 400),
     (errors.BusyError("busy"), 503),
     (errors.BudgetError("no"), 500),
@@ -218,3 +279,174 @@ def test_an_unknown_model_is_not_found(ask: Ask, manager: FakeManager, dialect: 
     assert response.status_code == 404 and "'nobody' not found" in response.text
     check_error(dialect, response.json(), 404, "model_not_found")
     assert not manager.leases
+
+
+PROGRESS = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5))
+CHANCE = TokenLogprob("hé", -0.5, (("x", -1.0), ("\ufffd", float("-inf"))))
+THINKING = (Delta(thinking="hm"), Delta(thinking="!"))
+CUT: dict[str, Any] = {
+    "finish": "length", "answer_tokens": 63, "cached_tokens": 0, "cut_messages": 2, "cut_tokens": 90, "n_shifts": 3,
+}  # fmt: skip
+# Name of the case: the script of the answer, and its timing.
+CASES: dict[str, tuple[tuple[Any, ...], Timing]] = {
+    "text": ((*PROGRESS, Delta(text="Hel"), Delta(text='lo "é"\n')), changed()),
+    "calls": ((*THINKING, Delta(text="I look."), Delta(tool_calls=CALLS)), changed(thinking_tokens=2)),
+    "calls alone": ((Delta(tool_calls=CALLS[:1]), Delta(tool_calls=CALLS[1:])), changed()),
+    "thinking alone": (THINKING, changed()),
+    "logprobs": ((Delta(text="hé", logprobs=(CHANCE,)), Delta(logprobs=(CHANCE,)), Delta(text="z")), changed()),
+    "cut": ((Delta(text="Hel"),), changed(**CUT)),
+    "stopped": ((Delta(text="Hel"),), changed(stop_string="END")),
+    "nothing": (PROGRESS[:1], Timing(stats=Stats())),
+    "error": ((Delta(text="Hel"), ExpertIOError("the disk is gone.")), changed()),
+}
+CLAUDE = {"anthropic-version": "2023-06-01"}
+ASKING = re.compile(r"# ([A-Z]+) (\S+) (\{.*\})?( as Claude)?: \d{3} .*")
+"""A line of others.txt, of what has no answer: method, path, body, and whether as Anthropic's clients send it."""
+
+
+def without_chance(text: str) -> str:
+    """The text with the same ids, times and durations in every run."""
+    text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
+    text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)
+    text = text.replace(__version__, "VERSION")
+    text = re.sub(r'"total_duration":\d+', '"total_duration":1', text)
+    return re.sub(r'"(created_at|expires_at)":"[^"]+Z"', r'"\1":"TIME"', text)
+
+
+def shown(reply: httpx.Response) -> str:
+    return f"{reply.status_code} {reply.headers['content-type']}\n{without_chance(reply.text).strip()}\n\n"
+
+
+@EACH
+def test_answers_are_encoded_as_recorded_and_by_the_types_of_the_clients(
+    ask: Ask, manager: FakeManager, dialect: Dialect
+) -> None:
+    told, thinks = "", {"think": True} if dialect.name == "ollama-chat" else {}
+    for case, (manager.script, manager.timing) in CASES.items():
+        more = {"model": "able", **dialect.tools, **thinks, **dialect.cases.get(case, {})}
+        whole, streamed = (ask(dialect, **more, stream=stream) for stream in (False, True))
+        told += f"# {case}: {shown(whole)}# {case}, streamed: {shown(streamed)}"
+        if case != "error":
+            check(dialect.whole or Any, whole.json())
+            for item in objects(streamed.text):
+                if "prompt_progress" not in item:  # which the types do not know
+                    check(dialect.kinds[item["type"]] if dialect.kinds else dialect.parts or Any, item)
+    check_recorded(dialect.name, told)
+
+
+def test_what_has_no_answer_is_encoded_as_recorded(
+    http: httpx.Client, manager: FakeManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    manager.catalog.known["broken:latest"] = entry_of(tmp_path / "broken.gguf", "broken:latest")
+    told = ""
+    for line in recorded_lines("others", "# "):
+        if asked := ASKING.fullmatch(line):
+            method, path, body, claude = asked.groups()
+            found = http.request(method, path, json=body and json.loads(body), headers=CLAUDE if claude else {})
+            told += f"# {method} {path} {body or ''}{claude or ''}: {shown(found)}"
+    monkeypatch.setattr("fake_manager.STATS", Stats(read_errors=2))
+    told += f"# with errors of reading: {shown(http.get('/health'))}"
+    manager.catalog.known.clear()
+    told += "".join(f"# no models: {shown(http.get('/v1/models', headers=each))}" for each in ({}, CLAUDE))
+    check_recorded("others", told)
+    assert not any(will_answer for path, *_, will_answer in manager.leases if path == "able:latest")
+
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+PICTURE = base64_of(png(2, 2))
+BASE: dict[str, dict[str, Any]] = {
+    "/api/chat": {"messages": HI},
+    "/api/generate": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "x"},
+    "/completion": {"prompt": "x"},
+    "/infill": {"model": "gap", "input_prefix": "a", "input_suffix": "b"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 64},
+}
+TIMES = re.compile(r"(.*)\.\.\. (\d+) times")
+
+
+def expanded(value: Any) -> Any:
+    """The value with what is repeated."""
+    if isinstance(value, list):
+        found: list[Any] = []
+        for each in value:
+            times = TIMES.fullmatch(each) if isinstance(each, str) else None
+            found += found[-1:] * (int(times[2]) - 1) if times and not times[1] else [expanded(each)]
+        return found
+    if isinstance(value, dict) and "every field" in value:
+        return dict.fromkeys(ChatBody.model_fields.keys() - {"model", "messages"})
+    if isinstance(value, dict):
+        return {name: expanded(each) for name, each in value.items()}
+    times = TIMES.fullmatch(value) if isinstance(value, str) else None
+    return times[1] * int(times[2]) if times else value
+
+
+def changes(value: Any, default: Any) -> dict[str, Any]:
+    """The fields that differ from the defaults."""
+    told = {each.name: getattr(value, each.name) for each in fields(value)}
+    return {name: each for name, each in told.items() if each != getattr(default, name)}
+
+
+def asked(manager: FakeManager) -> Iterator[str]:
+    """What reached the model."""
+    for request in manager.requests:
+        sampling = changes(request.sampling, Sampling())
+        told = changes(request, GenerationRequest()) | ({"sampling": sampling} if sampling else {})
+        yield json.dumps(told, ensure_ascii=False)
+    for inputs, truncate, normalize in manager.embedded:
+        yield json.dumps([inputs, {"truncate": truncate, "normalize": normalize}])
+    for _, overrides, keep_alive_s, _ in manager.leases:
+        load = changes(overrides, type(overrides)())
+        if load or keep_alive_s is not None:
+            yield f"loaded with {load}, for {keep_alive_s} s"
+
+
+def told(http: httpx.Client, manager: FakeManager) -> Iterator[str]:
+    for line in recorded_lines("bodies", "/"):
+        path, body = line.split(" ", 1)
+        for kept in (manager.requests, manager.embedded, manager.leases):
+            kept.clear()  # type: ignore[attr-defined]
+        own = expanded(json.loads(body.replace("PICTURE", PICTURE)))
+        reply = http.post(path, json={"model": "able", "stream": False, **BASE.get(path, {}), **own})
+        yield line
+        found = reply.json()
+        error = (found.get("error") if isinstance(found, dict) else None) or ""
+        message = error if isinstance(error, str) else error["message"]
+        yield from (f"    {line}" for line in ([f"{reply.status_code}: {message}"] if message else asked(manager)))
+
+
+def test_what_is_asked_or_the_refusal_is_as_recorded(http: httpx.Client, manager: FakeManager, tmp_path: Path) -> None:
+    path = demo_path()
+    assert path is not None
+    parameters = {"temperature": 0.2, "top_p": 0.5, "top_k": 7, "num_ctx": 64, "stop": ["END"]}
+    own = entry_of(path, "own:latest", system="Be kind.", messages=TURNS, parameters=parameters, template=TEMPLATE)
+    manager.catalog.known[own.name] = own
+    gap = moe().add("tokenizer.ggml.fim_pre_token_id", U32, 5).write(tmp_path / "gap.gguf")
+    manager.catalog.known["gap:latest"] = entry_of(gap, "gap:latest")
+    text = "\n".join(told(http, manager)) + "\n"
+    text = text.replace(json.dumps(TEMPLATE), '"TEMPLATE"').replace(PICTURE, "PICTURE")
+    check_recorded("bodies", text)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "begin"),
+    [
+        ("/api/chat", "application/json", b"{"),
+        ("/v1/files", "multipart/form-data; boundary=x", b"--x\r\n"),
+        (f"/api/blobs/sha256:{64 * '0'}", "application/octet-stream", b"GGUF"),
+    ],
+)
+def test_a_body_that_stalls_is_refused(
+    url: str, manager: FakeManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, kind: str, begin: bytes
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    monkeypatch.setattr(limits, "READ_S", 0.05)
+    monkeypatch.setattr(manager.catalog, "blobs", BlobStore(), raising=False)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 99\r\n\r\n"
+        connection.sendall(head.encode() + begin)
+        assert connection.recv(1 << 12).startswith(b"HTTP/1.1 408")

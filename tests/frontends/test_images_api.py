@@ -7,9 +7,8 @@ from typing import Any
 import openai
 import pytest
 from chat_terminal import demo_chat
-from command_line import Command
 from pictures import base64_of, gif, jpeg, png, png_bomb, with_thumbnail
-from servers import Server, serving
+from servers import Command, Server, serving
 
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import demo_path
@@ -78,12 +77,7 @@ def test_openai_s_forms(vision: Server) -> None:
     ("data", "reason"),
     [
         (png(64, 64)[:-3000], "damaged"),
-        (jpeg()[:-2], "damaged"),
-        (jpeg()[:-500], "damaged"),
-        (jpeg(progressive=True)[:-300], "damaged"),
         (with_thumbnail(jpeg())[:-300], "damaged"),
-        (gif()[:-1], "damaged"),
-        (gif()[:-500], "damaged"),
         (gif(3)[:-500], "damaged"),
         (png_bomb(60000, 60000), "pixels"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),

@@ -14,11 +14,10 @@ import httpx
 import pytest
 from servers import Server, serving
 
-from tools.load_test import Outcome, Question, Run, lines, memory_of, processes_of, request_answer
+from tools.load_test import Outcome, Question, Run, lines, memory_of, processes_of
 
 CLIENTS, QUEUE = 12, 12
 N_REQUESTS = int(os.environ.get("MOEGGUF_REQUESTS", "48"))
-ENDS = "<|endoftext|><|im_start|><|im_end|>"
 
 
 @pytest.fixture(scope="module")
@@ -64,38 +63,6 @@ def test_past_the_queues_limit_there_is_only_busy(busy_server: Server) -> None:
     outcome = run_load(busy_server, 2 * CLIENTS, seconds=2)
     assert outcome.passed, "\n".join(lines(outcome))
     assert outcome.busy > 0 and outcome.answers > 0
-
-
-def test_what_is_waiting_is_served_in_order_once_a_client_leaves(busy_server: Server) -> None:
-    """One generates, QUEUE wait, the next is refused; once the first disconnects, the waiting ones are served."""
-    question = Question("Go on.", 1, 4)
-
-    async def run() -> None:
-        async with client_of(busy_server) as client:
-            ends = (await client.post("/tokenize", json={"model": "tiny", "content": ENDS})).json()["tokens"]
-            endless = {**Question("Go on.", 1, 8000).body("tiny"), "logit_bias": dict.fromkeys(map(str, ends), -100)}
-            async with client.stream("POST", "/v1/chat/completions", json=endless) as first:
-                stream = first.aiter_lines()
-                while "content" not in await anext(stream):
-                    pass
-                waiting = [asyncio.create_task(request_answer(client, "tiny", question)) for _ in range(QUEUE)]
-                await until_waiting(client, QUEUE)
-                refused = await client.post("/v1/chat/completions", json=question.body("tiny"))
-                assert refused.status_code == 503 and refused.headers["retry-after"]
-                assert "server busy" in refused.json()["error"]["message"]
-                assert not any(task.done() for task in waiting)
-            answers = await asyncio.gather(*waiting)
-            assert len({each.content for each in answers}) == 1
-
-    asyncio.run(run())
-
-
-async def until_waiting(client: httpx.AsyncClient, n: int) -> None:
-    """Until so many requests wait, as the server counts them."""
-    line = f'moegguf_requests_waiting{{model="tiny:latest"}} {n}.0'
-    async with asyncio.timeout(30):
-        while line not in (await client.get("/metrics")).text:
-            pass
 
 
 def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:

@@ -1,5 +1,5 @@
 """Conversations on the page, over scripted answers: several kept in the browser, versions of a message, settings,
-pictures, tools, the choice of a model, and what axe finds."""
+pictures, tools, the choice of a model, stop, errors, API key, keyboard, colours, and what axe finds."""
 
 import asyncio
 import base64
@@ -15,12 +15,10 @@ from fake_manager import TEMPLATE, FakeCatalog, FakeManager, entry_of, running
 from PIL import Image
 
 from moegguf.errors import WorkerError
-from moegguf.generate.request import Delta, ToolCall
+from moegguf.generate.request import Delta, PromptProgress, ToolCall
 from moegguf.models.catalog import demo_path
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
-
-pytest_plugins = ("browser",)
 
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 
@@ -174,14 +172,6 @@ def test_messages_and_code_are_copied(manager: FakeManager, url: str, look: Look
         assert page.evaluate("navigator.clipboard.readText()") == wanted
 
 
-def test_code_is_coloured_and_an_unknown_language_is_plain(manager: FakeManager, url: str, look: Look) -> None:
-    manager.script = texts("```py\nif x:\n```\n\n```nonsense\nif x:\n```\n")
-    page = look(url)
-    answered(page, "Write")
-    page.wait_for_selector(".code .hl-keyword >> text=if")
-    assert page.locator(".code >> nth=1").locator("pre span").count() == 0
-
-
 def test_text_is_never_parsed_as_html(url: str, look: Look) -> None:
     page = look(url, expected="TrustedHTML")
     refused = "() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } }"
@@ -305,6 +295,13 @@ def test_the_loaded_model_is_selected_and_starters_are_the_demos(manager: FakeMa
     assert page.input_value("#model") == "able:latest"  # the conversation's
 
 
+def test_a_starter_is_asked(manager: FakeManager, url: str, look: Look) -> None:
+    page = look(url)
+    page.click(".starters button >> nth=1")
+    ended(page)
+    assert len(said(manager)) == 1
+
+
 def test_a_server_that_has_stopped_is_told_and_asked_again(manager: FakeManager, look: Look) -> None:
     manager.script = [*texts("It begins"), asyncio.Event()]
     with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
@@ -359,3 +356,138 @@ def test_axe_has_no_serious_finding(
     page.set_viewport_size({"width": 390, "height": 844})
     page.click("#open-list")
     assert violations(page) == []
+
+
+@pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")])
+def test_stop_and_escape_end_the_request_and_keep_the_text(
+    manager: FakeManager, url: str, look: Look, stop: Callable[[Any], None]
+) -> None:
+    manager.script = [*texts("It begins", " well"), asyncio.Event()]
+    page = look(url)
+    ask(page, "Go on for ever")
+    until(page, "document.querySelector('.answer .content')?.textContent === 'It begins well'")
+    assert manager.n_running == 1
+    stop(page)
+    page.wait_for_selector("text=Stopped.")
+    ended(page)
+    manager.script = texts("Yes.")
+    ask(page, "Are you free?")
+    page.wait_for_selector("text=Yes.")
+    ended(page)
+    assert (manager.n_running, manager.n_ended) == (0, 2)
+    assert said(manager) == ["Go on for ever", "It begins well", "Are you free?"]
+
+
+def test_a_reload_keeps_the_chat(manager: FakeManager, url: str, look: Look) -> None:
+    manager.script = [Delta(thinking="hm"), *texts("**Hello** there")]
+    page = look(url)
+    answered(page, "Hi")
+    manager.script = [*texts("It begins"), asyncio.Event()]
+    ask(page, "Go on for ever")
+    page.wait_for_selector("text=It begins")
+    page.reload()
+    until(page, "document.querySelectorAll('.turn').length === 4")
+    assert page.inner_text(".answer .content >> nth=0") == "Hello there"
+    assert page.inner_text(".answer .content >> nth=1") == "It begins"
+    assert page.inner_text(".answer summary").startswith("Thought") and not page.is_visible(".starters")
+    manager.script = texts("Yes.")
+    ask(page, "Are you free?")
+    page.wait_for_selector("text=Yes.")
+    ended(page)
+    assert said(manager) == ["Hi", "**Hello** there", "Go on for ever", "It begins", "Are you free?"]
+    page.click("#new")
+    page.reload()
+    page.wait_for_selector(".starters")
+    assert page.inner_text("#log") == ""
+
+
+def test_a_long_prompt_shows_how_far_it_is(manager: FakeManager, url: str, look: Look) -> None:
+    shown = {
+        300: "Reading the prompt: 300 of 6,300 tokens",
+        1200: "Reading the prompt: 1,200 of 6,300 tokens · 45.0 tokens/s · 1 min 53 s left",
+        6300: "Waiting for the first token",
+    }
+    page = look(url)
+    for n_done, text in shown.items():
+        manager.script = [PromptProgress(6300, 300, n_done, (n_done - 300) / 45), asyncio.Event()]
+        ask(page, "Read")
+        page.wait_for_selector(f"text='{text}'")
+        page.click("#stop")
+        ended(page)
+        assert page.locator(".waiting").count() == 0
+
+
+def test_thinking_is_collapsed(manager: FakeManager, url: str, look: Look) -> None:
+    manager.script = [Delta(thinking="Let me "), Delta(thinking="see."), Delta(text="Here.")]
+    page = look(url)
+    answered(page, "Think")
+    assert page.inner_text(".thinking summary").startswith("Thought for")
+    assert not page.is_visible(".thinking div")
+    page.click(".thinking summary")
+    assert page.inner_text(".thinking div") == "Let me see."
+    assert page.inner_text(".answer .content") == "Here."
+
+
+def test_an_error_in_mid_answer_is_shown_and_the_chat_continues(manager: FakeManager, url: str, look: Look) -> None:
+    manager.script = [*texts("Half"), WorkerError("the worker process has ended.")]
+    page = look(url)
+    ask(page, "First")
+    assert page.inner_text(".error") == "the worker process has ended."
+    ended(page)
+    manager.script = texts("Whole")
+    ask(page, "Second")
+    page.wait_for_selector("text=Whole")
+
+
+def test_a_message_that_was_not_answered_can_be_sent_again(manager: FakeManager, url: str, look: Look) -> None:
+    manager.enter_error = WorkerError("it does not load.")
+    page = look(url, expected="status of 5")
+    ask(page, "Again")
+    page.wait_for_selector("text=it does not load.")
+    ended(page)
+    page.reload()  # it is kept
+    page.wait_for_selector("text=it does not load.")
+    manager.enter_error = None
+    page.click("text=Try again")
+    page.wait_for_selector(".answer")
+    ended(page)
+    assert said(manager) == ["Again"]
+
+
+def test_the_api_key_is_sent_and_kept_in_the_tab(manager: FakeManager, look: Look) -> None:
+    manager.script = texts("Open.")
+    app = make_app(manager, manager.catalog, Settings(api_keys=("sesame",)))  # type: ignore[arg-type]
+    with running(app) as url:
+        page = look(url, expected="status of 401")
+        page.fill("#api-key", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key[open]")
+        page.fill("#api-key", "sesame")
+        page.keyboard.press("Enter")
+        ask(page, "Hello")
+        page.wait_for_selector("text=Open.")
+        assert page.evaluate("Object.values(sessionStorage).includes('sesame')")
+        assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
+
+
+def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(manager: FakeManager, url: str, look: Look) -> None:
+    page = look(url)
+    ask(page, "   ")
+    page.fill("#message", "")
+    page.type("#message", "one")
+    page.keyboard.press("Shift+Enter")
+    page.type("#message", "two")
+    page.keyboard.press("Enter")
+    ended(page)
+    assert len(manager.requests) == 1 and said(manager) == ["one\ntwo"]
+
+
+def test_light_and_dark_follow_the_system_until_one_is_chosen(url: str, look: Look) -> None:
+    brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
+    page = look(url, color_scheme="dark")
+    assert page.evaluate(brightness) < 60
+    page.click("#theme")
+    assert page.evaluate(brightness) > 200
+    page.reload()
+    assert page.evaluate(brightness) > 200
+    assert look(url, color_scheme="light").evaluate(brightness) > 200

@@ -1,5 +1,5 @@
-"""`moegguf.serving.ray:app` on a local Ray: two replicas of the demo, and one model that is scaled. Runs where Ray is
-installed."""
+"""`moegguf.serving.ray:app` on a local Ray, where that is installed: two replicas of the demo, and one model that is
+scaled; and without Ray the APIs in front of replicas: what they offer, and what they refuse."""
 
 import json
 import urllib.request
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
-from servers import Reply, call
-
-pytest.importorskip("ray.serve")
+from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from ray_application import RayApplication, ray_application
+from servers import Reply, call
 from waiting import until
 
 from moegguf.errors import OptionError
-from moegguf.serving.ray import app
+from moegguf.models.catalog import demo_path
+from moegguf.server.app import make_http
 
 FOREVER = {"type": "string", "minLength": 100_000}
 SCALED = {
@@ -37,6 +37,7 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="module")
 def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApplication]:
+    pytest.importorskip("ray.serve")
     with ray_application(ARGUMENTS, tmp_path_factory.mktemp("ray")) as found:
         yield found
 
@@ -121,6 +122,9 @@ def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:
 
 
 def test_what_ray_does_not_take_is_an_error_that_names_the_model() -> None:
+    pytest.importorskip("ray.serve")
+    from moegguf.serving.ray import app
+
     wrong = {"demo": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 1}}}
     with pytest.raises(OptionError, match=r"models\.demo:latest: Ray Serve does not take"):
         app({"models": wrong})
@@ -201,3 +205,43 @@ def test_a_queue_brings_another_replica(application: RayApplication) -> None:
         finally:
             came.set()
     assert set().union(*(each.result() for each in asking)) == {200}
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    for name, value in getattr(request, "param", {}).items():
+        monkeypatch.setenv(name, value)
+    catalog = FakeCatalog(entry_of(demo_path()))
+    with running(make_http(cast(Any, FakeManager(catalog)), cast(Any, catalog))) as found:
+        yield found
+
+
+def test_every_api_answers(url: str) -> None:
+    assert call(url + "/").text == "Ollama is running"
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": False, "max_tokens": 5}
+    assert call(url + "/api/chat", body).json["message"]["content"] == "Hello"
+    assert call(url + "/v1/chat/completions", body).json["choices"][0]["message"]["content"] == "Hello"
+    assert call(url + "/v1/messages", body).json["content"][0]["text"] == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/api/pull"), ("POST", "/api/create"), ("POST", "/api/copy"), ("DELETE", "/api/delete"),
+     ("POST", f"/api/blobs/sha256:{'a' * 64}"), ("GET", "/metrics"), ("GET", "/live")],
+)  # fmt: skip
+def test_what_only_moegguf_serve_has_is_refused_with_the_next_step(url: str, method: str, path: str) -> None:
+    reply = call(url + path, method=method)
+    assert reply.status == 501
+    assert any(step in reply.error for step in ("serve deploy", "docs/deployment.md", "moegguf serve"))
+
+
+def test_without_a_key_only_this_machine_may_use_it(url: str) -> None:
+    assert call(url + "/api/tags", host="evil.example").status == 403
+    assert call(url + "/api/tags", x_forwarded_for="10.1.2.3").status == 403
+
+
+@pytest.mark.parametrize("url", [{"MOEGGUF_API_KEY": "secret"}], indirect=True)
+def test_with_a_key_any_name_and_proxy_may(url: str) -> None:
+    assert call(url + "/api/tags").status == 401
+    proxied = {"authorization": "Bearer secret", "host": "models.example", "x_forwarded_for": "10.1.2.3"}
+    assert call(url + "/api/tags", **proxied).status == 200

@@ -1,24 +1,28 @@
-"""`moegguf run`: stdout is the answer only, stderr everything else; exit codes."""
+"""`moegguf run`: stdout is the answer only, stderr everything else; exit codes; and what a running server answers."""
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-import typer
 from chat_terminal import ANSWER, ECHO, QUESTION
-from command_line import Command, TinyModel, environment
 from fake_hub import FakeHub, running_hub
-from servers import Server
+from servers import Command, Server, TinyModel, environment
 from terminal import Terminal, control, moegguf_command
 
-from moegguf.cli.options import hub_name, parse_threads
-from moegguf.cli.run import model_and_words
+from moegguf.chat.client import Client, NoServerError, ServerError
+from moegguf.errors import MoeggufError
 from moegguf.models.catalog import demo_path
+from moegguf.settings import Host, Settings, parse_host
 
 QUICK = ("-t", "1", "-c", "256")
 DEMO = ("--temperature", "0", "-t", "1", "-c", "512")
@@ -52,20 +56,6 @@ def test_llama_cpps_names_of_options_are_known(here: Command, tiny: TinyModel) -
     assert done.stdout.strip()
 
 
-def test_hf_and_model_options_make_every_argument_a_word_of_the_prompt() -> None:
-    assert model_and_words("hello", ["you"], None, "u/r:Q4_0") == ("hf.co/u/r:Q4_0", ["hello", "you"])
-    assert model_and_words("hello", [], None, "hf.co/u/r") == ("hf.co/u/r", ["hello"])
-    assert model_and_words(None, [], "m.gguf", None) == ("m.gguf", [])
-    assert model_and_words("m.gguf", ["hello"], None, None) == ("m.gguf", ["hello"])
-    for wrong in ("demo", "u/r/f", "u/", ""):
-        with pytest.raises(typer.BadParameter, match="USER/REPOSITORY"):
-            hub_name(wrong)
-    with pytest.raises(typer.BadParameter, match="not both"):
-        model_and_words(None, [], "m.gguf", "u/r")
-    with pytest.raises(typer.BadParameter, match="moegguf list"):
-        model_and_words(None, [], None, None)
-
-
 def test_verbose_prints_ollamas_lines_and_then_ours(here: Command, tiny: TinyModel) -> None:
     done = here("run", tiny(), "hello", "--temperature", 0, "-n", 6, "-v", "--expert-cache", "50%", *QUICK)
     lines = done.stderr.strip().splitlines()
@@ -82,16 +72,6 @@ def test_verbose_prints_ollamas_lines_and_then_ours(here: Command, tiny: TinyMod
     assert re.search(r"ram \d+\.\d%( in flight \d+\.\d%)? disk \d+\.\d% of \d+ lookups", lines[11])
     assert re.search(r"\d+\.\d\d MB from disk \(\d+\.\d\d MB/token\)", lines[12])
     assert re.search(r"\d+% of decode, \d+\.\d\d ms/token", lines[14])
-
-
-def test_threads_are_a_number_or_auto(here: Command) -> None:
-    assert (parse_threads("auto"), parse_threads("1"), parse_threads("512")) == (None, 1, 512)
-    for text in ("0", "-1", "513", "1.5", "\u00b2", "", "many"):
-        with pytest.raises(typer.BadParameter, match="1 to 512 nor 'auto'"):
-            parse_threads(text)
-    done = here("run", "demo", "hello", "--threads", "0")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "'auto'" in done.stderr
 
 
 def test_piped_input_goes_before_the_prompt(here: Command) -> None:
@@ -130,20 +110,6 @@ def test_terminals_and_pipes(tmp_path: Path, stdin: str, stdout: str, prompt: st
         assert out.startswith(ANSWER)
 
 
-def test_a_variable_that_no_worker_could_read_is_an_error_of_the_command(here: Command) -> None:
-    done = here("run", "demo", "hello", MOEGGUF_PLACEMENT="guess")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu.\n"
-
-
-def test_an_empty_prompt_loads_the_model_in_a_running_server(here: Command, server: Server) -> None:
-    done = here("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=server.url)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    loaded = server.call("/api/ps").json["models"]
-    assert "tiny:latest" in [model["name"] for model in loaded]
-    server.call("/api/generate", {"model": "tiny", "keep_alive": 0})
-
-
 @pytest.mark.parametrize(("words", "printed"), [
     (["--think"], "think=True"), (["--think=high"], "think=high"), (["--think=false"], "think=False"),
     (["--think", "--insecure", "--keepalive", "5m"], "think=True"), (["--format", "json"], "format=json"),
@@ -161,12 +127,6 @@ def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", env=environment(**extra), timeout=120
     )
-
-
-def test_a_system_message_where_a_strategy_belongs_is_told_its_flag() -> None:
-    done = echo("messages", "--system", "Be brief.")
-    assert done.returncode == 2
-    assert "no strategy 'Be brief.'" in " ".join(done.stderr.split()) and "--system-prompt" in done.stderr
 
 
 def test_a_system_message_comes_first() -> None:
@@ -208,8 +168,8 @@ def hub() -> Iterator[FakeHub]:
 
 def test_a_missing_model_is_pulled_first(here: Command, hub: FakeHub, tmp_path: Path) -> None:
     names = hub.environment(tmp_path)
-    for _ in range(2):
-        done = here("run", "hf.co/some/demo-GGUF", QUESTION, *DEMO, **names)
+    for model in (("hf.co/some/demo-GGUF",), ("-hf", "some/demo-GGUF")):
+        done = here("run", *model, *QUESTION.split(), *DEMO, **names)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(ANSWER)
         assert done.stderr == ""
@@ -316,10 +276,195 @@ def test_a_worker_that_dies_ends_the_answer_with_an_error() -> None:
     assert re.fullmatch(rb"error: the model's worker process has ended \(killed by SIGKILL\);.*\n", stderr)
 
 
-def test_one_answer_on_a_terminal_is_wrapped() -> None:
-    with Terminal(
-        [sys.executable, str(ECHO), "run", "demo", "one two three four five six seven eight nine", *QUICK],
-        environment(), columns=40,
-    ) as terminal:  # fmt: skip
-        assert terminal.exit_code() == 0
-        assert terminal.text == "one two three four five six seven eight\nnine"
+ASKED = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
+
+
+@pytest.fixture
+def unused(server: Server) -> Iterator[Server]:
+    """The server without a loaded model, before and after a test, also of those that other tests have left."""
+    for name in loaded(server):
+        server.call("/api/generate", {"model": name, "keep_alive": 0})
+    yield server
+    server.call("/api/generate", {"model": "demo", "keep_alive": 0})
+
+
+def loaded(server: Server) -> list[str]:
+    return [model["name"] for model in server.call("/api/ps").json["models"]]
+
+
+def labels(stderr: str) -> list[str]:
+    return [line.partition(":")[0] for line in stderr.splitlines()]
+
+
+def test_the_server_answers_and_it_looks_the_same(here: Command, unused: Server) -> None:
+    served = here(*ASKED, "-v", "--keepalive", "9m", MOEGGUF_HOST=unused.url)
+    assert (served.returncode, loaded(unused)) == (0, ["demo:latest"]), served.stderr
+    alone = here(*ASKED, "-v", "--local", MOEGGUF_HOST=unused.url)
+    assert served.stdout == alone.stdout
+    assert labels(served.stderr) == [*labels(alone.stderr), "answered by"]
+    assert re.search(rf"answered by: +{unused.url}\n", served.stderr)
+    quiet = here(*ASKED, "--format", "json", "--system-prompt", "Be brief.", MOEGGUF_HOST=unused.url)
+    assert (quiet.returncode, quiet.stderr) == (0, "") and quiet.stdout.startswith("{")
+    assert unused.call("/api/ps").json["models"][0]["moe"]["pid"]
+
+
+def test_what_only_works_here_stays_here(here: Command, unused: Server, tiny: TinyModel, tmp_path: Path) -> None:
+    for option in (("--local",), ("--expert-cache", "50%"), ("-t", "1"), ("--policy", "lru"), ("--no-prefetch",)):
+        assert here(*ASKED, *option, MOEGGUF_HOST=unused.url).returncode == 0
+    assert here("run", tiny(), "x", "-n", 2, MOEGGUF_HOST=unused.url).returncode == 0
+    own = {"MOEGGUF_HOME": str(tmp_path), "MOEGGUF_HOST": unused.url}
+    here("cp", "demo", "unknown-to-the-server", **own)
+    assert here("run", "unknown-to-the-server", "x", "-n", 2, **own).returncode == 0
+    assert loaded(unused) == []
+
+
+def test_an_empty_prompt_loads_the_model(here: Command, unused: Server) -> None:
+    done = here("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=unused.url)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert loaded(unused) == ["tiny:latest"]
+
+
+def test_errors_of_the_server_are_errors_of_the_command(here: Command, unused: Server) -> None:
+    done = here("run", "demo", "hello", "--think", MOEGGUF_HOST=unused.url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: .*does not support thinking.*\n", done.stderr)
+    for name in ("nothing-of-that-name", "~nobody-of-that-name/x", "x" * 300):
+        done = here("run", name, "hello", MOEGGUF_HOST=unused.url)
+        assert (done.returncode, done.stdout) == (1, "") and "unexpected" not in done.stderr
+
+
+def test_options_mean_the_same_there(here: Command, unused: Server) -> None:
+    ask = ("run", "demo", "count " * 220, "--temperature", 0, "--ctx", 256, "-n", 60, "-v")
+    full = [here(*ask, "--no-context-shift", *more, MOEGGUF_HOST=unused.url) for more in ((), ("--local",))]
+    assert full[0].stdout == full[1].stdout and "answered by" in full[0].stderr
+    assert "the context was full" in here(*ask, MOEGGUF_HOST=unused.url).stderr
+    here("run", "demo", "x", "-n", 2, "--ctx", 0, MOEGGUF_HOST=unused.url)
+    own = unused.call("/api/show", {"model": "demo"}).json["model_info"]
+    length = own[f"{own['general.architecture']}.context_length"]
+    assert unused.call("/api/ps").json["models"][0]["context_length"] == length
+
+
+def test_what_was_left_out_is_said_and_the_shift_can_be_off(here: Command, unused: Server) -> None:
+    options = ("-c", 256, "-n", 300, "--format", '{"type": "string", "minLength": 4000}')
+    done = here("run", "demo", "word " * 400, *options, MOEGGUF_HOST=unused.url)
+    assert done.returncode == 0 and re.fullmatch(
+        r"prompt cut: \d+ tokens left out\nthe context was full.*: the model no longer knows the older half\n",
+        done.stderr,
+    )
+    done = here("run", "demo", "hello", *options, "--no-context-shift", MOEGGUF_HOST=unused.url)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_server_is_not_asked(here: Command, client: Client) -> None:
+    done = here(*ASKED, MOEGGUF_HOST=client.host.url)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+RESPONSES: dict[str, tuple[int, bytes]] = {
+    "/api/ps": (200, b'{"models": []}'),
+    "/api/version": (200, b'{"version": "0.33.0"}'),  # as another program's
+    "/lines": (200, b'{"a": 1}\n\n{"a": 2}\n'),
+    "/faulty": (200, b'{"a": 1}\n{"error": "the process has ended"}\n'),
+    "/missing": (404, b'{"error": "model \'x\' not found"}'),
+    "/v1/missing": (404, b'{"error": {"message": "no such model", "type": "not_found_error"}}'),
+    "/html": (200, b"<html>"),
+    "/moved": (302, b""),
+    "/cut": (200, b'{"a": 1}\n'),
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Responds by path; records requests."""
+
+    requests: list[tuple[str, str, dict[str, str], Any]]
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        sent = json.loads(self.rfile.read(length)) if length else None
+        type(self).requests.append((self.command, self.path, dict(self.headers), sent))
+        status, body = RESPONSES[self.path]
+        self.send_response(status)
+        self.send_header("Location", "http://192.0.2.1/")  # of a redirect
+        self.send_header("Content-Length", str(len(body) + 90 * (self.path == "/cut")))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET  # noqa: N815 (http.server's name)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be used for loopback
+    handler = type("Handled", (Handler,), {"requests": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    client = Client(Settings(host=Host(port=server.server_port), api_keys=("s3cret",)))
+    client.requests = handler.requests  # type: ignore[attr-defined]
+    yield client
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_get_sends_the_key_and_returns_json(client: Client) -> None:
+    assert client.get("/api/ps") == {"models": []}
+    method, path, headers, body = client.requests[0]  # type: ignore[attr-defined]
+    assert (method, path, body) == ("GET", "/api/ps", None)
+    assert headers["Authorization"] == "Bearer s3cret"
+
+
+def test_post_sends_json_and_returns_the_last_line_and_a_stream_each(client: Client) -> None:
+    assert client.post("/lines", {"model": "dämo"}) == {"a": 2}
+    assert list(client.stream("/lines")) == list(client.stream("/lines", {"q": 1})) == [{"a": 1}, {"a": 2}]
+    method, _, headers, body = client.requests[0]  # type: ignore[attr-defined]
+    assert (method, headers["Content-Type"], body) == ("POST", "application/json", {"model": "dämo"})
+
+
+def test_an_error_line_raises_after_the_lines_before_it_and_a_cut_response_is_an_error(client: Client) -> None:
+    lines = client.stream("/faulty")
+    assert next(lines) == {"a": 1}
+    with pytest.raises(ServerError, match="the process has ended"):
+        next(lines)
+    with pytest.raises(ServerError, match="the process has ended"):
+        client.post("/faulty", {})
+    assert next(client.stream("/cut")) == {"a": 1}
+    with pytest.raises(NoServerError, match="lost the connection"):
+        client.get("/cut")
+
+
+@pytest.mark.parametrize(
+    ("path", "message", "status"),
+    [
+        ("/missing", "model 'x' not found", 404), ("/v1/missing", "no such model", 404),
+        ("/html", "not JSON", None), ("/moved", "302", 302),  # of another program; the key follows no redirect
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_an_error(client: Client, path: str, message: str, status: int | None) -> None:
+    with pytest.raises(ServerError, match=message) as caught:
+        client.get(path)
+    assert status is None or caught.value.status == status
+    assert isinstance(caught.value, MoeggufError)
+
+
+def test_a_silent_server_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(Settings(host=Host(port=silent.getsockname()[1])))
+        with pytest.raises(NoServerError, match="does not answer"):
+            client.get("/api/ps", timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("listens", "url"),
+    [
+        ("0.0.0.0:8080", "http://127.0.0.1:8080"),
+        ("[::]:8080", "http://[::1]:8080"),
+        ("https://example.com/ai", "https://example.com:443/ai"),
+        ("", "http://127.0.0.1:11434"),
+    ],
+)
+def test_the_address(listens: str, url: str) -> None:
+    assert Client(Settings(host=parse_host(listens))).host.url == url

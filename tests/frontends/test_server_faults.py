@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import ollama
 import psutil
@@ -31,32 +29,6 @@ from moegguf.server import serve
 QUESTION = {"role": "user", "content": "What does moegguf do?"}
 ENDLESS = {"format": {"type": "string", "minLength": 100_000}, "options": {"num_ctx": 32768, "num_predict": 30_000}}
 LONG = {"model": "tiny", "prompt": "x", "raw": True, "options": {"num_ctx": 4096, "num_predict": 4000}}
-
-
-EMPTY = {"model": "silent", "options": {"num_predict": 1}}  # its template renders no text
-
-
-@pytest.mark.parametrize("more", [{"seed": 1}, {"exact": True}, {}], ids=str)
-def test_a_prompt_without_tokens_is_refused_by_every_api(server: Server, more: dict[str, Any]) -> None:
-    server.call("/api/chat", {"model": "demo", "messages": [QUESTION], "stream": False, "options": {"num_predict": 1}})
-    server.call("/api/create", {"model": "silent", "from": "demo", "template": "{{ '' }}"})
-    ollamas = {**EMPTY, "options": {**EMPTY["options"], **more}}
-    asked = {
-        "/api/chat": {**ollamas, "messages": [QUESTION]},
-        "/api/generate": {**ollamas, "model": "demo", "prompt": "x", "template": "{{ '' }}"},
-        "/v1/chat/completions": {**EMPTY, **more, "messages": [QUESTION]},
-        "/v1/completions": {**more, "model": "demo", "prompt": ""},
-        "/v1/messages": {**EMPTY, "max_tokens": 1, "messages": [QUESTION]},
-        "/v1/responses": {**EMPTY, **more, "input": "x"},
-    }
-    try:
-        for path, body in asked.items():
-            for stream in (False, True):
-                reply = server.call(path, {**body, "stream": stream})
-                assert (path, reply.status) == (path, 400) and "the prompt is empty" in reply.text, reply.text
-        assert server.call("/v1/completions", {"model": "demo", "prompt": []}).status == 400
-    finally:
-        server.call("/api/delete", {"name": "silent"}, method="DELETE")
 
 
 def test_a_client_that_does_not_read_does_not_block_the_model(url: str, manager: FakeManager) -> None:
@@ -123,24 +95,6 @@ def test_a_content_length_of_a_gigabyte_is_refused_before_the_body(server: Serve
         head = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n"
         connection.sendall(head + b"x" * 1000)
         assert b" 413 " in connection.recv(100)
-
-
-def test_a_prompt_longer_than_the_context_is_cut_unless_that_is_refused(server: Server) -> None:
-    text = "word " * 3000
-    few = {"model": "demo", "stream": False, "options": {"num_predict": 3}}
-    plain = {**few, "prompt": text, "raw": True}
-    chat = {**few, "messages": [{**QUESTION, "content": text}]}
-    for path, body in (("/api/generate", plain), ("/api/chat", chat)):
-        for form in ({"truncate": False}, {"shift": False}):
-            reply = server.call(path, {**body, **form})
-            assert reply.status == 400 and "exceed context window of 2048" in reply.error
-        reply = server.call(path, body)
-        assert reply.status == 200 and reply.json["cut_tokens"] > 2000
-    reply = server.call("/v1/chat/completions", chat)
-    assert reply.status == 400 and reply.json["error"]["code"] == "context_length_exceeded"
-    turns = [{"role": role, "content": "word " * 400} for role in ("user", "assistant", "user", "assistant")]
-    reply = server.call("/api/chat", {"model": "demo", "messages": [*turns, QUESTION], "stream": False})
-    assert reply.status == 200 and reply.json["cut_messages"] > 0
 
 
 NAMES = [
@@ -288,31 +242,3 @@ def test_every_request_of_a_connection_has_limited_time_for_its_headers(monkeypa
             return rest
 
     assert asyncio.run(run()) == b""
-
-
-def test_a_connection_that_fails_does_not_end_the_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
-    n_made = 0
-
-    def protocol(**_: Any) -> asyncio.Protocol:
-        nonlocal n_made
-        n_made += 1
-        if n_made == 1:
-            raise ValueError("as scripted")
-        return asyncio.Protocol()
-
-    async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.setblocking(False)
-            server = serve.QuietServer(Config(lambda: None), listener, lambda: None, lambda: None)
-            server.lifespan = SimpleNamespace(state={})  # type: ignore[assignment]
-            accepting = asyncio.create_task(server._accept())
-            for n in (1, 2):
-                with socket.create_connection(listener.getsockname()):
-                    async with asyncio.timeout(10):
-                        while n_made < n:
-                            await asyncio.sleep(0.01)
-            assert not accepting.done()
-            accepting.cancel()
-
-    monkeypatch.setattr(serve, "Protocol", protocol)
-    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""`moegguf trace`: record from the demo model, simulate; errors."""
+"""`moegguf trace`: record from the demo model, simulate; and the laboratory over a trace: `predictors.study.NAME`."""
 
 import json
 import re
@@ -8,25 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Command, TinyModel, environment
+from servers import ROOT, Command, environment
 from waiting import until
 
-from moegguf.cli.app import main
 from moegguf.controller.policies import policy_names
 from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
-
-Capture = pytest.CaptureFixture[str]
-ERROR = r"(warning: .+\n)?error: .+[.?]\n"
-
-
-def refused(capsys: Capture, *arguments: object) -> tuple[int, str]:
-    """Exit code and the one line on stderr; runs in this process, which is faster."""
-    code = main(["trace", *map(str, arguments)])
-    out, said = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(ERROR, said)
-    return code, said
 
 
 def test_a_trace_has_every_prompt_as_a_request_of_its_kind(trace: Trace) -> None:
@@ -122,12 +109,6 @@ def test_all_strategies_are_those_that_the_trace_has_inputs_for(here: Command, w
     assert "promoe" not in done.stdout and "moe-infinity" in done.stdout
 
 
-def test_trace_alone_shows_its_help(here: Command) -> None:
-    done = here("trace")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"^  simulate +Replay", done.stdout, re.MULTILINE)
-
-
 def test_whole_strategies_are_replayed(here: Command, recorded: Path) -> None:
     options = ["--expert-cache", "25%", "--link", "1", "--layer-compute", "500", "--json"]
     done = here("trace", "simulate", recorded, "--model", "demo", "--strategy", "all", *options)
@@ -156,45 +137,6 @@ def test_saved_hit_rates_are_written(here: Command, recorded: Path, trace: Trace
     assert (facts["about"]["requests"], facts["about"]["ranges"]) == (2, 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (("simulate", "missing.npz"), 2, "does not exist"),
-        (("simulate", "TRACE", "--policy", "lro"), 1, "there is no policy 'lro'; known are lru,"),
-        (("simulate", "TRACE", "--policy", ","), 1, "no policy is named; known are lru,"),
-        (("simulate", "TRACE", "--predictor", "skip"), 1, "--model"),
-        (("simulate", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
-        (("simulate", "TRACE", "--expert-cache", "0%"), 1, "each above 0%, but not '0%'"),
-        (("simulate", "TRACE", "--expert-cache", ""), 1, "but not ''"),
-        (("simulate", "TRACE", "--expert-cache", "a few"), 1, "but not 'a few'"),
-        (("simulate", "TRACE", "--prefetch", "--predictor", "eamc"), 1, "--link"),
-        (("simulate", "TRACE", "--prefetch", "--link", "1"), 1, "--predictor"),
-        (("simulate", "TRACE", "--strategy", "promo"), 1, "there is no strategy 'promo'; known are none, lru,"),
-        (("simulate", "TRACE", "--strategy", "lru,moe-infinity"), 1, "moe-infinity prefetches, which needs a modelled"),
-        (("simulate", "TRACE", "--strategy", "lru", "--policy", "lru,lfu"), 1, "take one name each"),
-        (("simulate", "TRACE", "--strategy", "lru", "--save"), 1, "not for --strategy"),
-        (("simulate", "TRACE", "--policy", "vram=lru,ram=slru"), 1, "--vram-cache"),
-        (("simulate", "TRACE", "--vram-cache", "20%", "--policy", "ram=lfu"), 1, "lru, lfu-decay, slru, not by"),
-        (("simulate", "TRACE", "--vram-cache", "0%"), 1, "--vram-cache takes shares"),
-        (("simulate", "TRACE", "--vram-cache", "20%", "--strategy", "lru"), 1, "leave out --vram-cache"),
-        (("simulate", "TRACE", "--vram-cache", "20%", "--device-link", "fast"), 1, "is not a link"),
-        (("simulate", "TRACE", "--device-link", "4GB/s"), 1, "--vram-cache"),
-        (("simulate", "TRACE", "--tensor-split", "1,1"), 1, "--vram-cache"),
-        (("simulate", "TRACE", "--vram-cache", "20%", "--tensor-split", "1,x"), 1, "but not '1,x'"),
-        (("simulate", "TRACE", "--vram-cache", "20%", "--tensor-split", "0,0"), 1, "some above"),
-        (("simulate", "TRACE", "--vram-cache", "5%,5%,5%", "--tensor-split", "1,1"), 1, "given for 3 devices"),
-        (("simulate", "TRACE", "--vram-cache", "9%", *("--device-link", "4GB/s") * 2), 1, "need --tensor-split"),
-    ],
-)
-def test_an_error_is_one_line_with_the_next_step(
-    capsys: Capture, recorded: Path, tiny: TinyModel, arguments: tuple[str, ...], code: int, words: str
-) -> None:
-    known = {"TRACE": str(recorded), "MODEL": str(tiny())}
-    found, said = refused(capsys, *(known.get(argument, argument) for argument in arguments))
-    assert found == code
-    assert words in said
-
-
 def test_prompts_alone_have_nothing_to_replay(here: Command, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("What is an expert?\n\nWhat is a router?\n")
     out = tmp_path / "t.npz"
@@ -221,33 +163,10 @@ def test_prompts_longer_than_the_context_are_cut_with_a_warning(here: Command, t
     assert 250 < trace.select([2]).n_tokens <= 255
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--expert-cache", "0%"), "accepted:"),
-        (("--policy", "lro"), "there is no policy 'lro'"),
-        (("--predictor", "skp"), "there is no predictor 'skp'"),
-        (("-o", "no/folder/t.npz"), "there is no folder"),
-        (("-o", "PROMPTS"), "would overwrite"),
-        (("--prompts", "EMPTY"), "is empty; write at least one prompt"),
-    ],
-)
-def test_a_failed_recording_leaves_nothing(
-    capsys: Capture, prompts: Path, tmp_path: Path, flags: tuple[str, ...], words: str
-) -> None:
-    (tmp_path / "empty").touch()
-    known = {"PROMPTS": str(prompts), "EMPTY": str(tmp_path / "empty")}
-    common = ("--prompts", prompts, "-o", tmp_path / "t.npz", "-t", 1)
-    code, said = refused(capsys, "record", "demo", *common, *(known.get(flag, flag) for flag in flags))
-    assert code == 1
-    assert words in said
-    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
-
-
 def test_without_experts_or_hooks_there_is_nothing_to_record(here: Command, prompts: Path, tmp_path: Path) -> None:
     done = here("trace", "record", "demo", "--prompts", prompts, "-o", tmp_path / "t", MOEGGUF_HOOKS="0")
     assert done.returncode == 1
-    assert re.fullmatch(ERROR, done.stderr)
+    assert done.stderr.startswith("error: ")
     assert "nothing to record" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -278,3 +197,69 @@ def test_a_closed_stdout_harms_nothing(recorded: Path, prompts: Path, tmp_path: 
         assert done.returncode == 0, done.stderr
         assert "error" not in done.stderr
     assert len(read(out).sequences()) == 4
+
+
+@pytest.fixture(scope="module")
+def study() -> Command:
+    """`study("score", path, ...)`: what the command wrote, and its exit code."""
+
+    def call(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", f"predictors.study.{name}", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment(), cwd=ROOT, timeout=120)
+
+    return call
+
+
+def test_a_made_up_trace_is_simulated_as_a_recorded_one(here: Command, study: Command, tmp_path: Path) -> None:
+    path = tmp_path / "made-up.npz"
+    shape = ("--layers", "3", "--experts", "32", "--used", "2", "--expert-size", "3MiB")
+    done = study("synthesize", "--locality", "qwen3-30b", *shape, "--tokens", "300", "-o", path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"{path}: 300 tokens, synthetic routing as of Qwen3-30B-A3B\n"
+    made = read(path).shape
+    assert (made.n_layer, made.n_expert, made.n_expert_used, made.expert_bytes) == (3, 32, 2, 3 << 20)
+    rows = json.loads(here("trace", "simulate", path, "--policy", "lru", "--expert-cache", "40%", "--json").stdout)
+    assert rows[0]["hit_rate"] == pytest.approx(0.9, abs=0.03)
+
+
+def test_predictors_are_scored_beside_a_control(study: Command, recorded: Path) -> None:
+    done = study("score", recorded, "--model", "demo", "--predictor", "skip,fresh-gate,eamc", "--link", "1")
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    figures = [line.split() for line in done.stdout.splitlines()]
+    skip = next(words for words in figures if words[:2] == ["skip", "1"])
+    assert float(skip[2].rstrip("%")) > 2 * float(skip[3].rstrip("%"))
+    gate = next(words for words in figures if words[:2] == ["fresh-gate", "0"])
+    assert float(gate[2].rstrip("%")) > 99  # vectors are stored as float16
+    assert "GOODPRED" in done.stdout
+
+
+def test_the_token_scheduler_is_counted_beside_oracle_random_and_fifo(study: Command, recorded: Path) -> None:
+    done = study("schedule", recorded, "--batch", "1,2", "--expert-cache", "50%", "--paths", "recent")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines[2 : lines.index("")]]
+    assert [row[:2] for row in rows] == [
+        [size, order] for size in "12" for order in ("oracle", "predicted", "random", "fifo")
+    ]
+    assert all(row[3] == "0.0%" for row in rows[:4])  # a batch of one is what it is
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("score", "TRACE", "--predictor", "all,unknown"), "there is no predictor 'unknown'"),
+        (("schedule", "TRACE", "--batch", "3"), "two batches of requests"),
+        (("schedule", "TRACE", "--paths", "psychic"), "known are recent, token-id, routing-path"),
+        (("synthesize", "--locality", "glm", "--expert-size", "big", "-o", "OUT"), "--expert-size: a size"),
+    ],
+)
+def test_an_error_is_one_line_with_the_next_step(
+    study: Command, recorded: Path, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    known = {"TRACE": str(recorded), "OUT": str(tmp_path / "t.npz")}
+    done = study(*(known.get(argument, argument) for argument in arguments))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(r"^error: .*" + re.escape(words), done.stderr, re.MULTILINE)
+    assert not (tmp_path / "t.npz").exists()

@@ -1,15 +1,20 @@
-"""Short ways to get answers in process: texts, timings, and the model that ships with the package."""
+"""Answers in process: one by a loop of its own, or many by a loop of many sequences, driven by its own steps, so that
+what happens does not depend on time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from moegguf.engine.llama import Llama
+from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
+from moegguf.generate.kv_slots import Schedule, Step
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob
 
 DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
 QUESTION = "What does moegguf do?"
@@ -81,3 +86,107 @@ def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
 def ends_of(llm: Llama) -> list[int]:
     """The tokens that end an answer."""
     return [token for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)]
+
+
+TIMEOUT_S = 60.0
+
+
+class Received:
+    """The events of one answer, in the manner of `AnswerEvents`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.logprobs: list[TokenLogprob] = []
+        self.progress: list[PromptProgress] = []
+        self.timing = Timing()
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        self.progress.append(progress)
+
+    def on_delta(self, delta: Delta) -> None:
+        assert not self.ended.is_set(), "nothing comes after the end"
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        assert not self.ended.is_set(), "an answer ends once"
+        self.timing, self.error = timing, error
+        self.ended.set()
+
+    def wait(self) -> Received:
+        assert self.ended.wait(TIMEOUT_S), "an answer hangs"
+        return self
+
+
+def _nothing(step: int) -> None:
+    pass
+
+
+class Scripted:
+    """A schedule that chooses as `inner` does, and calls `before` and `after` with the number of each step."""
+
+    def __init__(
+        self,
+        before: Callable[[int], object] = _nothing,
+        inner: Schedule | None = None,
+        after: Callable[[int], object] = _nothing,
+    ) -> None:
+        self._before = before
+        self._inner = inner
+        self._after = after
+        self.steps: list[Step] = []
+        self.n_asked = 0
+
+    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+        self.n_asked += 1
+        self._before(self.n_asked)
+        return running if self._inner is None else self._inner.choose(running)
+
+    def ran(self, step: Step) -> None:
+        self.steps.append(step)
+        if self._inner is not None:
+            self._inner.ran(step)
+        self._after(self.n_asked)
+
+
+@contextmanager
+def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None) -> Iterator[BatchLoop]:
+    """A loop on its own thread."""
+    with started(BatchLoop(llm, schedule, step_tokens)) as loop:
+        yield loop
+
+
+@contextmanager
+def started(loop: BatchLoop) -> Iterator[BatchLoop]:
+    """The loop, on its own thread."""
+    thread = threading.Thread(target=loop.run, name="loop")
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.close()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "the loop hangs"
+
+
+def answers_of(loop: BatchLoop, requests: Sequence[GenerationRequest]) -> list[Received]:
+    """All of them, submitted at once."""
+    received = [Received() for _ in requests]
+    for request, events in zip(requests, received, strict=True):
+        loop.submit(request, events)
+    return [events.wait() for events in received]
+
+
+def answers_together(
+    llm: Llama, requests: Sequence[GenerationRequest], schedule: Schedule | None = None, step_tokens: int | None = None
+) -> list[Received]:
+    """All of them; each has arrived, in this order, before the first step: steps do not depend on when threads run."""
+    loop, received = BatchLoop(llm, schedule, step_tokens), [Received() for _ in requests]
+    for request, events in zip(requests, received, strict=True):
+        loop.submit(request, events)
+        for reader in list(loop._readers):
+            reader.join()
+    with started(loop):
+        return [events.wait() for events in received]

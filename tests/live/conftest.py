@@ -58,6 +58,12 @@ def reference() -> Reference:
 
 
 @pytest.fixture
+def path(tiny: TinyModel, request: pytest.FixtureRequest) -> Path:
+    """A tiny model: Q4_0 of Qwen 2's shape, or the preset and quantisation of an indirect parameter."""
+    return tiny(*getattr(request, "param", ("tiny-qwen2moe", "q4_0")))
+
+
+@pytest.fixture
 def own(tiny: TinyModel, tmp_path: Path) -> Own:
     """`own(preset)`: the tiny model in a folder of the test's own, with nothing known beside it."""
 

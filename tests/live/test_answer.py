@@ -1,13 +1,16 @@
-"""Answers while they are generated: text, timing, reuse of the context, and cancelling."""
+"""Answers while they are generated: text, timing, reuse of the context, cancelling, and the end of the context."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, reply, text_of
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply, text_of
+from running import random_prompt
 
 from moegguf.engine.llama import Llama
-from moegguf.errors import ClosedError, ContextError, OptionError
+from moegguf.errors import ContextError, OptionError
+from moegguf.generate import answer as answers
+from moegguf.generate.prompt import n_after_shift
 from moegguf.generate.request import GenerationRequest
 
 
@@ -15,13 +18,6 @@ from moegguf.generate.request import GenerationRequest
 def shared() -> Iterator[Llama]:
     with Llama(DEMO, n_ctx=512, n_batch=64, n_threads=1, verbose=False) as llm:
         yield llm
-
-
-@pytest.fixture
-def demo(shared: Llama) -> Llama:
-    """The demo model, its context empty. It ends its answer to QUESTION after about 70 tokens."""
-    shared.reset()
-    return shared
 
 
 def test_the_answer_is_the_models_and_the_timing_counts_it(demo: Llama) -> None:
@@ -35,14 +31,6 @@ def test_the_answer_is_the_models_and_the_timing_counts_it(demo: Llama) -> None:
     assert 0 < timing.prompt_s < timing.total_s
     assert timing.prompt_s + timing.answer_s == pytest.approx(timing.total_s)
     assert timing.context == ()
-
-
-def test_a_second_turn_evaluates_only_what_is_new(demo: Llama) -> None:
-    first, before = reply(demo, QUESTION)
-    second, timing = reply(demo, QUESTION, first, "Who wrote this?")
-    assert timing.cached_tokens >= before.prompt_tokens + before.answer_tokens - 1
-    assert timing.prompt_tokens < 20
-    assert second
 
 
 def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
@@ -66,17 +54,6 @@ def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
     assert {report.n_tokens for report in reports} == {n_tokens}
     assert [report.n_done for report in reports] == [*range(0, n_tokens, 64), n_tokens]
     assert [report.seconds for report in reports] == sorted(report.seconds for report in reports)
-
-
-def test_cancelling_in_a_prompt_stops_after_a_batch(demo: Llama) -> None:
-    answer = Answer(demo, ask("word " * 150))
-    assert answer.deltas(lambda: answer.reports[-1].n_done >= 64 and answer.cancel()) == []
-    assert answer.reports[-1].n_done == 64
-    assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 0)
-    assert answer.timing.total_s > 0
-    n_tokens = answer.reports[-1].n_tokens
-    assert reply(demo, "word " * 150, max_tokens=1)[1].cached_tokens == 64 < n_tokens, "what was computed is kept"
-    assert reply(demo, QUESTION)[1].finish == "stop"
 
 
 def test_cancelling_stops_within_one_token(demo: Llama) -> None:
@@ -131,19 +108,138 @@ def test_nothing_asked_is_refused(demo: Llama, nothing: GenerationRequest) -> No
         Answer(demo, nothing)
 
 
-def test_a_closed_model_is_a_typed_error(load: Load) -> None:
-    llm = load(DEMO)
-    answer = Answer(llm, ask(QUESTION))
-    llm.close()
-    with pytest.raises(ClosedError):
-        answer.deltas()
-    with pytest.raises(ClosedError):
-        Answer(llm, ask(QUESTION))
-
-
 def test_a_model_without_a_template_reads_the_texts(tiny: TinyModel, load: Load) -> None:
     path: Path = tiny("tiny-mix")
     llm = load(path)
     llm.metadata.pop("tokenizer.chat_template", None)
     answer = Answer(llm, ask("one", "two", "three"))
     assert llm.detokenize(answer.prompt.tokens).decode().strip() == "one\ntwo\nthree"
+
+
+def text_of_prompt(llm: Llama, one: Answer) -> str:
+    return llm.detokenize(one.prompt.tokens, special=True).decode()
+
+
+def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> None:
+    words = " ".join(f"w{i}" for i in range(900))
+    request = GenerationRequest(
+        messages=({"role": "system", "content": "Be kind."}, {"role": "user", "content": words})
+    )
+    one = Answer(demo, request)
+    prompt = text_of_prompt(demo, one)
+    assert prompt.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
+    assert prompt.endswith(" w898 w899<|im_end|>\n<|im_start|>assistant\n")
+    assert 200 < len(one.prompt.tokens) <= n_after_shift(512, 30)
+    whole = len(demo.tokenize(words.encode()))
+    assert one.prompt.cut_messages == 0
+    assert one.prompt.cut_tokens == pytest.approx(whole - len(one.prompt.tokens), abs=30)
+
+
+def test_the_question_stays_when_a_tool_result_is_too_long(demo: Llama) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": {}}}
+    messages = (
+        {"role": "user", "content": "What is in the file?"},
+        {"role": "assistant", "content": "I read it.", "tool_calls": [call]},
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "word " * 3000},
+    )
+    prompt = text_of_prompt(demo, Answer(demo, GenerationRequest(messages=messages)))
+    assert "Go on." in prompt and prompt.count("word") > 100 and "What is" not in prompt
+
+
+def test_a_plain_prompt_keeps_its_first_tokens_and_its_end(demo: Llama) -> None:
+    tokens = demo.tokenize(b"one two three four five six " * 300, add_bos=False)
+    one = Answer(demo, ask(prompt="one two three four five six " * 300, num_keep=7))
+    n_first = 7 + len(demo.vocabulary.bos_tokens)
+    kept = one.prompt.tokens
+    assert len(kept) == n_after_shift(512, n_first)
+    assert kept[n_first:] == tokens[-(len(kept) - n_first) :]
+    assert one.prompt.cut_tokens == len(tokens) + len(demo.vocabulary.bos_tokens) - len(kept)
+
+
+def test_a_chat_goes_on_after_its_context_was_full_and_reuses_what_stays(demo: Llama) -> None:
+    turns, cached = list[str](), list[int]()
+    for i in range(14):
+        turns.append(f"Question number {i}: " + "tell me more " * 12)
+        text, timing = reply(demo, *turns, max_tokens=20)
+        turns.append(text)
+        cached.append(timing.cached_tokens)
+    assert timing.cut_messages > 0
+    in_full_context = cached[8:]
+    assert sum(n > 60 for n in in_full_context) >= len(in_full_context) // 2, cached
+
+
+def endless(llm: Llama) -> dict[int, float]:
+    return dict.fromkeys(ends_of(llm), -1000.0)
+
+
+@pytest.mark.parametrize(("n_keep", "n_shifts"), [(4, 1), (-1, 1)])
+def test_an_answer_goes_on_in_a_full_context(demo: Llama, n_keep: int, n_shifts: int) -> None:
+    text, timing = reply(demo, QUESTION, max_tokens=560, num_keep=n_keep, logit_bias=endless(demo))
+    assert (timing.answer_tokens, timing.finish, timing.n_shifts) == (560, "length", n_shifts)
+    first, n_first = demo.input_ids[: demo.n_tokens].tolist(), 20 if n_keep < 0 else n_keep
+    assert first == Answer(demo, ask(QUESTION)).prompt.tokens[:n_first], "only these are as if nothing had shifted"
+    assert text.startswith(reply(demo, QUESTION, max_tokens=20)[0])
+
+
+def test_what_stays_after_a_shift_is_computed_again_before_it_is_continued(demo: Llama) -> None:
+    def continued(tokens: list[int]) -> str:
+        text: str = demo.create_completion(tokens, max_tokens=6, temperature=0)["choices"][0]["text"]
+        return text
+
+    reply(demo, QUESTION, max_tokens=560, logit_bias=endless(demo))
+    first = demo.input_ids[: demo.n_tokens].tolist()
+    after_shift = continued(first)
+    demo.reset()
+    assert after_shift == continued(first)
+
+
+def test_without_a_shift_the_answer_ends_with_the_context(demo: Llama) -> None:
+    _, timing = reply(demo, QUESTION, logit_bias=endless(demo), shift=False)
+    assert (timing.prompt_tokens + timing.answer_tokens, timing.finish, timing.n_shifts) == (512, "length", 0)
+
+
+def test_an_answer_without_end_has_one(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MAX_CONTEXTS", 2)
+    llm = load(DEMO, n_ctx=256, logits_all=False)
+    _, timing = reply(llm, QUESTION, logit_bias=endless(llm))
+    assert (timing.answer_tokens, timing.finish) == (512, "length")
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
+def test_a_shift_and_the_expert_cache_do_not_disturb_each_other(preset: str, tiny: TinyModel, load: Load) -> None:
+    contexts = []
+    for share in ("30%", "100%"):
+        llm = load(tiny(preset), expert_cache=share, n_ctx=256, n_ubatch=1, logits_all=False)
+        prompt = tuple(random_prompt(llm, 60))
+        request = ask(prompt="", context=prompt, max_tokens=300, return_context=True, logit_bias=endless(llm))
+        one = Answer(llm, request)
+        one.deltas()
+        assert one.timing.n_shifts == 1
+        assert (llm.stats().evictions > 0) == (share == "30%")
+        contexts.append(one.timing.context)
+    assert contexts[0] == contexts[1]
+    assert len(contexts[0]) == 360
+
+
+def test_a_recurrent_model_cannot_shift_and_ends(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_is_hybrid", True)
+    assert not demo.context.can_shift
+    _, timing = reply(demo, QUESTION, logit_bias=endless(demo))
+    assert (timing.finish, timing.n_shifts) == ("length", 0)
+
+
+def test_the_assistants_last_message_is_continued(demo: Llama, whole: str) -> None:
+    begin = whole[: whole.index(" that")]
+    text, timing = reply(demo, QUESTION, begin)
+    assert begin + text == whole
+    assert timing.finish == "stop"
+    other, _ = reply(demo, QUESTION, begin, continue_final_message=False)
+    assert begin + other != whole
+
+
+def test_a_continued_format_is_completed(demo: Llama) -> None:
+    form = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
+    text, timing = reply(demo, QUESTION, '{"name": "ä', format=form)
+    assert timing.finish == "stop" and len(text) < 12 and text.rstrip().endswith("}") and "{" not in text

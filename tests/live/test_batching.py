@@ -17,25 +17,29 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply
-from batches import Received, Scripted, answers_of, answers_together, running
+from answering import (
+    DEMO,
+    QUESTION,
+    Answer,
+    Load,
+    Received,
+    Scripted,
+    TinyModel,
+    answers_of,
+    answers_together,
+    ask,
+    ends_of,
+    reply,
+    running,
+)
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import Chunk, has_kernels
-from moegguf.errors import (
-    ClosedError,
-    ContextError,
-    ExpertIOError,
-    GenerationCancelled,
-    OptionError,
-    SchemaError,
-    TemplateError,
-)
+from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError, SchemaError, TemplateError
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.request import GenerationRequest, PromptProgress, TokenLogprob
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.native.store import StoreContext
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
@@ -260,51 +264,23 @@ def test_steps_in_which_sequences_decode_have_128_tokens_at_most(load: Load) -> 
     assert max(n_tokens) == 128
 
 
-def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(tiny: TinyModel, load: Load) -> None:
+FORMED = {"format": {"type": "string", "minLength": 1000}, "repeat_penalty": 1.3, "temperature": 1.0, "seed": 1}
+
+
+@pytest.mark.parametrize("options", [{}, FORMED], ids=["free", "with sampler and constraint"])
+def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(
+    tiny: TinyModel, load: Load, options: dict[str, Any]
+) -> None:
     many = load(tiny(), n_ctx=256, n_seq_max=4, kv_tokens=512, logits_all=False)
     one = load(tiny(), n_ctx=256, logits_all=False)
     random = np.random.default_rng(5)
-    requests = [of_tokens(one, random_tokens(one, random, 150), max_tokens=60) for _ in range(8)]
+    requests = [of_tokens(one, random_tokens(one, random, 150), max_tokens=60, **options) for _ in range(8)]
     stream = Scripted()
     received = answers_together(many, requests, stream)
     assert max(len(step.answers) for step in stream.steps) >= 3
     for events, request in zip(received, requests, strict=True):
         assert (events.error, events.timing.answer_tokens) == (None, 60)
         assert_same(events.logprobs, solo(one, request))
-
-
-def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -> None:
-    many = load(DEMO, n_seq_max=2, logits_all=False)
-
-    def of_length(least: int) -> dict[str, Any]:
-        text = {"type": "string", "minLength": least, "maxLength": least + 10}
-        return {"type": "object", "properties": {"t": text}, "required": ["t"]}
-
-    longer = ask(QUESTION, format=of_length(1500), max_tokens=1000)  # still runs when the other one has arrived
-    request = ask("What is a hit?", format=of_length(30), repeat_penalty=1.3, max_tokens=60)
-
-    def answer(n_put_back: int) -> str:
-        many.context.clear()
-        left, began = [n_put_back], threading.Event()
-
-        def after(step: int) -> None:
-            began.set()
-            newest = loop._running[-1:]
-            if left[0] and len(loop._running) == 2 and len(newest[0].generated) == 8:
-                left[0] -= 1
-                assert loop._make_room() and newest[0] not in loop._running
-
-        with running(many, Scripted(after=after)) as loop:
-            first, received = Received(), Received()
-            loop.submit(longer, first)
-            assert began.wait(30)
-            loop.submit(request, received)
-            received.wait()
-            first.wait()
-        assert left == [0]
-        return received.text
-
-    assert answer(1) == answer(0) != ""
 
 
 def test_poisoned_requests_end_alone(load: Load) -> None:
@@ -458,33 +434,6 @@ def test_tasks_wait_for_the_answers_before_them(pair: tuple[Llama, Llama]) -> No
     assert [type(error) for error in failed] == [ClosedError] and not late.cancelled
 
 
-def test_a_cancelled_task_does_not_hold_up_those_behind_it(pair: tuple[Llama, Llama]) -> None:
-    many, one = pair
-    failed: list[Exception] = []
-    n_together: list[int] = []
-
-    def script(step: int) -> None:
-        if step == 3:
-            task = loop.submit_task(lambda: pytest.fail("it was cancelled"), lambda: None, failed.append)
-            submitted.append(loop.submit(of_tokens(one, [1, 2, 3], max_tokens=5, seed=1), second))
-            for reader in list(loop._readers):
-                reader.join()
-            waiting.append(task)
-        elif step == 5:
-            assert loop._waiting[0] is waiting[0] and not submitted[0].slot
-            loop.cancel(waiting[0])
-        n_together.append(len(loop._running))
-
-    first, second = Received(), Received()
-    waiting: list[Any] = []
-    submitted: list[BatchedAnswer] = []
-    with running(many, Scripted(script)) as loop:
-        loop.submit(of_tokens(one, [1, 2, 3], max_tokens=30), first)
-        assert first.wait().error is None and second.wait().error is None
-    assert n_together[4] == 1 and n_together[5] == 2, "the next one begins with the step after the cancel"
-    assert [type(error) for error in failed] == [GenerationCancelled]
-
-
 def test_what_is_left_when_the_loop_closes_ends_as_cancelled(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     received = [Received() for _ in range(20)]
@@ -518,28 +467,3 @@ def test_a_prefix_that_was_copied_equals_no_prompt_of_the_models_own_methods(loa
     llm.context.eval_chunks([Chunk(1, [5, 6, 7], 0, 1, Phase.PREFILL)])
     assert llm.context.copy(1, 0, 3)
     assert (llm.n_tokens, llm.input_ids[:3].tolist()) == (3, [-1] * 3)
-
-
-def test_tokens_are_announced_only_where_something_uses_them(
-    pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    many, resident = pair
-    announced = list[StoreContext]()
-
-    def count(name: str) -> None:
-        given = getattr(StoreContext, name)
-        monkeypatch.setattr(
-            StoreContext, name, lambda context, *columns: (announced.append(context), given(context, *columns))[1]
-        )
-
-    count("announce")
-    assert resident.session is not None and many.session is not None
-    solo(resident, of_tokens(resident, [5, 6, 7]))
-    assert announced == []
-    with running(many) as loop:
-        answers_of(loop, [of_tokens(many, [5, 6, 7]), of_tokens(many, [8, 9])])
-    assert set(announced) == {many.session.store.context}
-    resident.session.store.listen(on_tokens=lambda event: None)
-    solo(resident, of_tokens(resident, [5, 6, 7]))
-    resident.session.store.listen()
-    assert resident.session.store.context in announced

@@ -1,17 +1,33 @@
-"""`moegguf bench` end to end on a tiny model: every system in a process of its own, the same tokens from all."""
+"""`moegguf bench`, a measurement of tools/gpu_trial.py, and random models with the routing of a real one."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from rpc_device import on_servers
+from running import Load, hooks_off
 from typer.testing import CliRunner
 
+from moegguf.bench.record import RecordOptions, record
 from moegguf.bench.series import KILLED, ProcessRunner, Spec, Test, limit_fault, make_systems
 from moegguf.cli.bench import bench
-from moegguf.errors import OptionError
+from moegguf.controller.policies import LRU
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.engine.recording import TraceOptions
+from moegguf.gguf.experts import read_layout
+from moegguf.native.link_device import add_link_device
+from moegguf.quantities import MIB, Link
+from moegguf.trace.format import read
+from moegguf.trace.prompts import Prompt
+from moegguf.trace.simulate import Simulation, slots_of
+from moegguf.trace.trace import Trace
+from tools.gpu.case import Case
+from tools.models import PRESETS, Shape, write_model
+from tools.models.locality import LOCALITIES
 
 Test.__test__ = False  # type: ignore[attr-defined]
 
@@ -77,18 +93,6 @@ def test_a_run_killed_by_its_limit_is_a_result(tiny: Callable[..., Path]) -> Non
     assert outcome.cgroup_peak_bytes <= limit
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--against", "ollama"), ("-o", "xml"), ("--memory-limit", "much"), ("-p", "x"), ("--simulate-link", "24GB"),
-        ("--policy", "lro"), ("--predictor", "skp"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_read_is_refused_before_anything_runs(tiny: Callable[..., Path], flag: str, value: str) -> None:
-    with pytest.raises(OptionError, match=value):
-        run(tiny(), flag, value)
-
-
 def test_policies_are_named_beside_moegguf_with_something_left_out(tiny: Callable[..., Path]) -> None:
     flags = ("-r", "1", "--rounds", "1", "--expert-cache", "40%", "--against", "lru,no-prefetch")
     rows = run(tiny("tiny-mix", "q4_0"), *flags, "--policy", "next-use", "--predictor", "previous-token", "--prefetch")
@@ -114,3 +118,104 @@ def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -
     assert all(found["same_tokens"] for found in rows[0]["against"].values())
     row, _ = run(tiny("tiny-mix", "q4_0"), *flags, "--strategy", "moe-infinity", "--policy", "lfu-decay")
     assert (row["system"], row["policy"], row["predictor"]) == ("moe-infinity", "lfu-decay", "eamc")
+
+
+PROMPTS = [Prompt(text, "text") for text in ("Once upon a time", "def main():", "The cat sat on the mat and")]
+# Shapes with an expert's width of 64 and heads wide enough; the experts are those of the model that is imitated.
+SHAPES = {
+    "qwen2moe": replace(PRESETS["tiny-qwen2moe"], n_embd=512, n_embd_head=128, n_vocab=8192),
+    "qwen3moe": replace(PRESETS["tiny-qwen3moe"], n_embd=512, n_vocab=8192),
+    "qwen3vlmoe": replace(PRESETS["tiny-qwen3vlmoe"], n_embd=512, n_vocab=8192),
+    "llama": replace(PRESETS["tiny-mixtral"], n_embd=512, n_vocab=8192),
+    "deepseek2": replace(PRESETS["tiny-deepseek2"], n_embd=512, n_vocab=8192),
+}
+
+
+def model(folder: Path, locality: str, arch: str = "qwen3moe", quant: str = "q4_0", shape: Shape | None = None) -> Path:
+    real = LOCALITIES[locality]
+    shape = replace(shape or SHAPES[arch], n_expert=real.n_expert, n_expert_used=real.n_expert_used)
+    return write_model(folder / "m.gguf", shape, quant, locality=locality)[0]
+
+
+def recorded(path: Path, temperature: float) -> Trace:
+    """The decoded tokens of several prompts."""
+    out = path.with_suffix(".npz")
+    options = RecordOptions(n_predict=400, temperature=temperature)
+    record(path, PROMPTS, out, options, expert_cache="100%", n_ctx=512, n_threads=1, verbose=False)
+    return read(out).decode()
+
+
+def assert_hits_as_published(trace: Trace, locality: str) -> None:
+    for share, published in LOCALITIES[locality].hit_rates.items():
+        result = Simulation(trace, LRU, NoPrediction(trace.shape), slots_of(trace.shape, share)).run()
+        assert result.hit_rate == pytest.approx(published, abs=0.03), share
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("locality", LOCALITIES)
+def test_the_recorded_routing_hits_as_published(tmp_path: Path, locality: str, temperature: float) -> None:
+    trace = recorded(model(tmp_path, locality), temperature)
+    assert trace.n_tokens > 500
+    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # no loop
+    assert_hits_as_published(trace, locality)
+
+
+@pytest.mark.parametrize("arch", SHAPES)
+def test_in_every_architecture(tmp_path: Path, arch: str) -> None:
+    assert_hits_as_published(recorded(model(tmp_path, "qwen3-30b", arch), 1.0), "qwen3-30b")
+
+
+def test_in_blocks_of_256(tmp_path: Path) -> None:
+    shape = replace(PRESETS["tiny-mix"], n_embd=1024, n_embd_head=256, n_layer=2, n_vocab=4096)
+    assert_hits_as_published(recorded(model(tmp_path, "qwen3-30b", quant="q4_k_m", shape=shape), 1.0), "qwen3-30b")
+
+
+def test_far_into_a_long_context(tmp_path: Path, load: Load) -> None:
+    """Keys are of 16 bits, and the angle that tells positions apart is small."""
+    shape = replace(SHAPES["qwen3moe"], n_ctx_train=32768, n_layer=2)
+    path = model(tmp_path, "qwen3-30b", shape=shape)
+    llm = load(path, trace=TraceOptions(tmp_path / "t"), n_ctx=5000, logits_all=False, expert_cache="100%")
+    tokens = [n * n * 7919 % llm.n_vocab() for n in range(4800)]
+    llm.eval(tokens[:4300])
+    for token in tokens[4300:]:
+        llm.eval([token])
+    llm.close()
+    assert_hits_as_published(read(tmp_path / "t").decode(), "qwen3-30b")
+
+
+SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
+
+
+@pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
+@on_servers()
+def test_llama_cpp_and_moegguf_write_the_same_tokens_on_a_device_and_are_measured_alike(path: Path) -> None:
+    """Everything there; some layers' experts there; all on the CPU; moegguf with memory for 60 % of them."""
+    from tools.gpu import measure
+
+    device, layout = add_link_device(Link(2e9, 20e-6), memory_bytes=64 * MIB), read_layout(path)
+    case = Case(str(path), device, "llama.cpp", **SIZES)
+    limited = replace(case, hold=False, limit_bytes=layout.dense_bytes + int(0.6 * layout.expert_bytes) + 2 * MIB)
+    with hooks_off():
+        upstream = [measure.run(each) for each in (case, limited, replace(limited, all_on_cpu=True))]
+    ours = measure.run(replace(limited, system="moegguf", options={"expert_cache": "30%"}))
+    everything, some, none = upstream
+    assert everything["tokens"] == some["tokens"] == none["tokens"] == ours["tokens"]
+    assert len(ours["tokens"]) == 64 + SIZES["n_decode"]
+    assert everything["n_cpu_moe"] == 0 < some["n_cpu_moe"] < none["n_cpu_moe"] == layout.n_layer
+    assert everything["device_bytes"] > some["device_bytes"] > none["device_bytes"] > 0
+    assert ours["n_cpu_moe"] is None
+    assert 0 < ours["steady"]["VRAM"]["hit_rate"] < 1
+    assert ours["steady"]["VRAM"]["bytes_per_token"] > 0
+    for result in (*upstream, ours):
+        assert min(result[f"{part}_tokens_per_s"] for part in ("prompt", "first", "steady")) > 0
+
+
+@pytest.mark.parametrize("keep_free_mib", [1, 24, 200])
+@on_servers()
+def test_a_smaller_card_is_imitated_by_holding_the_rest(keep_free_mib: int) -> None:
+    from moegguf.engine.devices import find_gpus
+    from tools.gpu.measure import Held
+
+    device = add_link_device(Link(2e9, 20e-6), memory_bytes=64 * MIB)
+    Held(find_gpus(device)[0], keep_free_mib * MIB)
+    assert abs(find_gpus(device)[0].free_bytes - min(keep_free_mib, 64) * MIB) < 4096

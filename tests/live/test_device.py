@@ -1,63 +1,53 @@
-"""llama.cpp computing on a device whose memory is not host memory, with the experts' slots there as well."""
+"""Experts in slots on a device: its logits, budgets that change, memory that is refused, and strict devices.
 
+A device is ggml's RPC server over loopback, whose memory is not host memory, or is behind a simulated link; a strict
+one asks of its users what CUDA does: padding behind rows, poison where nothing was written, and copies that come late
+and in any order (native/link_device.cpp).
+"""
+
+import warnings
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rpc_device import in_child
-from running import N_NEW, Llama, Logits, Meddler, TinyModel, greedy_logits, hooks_off, share_for
+from rpc_device import on_servers
+from running import N_NEW, Llama, Meddler, Own, TinyModel, greedy_logits, hooks_off, random_prompt, share_for
 
+from moegguf.controller.watchdog import WatchdogOptions
+from moegguf.engine.devices import find_gpus
 from moegguf.engine.session import Place
-from moegguf.engine.stats import TierStats
-from moegguf.errors import BudgetError, OptionError
+from moegguf.engine.warm_start import most_used
+from moegguf.errors import AllocationError, BudgetError, OptionError
+from moegguf.gguf.experts import read_layout
+from moegguf.native import library
+from moegguf.native.link_device import add_link_device
+from moegguf.native.slot_sizes import padded, slot_sizes
 from moegguf.native.store import StoreOptions, Tier
+from moegguf.quantities import Link
+from tools.models import PRESETS
+
+OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+ALLOC = 3  # enum moegguf_fault_kind
+LINK = Link(8e9, 5e-6)
+DEVICE_BYTES = 256 << 20
+WEIGHED_AT = WatchdogOptions().warm_tokens + WatchdogOptions().weighed_tokens  # tokens
+TINY = [name for name in PRESETS if name.startswith("tiny-")]
+QUANTS = pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q4_k_m")], indirect=True)
 
 
-def on_rpc(path: Path, n_slots: int, shrink_to: int) -> tuple[Logits, Logits, dict[str, int]]:
-    """Logits of plain llama.cpp with every layer on the device, those of a store there, and the store's figures.
-
-    The store shrinks to `shrink_to` slots while tokens are generated.
-    """
-    options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False, "n_gpu_layers": 99}
-    with hooks_off(), Llama(path, **options) as llm:
-        assert llm.session is None
-        plain = greedy_logits(llm)
-    with Llama(path, expert_cache=share_for(path, n_slots), store=StoreOptions(device="RPC0"), **options) as llm:
-        store, passes = llm.session.store, count()
-
-        def before_each() -> None:
-            meddler.meddle()
-            if next(passes) == N_NEW // 2:
-                store.resize(shrink_to)
-
-        with Meddler(store) as meddler:
-            logits = greedy_logits(llm, before_each=before_each)
-        return plain, logits, {**store.info(), **store.counters()}
-
-
-@pytest.mark.parametrize(("n_slots", "shrink_to"), [(24, 24), (30, 17), (64, 40)])
-@pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
-def test_slots_on_a_device_give_that_devices_logits(tiny: TinyModel, quant: str, n_slots: int, shrink_to: int) -> None:
-    plain, logits, figures = in_child(on_rpc, tiny("tiny-qwen2moe", quant), n_slots, shrink_to)
-    assert np.array_equal(logits, plain)
-    assert figures["n_slots_usable"] == shrink_to
-    assert figures["n_repacked"] == 0
-    assert figures["bytes_prefetched"] > 0
-    assert figures["evictions"] > 0
-
-
-def two_tiers_on_rpc(
+@QUANTS
+@pytest.mark.parametrize(
+    ("slots", "shrink_to"), [((16, 1), (16, 1)), ((26, 26), (26, 26)), ((40, 30), (18, 4)), ((26, 64), (20, 50))]
+)
+@on_servers(1)
+def test_slots_on_a_device_over_slots_in_ram_give_the_logits_of_that_device(
     path: Path, slots: tuple[int, int], shrink_to: tuple[int, int]
-) -> tuple[Logits, Logits, dict[str, dict[str, Any]]]:
-    """Logits of plain llama.cpp on the device, those of slots there over slots in RAM, and the figures of both tiers.
-
-    Both tiers shrink while tokens are generated.
-    """
-    options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+) -> None:
+    """Both tiers shrink while tokens are generated, and their typed figures are the store's."""
     vram, ram = (share_for(path, n) for n in slots)
-    with Llama(path, vram_cache=vram, expert_cache=ram, **options) as llm:
+    with Llama(path, vram_cache=vram, expert_cache=ram, **OPTIONS) as llm:
         store, passes = llm.session.store, count()
 
         def before_each() -> None:
@@ -70,66 +60,255 @@ def two_tiers_on_rpc(
             logits = greedy_logits(llm, before_each=before_each)
         assert llm.plan.device == "RPC0"
         store.drain(10)  # what was predicted for the next token still arrives
-        figures, places = llm.session.tiers(), llm.session.places()
+        tiers, places = llm.session.tiers(), llm.session.places()
         there = {tier: llm.session.store.residency(tier) == 2 for tier in Tier}
         assert (places[there[Tier.COMPUTE]] == Place.VRAM).all()
         assert (places[there[Tier.RAM] & ~there[Tier.COMPUTE]] == Place.RAM).all()
         assert ((places >= Place.RAM) == (there[Tier.COMPUTE] | there[Tier.RAM])).all()
-        stats = llm.stats()
-        for tier in stats.tiers:
-            figures[tier.name]["typed"] = tier
+        stats, n_ubatch = llm.stats(), llm.plan.n_ubatch
         assert stats.in_vram and stats.below is stats.tiers[1]
-        n_ubatch = llm.plan.n_ubatch
-    with hooks_off(), Llama(path, n_gpu_layers=-1, n_ubatch=n_ubatch, **options) as llm:
-        return greedy_logits(llm), logits, figures
-
-
-def check_views(tiers: dict[str, dict[str, Any]]) -> None:
-    """The typed figures of each tier are the store's."""
-    for name, figures in tiers.items():
-        typed: TierStats = figures["typed"]
-        assert (typed.name, typed.device, typed.n_slots) == (name, "RPC0", figures["n_slots_usable"])
+    for typed, figures in zip(stats.tiers, tiers.values(), strict=True):
+        assert (typed.device, typed.n_slots) == ("RPC0", figures["n_slots_usable"])
         for field in ("lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "slots_used"):
             assert getattr(typed, field) == figures[field]
         assert typed.stall_s == figures["stall_ns"] / 1e9
-        assert typed.lookups == typed.hits + typed.misses > 0
-
-
-@pytest.mark.parametrize(
-    ("slots", "shrink_to"), [((16, 1), (16, 1)), ((26, 26), (26, 26)), ((40, 30), (18, 4)), ((26, 64), (20, 50))]
-)
-@pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
-def test_slots_on_a_device_over_slots_in_ram_give_the_logits_of_that_device(
-    tiny: TinyModel, quant: str, slots: tuple[int, int], shrink_to: tuple[int, int]
-) -> None:
-    plain, logits, tiers = in_child(two_tiers_on_rpc, tiny("tiny-qwen2moe", quant), slots, shrink_to)
-    assert np.array_equal(logits, plain)
-    check_views(tiers)
-    assert (tiers["VRAM"]["n_slots_usable"], tiers["RAM"]["n_slots_usable"]) == shrink_to
-    assert tiers["VRAM"]["evictions"] > 0
-    assert tiers["RAM"]["evictions"] > 0
+        assert typed.lookups == typed.hits + typed.misses > 0 and typed.evictions > 0
+    assert [tier.name for tier in stats.tiers] == list(tiers) == ["VRAM", "RAM"]
+    assert tuple(tier.n_slots for tier in stats.tiers) == shrink_to
     assert tiers["VRAM"]["stream_waits"] > 0
     assert tiers["RAM"]["hits_ready"] > 0 or slots[1] == 1
+    with hooks_off(), Llama(path, n_gpu_layers=-1, n_ubatch=n_ubatch, **OPTIONS) as llm:
+        assert np.array_equal(greedy_logits(llm), logits)
 
 
-def test_every_expert_in_vram_needs_no_ram(tiny: TinyModel) -> None:
-    assert in_child(all_on_rpc, tiny("tiny-qwen2moe", "q4_0"))
-
-
-def all_on_rpc(path: Path) -> bool:
-    """Whether the plain device's logits come out of one tier on the device, and budgets that do not fit are refused."""
-    options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
-    with hooks_off(), Llama(path, n_gpu_layers=-1, **options) as llm:
+@on_servers(1)
+def test_every_expert_in_vram_needs_no_ram(path: Path) -> None:
+    with hooks_off(), Llama(path, n_gpu_layers=-1, **OPTIONS) as llm:
         plain = greedy_logits(llm)
-    with Llama(path, vram_cache="100%", **options) as llm:
+    with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         assert list(llm.session.tiers()) == ["VRAM"]
         assert np.array_equal(greedy_logits(llm), plain)
     with pytest.raises(BudgetError, match=r"vram_cache=.* holds 0 experts"):
-        Llama(path, vram_cache=1024, **options)
+        Llama(path, vram_cache=1024, **OPTIONS)
     with pytest.raises(BudgetError, match=r"expert_cache=.* holds no expert"):
-        Llama(path, vram_cache="50%", expert_cache=1024, **options)
+        Llama(path, vram_cache="50%", expert_cache=1024, **OPTIONS)
     with pytest.raises(OptionError, match=r"no GPU named 'NPU7'; there are: RPC0"):
-        Llama(path, vram_cache="50%", store=StoreOptions(device="NPU7"), **options)
+        Llama(path, vram_cache="50%", store=StoreOptions(device="NPU7"), **OPTIONS)
     with pytest.raises(OptionError, match="n_gpu_layers is 1"):
-        Llama(path, vram_cache="50%", n_gpu_layers=1, **options)
-    return True
+        Llama(path, vram_cache="50%", n_gpu_layers=1, **OPTIONS)
+
+
+def share_of(path: Path, n_slots: int) -> int:
+    """A budget in bytes for exactly so many slots on the first device, or in RAM below it."""
+    return share_for(path, n_slots, find_gpus()[0].name)
+
+
+def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
+    """A model on a simulated device with so many slots there, and in RAM below it."""
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1)
+    budgets = {"vram_cache": share_of(path, vram), "expert_cache": share_of(path, ram)}
+    return Llama(path, store=StoreOptions(device=device, staging=0), **budgets, **OPTIONS | options)
+
+
+@pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
+@on_servers()
+def test_slots_are_in_several_pools_where_one_would_be_too_large(path: Path) -> None:
+    """A device whose buffers hold 20 slots: fewer, more, and every expert."""
+    layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
+    stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
+    small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1)
+    logits = []
+    pools = {19: [(19, (0, 1, 2, 3))], 36: [(18, (0, 1)), (18, (2, 3))], 64: [(16, (il,)) for il in range(4)]}
+    for vram, ram in ((19, 40), (36, 30), (64, 64)):
+        budgets = {"vram_cache": share_of(path, vram), "expert_cache": share_of(path, ram)}
+        options = {"placement": "slots", "store": StoreOptions(device=small, staging=0), "n_ubatch": 1}
+        with warnings.catch_warnings(record=True) as told, Llama(path, **options, **budgets, **OPTIONS) as llm:
+            warnings.simplefilter("always")
+            store = llm.session.store
+            logits.append(greedy_logits(llm))
+            assert [(device.n_slots, tuple(device.layers)) for device in store.devices] == pools[vram]
+            if vram < 64:
+                assert store.tier()["device"] == "LINK1" and llm.stats().evictions > 0 and not told
+            if vram == 36:
+                with pytest.raises(BudgetError, match="too small for a model that was loaded to read 1 tokens"):
+                    llm.set_budget(vram_cache=share_of(path, 7))
+                llm.set_budget(vram_cache=share_of(path, 34))
+                logits.append(greedy_logits(llm))
+                assert store.tier()["n_slots_usable"] == 34
+    for other in logits[1:]:
+        assert np.array_equal(other, logits[0])
+
+
+@on_servers()
+def test_budgets_of_both_tiers_move_while_the_model_writes(path: Path) -> None:
+    def free_bytes() -> int:
+        return find_gpus()[0].free_bytes
+
+    with behind_a_link(path, 60, 40) as llm:
+        store, expected, full = llm.session.store, greedy_logits(llm), free_bytes()
+        steps, slot_bytes = iter([(20, 10), (17, 1), (40, 30), (16, 20), (60, 40)] * N_NEW), llm.plan.slot_bytes
+
+        def before_each() -> None:
+            vram, ram = next(steps)
+            llm.set_budget(vram_cache=share_of(path, vram), expert_cache=share_of(path, ram))
+            figures = [store.tier(tier) for tier in Tier]
+            assert [figure["n_slots_usable"] for figure in figures] == [vram, ram]
+            assert free_bytes() - full == pytest.approx((60 - vram) * slot_bytes, abs=1 << 16)
+            assert figures[0]["pool_bytes"] == pytest.approx(vram * slot_bytes, abs=1 << 16)
+
+        assert np.array_equal(greedy_logits(llm, before_each=before_each), expected)
+        assert free_bytes() != full
+        llm.set_budget(vram_cache="auto", expert_cache="auto")
+        assert free_bytes() == full
+        assert np.array_equal(greedy_logits(llm), expected)
+
+
+@on_servers(1)
+def test_a_resident_pool_on_a_device_shrinks(path: Path) -> None:
+    """And grows; logits are those of every expert there in passes of as many tokens."""
+    with Llama(path, vram_cache="100%", **OPTIONS) as llm:
+        n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
+        expected, llm.n_batch = greedy_logits(llm), n_batch
+        with pytest.warns(UserWarning, match="read 1 token at a time, as slots are exact for no more"):
+            llm.set_budget(vram_cache=share_of(path, 50))
+        assert llm.n_batch == llm.plan.slot_tokens == 1 < llm.plan.n_ubatch
+        for n_slots in (40, 16, 50):
+            llm.set_budget(vram_cache=share_of(path, n_slots))
+            assert llm.stats().tiers[0].n_slots == n_slots
+            before = llm.stats()
+            assert np.array_equal(greedy_logits(llm), expected)
+            assert (llm.stats() - before).evictions > 0
+        with pytest.raises(BudgetError, match="every expert in VRAM"):
+            llm.set_budget(expert_cache="50%")
+
+
+@on_servers()
+def test_a_budget_that_changes_holds_what_prompts_are_staged_in_as_at_load(path: Path) -> None:
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1)
+    budgets = {"vram_cache": share_of(path, 60), "expert_cache": share_of(path, 40)}
+    with Llama(path, placement="slots", store=StoreOptions(device=device), **budgets, **OPTIONS) as llm:
+        expected, n_staged = greedy_logits(llm), llm.plan.staging_slots_bytes // llm.plan.slot_bytes
+        n_slots, found = llm.plan.n_slots, []
+        for budget in (share_of(path, 60), share_of(path, 50), "auto", "75%"):
+            llm.set_budget(vram_cache=budget)
+            found.append(llm.stats().tiers[0].n_slots)
+            assert np.array_equal(greedy_logits(llm), expected)
+        with pytest.raises(BudgetError, match="give at least"):
+            llm.set_budget(vram_cache=share_of(path, n_staged + 3))
+        assert llm.n_batch > 1
+    assert n_staged > 0 and n_slots + n_staged == 60
+    assert found == [n_slots, n_slots - 10, n_slots, 48 - n_staged]
+
+
+@on_servers()
+def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> None:
+    """For a moment, and for good."""
+    arm = library.load().moegguf_fault_arm
+    with behind_a_link(path, 40, 30) as llm:
+        expected = greedy_logits(llm)
+        arm(ALLOC, 1, 0, 12)  # too little for both pools at once: slots are emptied first
+        llm.set_budget(vram_cache=share_of(path, 20))
+        assert llm.stats().tiers[0].n_slots == 20 and llm.stats().tiers[0].slots_used == 0
+        assert np.array_equal(greedy_logits(llm), expected)
+        arm(ALLOC, 2, 1, 12)  # the second arena, and everything after it
+        with pytest.raises(AllocationError, match="refused memory for 40 expert slots; there are 20 as before"):
+            llm.set_budget(vram_cache="auto")
+        assert llm.stats().tiers[0].n_slots == 20
+        arm(ALLOC, 0, 0, 0)
+        assert np.array_equal(greedy_logits(llm), expected)
+        before = llm.stats().tiers
+        for budgets in ({"vram_cache": share_of(path, 3)}, {"vram_cache": share_of(path, 3), "expert_cache": "50%"}):
+            with pytest.raises(BudgetError, match="at least"):
+                llm.set_budget(**budgets)
+        with pytest.raises(BudgetError, match="holds no expert"):
+            llm.set_budget(vram_cache="auto", expert_cache=1024)
+        assert [tier.n_slots for tier in llm.stats().tiers] == [tier.n_slots for tier in before]
+        llm.set_budget(vram_cache="auto")
+        assert np.array_equal(greedy_logits(llm), expected)
+
+
+@on_servers()
+def test_a_context_takes_memory_of_slots(path: Path) -> None:
+    """Instead of failing where it does not fit beside them."""
+    with behind_a_link(path, 60, 40) as llm:
+        expected, most = greedy_logits(llm), find_gpus()[0]
+        used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes  # prompts are not staged where it is short
+    short = add_link_device(LINK, strict_seed=1, memory_bytes=used - 10 * llm.plan.slot_bytes)
+    budgets = {"vram_cache": share_of(path, 60), "expert_cache": share_of(path, 40)}
+    with pytest.warns(UserWarning, match=f"{short} has no memory for weights and a context beside 60 expert slots"):
+        llm = Llama(path, store=StoreOptions(device=short, staging=0), **budgets, **OPTIONS)
+    with llm:
+        assert 16 <= llm.stats().tiers[0].n_slots <= 30
+        assert np.array_equal(greedy_logits(llm), expected)
+    none = add_link_device(LINK, strict_seed=1, memory_bytes=used // 4)
+    warnings.simplefilter("ignore")  # in this process
+    with pytest.raises(AllocationError):
+        Llama(path, store=StoreOptions(device=none, staging=0), **budgets, **OPTIONS)
+
+
+@on_servers()
+def check_warm_start(path: Path) -> None:
+    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+        expected = greedy_logits(llm, n_new=8)
+        uses = llm.session.store.activity()[0].astype(np.float32)
+    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+        llm.session.store.drain(10)
+        places = llm.session.places()[most_used(uses, 32)]
+        assert (places[:20] == Place.VRAM).all() and (places[20:] == Place.RAM).all()
+        assert llm.stats().evictions == 0
+        assert np.array_equal(greedy_logits(llm, n_new=8), expected)
+
+
+def test_a_warm_start_has_what_was_used_most_in_vram_and_the_next_in_ram(own: Own) -> None:
+    check_warm_start(path=own())
+
+
+@pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
+@on_servers()
+def test_a_device_predicts_once_its_link_was_busy(path: Path) -> None:
+    """By its defaults: at load, and when slots were filled and the link was weighed."""
+    device = add_link_device(Link(2e6, 0.0), memory_bytes=DEVICE_BYTES)
+    options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
+    states = []
+    with Llama(path, store=StoreOptions(device=device), **options, **OPTIONS) as llm:
+        for n_tokens in (0, WEIGHED_AT, 1 + WatchdogOptions().off_tokens):
+            for token in range(n_tokens):
+                llm.eval([token])
+            found, predicted = llm.decisions(), llm.session.store.counters()["forecast_picks"]
+            states.append((found["predictor"], found["prefetch"], predicted > 0))
+    assert states == [("skip", "paused", False)] * 2 + [("skip", "measuring", True)]
+
+
+def check_resized_slots(path: Path, device: str) -> None:
+    """Logits are plain llama.cpp's there, in slots whose numbers change before each pass; the prompt is staged."""
+    layout, rng = read_layout(path), np.random.default_rng(0)
+    n_least, n_total = 2 * layout.n_expert_used + layout.n_expert + 2, layout.n_expert_total
+    most = (n_total * 3 // 4, n_total // 2)
+    store = StoreOptions(device=device, staging=1)
+    vram, ram = (share_for(path, n, device) for n in most)
+    with Llama(path, placement="slots", store=store, vram_cache=vram, expert_cache=ram, **OPTIONS) as llm:
+        n_ubatch, prompt = llm.plan.n_ubatch, random_prompt(llm, 8)
+
+        def before_each() -> None:
+            sizes = (rng.integers(least, n) for least, n in zip((n_least, 1), most, strict=True))
+            vram, ram = (share_for(path, int(n), device) for n in sizes)
+            llm.set_budget(vram_cache=vram, expert_cache=ram)
+
+        logits = greedy_logits(llm, prompt, 8, before_each)
+        assert llm.stats().evictions > 0 and llm.stats().bytes_staged > 0
+        assert llm.session.store.info()["slot_bytes"] == llm.plan.slot_bytes
+    with hooks_off(), Llama(path, n_gpu_layers=-1, n_ubatch=n_ubatch, **OPTIONS) as llm:
+        plain = greedy_logits(llm, prompt, 8)
+    assert np.isfinite(plain).all() and np.array_equal(logits, plain), path.stem
+
+
+@on_servers()
+def check_all_on_a_strict_device(paths: list[Path]) -> None:
+    device = add_link_device(LINK, strict_seed=1)
+    for path in paths:
+        check_resized_slots(path, device)
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_slots_that_are_resized_while_the_model_writes(tiny: TinyModel, preset: str) -> None:
+    check_all_on_a_strict_device(paths=[tiny(preset, quant) for quant in ("q4_0", "q4_k_m", "q8_0")])

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of
-from batches import Received, answers_together
+from answering import DEMO, QUESTION, Load, Received, TinyModel, answers_together, ask, ends_of
 
 from moegguf.engine.drafts import Draft, Drafts, Source
 from moegguf.engine.llama import Llama

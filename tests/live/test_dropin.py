@@ -1,9 +1,11 @@
-"""`moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, what the base gets wrong."""
+"""`moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, types, what the base gets wrong."""
 
-import json
+import inspect
 import multiprocessing
 import os
 import pickle
+import pydoc
+import re
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, reply
 from fake_hub import hub_in_use
 
+import moegguf
 from moegguf.engine.llama import Llama
 from moegguf.engine.plan import Plan
+from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.native import library
+from tools import api_page
 
 CHILD_TIMEOUT_S = 60
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
@@ -66,14 +71,6 @@ def test_completions_have_the_shapes_of_the_bindings(demo: Llama) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == chat["content"]
     with pytest.raises(ValueError, match=r"Requested tokens \(\d+\) exceed context window of 512"):
         demo("word " * 600)
-
-
-def test_a_format_is_followed_by_the_bindings_own_grammars(demo: Llama) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    form = {"type": "json_object", "schema": schema}
-    messages = [{"role": "user", "content": QUESTION}]
-    written = demo.create_chat_completion(messages, response_format=form, temperature=0.0, max_tokens=60)
-    assert isinstance(json.loads(written["choices"][0]["message"]["content"])["n"], int)
 
 
 def test_a_logits_processor_and_logit_bias_both_count(demo: Llama) -> None:
@@ -153,8 +150,60 @@ def test_long_tokens_come_whole(demo: Llama, monkeypatch: pytest.MonkeyPatch) ->
     assert demo.vocabulary.piece(5) == text
 
 
-def test_answers_and_the_bindings_own_completions_share_a_model(demo: Llama) -> None:
-    expected = reply(demo, QUESTION, max_tokens=12)[0]
-    messages = [{"role": "user", "content": QUESTION}]
-    assert demo.create_chat_completion(messages, **GREEDY)["choices"][0]["message"]["content"] == expected
-    assert reply(demo, QUESTION, max_tokens=12)[0] == expected
+ROOT = Path(__file__).resolve().parents[2]
+
+SAMPLE = """
+from moegguf import Engine, EngineAnswer, Llama, Sampling
+
+llm = Llama("demo", n_ctx=512, expert_cache="50%", flash_attn=None, verbose=False)
+rate: float = llm.stats().hit_rate
+engine = Engine("demo", parallel=8, n_ctx=512)
+answers: list[EngineAnswer] = engine.generate("a", Sampling(temperature=0.0), max_tokens=8)
+text: str = answers[0].text
+reveal_type(Llama.estimate("demo"))
+"""
+MISTAKES = """
+from moegguf import Engine, Llama, Sampling
+
+Llama("demo", n_ctxx=512)
+Llama("demo", n_ctx="many")
+Sampling(temprature=0.0)
+Engine("demo").generate(5)
+number: int = Engine("demo").generate("a")[0].text
+"""
+
+
+def test_names_are_listed_before_they_are_loaded() -> None:
+    assert dir(moegguf) == sorted(moegguf.__all__)
+    page = pydoc.plain(pydoc.render_doc(moegguf))
+    assert all(re.search(rf"\b{name}\b", page) for name in moegguf.__all__ if name[0] != "_")
+
+
+def test_every_keyword_is_in_the_signature_and_every_own_one_is_documented() -> None:
+    base = UpstreamLlama.__base__
+    upstream = {
+        name: each
+        for name, each in inspect.signature(base.__init__).parameters.items()
+        if each.kind == each.KEYWORD_ONLY
+    }
+    shown = inspect.signature(moegguf.Llama).parameters
+    assert set(LlamaCppOptions.__annotations__) == set(upstream)
+    assert {name: shown[name].default for name in upstream} == {name: each.default for name, each in upstream.items()}
+    assert not any(each.kind == each.VAR_KEYWORD for each in shown.values())
+    documented = set(re.findall(r"^ {4,8}(\w+): ", inspect.getdoc(moegguf.Llama.__init__) or "", re.MULTILINE))
+    assert set(shown) - set(upstream) <= documented
+
+
+def test_the_page_of_the_api_is_current() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert page == "\n".join(api_page.page()) + "\n", "run `python -m tools.api_page > docs/api.md`"
+
+
+def test_type_checkers_see_what_a_program_uses(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api", reason="mypy is not installed")
+    for name, program in (("right", SAMPLE), ("wrong", MISTAKES)):
+        (tmp_path / f"{name}.py").write_text(program)
+    options = ("--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent")
+    written, _, _ = api.run([*options, *map(str, tmp_path.glob("*.py"))])
+    assert re.findall(r"(\w+)\.py:\d+: error", written) == ["wrong"] * 5, written
+    assert 'note: Revealed type is "moegguf.engine.plan.Plan"' in written

@@ -1,4 +1,7 @@
-"""Many requests to one model in process."""
+"""Many requests to one model in process, and the answers of the demo.
+
+`python -m predictors.models.quiz_demo --times 20` asks the demo many more.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,6 +13,9 @@ import moegguf
 from moegguf.errors import ClosedError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
+from moegguf.models.catalog import demo_path
+from predictors.models import quiz_demo
+from predictors.models.demo import questions
 
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
 QUESTIONS = [QUESTION, "Who are you?", "What is a hit?"]
@@ -101,3 +107,53 @@ def test_a_loaded_model_answers_stays_loaded_and_takes_no_options() -> None:
         with Engine(llm) as engine:
             (answer,) = engine.generate("An expert is", Sampling(max_tokens=4, temperature=0))
         assert answer.text and llm.eval([1, 2]) is None
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def quizzed() -> Iterator[Engine]:
+    with Engine("demo", parallel=8, n_ctx=2048, n_threads=1) as engine:
+        yield engine
+
+
+def test_starters_are_answered_right_wherever_they_are_asked(quizzed: Engine) -> None:
+    cases = list(quiz_demo.starter_cases())
+    answers = quiz_demo.ask(quizzed, cases)
+    wrong = [(c.where, c.question, a) for c, a in zip(cases, answers, strict=True) if a not in c.right]
+    assert not wrong
+    longest = [case.messages for case in cases if case.where.endswith("1,500 tokens of conversation")]
+    (read,) = quizzed.chat([longest[0]], max_tokens=1)
+    assert read.timing.prompt_tokens + read.timing.cached_tokens > 1000
+
+
+def test_an_answer_is_the_same_each_time(quizzed: Engine) -> None:
+    asked = [[{"role": "user", "content": question}] for question in questions.starters() for _ in range(4)]
+    found = [answer.text for answer in quizzed.chat(asked, max_tokens=64)]
+    assert len(set(found)) == len(questions.starters())
+
+
+def test_much_of_what_it_cannot_know_it_does_not_tell(quizzed: Engine) -> None:
+    """Its card says how much."""
+    cases = [case for case in quiz_demo.heldout_cases() if case.where == "cannot be known"]
+    answers = quiz_demo.ask(quizzed, cases)
+    assert sum(answer in case.right for case, answer in zip(cases, answers, strict=True)) >= len(cases) // 2
+
+
+def test_a_forced_call_fits_its_tool(quizzed: Engine) -> None:
+    asked = [{"role": "user", "content": "What is the weather in Paris?"}]
+    (found,) = quizzed.chat(asked, tools=(WEATHER,), tool_choice="required", max_tokens=200)
+    assert [call.name for call in found.tool_calls] == ["get_weather"]
+
+
+def test_its_size() -> None:
+    path = demo_path()
+    assert path is not None and path.stat().st_size < 32_000_000

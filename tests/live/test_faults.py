@@ -3,10 +3,13 @@ usual. Faults come through the library's shim, "fail the Nth operation", over N 
 
 import os
 import re
+import shutil
+import struct
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +17,9 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt
 from waiting import until
 
+from moegguf import errors
 from moegguf.engine.upstream import UpstreamLlama
-from moegguf.errors import (
-    AllocationError,
-    CallbackError,
-    ExpertIOError,
-    GenerationCancelled,
-    ModelFormatError,
-    MoeggufError,
-)
+from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 
@@ -70,7 +67,7 @@ def test_the_nth_operation_fails_for_every_n(
         library.arm_fault(kind, n, sticky=sticky)
         try:
             assert np.array_equal(short_run(llm), clean)
-        except ExpertIOError:
+        except errors.ExpertIOError:
             n_failed += 1
         met = operations(kind) >= n
         library.arm_fault(kind, 0)
@@ -100,7 +97,7 @@ def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: 
             with warnings.catch_warnings(record=True) as given:
                 warnings.simplefilter("always")
                 llm = load(path, expert_cache="40%")
-        except (ExpertIOError, AllocationError):
+        except (errors.ExpertIOError, errors.AllocationError):
             n_failed += 1
         met = operations(kind) >= n
         library.arm_fault(kind, 0)
@@ -120,13 +117,18 @@ def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: 
 @pytest.mark.parametrize(
     ("logged", "kind", "words"),
     [
-        ("error loading model: read error: Input/output error", ExpertIOError, "reading .* failed: "),
-        ("error loading model: missing tensor 'a'", ModelFormatError, "llama.cpp cannot load .*: "),
+        ("error loading model: read error: Input/output error", errors.ExpertIOError, "reading .* failed: "),
+        ("error loading model: missing tensor 'a'", errors.ModelFormatError, "llama.cpp cannot load .*: "),
     ],
     ids=["disk", "file"],
 )
 def test_a_load_that_llama_cpp_ends_says_why(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, logged: str, kind: type[MoeggufError], words: str
+    tiny: TinyModel,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: str,
+    kind: type[errors.MoeggufError],
+    words: str,
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         base = library._open(library.find_library(), "ggml-base")
@@ -182,12 +184,12 @@ def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference
     library.arm_fault("slow_read", 5, sticky=True)
     moments: list[float] = []
     thread = cancel_in_a_read(llm, moments)
-    with pytest.raises(GenerationCancelled):
+    with pytest.raises(errors.GenerationCancelled):
         greedy_logits(llm)
     assert time.perf_counter() - moments[0] < 1.0
     thread.join()
     library.arm_fault("slow_read", 0)
-    with pytest.raises(GenerationCancelled):
+    with pytest.raises(errors.GenerationCancelled):
         llm.eval([1])
     llm.resume()
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
@@ -201,7 +203,7 @@ def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) ->
     def run() -> None:
         try:
             greedy_logits(llm)
-        except MoeggufError as error:
+        except errors.MoeggufError as error:
             ended.append(error)
 
     thread = threading.Thread(target=run)
@@ -210,7 +212,7 @@ def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) ->
     library.arm_fault("slow_read", 0)
     llm.close()
     thread.join(10)
-    assert isinstance(ended[0], GenerationCancelled)
+    assert isinstance(ended[0], errors.GenerationCancelled)
 
 
 def test_a_failed_token_is_not_sampled_from_what_the_failure_left(tiny: TinyModel, load: Load) -> None:
@@ -224,7 +226,7 @@ def test_a_failed_token_is_not_sampled_from_what_the_failure_left(tiny: TinyMode
         steps = llm.generate(prompt, temp=0.0)
         assert [next(steps) for _ in range(n_before)] == expected[:n_before]
         library.arm_fault("stat", 1, sticky=True)
-        with pytest.raises(ExpertIOError):
+        with pytest.raises(errors.ExpertIOError):
             list(steps)
         library.arm_fault("stat", 0)
         steps = llm.generate(prompt, temp=0.0)
@@ -236,7 +238,7 @@ def test_a_raising_callback_ends_the_load(tiny: TinyModel, load: Load, clean: An
     def progress(_share: float) -> None:
         raise error
 
-    with pytest.raises(CallbackError) as caught:
+    with pytest.raises(errors.CallbackError) as caught:
         load(tiny(), expert_cache="40%", progress=progress)
     assert caught.value.__cause__ is error
     assert np.array_equal(short_run(load(tiny(), expert_cache="40%")), clean)
@@ -247,7 +249,7 @@ def test_progress_goes_from_nothing_to_everything_and_can_stop_a_load(tiny: Tiny
     load(tiny(), expert_cache="40%", progress=shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    with pytest.raises(GenerationCancelled, match="progress"):
+    with pytest.raises(errors.GenerationCancelled, match="progress"):
         load(tiny(), expert_cache="40%", progress=lambda _share: False)
 
 
@@ -267,7 +269,7 @@ def test_a_raising_listener_is_heard_later(tiny: TinyModel, load: Load, clean: A
         raise error
 
     llm.session.store.listen(on_routing=callback)
-    with pytest.raises(CallbackError) as caught:
+    with pytest.raises(errors.CallbackError) as caught:
         run_often(llm)
     assert caught.value.__cause__ is error
     assert calls == [1]
@@ -283,3 +285,73 @@ def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load
     with pytest.raises(KeyError, match="mine"):
         list(llm.generate([1, 2, 3], stopping_criteria=stop))
     assert len(list(zip(range(3), llm.generate([1, 2, 3]), strict=False))) == 3
+
+
+TENSOR = b"blk.1.ffn_up_exps.weight"
+EXPERT_COUNT = b"qwen2moe.expert_count"
+
+Change = Callable[[bytearray], object]
+
+
+def after(data: bytearray, name: bytes, n_bytes: int = 0) -> int:
+    """Where the bytes after a length-prefixed name begin, and `n_bytes` further on."""
+    return data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + n_bytes
+
+
+BAD_FILES: dict[str, Change] = {  # the reader's own tests have every rule
+    "cut in the data": lambda data: data.__delitem__(slice(len(data) // 2, None)),
+    "wrong magic": lambda data: data.__setitem__(slice(0, 4), b"GGML"),
+    "offset of 2^63": lambda data: struct.pack_into("<Q", data, after(data, TENSOR, 4 + 24 + 4), 1 << 63),
+    "another number of experts": lambda data: struct.pack_into("<I", data, after(data, EXPERT_COUNT, 4), 8),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_a_format_error_and_the_next_good_one_loads(
+    tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    data = bytearray(tiny().read_bytes())
+    BAD_FILES[name](data)
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(data)
+    with pytest.raises(errors.ModelFormatError, match=r"bad\.gguf"):
+        Llama(bad, verbose=False)
+    llm = load(tiny(), expert_cache="40%")
+    assert np.array_equal(greedy_logits(llm), reference(tiny()))
+
+
+def cut_experts_off(path: Path) -> None:
+    """Cut the file where its experts begin."""
+    first = min(matrix.offset for matrix in read_layout(path).matrices)
+    with path.open("r+b") as file:
+        file.truncate(first)
+
+
+@pytest.fixture
+def copied(tiny: TinyModel, tmp_path: Path) -> Path:
+    return Path(shutil.copy(tiny(), tmp_path / "copy.gguf"))
+
+
+def test_a_file_truncated_in_use_ends_the_pass(copied: Path, tiny: TinyModel, load: Load, reference: Reference) -> None:
+    llm = load(copied, expert_cache="40%")
+    whole = copied.read_bytes()
+    greedy_logits(llm, n_new=2)
+    cut_experts_off(copied)
+    with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf"):
+        greedy_logits(llm)
+    copied.write_bytes(whole)  # the same bytes, which only another load can know
+    with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf' was written to after the model was loaded"):
+        greedy_logits(llm)
+    assert np.array_equal(greedy_logits(load(copied, expert_cache="40%")), reference(tiny()))
+
+
+def test_a_file_written_to_while_it_is_loaded_is_an_error(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = ExpertLayout.check_not_overwritten
+
+    def overwrite_first(layout: ExpertLayout) -> None:
+        copied.write_bytes(copied.read_bytes())
+        check(layout)
+
+    monkeypatch.setattr(ExpertLayout, "check_not_overwritten", overwrite_first)
+    with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf was written to while it was loaded"):
+        Llama(copied, expert_cache="40%", verbose=False)

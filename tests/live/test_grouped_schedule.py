@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import TinyModel, ask
-from batches import answers_of, running
+from answering import TinyModel, answers_of, ask, running
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
@@ -22,7 +21,7 @@ from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.engine import Engine
 from moegguf.generate.kv_slots import Step
 from moegguf.generate.request import Sampling
-from moegguf.native.events import Phase, RoutingEvent
+from moegguf.native.events import Phase
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
 from predictors.study.sequence_groups import ExpertFlow, NextToken, SequenceGroups
@@ -168,21 +167,6 @@ def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: Tiny
 def test_a_resident_model_needs_no_groups(tiny: TinyModel) -> None:
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="100%") as llm:
         assert ExpertFlow.of(llm) is None
-
-
-def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel) -> None:
-    seen: list[RoutingEvent] = []
-    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", strategy="lru") as llm:
-        llm.session.store.listen(on_routing=seen.append)
-        first, second = llm.context.begin_request(), llm.context.begin_request()
-        llm.context.eval_chunks([Chunk(0, [5, 6], 0, first, Phase.PREFILL)])
-        llm.context.eval_chunks([Chunk(1, [7, 8, 9], 0, second, Phase.PREFILL), Chunk(0, [5], 2, first, Phase.DECODE)])
-        llm.session.store.listen()
-    mixed = [event for event in seen if event.sequences is not None]
-    assert {event.phase for event in mixed} == {Phase.DECODE}, "as a pass of single tokens: some of it decodes"
-    *layers, last = [(event.sequences.tolist(), event.phases.tolist()) for event in mixed]  # type: ignore[union-attr]
-    assert all(layer == ([second] * 3 + [first], [0, 0, 0, 1]) for layer in layers)
-    assert last == ([second, first], [0, 1])
 
 
 def test_an_engine_answers_by_groups_and_closes_while_it_listens(tiny: TinyModel) -> None:

@@ -1,24 +1,16 @@
-"""Budget, readers, layout, switches, scores and prefetches never change a logit."""
+"""Budget, readers, layout, switches, scores, prefetches and callbacks never change a logit."""
 
+import ctypes as c
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from running import (
-    Load,
-    Meddler,
-    Reference,
-    TinyModel,
-    greedy_logits,
-    in_threads,
-    random_prompt,
-    share_for,
-    write_adapter,
-)
+from running import Load, Meddler, Reference, TinyModel, greedy_logits, in_threads, share_for, write_adapter
 
 from moegguf.engine.llama import Llama
 from moegguf.gguf.experts import read_layout
+from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
 
@@ -134,21 +126,6 @@ def test_two_models_at_once_in_two_threads_share_nothing(tiny: TinyModel, load: 
     assert all(model.stats().evictions > 0 for model in models)
 
 
-def test_text_is_the_same_with_the_hooks_off(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = load(tiny("tiny-mix", "q4_k_m"), expert_cache="30%")
-    prompt = llm.detokenize(random_prompt(llm, 40, seed=3)).decode(errors="ignore")
-    messages = [{"role": "user", "content": "What is an expert?"}]
-    monkeypatch.setenv("MOEGGUF_HOOKS", "0")
-    plain = load(tiny("tiny-mix", "q4_k_m"))
-    assert plain.session is None
-    for llm_options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7}):
-        texts = [m(prompt, max_tokens=24, **llm_options)["choices"][0]["text"] for m in (llm, plain)]
-        assert texts[0] == texts[1] != ""
-        chats = [m.create_chat_completion(messages, max_tokens=24, **llm_options) for m in (llm, plain)]
-        assert chats[0]["choices"][0]["message"] == chats[1]["choices"][0]["message"]
-    assert llm.stats().evictions > 0
-
-
 def test_an_adapter_on_experts_acts_as_in_llama_cpp(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
@@ -159,3 +136,40 @@ def test_an_adapter_on_experts_acts_as_in_llama_cpp(
     assert llm.stats().evictions > 0
     assert np.array_equal(logits, reference(path, n_ubatch=1, repack=False, lora_path=adapter))
     assert np.abs(logits - reference(path, n_ubatch=1, repack=False)).max() > 0.01
+
+
+PROMPT = [5, 9, 2, 11]
+
+
+def computed_nodes(llm: Llama, tokens: list[int]) -> list[str]:
+    """The names of the nodes of a pass in the order of computing, as a user's own callback is asked about them."""
+    base = c.CDLL(str(library.find_library() / "libggml-base.so"))
+    base.ggml_get_name.restype, base.ggml_get_name.argtypes = c.c_char_p, [c.c_void_p]
+    names: list[str] = []
+
+    def note(tensor: int, ask: bool, _: object) -> bool:
+        if ask:
+            names.append(base.ggml_get_name(tensor).decode())
+        return not ask  # not asked for, or: go on
+
+    callback = c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_bool, c.c_void_p)(note)
+    chain = library.load().moegguf_context_chain
+    chain(llm.session.store.context.handle, c.cast(callback, c.c_void_p), None)
+    try:
+        llm.eval(tokens)
+    finally:
+        chain(llm.session.store.context.handle, None, None)
+    return names
+
+
+@pytest.mark.parametrize("n_tokens", [1, 4])
+def test_the_shared_expert_is_computed_while_others_arrive(load: Load, tiny: TinyModel, n_tokens: int) -> None:
+    path = tiny("tiny-qwen2moe", "q4_0")
+    few, all_resident = load(path, expert_cache="30%"), load(path, expert_cache="100%")
+    ordered, plain = computed_nodes(few, PROMPT[:n_tokens]), computed_nodes(all_resident, PROMPT[:n_tokens])
+    assert sorted(ordered) == sorted(plain)
+    for il in range(few.session.layout.n_layer):  # type: ignore[union-attr]
+        names = [f"ffn_moe_slot_ids-{il}", f"ffn_shexp-{il}", f"ffn_moe_up-{il}", f"ffn_moe_down-{il}"]
+        assert [ordered.index(name) for name in names] == sorted(ordered.index(name) for name in names)
+        assert plain.index(f"ffn_moe_down-{il}") < plain.index(f"ffn_shexp-{il}"), "llama.cpp's own order"
+    assert np.array_equal(few.scores[:n_tokens], all_resident.scores[:n_tokens])

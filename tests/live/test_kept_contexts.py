@@ -1,9 +1,6 @@
 """Contexts on disk: after a restore every logit is that of never having stopped, and what is damaged is computed."""
 
-import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +9,9 @@ import numpy as np
 import pytest
 from answering import DEMO, TinyModel
 from hybrid_model import write_hybrid
-from own_process import in_own_process
 from pictures import message, png
+from rpc_device import on_servers
 
-from moegguf.child import child_environment
 from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
 from moegguf.engine.kept_contexts import BLOCK_TOKENS, KeptContexts
@@ -181,24 +177,19 @@ def test_other_computations_have_other_blocks(tiny: TinyModel, tmp_path: Path) -
         assert computed(answer(same, prompt)) == (1, N_PROMPT - 1)
 
 
-def on_device(path: Path) -> list[tuple[EngineAnswer, tuple[int, int]]]:
-    """Answers of three engines on a simulated device, and what they computed; one block is damaged after the first."""
-    device, found = add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20, strict_seed=1), []
+@on_servers()
+def test_a_context_in_a_devices_memory_is_restored(path: Path) -> None:
+    """By three engines; one block is damaged after the first."""
+    device, found = add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20, strict_seed=1), list[EngineAnswer]()
     for _ in range(3):
         with engine(path, store=StoreOptions(device=device), vram_cache="100%", parallel=1) as each:
-            answered = answer(each, prompt_of(N_PROMPT))
-            found.append((answered, computed(answered)))
+            found.append(answer(each, prompt_of(N_PROMPT)))
         if len(found) == 1:
             damaged = block_paths()[3]
             damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    return found
-
-
-def test_a_context_in_a_devices_memory_is_restored(tiny: TinyModel) -> None:
-    answers = in_own_process(on_device, tiny("tiny-qwen2moe", "q4_0"))
-    assert all(found.logprobs == answers[0][0].logprobs for found, _ in answers)
+    assert all(each.logprobs == found[0].logprobs for each in found)
     n_left = 3 * BLOCK_TOKENS
-    assert [counts for _, counts in answers] == [(N_PROMPT, 0), (N_PROMPT - n_left, n_left), (1, N_PROMPT - 1)]
+    assert [computed(each) for each in found] == [(N_PROMPT, 0), (N_PROMPT - n_left, n_left), (1, N_PROMPT - 1)]
 
 
 def test_owners_share_no_block() -> None:
@@ -257,17 +248,6 @@ def test_what_cannot_be_used_is_computed(
         assert computed(found) == (1, N_PROMPT - 1)
 
 
-def test_a_full_disk_costs_no_answer(monkeypatch: pytest.MonkeyPatch, unkept: Callable[..., EngineAnswer]) -> None:
-    prompt = prompt_of(N_PROMPT)
-    expected = unkept(DEMO, prompt)
-    with engine(DEMO) as first:
-        monkeypatch.setattr("os.replace", _no_space)
-        with pytest.warns(UserWarning, match="not kept on disk") as warned:
-            found = [answer(first, prompt_of(N_PROMPT, 1)), answer(first, prompt)][1]
-        assert len(warned) == 1
-        assert found.logprobs == expected.logprobs
-
-
 def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_contexts, "MOST_QUEUED_BYTES", 1)  # one block at a time
     monkeypatch.setattr(kept_contexts, "WAIT_SHARE", 0.0)
@@ -278,16 +258,6 @@ def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.Monk
     assert not all(kept)
     with engine(DEMO) as later:
         assert computed(answer(later, prompt, max_tokens=1)) == (1, 10 * BLOCK_TOKENS - 1)
-
-
-def test_killed_processes_leave_no_wrong_answer(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.context_check", "kills", str(DEMO), "--count", "4", "--longest", "0.2"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=child_environment(), check=False)
-    assert "all right" in found.stdout and "all whole" in found.stdout, found.stderr
-
-
-def _no_space(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_old_sequences_give_way_to_what_is_restored(unkept: Callable[..., EngineAnswer]) -> None:

@@ -1,12 +1,16 @@
-"""Policies and predictors on running models: the same tokens whatever they decide, and that they do decide."""
+"""Policies, predictors (failing ones, too) and strategies on running models: the same tokens, and that they decide."""
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from answering import DEMO
 from running import (
     Llama,
     Load,
@@ -18,7 +22,6 @@ from running import (
     count_scores,
     greedy_logits,
     hooks_off,
-    in_threads,
     random_prompt,
 )  # fmt: skip
 
@@ -27,14 +30,20 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies import policy_names
 from moegguf.controller.predictors import PREDICTORS, UNTRAINED
+from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
+from moegguf.controller.strategies import STRATEGIES
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
+from moegguf.engine.recording import TraceOptions
 from moegguf.errors import CallbackError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
-from moegguf.native.events import Float32s
-from moegguf.native.store import ListenOptions, Store, StoreOptions, native_policies
+from moegguf.gguf.experts import read_layout
+from moegguf.native.events import Float32s, RoutingEvent
+from moegguf.native.store import ListenOptions, StoreOptions, native_policies
+from moegguf.trace.analysis import TraceAnalysis
+from moegguf.trace.format import read
 from predictors.study.controls import FreshGate
 from predictors.study.judge import Judge
 
@@ -104,12 +113,6 @@ def test_prefetching_on_the_event_thread_meanwhile(own: Own, load: Load, expecte
             break
         assert np.array_equal(logits_of(llm), expected())
     assert llm.stats().prefetch_started > 0
-
-
-def test_prefetching_begins_in_doubt(own: Own, load: Load) -> None:
-    llm = load(own(), policy="lru", predictor="previous-token", prefetch=True, **TIGHT)
-    assert llm.decisions()["prefetch"] == "measuring"
-    assert load(own(), policy="lfu", **TIGHT).decisions()["prefetch"] == "off"
 
 
 class LastLayersFirst:
@@ -255,31 +258,6 @@ def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, exper
     assert fresh.due >= N_NEW * len(llm.layout.layers) - 1
 
 
-@pytest.mark.parametrize("option", [{"predictor": "skip"}, {"prefetch": EAGER}], ids=str)
-def test_a_native_policy_takes_a_controller_only_with_a_predictor(
-    own: Own, load: Load, expected: Callable[..., Logits], option: dict[str, Any]
-) -> None:
-    llm = load(own(), policy="next-use", **option, **TIGHT)
-    assert np.array_equal(logits_of(llm), expected())
-    assert llm.decisions()["routing_events"] > 0
-    assert llm.decisions()["us_per_event"] > 0
-
-
-def test_two_threads_of_one_model_are_decided_for_in_turn(own: Own, load: Load) -> None:
-    llm = load(own(), policy="sparsity", predictor="eamc", prefetch=EAGER, logits_all=False, **TIGHT)
-
-    def generate(seed: int) -> list[int]:
-        steps = llm.generate(random_prompt(llm, 12, seed), temp=0)
-        try:
-            return [next(steps) for _ in range(8)]
-        finally:
-            steps.close()
-
-    alone = [generate(1), generate(2)]
-    assert in_threads(lambda: generate(1), lambda: generate(2)) == alone
-    assert llm.context.next_request == 4
-
-
 def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_over(
     own: Own, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,20 +279,133 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
     assert llm.decisions()["prefetch"] in ("measuring", "paused", "on")
 
 
-def test_what_the_store_predicts_is_acted_on_in_periods_that_differ_in_that_alone(
-    own: Own, load: Load, expected: Callable[..., Logits], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Watchdog, "_decide", _never_pays)
-    acted: list[bool] = []
-    monkeypatch.setattr(Store, "act_on_forecasts", lambda self, on: acted.append(on))
-    llm = load(own(), policy="next-use", predictor="skip", prefetch=True, **TIGHT)
-    controller_of(llm).watchdog = Watchdog(BRIEF)
-    assert np.array_equal(logits_of(llm), expected())
-    assert acted[:3] == [False, True, False], "off at first, on for a period, off again"
-    assert controller_of(llm).n_events == 0, "Python receives no events"
-    assert llm.decisions()["predicted_right"] > 0
-
-
 def _never_pays(watchdog: Watchdog) -> None:
     watchdog._periods_ns = {False: [], True: []}
     watchdog.on, watchdog._pause_tokens = False, 10
+
+
+class FailingPredictor(Predictor):
+    """Predicts `answer(il)`."""
+
+    name: ClassVar[str] = "failing"
+
+    def __init__(self, shape: MoeShape, answer: Callable[[MoeShape], Any]) -> None:
+        super().__init__(shape, reach=9)
+        self.answer, self.calls = answer, 0
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        self.calls += 1
+        return self.answer(self.shape)
+
+
+def fails(shape: MoeShape) -> Any:
+    raise IndexError("expert 1000000")
+
+
+def test_a_failing_predictor_is_one_warning(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
+    predictor = FailingPredictor(MoeShape.of(read_layout(own())), fails)
+    llm = load(own(), policy="lfu", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)
+    given = count_scores(llm)
+    with pytest.warns(UserWarning, match="the predictor failing .*; going on without it") as caught:
+        assert np.array_equal(logits_of(llm), expected())
+    assert len(caught) == predictor.calls == 1
+    figures = llm.decisions()
+    assert (figures["policy"], figures["predictor"], figures["prefetch"]) == ("lfu", "none", "off")
+    assert sum(given) > 0  # the policy goes on
+
+
+def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
+    class Wrong(FailingPredictor):
+        def observe(self, event: RoutingEvent) -> None:
+            self.wrong = 1.0 - np.isin(np.arange(self.shape.n_expert), event.expert_ids)
+
+    predictor = Wrong(MoeShape.of(read_layout(own())), lambda shape: predictor.wrong if predictor.calls > 2 else None)
+    llm = load(own(), policy="locality", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.array_equal(logits_of(llm), expected())
+    assert llm.stats().prefetch_started > 0
+
+
+def test_closing_waits_for_no_queue_of_a_slow_predictor(
+    own: Own, load: Load, expected: Callable[..., Logits], tmp_path: Path
+) -> None:
+    slow = FailingPredictor(MoeShape.of(read_layout(own())), lambda shape: time.sleep(0.15))
+    llm = load(own(), policy="lfu", predictor=slow, prefetch=PrefetchOptions(window=1), trace=tmp_path / "t", **TIGHT)
+    assert np.array_equal(logits_of(llm), expected())
+    assert 0 < slow.calls < 40  # of 88 and more
+    begin = time.monotonic()
+    llm.close()
+    assert time.monotonic() - begin < 3
+
+
+QUARTER: dict[str, Any] = {"expert_cache": "25%", "n_ubatch": 4, "n_ctx": 128}
+PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")
+
+
+def run(llm: Llama) -> Logits:
+    """Two requests, of which the first is one that the second can be matched with."""
+    greedy_logits(llm, random_prompt(llm, 4, seed=1), 3)
+    return greedy_logits(llm, random_prompt(llm, 12), 10)
+
+
+@pytest.fixture(scope="module")
+def resident() -> Logits:
+    # as `load` of conftest.py does
+    with Llama(DEMO, expert_cache="100%", n_ubatch=4, n_ctx=128, n_threads=1, verbose=False, logits_all=True) as llm:
+        return run(llm)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_decides_and_changes_no_bit(
+    load: Load, resident: Logits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    llm, strategy = load(DEMO, strategy=name, lockstep=True, **QUARTER), STRATEGIES[name]
+    assert np.array_equal(run(llm), resident)
+    decided, store = llm.decisions(), llm.session.store  # type: ignore[union-attr]
+    assert {switch: getattr(store.options, switch) for switch in strategy.switches} == strategy.switches
+    assert llm.stats().evictions > 0
+    if name == "moegguf":
+        assert (decided["policy"], decided["prefetch"]) == ("next-use", "off")  # as measured.json says
+        return
+    assert (decided["policy"], decided["predictor"]) == (strategy.policy, strategy.predictor)
+    assert decided["prefetch"] == ("on" if name in PAPERS else "off")
+    assert (llm.stats().prefetch_started > 0) == (name in PAPERS)
+    if name in PAPERS:
+        assert decided["routing_events"] > 0 and decided["us_per_event"] > 0
+        assert controller_of(llm).native, "each predicts in the store"
+
+
+def test_the_environment_names_a_strategy_where_callers_do_not(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "none")
+    assert not load(DEMO, **QUARTER).session.store.options.overlap  # type: ignore[union-attr]
+    assert load(DEMO, strategy="lru", **QUARTER).session.store.options.overlap  # type: ignore[union-attr]
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "nine")
+    with pytest.raises(OptionError, match="no strategy 'nine'"):
+        load(DEMO, **QUARTER)
+
+
+@pytest.mark.parametrize("name", ["none", *PAPERS])
+def test_a_simulated_strategy_counts_what_the_live_one_counted(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    options = replace(STRATEGIES[name].store, sweep=False)  # fetching ahead takes time, which differs
+    llm = load(
+        DEMO, strategy=name, prefetch=False, store=options, lockstep=True,
+        trace=TraceOptions(tmp_path / "t", inputs=True), **QUARTER,
+    )  # fmt: skip
+    run(llm)
+    n_slots = llm.plan.n_slots
+    llm.close()
+    for learned in tmp_path.rglob("eamc.safetensors"):
+        learned.unlink()
+    trace, layout = read(tmp_path / "t"), read_layout(DEMO)
+    share = n_slots / layout.n_expert_total
+    analysis = TraceAnalysis(trace, Artifacts(layout, trace.header.fingerprint))
+    monkeypatch.setitem(STRATEGIES, name, replace(STRATEGIES[name], store=options))
+    row, _ = analysis.simulate_strategies([name], [share], prefetch=False)
+    assert (row.strategy, row.n_slots) == (name, n_slots)
+    for counted in ("lookups", "misses", "evictions"):
+        assert row.simulated.counters[counted] == trace.header.settings[counted], counted

@@ -1,18 +1,18 @@
-"""Logits belong to the request that computed them: no token is taken from those that another one left."""
+"""Logits belong to the request that computed them; GBNF grammars through the bindings end where no token may follow."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, reply
-from batches import answers_together
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import Chunk
-from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError
-from moegguf.generate.embedding import embed
-from moegguf.generate.engine import Engine
+from moegguf.engine.upstream import UpstreamLlama
+from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError, SchemaError
 from moegguf.generate.kv_slots import MAX_LOGITS_BYTES
 from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler, logprob_of
@@ -54,33 +54,6 @@ def test_an_empty_prompt_begins_with_bos(load: Load, options: dict[str, Any]) ->
         assert answer.timing.prompt_tokens == 1
 
 
-def test_an_empty_prompt_among_others_is_an_error_of_its_own(load: Load) -> None:
-    llm = load(DEMO, n_seq_max=4, logits_all=False)
-    empty = ask(QUESTION, template=EMPTY, n_logprobs=0, max_tokens=2)
-    found = answers_together(llm, [ask(QUESTION, max_tokens=4), empty, ask("Who are you?", max_tokens=4)])
-    assert [type(received.error) for received in found] == [type(None), OptionError, type(None)]
-    assert not found[1].logprobs
-
-
-def test_an_engine_refuses_what_has_no_tokens() -> None:
-    with Engine("demo", 2, n_ctx=256, n_threads=1) as engine:
-        answers = [*engine.generate(["", "An"]), *engine.chat([{"role": "user", "content": "x"}], template=EMPTY)]
-    assert [type(answer.error) for answer in answers] == [OptionError, type(None), OptionError]
-
-
-def test_a_request_begins_without_logits(demo: Llama) -> None:
-    reply(demo, QUESTION, max_tokens=1)
-    taken: list[int] = []
-
-    def steps() -> Generator[int, None, None]:
-        taken.append(demo.sample(temp=0.0))
-        yield taken[0]
-
-    with pytest.raises(OptionError, match="no logits of this request"):
-        list(demo.context.as_request(steps()))
-    assert not taken
-
-
 def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
     llm = load(DEMO, n_batch=32, logits_all=False)
     reply(llm, "Who are you?", max_tokens=1)
@@ -106,14 +79,6 @@ def test_a_prompt_that_fails_leaves_no_logits(tiny: TinyModel, load: Load) -> No
     llm.eval([4])
     for read in READERS:
         read(llm)
-
-
-@pytest.mark.parametrize("options", [{}, {"embedding": True, "pooling_type": 1}], ids=str)
-def test_an_embedding_leaves_no_logits_to_the_next_request(load: Load, options: dict[str, Any]) -> None:
-    llm = load(DEMO, logits_all=False, **options)
-    embed(llm, ["a cat"])
-    with pytest.raises(OptionError, match="no logits of this request"):
-        list(llm.context.as_request(llm.context.logits() for _ in range(1)))
 
 
 @pytest.mark.parametrize("given", ["", ["a cat", ""], [""]], ids=str)
@@ -180,3 +145,73 @@ def test_prompt_logprobs_are_those_of_the_logits(load: Load, n_seq_max: int, mon
         assert found == pytest.approx([expected[n, token] for n, token in enumerate(tokens[1:])], abs=0.05)
         best = [llm.vocabulary.text(int(token)) for token in expected[:-1].argmax(axis=1)]
         assert [each.top[0][0] for each in delta.prompt[1:]] == best
+
+
+bindings = library.llama_cpp()
+A_OR_B = 'root ::= "a" | "b"'
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Callable[..., Path]) -> Any:
+    with Llama(tiny(), n_ctx=256, n_threads=1, verbose=False) as llm:
+        yield llm
+
+
+def grammar(text: str) -> Any:
+    return bindings.LlamaGrammar.from_string(text, verbose=False)
+
+
+def without_end(llm: Llama) -> dict[int, float]:
+    """The bias that makes a model one without an end-of-text token: no token may follow a complete text."""
+    return dict.fromkeys(ends_of(llm), -float("inf"))
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_a_complete_text_ends_the_answer(model: Llama, has_end: bool) -> None:
+    options: dict[str, Any] = {"max_tokens": 9, "logit_bias": {} if has_end else without_end(model)}
+    for form in (grammar(A_OR_B), A_OR_B):
+        choice = model("hello", grammar=form, **options)["choices"][0]
+        assert choice["text"] in ("a", "b") and choice["finish_reason"] == "stop"
+    parts = [part["choices"][0] for part in model("hello", grammar=A_OR_B, stream=True, **options)]
+    assert "".join(part["text"] for part in parts) in ("a", "b") and parts[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_a_chat_follows_its_response_format(model: Llama, has_end: bool) -> None:
+    form = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    reply = model.create_chat_completion(
+        [{"role": "user", "content": "hi"}],
+        response_format={"type": "json_object", "schema": form},
+        max_tokens=40,
+        logit_bias={} if has_end else without_end(model),
+    )
+    choice = reply["choices"][0]
+    assert choice["message"]["content"].replace(" ", "") in ('{"a":true}', '{"a":false}')
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_grammar_that_cannot_be_read_is_a_typed_error(model: Llama) -> None:
+    for text in ("root ::= none", "word ::= [a-z]", "root ::= (", 'root ::= root "a" | "a"'):
+        with pytest.raises(SchemaError, match="a grammar is GBNF"):
+            model("hello", grammar=text, max_tokens=3)
+    assert model("hello", max_tokens=1)["choices"][0]["text"] is not None
+
+
+def test_the_tokens_are_those_of_llama_cpp(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose own chain is safe where the text never ends."""
+    form = grammar(r'root ::= ([a-z]+ | [0-9]+ | ", ")+')
+
+    def tokens() -> list[int]:
+        model.set_seed(7)
+        return list(islice(model.generate([5, 6, 7], grammar=form, temp=1.0, repeat_penalty=1.1), 40))
+
+    ours = tokens()
+    own = UpstreamLlama.__mro__[1]._init_sampler
+    monkeypatch.setattr(UpstreamLlama, "_init_sampler", own)
+    assert tokens() == ours
+
+
+def test_a_plain_answer_after_one_with_a_grammar_is_free(model: Llama) -> None:
+    model("hello", grammar=A_OR_B, max_tokens=3)
+    free = model("hello", max_tokens=12, temperature=0)["choices"][0]
+    assert free["finish_reason"] == "length" and free["text"] not in ("a", "b")

@@ -1,8 +1,10 @@
-"""The manager with real workers: memory is freed, a killed worker costs one answer, and answers stay the same."""
+"""The manager with real workers, also on a device: memory is freed, a lost worker costs one answer."""
 
 import asyncio
+import multiprocessing
 import shutil
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,10 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
-from running import share_for
-from scripted_manager import in_loop, n_files
+from rpc_device import server
+from running import TinyModel, share_for
+from scripted_manager import n_files
 
-from moegguf.errors import BudgetError, ExpertIOError, ModelNotFoundError
+from moegguf.engine.devices import query_gpus
+from moegguf.engine.machine import Device
+from moegguf.errors import BudgetError, DeviceLostError, ExpertIOError, ModelNotFoundError
 from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
@@ -22,20 +27,19 @@ from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.model_manager import ModelManager
+from moegguf.serving.worker_process import device_failure
 from moegguf.settings import Settings
 from tools.models import PRESETS, write_model
-
-TinyModel = Callable[..., Path]
 
 ONE_THREAD = LoadOverrides(n_threads=1)
 ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
 class Files:
-    """A catalog of two tiny models."""
+    """A catalog of files."""
 
-    def __init__(self, tiny: TinyModel) -> None:
-        self.paths = {"a": tiny("tiny-qwen2moe"), "b": tiny("tiny-mixtral")}
+    def __init__(self, **paths: Path) -> None:
+        self.paths = paths
 
     def find(self, name: str) -> ModelEntry:
         path = self.paths[name]
@@ -50,7 +54,7 @@ class Files:
 
 @pytest.fixture
 def files(tiny: TinyModel) -> Files:
-    return Files(tiny)
+    return Files(a=tiny("tiny-qwen2moe"), b=tiny("tiny-mixtral"))
 
 
 @asynccontextmanager
@@ -83,7 +87,6 @@ async def generate(
         return (await answer_and_timing(lease, generation))[0]
 
 
-@in_loop
 async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(files: Files, tmp_path: Path) -> None:
     before, after, served = files.paths["a"], tmp_path / "after.gguf", tmp_path / "served.gguf"
     write_model(after, PRESETS["tiny-qwen2moe"], seed=1)
@@ -106,7 +109,6 @@ async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(fil
         assert await generate(manager, "served", story(3), few) == old
 
 
-@in_loop
 async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_text(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         expected = await generate(manager, "a", story(5, 40))
@@ -130,7 +132,6 @@ async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_
             await manager.set_budget("b", least)
 
 
-@in_loop
 async def test_a_budget_asked_for_in_a_run_is_kept_where_a_longer_context_loads_again(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         full = await manager.load("a", ONE_THREAD)
@@ -149,7 +150,6 @@ async def test_a_budget_asked_for_in_a_run_is_kept_where_a_longer_context_loads_
         assert fresh.expert_cache_bytes == full.expert_cache_bytes
 
 
-@in_loop
 async def test_a_budget_grows_only_into_what_other_models_leave(files: Files) -> None:
     shrunk_bytes = share_for(files.paths["a"], 38)  # of 64 slots: 40 % and a part stay
     memory_bytes = sum(files.size_bytes(name, n_ctx=512)[0] for name in "ab") - shrunk_bytes // 2
@@ -165,21 +165,6 @@ async def test_a_budget_grows_only_into_what_other_models_leave(files: Files) ->
         assert full.expert_cache_bytes == full.plan["budget_bytes"]
 
 
-@in_loop
-async def test_two_models_in_a_budget_that_holds_one(files: Files) -> None:
-    budget = max(files.size_bytes(name)[0] for name in "ab")
-    async with running_manager(files, memory_bytes=budget) as manager:
-        expected = {name: await generate(manager, name, story(3)) for name in "ab"}
-        pids = set()
-        for name in "abab":
-            assert await generate(manager, name, story(3)) == expected[name]
-            (model,) = manager.loaded()
-            assert model.name == f"{name}:latest" and model.size_bytes <= budget
-            pids.add(model.pid)
-        assert sum(map(psutil.pid_exists, pids)) == 1
-
-
-@in_loop
 async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         expected = await generate(manager, "a", story(5, 40))
@@ -195,3 +180,120 @@ async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) 
     async with running_manager(files, n_ctx=512, memory_bytes=minimum - 1) as manager:
         with pytest.raises(BudgetError, match=r"needs at least .*MOEGGUF_MEMORY"):
             await generate(manager, "a", story(5))
+
+
+# A worker on a machine with such a device, while it is there.
+WORKER = """
+import socket, sys
+sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from moegguf.serving import worker
+import rpc_device
+try:
+    socket.create_connection(("127.0.0.1", int(sys.argv[4])), 1).close()
+    rpc_device.register(Path(sys.argv[3]), int(sys.argv[4]))
+except OSError:
+    pass
+sys.argv[1:] = sys.argv[5:]
+worker.main()
+"""
+QUESTION = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=24))
+LONG = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
+GPU = Device("RPC0", 0, 6 << 30, 8 << 30)
+TESTS = Path(__file__).resolve().parents[1]
+
+
+async def text_of(manager: ModelManager, generation: GenerationRequest) -> str:
+    async with manager.lease("a", ONE_THREAD) as lease:
+        return "".join([event.text async for event in lease.answer(generation) if isinstance(event, Delta)])
+
+
+@asynccontextmanager
+async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[ModelManager]:
+    """A manager whose workers compute the model on a device in a process of its own, with MOEGGUF_VRAM_CACHE there."""
+    with server() as (rpc, port):
+        command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
+        settings = Settings(n_ctx=512, memory_bytes=4 << 30, n_parallel=n_parallel)
+        async with ModelManager(Files(a=path), settings, command=command, devices=lambda: [GPU]) as manager:
+            yield manager
+
+
+async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
+    async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
+        expected = await text_of(manager, QUESTION)
+        (loaded,) = manager.loaded()
+        plan = loaded.plan
+        assert plan["device"] == "RPC0" and [tier.name for tier in loaded.stats.tiers] == ["VRAM", "RAM"]
+        assert loaded.vram_bytes == plan["total_bytes"]
+        assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
+        slot_bytes, n_slots = plan["slot_bytes"], plan["n_slots"]
+        fewer = ExpertCache("bytes", n_bytes=(n_slots - 5) * slot_bytes)
+        small = await manager.set_budget("a", vram_cache=fewer, expert_cache=parse_expert_cache("30%"))
+        assert loaded.vram_bytes - small.vram_bytes == 5 * slot_bytes
+        assert small.expert_cache_bytes == int(0.3 * 64) * slot_bytes
+        assert await text_of(manager, QUESTION) == expected
+        assert [tier.n_slots for tier in manager.loaded()[0].stats.tiers] == [n_slots - 5, 19]
+        async with manager.lease("a", ONE_THREAD) as lease:
+            answer = aiter(lease.answer(LONG))
+            await anext(answer)
+            (device,) = multiprocessing.active_children()
+            device.kill()
+            with pytest.raises(DeviceLostError, match=r"the device that computed the model failed \(.*RPC.*without"):
+                async for _ in answer:
+                    pass
+        assert len(await text_of(manager, QUESTION)) > 0
+        (loaded,) = manager.loaded()
+        assert loaded.plan["device"] is None and loaded.vram_bytes == 0
+        assert [tier.name for tier in loaded.stats.tiers] == ["RAM"]
+        with pytest.raises(BudgetError, match="has no slots in VRAM"):
+            await manager.set_budget("a", vram_cache=fewer)
+
+
+async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
+    monkeypatch.setenv("MOEGGUF_PLACEMENT", "layers")
+    async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
+        expected = await text_of(manager, QUESTION)
+        (loaded,) = manager.loaded()
+        plan = loaded.plan
+        assert (plan["layers_on"], plan["device"], plan["placement"]["chosen"]["n_layers"]) == ("RPC0", None, 2)
+        assert loaded.vram_bytes == plan["total_bytes"]
+        assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
+        assert (loaded.expert_cache_bytes, loaded.vram_cache_bytes) == (plan["budget_bytes"], 0)
+        small = await manager.set_budget("a", expert_cache=parse_expert_cache("60%"))
+        assert small.stats.n_experts == 32 and small.expert_cache_bytes < loaded.expert_cache_bytes
+        assert await text_of(manager, QUESTION) == expected
+        with pytest.raises(BudgetError, match="has no slots in VRAM"):
+            await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
+
+
+async def test_four_answers_at_once_from_slots(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"VRAM_CACHE": "30%", "PLACEMENT": "slots"}.items():
+        monkeypatch.setenv(f"MOEGGUF_{name}", value)
+    async with manager_with_device(tiny("tiny-gpt-oss"), n_parallel=4) as manager:
+        asked = [replace(QUESTION, prompt=f"once upon a time {n}") for n in range(4)]
+        texts = await asyncio.gather(*(text_of(manager, question) for question in asked))
+        assert all(texts)
+        (loaded,) = manager.loaded()
+        assert loaded.plan["device"] == "RPC0"
+        assert loaded.stats.passes < sum(24 + len(question.prompt) for question in asked)  # some were for several
+
+
+def test_a_devices_failure_is_found_in_a_log() -> None:
+    log = (
+        "loading\nmoegguf: the device failed: CUDA error. This process ends; run again.\n/x/ggml-cuda.cu:98: CUDA error"
+    )
+    assert device_failure(log) == "CUDA error"
+    assert device_failure("/x/ggml.c:5: GGML_ASSERT(n > 0) failed") == ""
+
+
+async def test_a_server_without_the_gpu_of_its_budget_says_so(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
+    async with ModelManager(Files(a=tiny()), Settings(n_ctx=512), devices=list) as manager:
+        with pytest.raises(BudgetError, match="sees none"):
+            await manager.load("a", ONE_THREAD)
+
+
+def test_the_devices_of_this_machine_are_asked_in_a_process_of_their_own() -> None:
+    assert all(isinstance(device, Device) for device in query_gpus())

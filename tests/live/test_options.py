@@ -1,28 +1,43 @@
-"""Keywords of `Llama`, and models that have no experts."""
+"""Keywords of `Llama`: what is refused, context and budget, LoRA adapters, and models that have no experts."""
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from answering import ends_of, reply
 from gguf import GGUFReader, GGUFWriter
-from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off
+from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt, share_for, write_adapter
 
-from moegguf.errors import OptionError
+from moegguf.engine.machine import read_memory
+from moegguf.engine.memory import kv_bytes
+from moegguf.errors import AllocationError, BudgetError, ModelFormatError, ModelNotFoundError, OptionError
+from moegguf.gguf.adapter import read_adapter
+from moegguf.gguf.experts import read_layout
+from moegguf.models.catalog import Catalog
+from moegguf.models.recipe import Recipe, parse
+from moegguf.native.store import StoreOptions
+from moegguf.serving.events import LoadOverrides
+from moegguf.serving.lease import process_key
+from moegguf.serving.memory_budget import measure
+from moegguf.settings import read_settings
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [("n_gpu_layer", "'n_gpu_layers'"), ("expert_cashe", "'expert_cache'"), ("n_ctxx", "'n_ctx'"), ("zzzzzzz", "help")],
-)
-def test_an_unknown_keyword_names_the_nearest_or_where_they_are_listed(tiny: TinyModel, wrong: str, words: str) -> None:
-    with pytest.raises(OptionError, match=f"'{wrong}'.*{words}"):
-        Llama(tiny(), **{wrong: 1})
-
-
-@pytest.mark.parametrize("number", [10, 15, 24, 99, -1])
-def test_a_type_that_no_kv_cache_can_have_is_refused(tiny: TinyModel, number: int) -> None:
-    with pytest.raises(OptionError, match=f"type_v is {number}"):
-        Llama(tiny(), type_v=number, verbose=False)
+    [
+        ({"n_gpu_layer": 1}, "'n_gpu_layer'.*'n_gpu_layers'"), ({"expert_cashe": 1}, "'expert_cashe'.*'expert_cache'"),
+        ({"n_ctxx": 1}, "'n_ctxx'.*'n_ctx'"), ({"zzzzzzz": 1}, "'zzzzzzz'.*help"),
+        *(({"type_v": number}, f"type_v is {number}") for number in (10, 15, 24, 99, -1)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_keyword_that_cannot_be_is_refused(tiny: TinyModel, wrong: dict[str, int], words: str) -> None:
+    """An unknown one names the nearest, or where they are listed."""
+    with pytest.raises(OptionError, match=words):
+        Llama(tiny(), verbose=False, **wrong)
 
 
 def test_a_budget_not_given_is_the_environments(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +90,174 @@ def test_with_the_hooks_off_the_interface_is_the_same(tiny: TinyModel, load: Loa
     llm.eval([1, 2])
     assert llm.stats().lookups == 0
     llm.set_expert_cache("25%")
+
+
+def test_a_model_is_not_loaded_with_an_absurd_context(tiny: TinyModel) -> None:
+    path: Path = tiny()
+    n_ctx = 2 * read_memory().total_bytes // (kv_bytes(read_layout(path), 256) // 256)
+    for n in (n_ctx, 1 << 30):
+        with pytest.raises((AllocationError, OptionError)):
+            Llama(path, n_ctx=n, verbose=False)
+    with pytest.raises(OptionError):
+        Llama(path, n_ctx=-5, verbose=False)
+
+
+@pytest.mark.parametrize("n_ctx", [300, 1, 0])
+def test_a_context_of_any_size_can_be_filled_to_its_end(tiny: TinyModel, load: Load, n_ctx: int) -> None:
+    llm = load(tiny("tiny-mix"), n_ctx=n_ctx, logits_all=False)
+    assert llm.n_ctx() % 256 == 0
+    assert len(llm.input_ids) == llm.n_ctx() == llm.context_params.n_ctx
+    if n_ctx:
+        bias = dict.fromkeys(ends_of(llm), -1000.0)
+        _, timing = reply(llm, prompt="hello", logit_bias=bias, shift=False)
+        assert timing.finish == "length"
+        assert len(timing.context) == llm.n_ctx()
+
+
+N_BEFORE, N_AFTER = 12, 20
+
+
+@pytest.mark.parametrize("budget", [1, "1KiB", "5%"])
+def test_a_budget_below_the_minimum_states_one_that_works(tiny: TinyModel, load: Load, budget: Any) -> None:
+    path = tiny("tiny-mixtral", "q4_k_m")  # 5 % of its 24 experts is one, and a token needs two
+    with pytest.raises(BudgetError, match="needs 2 in a layer") as caught:
+        Llama(path, expert_cache=budget, verbose=False)
+    stated = re.search(r"at least '([^']+)'", str(caught.value))
+    assert stated
+    with pytest.warns(UserWarning, match="below one token's experts"):
+        llm = load(path, expert_cache=stated[1])
+    assert llm.plan.n_slots == 2
+    assert np.isfinite(greedy_logits(llm, n_new=4)).all()
+
+
+@pytest.mark.parametrize("switch", [True, False], ids=["repacked", "plain"])
+@pytest.mark.parametrize("first", ["100%", "60%"])
+@pytest.mark.parametrize("second", ["one layer", "40%"])
+def test_a_budget_shrunk_while_writing_changes_no_token(
+    tiny: TinyModel, load: Load, reference: Reference, first: str, second: str, switch: bool
+) -> None:
+    from moegguf.native.store import StoreOptions
+
+    path = tiny()
+    n_slots = {"one layer": 16, "40%": 25}[second]
+    llm = load(path, expert_cache=first, store=StoreOptions(repack=switch))
+    expected = reference(path, repack=switch)[: 200 + N_BEFORE + N_AFTER + N_AFTER]
+    llm.eval(random_prompt(llm))
+    before = llm.stats()
+    for n in range(N_BEFORE + N_AFTER):
+        if n == N_BEFORE:
+            assert llm.stats().slots_used > n_slots
+            llm.set_expert_cache(share_for(path, n_slots))
+        llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
+        if n >= N_BEFORE:
+            stats = llm.stats()
+            assert stats.slots_used <= n_slots, "the budget has to be met within one token"
+            assert stats.n_slots == n_slots
+            assert stats.pool_bytes == share_for(path, n_slots)
+    assert np.array_equal(llm.scores[: llm.n_tokens], expected)
+    assert (llm.stats() - before).evictions > 0
+    llm.set_expert_cache(first)
+    assert np.array_equal(greedy_logits(llm), expected)
+    assert llm.stats().slots_used > n_slots
+
+
+def test_shrinking_gives_memory_back(tiny: TinyModel, load: Load) -> None:
+    path = tiny("tiny-mix", "q8_0")
+    llm = load(path, expert_cache="100%")
+    greedy_logits(llm, n_new=1)
+    llm.session.store.drain()
+    full = resident_bytes()
+    llm.set_expert_cache("25%")
+    given_back = full - resident_bytes()
+    assert given_back > llm.plan.budget_bytes // 2
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_shrinking_below_what_a_pass_may_need_is_refused(tiny: TinyModel, load: Load) -> None:
+    path = tiny()
+    # it cannot stream, and no slot is filled when slots are counted
+    llm = load(path, expert_cache="40%", store=StoreOptions(overlap=False), prefetch=False)
+    with pytest.raises(BudgetError, match="at least") as caught:
+        llm.set_expert_cache(share_for(path, 8))
+    stated = re.search(r"at least '([^']+)'", str(caught.value))
+    assert stated
+    llm.set_expert_cache(stated[1])
+    with pytest.raises(BudgetError):
+        llm.set_expert_cache(1)
+    greedy_logits(llm)
+    assert 16 <= llm.stats().slots_used == llm.stats().n_slots < llm.plan.n_slots
+
+
+PROMPT = "An expert is"
+WIDTH = 64  # of tiny-qwen2moe
+
+
+@pytest.fixture
+def tuned(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A catalog with "tuned", made from a Modelfile."""
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
+    path = tiny("tiny-qwen2moe")
+    adapter = write_adapter(tmp_path / "my adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
+    Catalog().create("tuned", parse(f"FROM {path}\nADAPTER {adapter}\nDRAFT {path}\n"))
+    return SimpleNamespace(path=path, adapter=adapter, catalog=Catalog(), entry=Catalog().find("tuned"))
+
+
+def test_a_name_has_its_adapter_and_its_draft_model(tuned: SimpleNamespace) -> None:
+    entry, plain = tuned.entry, tuned.catalog.find(str(tuned.path))
+    assert (entry.adapter, entry.draft) == (tuned.adapter, tuned.path)
+    assert entry.weights != plain.weights and entry.digest != plain.digest
+    assert process_key(entry, LoadOverrides()) != process_key(plain, LoadOverrides())
+    again = parse(tuned.catalog.modelfile(entry))
+    assert (again.adapter, again.draft) == (str(tuned.adapter), str(tuned.path))
+    assert tuned.catalog.copy("tuned", "copied").adapter == tuned.adapter
+
+
+def test_a_worker_loads_both_within_the_plan(tuned: SimpleNamespace) -> None:
+    plain = tuned.catalog.find(str(tuned.path))
+    sizes = [measure(entry, LoadOverrides(), read_settings(), 1 << 32) for entry in (tuned.entry, plain)]
+    config = sizes[0].load_config(sizes[0].plan_within(sizes[0].wanted_bytes, 0))
+    assert (config.options["lora_path"], config.options["draft"]) == (str(tuned.adapter), str(tuned.path))
+    assert sizes[0].wanted_bytes - sizes[1].wanted_bytes == read_adapter(tuned.adapter).n_bytes
+    asked = measure(tuned.entry, LoadOverrides(draft="off"), read_settings(), 1 << 32)
+    assert asked.load_config(asked.plan_within(asked.wanted_bytes, 0)).options["draft"] == "off"
+
+
+def test_the_answer_is_that_of_the_adapter(tuned: SimpleNamespace, load: Load) -> None:
+    def text(**options: object) -> str:
+        llm = load(tuned.path, n_ctx=256, **options)
+        return str(llm(PROMPT, max_tokens=16, temperature=0)["choices"][0]["text"])
+
+    assert text(lora_path=tuned.adapter) == text(lora_path=str(tuned.adapter)) != text()
+    assert text(lora_path=tuned.adapter, lora_scale=0.0) == text()
+
+
+def test_an_adapter_that_is_gone_is_missed_by_name(tuned: SimpleNamespace) -> None:
+    tuned.adapter.unlink()
+    with pytest.raises(ModelNotFoundError, match=r"my adapter\.gguf"):
+        tuned.catalog.find("tuned")
+
+
+def test_what_is_no_adapter_of_the_model_is_refused(tuned: SimpleNamespace, tmp_path: Path, load: Load) -> None:
+    other = write_adapter(tmp_path / "other.gguf", "llama", "blk.1.attn_q.weight", (WIDTH, WIDTH))
+    for adapter, words in ((other, "for the architecture 'llama'"), (tuned.path, "is not a LoRA adapter")):
+        with pytest.raises(ModelFormatError, match=words):
+            tuned.catalog.create("bad", Recipe(from_=str(tuned.path), adapter=str(adapter)))
+        with pytest.raises(ModelFormatError, match=words):
+            load(tuned.path, lora_path=str(adapter))
+    with pytest.raises(OptionError, match="as a blob"):
+        Catalog(paths=False).create("bad", Recipe(from_="demo", adapter=str(tuned.adapter)))
+
+
+def test_an_adapter_of_another_shape_ends_no_process(
+    tiny: TinyModel, tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny("tiny-qwen2moe")
+    wrong = write_adapter(tmp_path / "wrong.gguf", read_layout(path).arch, "blk.1.ffn_gate_exps.weight", (16, 64, 64))
+    for trial in ("again", "0"):
+        monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", trial)
+        with pytest.raises(ModelFormatError, match="does not fit this model"):
+            load(path, lora_path=str(wrong))

@@ -1,7 +1,6 @@
-"""Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged."""
+"""Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged; and the warm start from them."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_o
 from waiting import until
 
 from moegguf.controller import weights as weights_file
-from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
+from moegguf.controller.artifacts import COLLECTION, MEASURED, USES, Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.engine.live_controller import CHECKPOINT_REQUESTS
+from moegguf.engine.warm_start import HALF_LIFE_PASSES, most_used
 from moegguf.errors import AllocationError, MoeggufError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
@@ -96,68 +96,42 @@ def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> N
     assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
 
 
-Save = Callable[[Path, str, float], None]
-
-
-def save_collection(path: Path, fingerprint: str, value: float) -> None:
+def save_collection(path: Path, fingerprint: str) -> None:
     shape = MoeShape.of(read_layout(path))
-    counts = np.full((2, *shape.table), value, np.float32)
+    counts = np.full((2, *shape.table), 0.25, np.float32)
     file = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     weights_file.save(file, "eamc", fingerprint, shape, Weights({"prefill": counts, "decode": counts}))
 
 
-def save_popularity(path: Path, fingerprint: str, value: float) -> None:
-    shape = MoeShape.of(read_layout(path))
-    table = np.full((len(shape.layers), shape.n_expert), value, np.float32)
-    file = path.with_name("tiny-qwen2moe.gguf.moegguf") / "popularity.safetensors"
-    weights_file.save(file, "popularity", fingerprint, shape, Weights({"popularity": table}))
-
-
-FILES: dict[str, tuple[str, Save]] = {
-    "eamc": (COLLECTION, save_collection),
-    "popularity": ("popularity.safetensors", save_popularity),
-}
-
-
-@pytest.mark.parametrize("predictor", FILES)
-def test_a_good_file_is_taken_up(path: Path, beside: Path, load: Load, expected: Logits, predictor: str) -> None:
-    name, save = FILES[predictor]
-    save(path, Artifacts(read_layout(path)).fingerprint, 0.25)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        llm = load(path, policy="lfu", predictor=predictor, **TIGHT)
-    assert llm.decisions()["predictor"] == predictor
-    assert np.array_equal(logits_of(llm), expected)
-    assert (beside / name).is_file()
-
-
-@pytest.mark.parametrize("kind", ["flipped", "other model"])
-@pytest.mark.parametrize("predictor", FILES)
-def test_a_damaged_file_is_one_warning_and_a_cold_start(
-    path: Path, beside: Path, load: Load, expected: Logits, predictor: str, kind: str
+@pytest.mark.parametrize("kind", ["good", "flipped", "other model"])
+def test_a_collection_is_taken_up_or_a_damaged_one_is_one_warning_and_a_cold_start(
+    path: Path, beside: Path, load: Load, expected: Logits, kind: str
 ) -> None:
-    name, save = FILES[predictor]
-    save(path, OTHER if kind == "other model" else Artifacts(read_layout(path)).fingerprint, 0.25)
+    save_collection(path, OTHER if kind == "other model" else Artifacts(read_layout(path)).fingerprint)
     if kind == "flipped":
-        data = bytearray((beside / name).read_bytes())
+        data = bytearray((beside / COLLECTION).read_bytes())
         data[-7] ^= 0x10
-        (beside / name).write_bytes(data)
-    with pytest.warns(UserWarning, match=name) as caught:
-        llm = load(path, policy="lfu", predictor=predictor, prefetch=True, **TIGHT)
-    assert len(caught) == 1
+        (beside / COLLECTION).write_bytes(data)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        llm = load(path, policy="lfu", predictor="eamc", prefetch=True, **TIGHT)
+    assert [COLLECTION in str(each.message) for each in caught] == ([] if kind == "good" else [True])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.array_equal(logits_of(llm), expected)
-    if predictor == "eamc":
-        assert entries_of(llm).decode.n_entries == 0
-        llm.close()  # which saves a new one in its place
+    assert entries_of(llm).decode.n_entries == (2 if kind == "good" else 0)
+    llm.close()  # which saves a new one in its place
+    if kind != "good":
         assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
-    else:
-        assert llm.decisions()["predictor"] == "none"
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "policy"), [("popularity.safetensors", {"policy": "static"}, "lru"), (MEASURED, {}, "next-use")]
+    ("name", "options", "policy"),
+    [
+        ("popularity.safetensors", {"policy": "static"}, "lru"),
+        (MEASURED, {}, "next-use"),
+        ("popularity.safetensors", {"policy": "lfu", "predictor": "popularity"}, "lfu"),
+    ],
 )
 def test_a_damaged_file_is_as_none_after_one_warning(
     path: Path, beside: Path, load: Load, expected: Logits, name: str, options: dict[str, str], policy: str
@@ -249,3 +223,77 @@ def test_predictions_that_were_asked_for_fail_the_load(
     broken(monkeypatch, error)
     with pytest.raises(MoeggufError, match=str(error.args[-1])):
         Llama(path, verbose=False, **named, **TIGHT)
+
+
+WARM: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "warm_start": True}
+
+
+def saved(path: Path) -> Any:
+    layout = read_layout(path)
+    return Artifacts(layout).uses(MoeShape.of(layout))
+
+
+def use(llm: Any, seed: int = 0) -> np.ndarray:
+    return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
+
+
+def test_what_was_used_most_is_there_at_first(own: Own, load: Load, tiny: TinyModel, reference: Reference) -> None:
+    path = own()
+    expected = reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
+    llm = load(path, **WARM)
+    assert llm.stats().prefetch_started == 0
+    assert np.array_equal(use(llm), expected)
+    uses, _ = llm.session.store.activity()
+    llm.close()
+    assert np.array_equal(saved(path), uses)
+    llm = load(path, **WARM)
+    llm.session.store.drain(10)
+    there, n_slots = llm.session.store.residency() == 2, llm.stats().n_slots
+    il, experts = most_used(saved(path), n_slots)
+    assert il.size == n_slots
+    assert there[il, experts].all()
+    assert np.array_equal(use(llm), expected)
+
+
+def test_uses_of_later_runs_are_added_and_those_before_fade(own: Own, load: Load) -> None:
+    path, total = own(), np.float32(0)
+    for run in range(2):
+        llm = load(path, **WARM)
+        use(llm, seed=run)
+        uses, passes = llm.session.store.activity()[0], llm.session.store.counters()["passes"]
+        total = uses + total * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
+        llm.close()
+        assert np.allclose(saved(path), total)
+
+
+def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(own: Own, load: Load, user: Path) -> None:
+    path = own()
+    for options in ({"warm_start": False}, {"expert_cache": "100%"}, {"lockstep": True}):
+        llm = load(path, **{**WARM, **options})
+        use(llm)
+        llm.close()
+    load(path, **WARM).close()
+    assert not list(path.parent.rglob(USES))
+    assert not user.exists() or not list(user.rglob(USES))
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
+def test_a_damaged_file_is_one_warning(own: Own, load: Load, content: bytes) -> None:
+    path = own()
+    folder = path.with_name(path.name + ".moegguf")
+    folder.mkdir()
+    (folder / USES).write_bytes(content)
+    with pytest.warns(UserWarning, match="going on without it"):
+        llm = load(path, **WARM)
+    use(llm)
+    with pytest.warns(UserWarning, match="going on without it"):
+        llm.close()
+    assert saved(path).any()
+
+
+def test_most_used_leaves_out_what_was_never_used() -> None:
+    uses = np.array([[0, 3, 1], [2, 0, 0]], np.float32)
+    il, experts = most_used(uses, 5)
+    assert list(zip(il.tolist(), experts.tolist(), strict=True)) == [(0, 1), (1, 0), (0, 2)]
+    il, experts = most_used(uses, 1)
+    assert list(zip(il.tolist(), experts.tolist(), strict=True)) == [(0, 1)]

@@ -1,6 +1,8 @@
-"""Layers on two devices, and some on the CPU: the bits of the same devices with every expert resident."""
+"""Layers on two devices, some on the CPU, and placements: the bits of the same devices with all experts resident."""
 
 import ctypes as c
+import json
+import os
 import re
 from dataclasses import replace
 from itertools import count
@@ -9,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_process import in_own_process
-from rpc_device import in_child
+from own_process import in_measuring_process, in_own_process
+from rpc_device import on_servers
 from running import (
     N_NEW,
     Llama,
     Logits,
     Meddler,
+    Reference,
     TinyModel,
     devices_of,
     greedy_logits,
@@ -27,23 +30,29 @@ from running import (
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
 from moegguf.controller.predictors.base import NoPrediction
+from moegguf.engine import planner
 from moegguf.engine.device_plan import count_layers
 from moegguf.engine.devices import gpus
+from moegguf.engine.load import choose_gpus
+from moegguf.engine.plan import slot_bytes
 from moegguf.engine.recording import TraceOptions
-from moegguf.engine.session import Place
+from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
+from moegguf.engine.speeds import KnownSpeeds
 from moegguf.engine.stats import Stats
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
+from moegguf.gguf.fingerprint import header_digest
 from moegguf.native import library
-from moegguf.native.link_device import add_link_device
-from moegguf.native.store import DeviceSlots, StoreOptions, Tier
+from moegguf.native.link_device import add_link_device, link_device
+from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
+from moegguf.settings import cache_folder
 from moegguf.terminal.statistics import expert_lines
 from moegguf.trace.format import read
 from moegguf.trace.simulate import RamTier, SimOptions, Simulation, TierSpan
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
-Outcome = tuple[Logits, Logits, dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, tuple[int, ...]]]
+Outcome = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, tuple[int, ...]]]
 
 
 def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
@@ -62,7 +71,7 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
 
 
 def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bool) -> Outcome:
-    """Logits of plain llama.cpp with this split, those of slots on its devices, and the figures of these.
+    """Compares logits of plain llama.cpp with this split and those of slots on its devices; the figures of these.
 
     Both read prompts in passes of the same size: the CPU's kernels round differently with others.
     """
@@ -82,32 +91,26 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
         layers = {part.name or "CPU": part.layers for part in llm.plan.devices}
         figures, n_ubatch = (devices_of(llm), llm.session.tiers()), llm.plan.n_ubatch
     with hooks_off(), Llama(path, n_ubatch=n_ubatch, **OPTIONS, **split) as llm:
-        return greedy_logits(llm), logits, *figures, layers
-
-
-def on_two_servers(path: Path, *arguments: Any) -> tuple[Outcome, dict[str, list[int]]]:
-    outcome = compare(path, *arguments)
-    split = arguments[2]
-    return outcome, assigned_layers(path, **{"n_gpu_layers": -1, **split})
+        assert np.array_equal(greedy_logits(llm), logits)
+    return *figures, layers
 
 
 @pytest.mark.parametrize("shrink", [False, True])
 @pytest.mark.parametrize(
-    ("quant", "vram", "split"),
+    ("path", "vram", "split"),
     [
-        ("q4_0", "40%", {"n_gpu_layers": -1, "tensor_split": [1, 1]}),
-        ("q4_k_m", "30%,20%", {"n_gpu_layers": -1, "tensor_split": [3, 2]}),
-        ("q4_0", "30%", {"n_gpu_layers": 4, "tensor_split": [1, 1]}),
+        (("tiny-qwen2moe", "q4_0"), "40%", {"n_gpu_layers": -1, "tensor_split": [1, 1]}),
+        (("tiny-qwen2moe", "q4_k_m"), "30%,20%", {"n_gpu_layers": -1, "tensor_split": [3, 2]}),
+        (("tiny-qwen2moe", "q4_0"), "30%", {"n_gpu_layers": 4, "tensor_split": [1, 1]}),
     ],
+    indirect=["path"],
 )
+@on_servers(2)
 def test_slots_on_two_servers_give_the_logits_of_these_devices(
-    tiny: TinyModel, quant: str, vram: str, split: dict[str, Any], shrink: bool
+    path: Path, vram: str, split: dict[str, Any], shrink: bool
 ) -> None:
-    (plain, logits, devices, tiers, layers), assigned = in_child(
-        on_two_servers, tiny("tiny-qwen2moe", quant), vram, 26, split, shrink, n_servers=2
-    )
-    assert np.array_equal(logits, plain)
-    assert {name: list(of) for name, of in layers.items()} == assigned
+    devices, tiers, layers = compare(path, vram, 26, split, shrink)
+    assert {name: list(of) for name, of in layers.items()} == assigned_layers(path, **{"n_gpu_layers": -1, **split})
     assert set(devices) == set(layers)
     for figures in devices.values():
         assert figures["evictions"] > 0
@@ -118,8 +121,8 @@ def test_slots_on_two_servers_give_the_logits_of_these_devices(
     assert tiers["RAM"]["hits_ready"] > 0
 
 
-def one_of_two(path: Path) -> bool:
-    """Options that choose among two servers, and those that do not fit them."""
+@on_servers(2)
+def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
     assert [device.name for device in gpus()] == ["RPC0", "RPC1"]
     alone = {"split_mode": 0, "main_gpu": 1, "n_gpu_layers": -1}
     with hooks_off(), Llama(path, n_ubatch=1, **OPTIONS, **alone) as llm:
@@ -154,7 +157,6 @@ def one_of_two(path: Path) -> bool:
     ):
         with pytest.raises(BudgetError, match=message):
             Llama(path, vram_cache=vram, tensor_split=split, expert_cache="50%", **OPTIONS)
-    return True
 
 
 def check_placements(path: Path, alone: dict[str, int]) -> None:
@@ -179,35 +181,26 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
     assert Llama.estimate(path, split_mode=2, n_gpu_layers=-1, **auto).device is None
 
 
-def test_one_device_of_two_and_splits_that_do_not_fit(tiny: TinyModel) -> None:
-    assert in_child(one_of_two, tiny("tiny-qwen2moe", "q4_0"), n_servers=2)
-
-
-def behind_links(path: Path, n_links: int, vram: str, split: dict[str, Any]) -> Outcome:
-    for n in range(n_links):
-        add_link_device(Link((n + 1) * 1e9, 1e-5), pinned=n == 0, strict_seed=1 - n)
-    return compare(path, vram, 20, split, shrink=False)
-
-
+@pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_k_m")], indirect=True)
 @pytest.mark.parametrize(
     ("n_links", "vram", "split"),
     [(2, "30%", {"n_gpu_layers": -1, "tensor_split": [1, 3]}), (1, "25%", {"n_gpu_layers": 3})],
 )
-def test_devices_behind_links_and_layers_on_the_cpu(
-    tiny: TinyModel, n_links: int, vram: str, split: dict[str, Any]
-) -> None:
-    plain, logits, devices, tiers, layers = in_own_process(
-        behind_links, tiny("tiny-qwen2moe", "q4_k_m"), n_links, vram, split
-    )
-    assert np.array_equal(logits, plain)
+@on_servers()
+def test_devices_behind_links_and_layers_on_the_cpu(path: Path, n_links: int, vram: str, split: dict[str, Any]) -> None:
+    for n in range(n_links):
+        add_link_device(Link((n + 1) * 1e9, 1e-5), pinned=n == 0, strict_seed=1 - n)
+    devices, tiers, layers = compare(path, vram, 20, split, shrink=False)
     assert list(devices) == list(layers)
     assert ("CPU" in devices) == (n_links == 1)
     assert all(figures["evictions"] > 0 for figures in devices.values())
     assert tiers["RAM"]["evictions"] > 0
 
 
-def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) -> dict[str, Any]:
-    """What a prompt in one pass gives, through fewer slots of the CPU than a layer has experts, beside a device."""
+@pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
+@on_servers()
+def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) -> None:
+    """In one pass through fewer slots of the CPU than a layer has experts."""
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=n_staging, repack=False)}
@@ -226,24 +219,16 @@ def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) ->
     assert Place.VRAM in places[~on_cpu] and Place.RAM in places[on_cpu] and Place.VRAM not in places[on_cpu]
     # The CPU's layers are computed there, from weights as they are in the file: in memory that the device pins.
     with hooks_off(), Llama(path, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS, n_gpu_layers=3) as llm:
-        same = np.array_equal(greedy_logits(llm), logits)
-    return {"same": same, "n_slots": of_cpu.n_slots, "plan": plan, "cpu": figures}
-
-
-@pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
-def test_prompts_stream_through_cpu_slots_beside_a_device(tiny: TinyModel, vram: int, ram: int, n_staging: int) -> None:
-    found = in_own_process(streamed_beside_a_device, tiny("tiny-qwen2moe", "q4_0"), vram, ram, n_staging)
-    plan, n_expert = found["plan"], 16
+        assert np.array_equal(greedy_logits(llm), logits)
     assert (plan.n_staging, plan.streams, plan.n_ubatch) == (n_staging, True, 512)
-    assert 4 <= found["n_slots"] < n_expert
-    assert found["cpu"]["evictions"] > 0 and found["cpu"]["misses"] > 0
-    assert found["same"]
+    assert 4 <= of_cpu.n_slots < 16, "of the experts of a layer"
+    assert figures["evictions"] > 0 and figures["misses"] > 0
 
 
-def budgets_beside_the_cpu(path: Path, ram: int) -> dict[str, Any]:
-    """Budgets that move on a device beside which the CPU computes two layers, and the slots of each after it."""
+@on_servers()
+def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(path: Path) -> None:
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
-    budgets = {"vram_cache": share_for(path, 24), "expert_cache": share_for(path, ram)}
+    budgets = {"vram_cache": share_for(path, 24), "expert_cache": share_for(path, 24)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=0, repack=False)}
     with Llama(path, **budgets, **OPTIONS, **how) as llm:
         store, prompt, found = llm.session.store, random_prompt(llm, 12), list[tuple[int, ...]]()
@@ -256,7 +241,7 @@ def budgets_beside_the_cpu(path: Path, ram: int) -> dict[str, Any]:
 
         for change in (
             {"vram_cache": share_for(path, 18)},
-            {"expert_cache": share_for(path, ram // 2)},
+            {"expert_cache": share_for(path, 12)},
             {"vram_cache": "auto", "expert_cache": "auto"},
             {"vram_cache": share_for(path, 60)},
             {"vram_cache": "25%"},
@@ -269,20 +254,14 @@ def budgets_beside_the_cpu(path: Path, ram: int) -> dict[str, Any]:
         with pytest.raises(BudgetError, match="2 layers on the CPU"):
             llm.set_budget(expert_cache=share_for(path, 4))
         assert slots() == found[-1]
-    return {"found": found, "device_slots": llm.plan.device_slots}
+    assert llm.plan.device_slots == 24
+    assert found == [(18, 12, 12), (18, 6, 6), (24, 12, 12), (24, 12, 12), (16, 12, 12)]
 
 
-def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(tiny: TinyModel) -> None:
-    found = in_own_process(budgets_beside_the_cpu, tiny("tiny-qwen2moe", "q4_0"), 24)
-    assert found["device_slots"] == 24
-    assert found["found"] == [(18, 12, 12), (18, 6, 6), (24, 12, 12), (24, 12, 12), (16, 12, 12)]
-
-
-def counted_on_two_servers(
-    path: Path, out: Path, vram: str, n_ram: int, staging: int | None
-) -> tuple[dict[str, TierSpan], list[DeviceSlots], int]:
-    """What each device and tier has counted when the trace was written, and the slots and staging tensors of each."""
-    store = StoreOptions(sweep=False, staging=staging)
+@pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
+@on_servers(2)
+def test_simulated_devices_count_as_two_servers(path: Path, tmp_path: Path, vram: str, staging: int) -> None:
+    store, out, n_ram = StoreOptions(sweep=False, staging=staging), tmp_path / "t", 20
     with Llama(
         path, vram_cache=vram, expert_cache=share_for(path, n_ram), tensor_split=[3, 2], n_gpu_layers=-1, n_ubatch=8,
         n_ctx=256, policy="vram=next-use,ram=slru", predictor="none", lockstep=True, verbose=False, store=store,
@@ -292,22 +271,202 @@ def counted_on_two_servers(
             llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
         llm.session.store.drain(10)
         figures = llm.session.tiers() | devices_of(llm)
-        return {name: TierSpan.of(of) for name, of in figures.items()}, list(llm.session.store.devices), n_ram
-
-
-@pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
-def test_simulated_devices_count_as_two_servers(tiny: TinyModel, tmp_path: Path, vram: str, staging: int) -> None:
-    path, compared = tiny("tiny-qwen2moe", "q4_0"), ("lookups", "hits", "evictions", "bytes_in")
-    tiers, devices, n_ram = in_child(counted_on_two_servers, path, tmp_path / "t", vram, 20, staging, n_servers=2)
-    trace = read(tmp_path / "t")
+        tiers = {name: TierSpan.of(of) for name, of in figures.items()}
+        slots = [replace(device, link=None) for device in llm.session.store.devices]
+    trace = read(out)
     assert trace.header.settings["events_dropped"] == 0
     ram_tier = RamTier(n_ram, "slru", Link(2e9, 2e-5), staging)
     policy = make_policy("next-use", trace.shape, Artifacts(read_layout(path)))
-    slots = [replace(device, link=None) for device in devices]
     options = SimOptions(store=StoreOptions(sweep=False), link_bytes_per_s=1e9, ram=ram_tier)
     result = Simulation(trace, policy, NoPrediction(trace.shape), slots, options).run()
     for name in tiers:
-        for figure in compared:
+        for figure in ("lookups", "hits", "evictions", "bytes_in"):
             assert getattr(tiers[name], figure) == getattr(result.tiers[name], figure), (name, figure)
     assert set(tiers) == {"VRAM", "RAM", "RPC0", "RPC1"}
     assert all(result.tiers[name].evictions > 0 for name in tiers)
+
+
+PLAIN = StoreOptions(repack=False)
+
+
+@pytest.fixture(autouse=True)
+def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here, and hit rates of these runs, stay out of the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def only(kind: str) -> None:
+    """From now on this process knows no other kind of placement."""
+    planner.KINDS_OF["auto"] = (kind,)
+
+
+def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
+    """Logits with experts placed so on a device behind a link, and what the plan and the store say."""
+    only(kind)
+    link_device(Link(4e9, 5e-6))
+    with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
+        plan, session = llm.plan, llm.session
+        assert plan.placement is not None and session is not None
+        layers = [layer.il for layer in session.layout.layers]
+        logits = greedy_logits(llm)
+        facts: dict[str, Any] = {
+            "n_ubatch": plan.n_ubatch,
+            "layers": layers,
+            "tiers": list(session.tiers()),
+            "evictions": llm.stats().evictions,
+        }
+        return logits, facts | {"n_whole": plan.placement.chosen.n_layers, "reasons": plan.reasons}
+
+
+@pytest.mark.parametrize(
+    ("kind", "vram", "ram", "layers", "tiers"),
+    [
+        ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),  # the last two are larger than the first two
+        ("layers", "60%", "100%", [0, 1], ["RAM"]),
+        ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
+        ("slots", "50%", "40%", [0, 1, 2, 3], ["VRAM", "RAM"]),
+        ("resident", "100%", "50%", [0, 1, 2, 3], ["VRAM"]),
+        ("cpu", "50%", "50%", [0, 1, 2, 3], ["RAM"]),
+    ],
+)
+def test_each_placement_gives_the_logits_of_every_expert_resident(
+    tiny: TinyModel, reference: Reference, kind: str, vram: str, ram: str, layers: list[int], tiers: list[str]
+) -> None:
+    path = tiny("tiny-qwen2moe", "q4_k_m")
+    logits, facts = in_own_process(placed, path, kind, vram, ram)
+    assert (facts["layers"], facts["tiers"]) == (layers, tiers)
+    assert np.array_equal(logits, reference(path, n_ubatch=facts["n_ubatch"], repack=False))
+    assert (facts["evictions"] > 0) == (kind != "resident" and ram != "100%")
+    assert any("tokens/s" in reason or "every expert fits" in reason for reason in facts["reasons"])
+
+
+class ExpertsOfTheFirstLayersOnTheCpu(Llama):
+    """What llama.cpp's --n-cpu-moe 2 does."""
+
+    repack = False  # as slots that are not repacked
+
+    def _attach_model(self, params: c.Structure) -> None:
+        super()._attach_model(params)
+        cpu = c.CDLL(str(next(library.find_library().glob("libggml-base.*")))).ggml_backend_cpu_buffer_type
+        cpu.restype = c.c_void_p
+        self._overrides = (_Override * 2)(_Override(b"blk\\.(0|1)" + EXPERT_TENSORS.encode(), cpu()), _Override())
+        params.tensor_buft_overrides = c.addressof(self._overrides)
+        params.use_extra_bufts = self.repack
+
+
+@pytest.mark.parametrize("ram", ["100%", "40%"])
+@pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q4_k_m")], indirect=True)
+@on_servers(1)
+def test_whole_layers_on_a_device_give_the_logits_of_llama_cpp_with_them(path: Path, ram: str) -> None:
+    with hooks_off(), ExpertsOfTheFirstLayersOnTheCpu(path, n_gpu_layers=-1, **OPTIONS) as llm:
+        plain = greedy_logits(llm)
+    with Llama(path, placement="layers", vram_cache="60%", expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
+        assert llm.session is not None and llm.plan.layers_on == "RPC0"
+        assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
+        places = llm.session.places()
+        assert (places[2:] == Place.VRAM).all() and (places[:2] != Place.VRAM).all()
+        with pytest.raises(BudgetError, match="whole layers, which stay there"):
+            llm.set_budget(vram_cache="10%")
+        assert np.array_equal(greedy_logits(llm), plain)
+        counters = llm.session.store.counters()
+    assert (counters["evictions"] > 0) == (ram != "100%")
+    assert counters["misses"] > 0 or ram == "100%"
+
+
+def decisions(path: Path) -> dict[str, Any]:
+    """What is decided, and what is measured once."""
+    link_device(Link(1e9, 20e-6))
+    files = cache_folder() / "placements"
+    found = Llama.estimate(path, placement="auto", n_ctx=512)
+    file = files / f"{header_digest(read_layout(path).shards)}.json"
+    known = json.loads(file.read_text())
+    for speeds in known["facts"].values():  # also of devices of other tests
+        speeds["cpu_bytes_per_s"] = 1e12
+    file.write_text(json.dumps(known))
+    again = Llama.estimate(path, n_ctx=512, placement="auto")
+    file.write_text("{")
+    assert found.placement is not None and again.placement is not None
+    mended = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512).placement
+    with pytest.raises(OptionError, match="none of auto, layers, slots, cpu"):
+        Llama.estimate(path, placement="gpu", n_ctx=512)
+    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is 2"):
+        Llama.estimate(path, placement="cpu", n_gpu_layers=2, n_ctx=512)
+    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is -1"):
+        Llama.estimate(path, placement="cpu", n_gpu_layers=-1, n_ctx=512)
+    every_layer = Llama.estimate(path, placement="auto", n_gpu_layers=-1, n_ctx=512)
+    assert every_layer.device or every_layer.layers_on
+    assert choose_gpus(None, "auto", {"n_gpu_layers": -1})
+    return {
+        "source": found.placement.speeds.source,
+        "link_bytes_per_s": found.placement.speeds.copies.bytes_per_s,
+        "used_again": again.placement.speeds.cpu_bytes_per_s == 1e12,
+        "mended": mended.speeds.source,
+        "forced": mended.chosen.kind,
+        "cpu": Llama.estimate(path, placement="cpu", vram_cache="50%", n_ctx=512).device,
+        "own_split": Llama.estimate(path, placement="auto", n_ctx=512, n_gpu_layers=2).placement,
+    }
+
+
+def of_another_disk(path: Path) -> list[bool]:
+    """Whether speeds are known: at first, after measuring, for the same file on another file system, and there after
+    measuring again."""
+    name = link_device(Link(1e9, 20e-6))
+    device = next(device for device in gpus() if device.name == name)
+    known, found = KnownSpeeds(read_layout(path), 1), list[bool]()
+    found.append(known.known(device) is not None)
+    known.speeds(device)
+    found.append(known.known(device) is not None)
+    there, stat = os.stat(path).st_dev, Path.stat
+    Path.stat = lambda self, **options: Moved(stat(self, **options), there + 1)  # type: ignore[assignment]
+    found.append(known.known(device) is not None)
+    known.speeds(device)
+    found.append(known.known(device) is not None)
+    return found
+
+
+class Moved:
+    """A file's facts, but for its file system."""
+
+    def __init__(self, facts: os.stat_result, device: int) -> None:
+        self._facts, self.st_dev = facts, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._facts, name)
+
+
+def test_a_model_that_moved_to_another_disk_is_measured_there(tiny: TinyModel) -> None:
+    assert in_measuring_process(of_another_disk, tiny("tiny-qwen2moe", "q4_0", 2)) == [False, True, False, True]
+
+
+def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: TinyModel) -> None:
+    found = in_measuring_process(decisions, tiny("tiny-qwen2moe", "q4_0", 2))
+    assert found["source"].startswith("measured on 2")
+    assert 0 < found["link_bytes_per_s"] < 1e9
+    assert found["used_again"] and found["mended"].startswith("measured on 2")
+    assert (found["forced"], found["cpu"], found["own_split"]) == ("slots", None, None)
+
+
+PRESET = "tiny-qwen2moe"
+
+
+@pytest.mark.parametrize(
+    ("path", "n_slots", "repack"),
+    [((PRESET, "q4_0"), 12, False), ((PRESET, "q4_0"), 5, True), ((PRESET, "q4_k_m"), 20, False)],
+    indirect=["path"],
+)
+@on_servers(1)
+def test_prompts_stream_through_slots_of_device_layers(path: Path, n_slots: int, repack: bool) -> None:
+    """In one pass through fewer slots of the CPU than a layer has experts, with other layers on the device."""
+    size = slot_bytes(read_layout(path).only((0, 1)))
+    how: dict[str, Any] = {"placement": "layers", "vram_cache": "60%", "store": StoreOptions(repack=repack)}
+    with Llama(path, expert_cache=n_slots * size, **how, **OPTIONS) as llm:
+        assert llm.session is not None and llm.plan.layers_on == "RPC0"
+        assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
+        logits, plan, counters = greedy_logits(llm), llm.plan, llm.session.store.counters()
+    plain = ExpertsOfTheFirstLayersOnTheCpu
+    plain.repack = repack
+    with hooks_off(), plain(path, n_gpu_layers=-1, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS) as llm:
+        assert np.array_equal(greedy_logits(llm), logits)
+    assert (plan.n_slots, plan.n_ubatch) == (n_slots, 512)
+    assert counters["evictions"] > 0
+    assert counters["passes"] == 1 + N_NEW  # the prompt was not cut

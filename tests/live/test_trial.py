@@ -118,14 +118,6 @@ def test_want_of_memory_and_a_disk_that_fails_are_told_and_not_remembered(
     load(tiny())
 
 
-def test_computing_too_long_is_no_sign_of_damage(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(TOO_LONG, monkeypatch)
-    for _ in range(2):
-        with pytest.raises(ModelFormatError, match=r"within 20 s of computing; .*no sign of damage") as caught:
-            load(tiny())
-        assert "MOEGGUF_TRIAL_LOAD=again" in str(caught.value) and "fetch" not in str(caught.value)
-
-
 def test_a_driver_that_compiles_kernels_has_more_time_and_no_lasting_verdict(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,11 +147,6 @@ def test_the_process_finds_what_this_one_finds(
     use((*trial.COMMAND[:3], "moegguf_elsewhere"), monkeypatch)
     load(tiny())
     assert verdicts()
-
-
-def test_a_fault_of_the_system_is_not_the_models() -> None:
-    assert trial.describe(OSError(24, "Too many open files"))["kind"] == "known"
-    assert trial.describe(AssertionError("no"))["kind"] == "bare"
 
 
 def test_damaged_verdicts_and_those_of_another_library_do_not_count(
@@ -222,18 +209,6 @@ def test_projectors_are_tried_too(tiny: TinyModel, projector: Callable[..., Path
         with pytest.raises(ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*SIGSEGV"):
             load(tiny(), mmproj=bad)
     load(tiny())
-
-
-@pytest.mark.parametrize(
-    ("kind", "preset"), [("mlp", "tiny-qwen2moe"), ("gemma3", "tiny-qwen3moe"), ("qwen2vl_merger", "tiny-qwen3vlmoe")]
-)
-def test_a_trial_reads_a_whole_image(
-    tiny: TinyModel, projector: Callable[..., Path], load: Load, monkeypatch: pytest.MonkeyPatch, kind: str, preset: str
-) -> None:
-    monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "0")
-    llm = load(tiny(preset), mmproj=projector(kind), n_ctx=trial.N_CTX, n_batch=trial.N_BATCH)
-    trial_process.read_an_image(llm)
-    assert llm.context.images and llm.n_tokens > 16
 
 
 def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,22 +189,6 @@ def test_the_largest_image_of_a_kind_is_decoded(tiny: Tiny, projector: Projector
         read_image(deep_png(4096, height + 1))
 
 
-def test_an_error_keeps_no_image_and_is_told_once(
-    tiny: Tiny, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    llm = load(tiny(), mmproj=projector(), verbose=False)
-    reader = llm.context.open_projector()
-    with monkeypatch.context() as patch:
-        patch.setattr(reader._mtmd, "mtmd_encode_chunk", lambda *_: 1)
-        with pytest.raises(OptionError, match="libmtmd gives no reason"):
-            answer(llm, [message(png(), "what is it?")])
-    assert reader._held is None
-    with pytest.raises(OptionError):
-        answer(llm, [message(png()[:60], "what is it?")])
-    assert answer(llm, [message(png(), "what is it?")])[0] and reader._held is None
-    assert "mtmd" not in capfd.readouterr().err
-
-
 def test_a_cut_conversation_counts_its_images(tiny: Tiny, projector: Projector, load: Load) -> None:
     """It begins where it began the turn before, as long as there is room, so that the context is of use."""
     llm = load(tiny(), mmproj=projector(), n_ctx=512)

@@ -7,24 +7,21 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
 from answering import Answer
-from scripted_manager import in_loop
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
-from moegguf.generate.embedding import Embeddings, embed
+from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
-from moegguf.serving import worker
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import LoadConfig, Message, build, decode, encode
+from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker import Worker
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
@@ -64,7 +61,6 @@ async def answer_of(
     return "".join(delta.text for delta in deltas), build(Timing, last), len(deltas)
 
 
-@in_loop
 async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), logits_all=False, flash_attn=None)
     answer = Answer(llm, REQUEST)
@@ -78,18 +74,6 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
         assert process.stats.tokens > 0
 
 
-@in_loop
-async def test_the_ready_message_describes_the_model(tiny: TinyModel) -> None:
-    process = await WorkerProcess.start()
-    fractions: list[float | None] = []
-    config = LoadConfig("tiny", str(tiny()), options={"n_ctx": 300, "n_threads": 1})
-    ready = await process.load(config, 60, fractions.append)
-    assert ready.n_ctx >= 300 and ready.plan["n_slots"] > 0 and "expected" not in ready.plan
-    assert fractions and fractions[-1] == 1
-    await process.close()
-
-
-@in_loop
 async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         request = process.request("generate", generation=ENDLESS, stream=True)
@@ -101,7 +85,6 @@ async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
         assert (await answer_of(process, REQUEST))[1].finish == "length"
 
 
-@in_loop
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n_seq_max: int) -> None:
     text = 5 * " once upon a time there was a fox that lived beside a river"
@@ -125,17 +108,6 @@ async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n
         assert await reuse_together(f"c{text}", "ann", "") == 0
 
 
-@in_loop
-async def test_vectors_equal_those_of_the_model_in_process(tiny: TinyModel, load: Load) -> None:
-    inputs = ["a text", [3, 4, 5]]
-    expected = embed(load(tiny(), logits_all=False, flash_attn=None), inputs)
-    async with worker_of(tiny()) as process:
-        given = await value_of(process.request("embed", inputs=inputs, truncate=True, normalize=True))
-        assert build(Embeddings, given) == expected
-        assert (await answer_of(process, REQUEST))[0]
-
-
-@in_loop
 async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) -> None:
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
@@ -148,7 +120,6 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
             await value_of(process.request("detokenize", tokens=[1 << 30]))
 
 
-@in_loop
 async def test_prompts_are_counted_also_beyond_the_context(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         few = await value_of(process.request("count", generation=request_of("word")))
@@ -165,7 +136,6 @@ def request_of(text: str) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(("name", "error"), [("no.gguf", ModelNotFoundError), ("bad.gguf", ModelFormatError)])
-@in_loop
 async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, name: str, error: type[Exception]) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(error):
@@ -177,7 +147,6 @@ async def experts_of(process: WorkerProcess, watch_s: float) -> Snapshot:
     return build(Snapshot, await value_of(process.request("experts", watch_s=watch_s)))
 
 
-@in_loop
 async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         first, before = await experts_of(process, 60), process.stats
@@ -201,7 +170,6 @@ async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: Ti
         assert (await experts_of(process, 0)).uses == unwatched.uses
 
 
-@in_loop
 async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         os.kill(process.pid, signal.SIGINT)
@@ -212,7 +180,6 @@ async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None
             await value_of(running)
 
 
-@in_loop
 async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         running = process.request("generate", generation=ENDLESS, stream=True)
@@ -221,7 +188,6 @@ async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyM
         assert process._child.returncode == 0
 
 
-@in_loop
 async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
     async with worker_of(tiny(), n_seq_max=4) as process:
         answers = await asyncio.gather(*(answer_of(process, REQUEST) for _ in range(8)))
@@ -235,43 +201,6 @@ async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
         assert finishes[1] == "cancelled" and "cancelled" not in (finishes[0], finishes[2])
         vectors = process.request("embed", inputs=["a text"], truncate=True, normalize=True)
         assert build(Embeddings, await value_of(vectors)).n_tokens > 0
-
-
-class Sends:
-    """A worker's socket: the messages of each call of `sendall`."""
-
-    def __init__(self) -> None:
-        self.calls: list[list[Message]] = []
-
-    def sendall(self, data: bytes) -> None:
-        self.calls.append([decode(line) for line in data.splitlines()])
-
-
-def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "DELTA_S", 0.0)  # no delta waits for the next one
-    sends = Sends()
-    served = Worker(cast(socket.socket, sends))
-    config = LoadConfig("tiny", str(tiny()), options={"n_ctx": 256, "n_seq_max": 4, "n_threads": 1})
-    assert served._load(decode(encode({"kind": "load", "id": 9, "config": config})))
-    sends.calls.clear()
-    loop = served._loop
-    for number in range(4):
-        message = {"kind": "generate", "id": number, "generation": REQUEST, "stream": True}
-        served._on_message(decode(encode(message)))
-    for reader in list(loop._readers):
-        reader.join()
-    computing = threading.Thread(target=loop.run)
-    computing.start()
-    while served._jobs:
-        assert computing.is_alive()
-        time.sleep(0.01)
-    loop.close()
-    computing.join()
-    served._model.close()
-    told = [{message["id"] for message in call if "Delta" in message} for call in sends.calls]
-    assert told.count({0, 1, 2, 3}) > 12  # of 24 tokens; a token may end no character
-    assert len(sends.calls) <= loop._n_steps
-    assert sum(message["kind"] == "end" for call in sends.calls for message in call) == 4
 
 
 def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:

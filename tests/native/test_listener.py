@@ -11,7 +11,8 @@ from fake_model import FakeModel, Open
 from traces import SMALL, random_trace
 from waiting import until
 
-from moegguf.controller.policies import LRU, AnyPolicy, Lfu, SparsityAware
+from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.policies import LRU, AnyPolicy, Lfu, make_policy
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import CallbackError, OptionError
 from moegguf.native import abi, library
@@ -282,7 +283,7 @@ def batches() -> Trace:
     return grouped(trace, [*prompts, *(np.array([tokens[3 + step] for tokens in of]) for step in range(12))])
 
 
-POLICIES = {"lru": lambda: LRU, "lfu": Lfu, "sparsity": lambda: SparsityAware(SMALL)}
+POLICIES = {"lru": lambda: LRU, "lfu": Lfu, "sparsity": lambda: make_policy("sparsity", SMALL, Artifacts(None))}
 
 
 @pytest.mark.parametrize("name", POLICIES)

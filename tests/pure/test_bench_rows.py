@@ -16,12 +16,14 @@ import pytest
 
 from moegguf.bench import memory_limit as limits
 from moegguf.bench.memory_limit import LimitError, cached_bytes, drop_page_cache, make_group, memory_limit
-from moegguf.bench.rows import FIELDS, OWN_FIELDS, imitated_routing, make_rows
+from moegguf.bench.rows import FIELDS, FORMATS, OWN_FIELDS, as_markdown, imitated_routing, make_rows
 from moegguf.bench.series import (
     KILLED,
-    STEPS,
+    VARIANTS,
     BenchedSystem,
     Outcome,
+    Spec,
+    Test,
     combinations,
     compared_system,
     make_systems,
@@ -29,9 +31,7 @@ from moegguf.bench.series import (
     run_series,
 )
 from moegguf.bench.series import test_name as name_of
-from moegguf.bench.spec import Spec, Test
 from moegguf.cli.bench import parse_ints, parse_pairs, parse_tests, split
-from moegguf.cli.bench_format import FORMATS, as_markdown
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 
@@ -159,7 +159,8 @@ def test_the_steps_of_an_ablation_add_one_feature_after_the_other(tiny: Any) -> 
     base = replace(SPEC, model=str(tiny("tiny-mix")), strategy="promoe")
     off = [
         {name for name, value in compared_system(step, base, layout, None).spec.store.items() if not value}
-        for step in STEPS
+        for step in VARIANTS
+        if step.startswith("step-")
     ]
     assert off[0] > off[1] > off[2] == {"overlap"}
 

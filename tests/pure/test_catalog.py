@@ -15,9 +15,9 @@ from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, Pull
 from moegguf.models.catalog import Catalog, find_model
 from moegguf.models.details import parameters_of
 from moegguf.models.entry import ModelEntry
-from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
+from moegguf.models.sources import hub_cache
 
 pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 
@@ -70,7 +70,7 @@ def test_clients_of_a_server_are_told_no_path_and_no_command(
         assert not re.search(r"path|moegguf |MOEGGUF_|folder|" + re.escape(str(tmp_path)), str(refused.value)), name
     with pytest.raises(ModelNotFoundError, match="no model named 'demmo'; did you mean 'demo'"):
         Catalog(paths=False).find("demmo")
-    monkeypatch.setattr("moegguf.models.folder.demo_path", lambda: None)
+    monkeypatch.setattr("moegguf.models.sources.demo_path", lambda: None)
     with pytest.raises(ModelNotFoundError, match=r"^the demo model .* is not in this installation; [^/]*$"):
         Catalog(paths=False).find("demo")
 

@@ -24,10 +24,11 @@ from fake_store import (
 )
 from traces import routed
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies import LRU, SparsityAware
+from moegguf.controller.policies import LRU, make_policy
 from moegguf.controller.predictors.base import NoPrediction, Predictor, StorePredictor
 from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
@@ -70,15 +71,6 @@ def test_prompts_are_neither_scored_nor_prefetched_for_and_clear_the_scores_once
     assert store.named("scores")[3:] == [None]
     run_pass(controller, Phase.DECODE, pass_=3, sequence=1)
     assert policy.calls == 12  # prompts are counted, too
-
-
-def test_a_policy_that_learns_requests_gets_their_ends() -> None:
-    policy = SparsityAware(SHAPE)
-    controller = make_controller(policy)
-    for sequence in range(3):
-        for n, phase in enumerate((Phase.PREFILL, Phase.DECODE, Phase.DECODE)):
-            run_pass(controller, phase, pass_=3 * sequence + n, sequence=sequence)
-    assert (policy.eamcs.prefill.n_entries, policy.eamcs.decode.n_entries) == (2, 2)
 
 
 FOUR_PERIODS = WatchdogOptions(
@@ -185,9 +177,9 @@ def test_the_store_goes_on_without_a_predictor_that_was_dropped() -> None:
 
 def test_the_store_predicts_with_requests_that_the_controller_has_collected() -> None:
     store, predictor = RecordingStore(), EamcPredictor(SHAPE)
-    controller = build_controller(
-        SHAPE, SparsityAware(SHAPE), predictor, store, ActingOptions(prefetch=replace(AMPLE, by_proximity=True))
-    )
+    policy = make_policy("sparsity", SHAPE, Artifacts(None))
+    acting = ActingOptions(prefetch=replace(AMPLE, by_proximity=True))
+    controller = build_controller(SHAPE, policy, predictor, store, acting)
     assert controller is not None and controller.native and not controller.redundant
     assert store.actions == [("policy", "sparsity"), ("predictor", "eamc")]
     for sequence in range(3):

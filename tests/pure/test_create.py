@@ -17,14 +17,13 @@ import pytest
 from catalog_helpers import add_blob, cache, files_of, names, send
 
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
-from moegguf.models import blobs
+from moegguf.models import own_store
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.details import details
 from moegguf.models.entry import ModelEntry
-from moegguf.models.hub import hub_cache
-from moegguf.models.index import Index
-from moegguf.models.modelfile import parse
-from moegguf.models.recipe import Recipe
+from moegguf.models.own_store import Index
+from moegguf.models.recipe import Recipe, parse
+from moegguf.models.sources import hub_cache
 from moegguf.settings import data_folder
 from moegguf.terminal.tables import print_model_list
 
@@ -150,7 +149,7 @@ def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.M
     with pytest.raises(ZeroDivisionError):
         add_blob(catalog, digest, (bytes(1 // n) for n in (1, 0)))
     assert files_of(data_folder()) == []
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         add_blob(catalog, digest, iter(()), 2 << 30)
     with pytest.raises(PullError, match=r"64\.0MiB to spare.* has 1\.00MiB free"):
@@ -298,10 +297,9 @@ def test_the_index_keeps_everything(tmp_path: Path) -> None:
         "Me:v1", system="é\n\"", template="{{ x }}", parameters={"stop": ["a"], "top_k": 3, "temperature": 0.25},
         messages=({"role": "user", "content": "x"},), license="MIT", parent="demo:latest", mmproj=hub_cache() / "x",
     )  # fmt: skip
-    index.change(lambda contents: contents.with_entry(full))
-    assert Index(index.folder).read().entries == (full,)
-    index.change(lambda contents: contents.with_entry(named("ME:V1")))
-    assert [found.name for found in index.read().entries] == ["ME:V1"]
+    with index.changed() as contents:
+        contents.entries["me:v1"] = full
+    assert Index(index.folder).read().entries == {"me:v1": full}
 
 
 OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"', '"what:x"', '"x.gguf"')
@@ -325,7 +323,8 @@ OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"
 def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, kept: int) -> None:
     index = Index(data_folder())
     first = named("a:latest", parameters={"temperature": 0.5})
-    index.change(lambda contents: contents.with_entry(first).with_entry(named("b:latest")))
+    with index.changed() as contents:
+        contents.entries = {"a:latest": first, "b:latest": named("b:latest")}
     broken = damage(index.path.read_text())
     assert broken != index.path.read_text()
     index.path.write_text(broken)

@@ -14,7 +14,7 @@ from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_
 from moegguf.errors import BudgetError
 from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
-from moegguf.serving.managed_model import MOST_CLIENTS, Turns
+from moegguf.serving.lease import MOST_CLIENTS, Turns
 from moegguf.serving.model_manager import ModelManager
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from moegguf.engine import machine
-from moegguf.engine.batch_invariance import NEEDED_FLAGS, has_kernels
 from moegguf.engine.machine import (
     cgroup_levels,
     count_cpus,
@@ -18,6 +17,7 @@ from moegguf.engine.machine import (
     read_machine,
     read_memory,
 )
+from moegguf.engine.sequences import NEEDED_FLAGS, has_kernels
 from moegguf.engine.threadpool import MEMORY_S, ThreadGovernor
 from moegguf.errors import LibraryError, ModelNotFoundError
 from moegguf.native import library

@@ -9,8 +9,7 @@ import templates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.generate.parsing import answer_parser, needs_special_tokens
-from moegguf.generate.transcript import StopStrings
+from moegguf.generate.parsing import StopStrings, answer_parser, needs_special_tokens
 
 WEATHER = {"city": "Paris", "days": 3}
 

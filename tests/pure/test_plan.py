@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
-from moegguf.engine.budgets import Budgets, Sizes
+from moegguf.engine.budgets import Budgets, Sizes, choose_context
 from moegguf.engine.cost import HitRates, Speeds, request_cost
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, margin_bytes, memory_needs, row_bytes
 from moegguf.engine.plan import Plan, slot_bytes
-from moegguf.engine.planner import choose_context, make_plan
-from moegguf.engine.pool_plan import Fit, best_fit
+from moegguf.engine.planner import make_plan
+from moegguf.engine.pool_plan import best_fit
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_sizes
@@ -154,10 +154,10 @@ def test_compute_grows_with_batch_and_context_and_more_slots_and_larger_passes_p
     assert compute_bytes(layout, 1 << 16, 512, flash_attn=True) < compute_bytes(layout, 1 << 16, 512)
     assert compute_bytes(layout, 256, 512) >= 512 * layout.n_vocab * 4
     assert row_bytes(2, 33) == 36
-    size, needs = slot_bytes(layout), memory_needs(layout, 4096, 64)
+    size = slot_bytes(layout)
     assert request_cost(layout, size, 60, 64) < request_cost(layout, size, 40, 64)
     assert request_cost(layout, size, 40, 256) < request_cost(layout, size, 40, 32)
-    assert best_fit(layout, size, [Fit(40, 64, needs), Fit(41, 63, needs)]).n_ubatch == 64, "about equal: the larger"
+    assert best_fit(layout, size, [(40, 64), (41, 63)]) == (40, 64), "about equal: the larger pass"
 
 
 def test_batch_and_slots_are_chosen_together(layout: ExpertLayout) -> None:

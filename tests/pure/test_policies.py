@@ -1,5 +1,5 @@
 """Each policy by a few events and its victim: the lowest score, least recently used among equals. Policies by tier;
-MoE-Infinity's algorithm 1 by its figure 6; strategies by name."""
+strategies by name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.collection import Eamc, EamcPair
 from moegguf.controller.controller import name_of
 from moegguf.controller.history import History
 from moegguf.controller.policies import (
-    EPSILON,
     OWN_POLICIES,
     Lfu,
     Policy,
-    SparsityAware,
     Static,
     check_policy,
     device_policy,
@@ -126,54 +123,6 @@ def test_unknown_policies_and_those_that_ram_cannot_have_are_refused_and_the_env
             ram_policy(f"ram={name}")
     assert read_environment({}).policy == "auto"
     assert read_environment({"MOEGGUF_POLICY": " vram=lru,ram=slru "}).policy == "vram=lru,ram=slru"
-
-
-THREE = MoeShape(n_layer=3, n_expert=2, n_expert_used=1, layers=(0, 1, 2))
-REQUEST = np.array([[[1, 2], [0, 3], [0, 3]]], np.float32)  # figure 6; E[i, j] there counts from 1
-
-
-def scores_after(
-    policy: SparsityAware, history: History, il: int, e: int, sequence: int = 0, pass_: int = 0
-) -> Float32s:
-    history.update(RoutingEvent(pass_, 0, sequence, Phase.DECODE, 0, il, np.array([[e]], np.int32)))
-    scores = policy.scores(history, NoForecast(history.shape))
-    return scores
-
-
-def figure_6() -> SparsityAware:
-    pair = EamcPair(Eamc(3, 2), Eamc.from_state(REQUEST))
-    return SparsityAware(THREE, pair)
-
-
-def test_the_score_is_algorithm_1_and_without_counts_recency_decides() -> None:
-    scores = scores_after(figure_6(), History(THREE), 0, 0)
-    decay = np.array([[1], [2 / 3], [1 / 3]])
-    probabilities = np.array([[1 / 3, 2 / 3], [0, 1], [0, 1]])
-    np.testing.assert_allclose(scores, (probabilities + EPSILON) * decay, rtol=1e-5)
-    policy, history = SparsityAware(THREE), History(THREE)
-    assert not scores_after(policy, history, 0, 1).any()
-
-
-def test_a_finished_request_guides_the_next() -> None:
-    policy, history = SparsityAware(THREE), History(THREE)
-    for pass_ in range(3):
-        for il in range(3):
-            scores_after(policy, history, il, 1, pass_=pass_)
-    scores = scores_after(policy, history, 0, 1, sequence=1, pass_=3)
-    assert policy.eamcs.decode.n_entries == 1
-    assert scores[2, 1] > scores[2, 0]
-
-
-def test_layers_without_experts_have_no_score_and_depth_counts_those_with() -> None:
-    shape = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(1, 3))
-    request = np.array([[[0, 0], [1, 0], [0, 0], [1, 0]]], np.float32)
-    policy, history = SparsityAware(shape, EamcPair(Eamc(4, 2), Eamc.from_state(request))), History(shape)
-    scores_after(policy, history, 1, 0)
-    scores = scores_after(policy, history, 3, 0)
-    assert scores[1, 0] == pytest.approx(1, rel=1e-4)
-    assert scores[3, 0] == pytest.approx(0.5, rel=1e-4)
-    assert not scores[[0, 2]].any()
-    assert isinstance(policy, Policy)
 
 
 PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")

@@ -8,9 +8,9 @@ from fake_hub import FakeHub, cut_after, other_bytes, status
 from pull_helpers import DATA
 
 from moegguf.errors import ModelNotFoundError, PullError
-from moegguf.models import hub_api, hub_fetch
-from moegguf.models.hub import hub_cache
+from moegguf.models import hub as downloads
 from moegguf.models.pull import fetch
+from moegguf.models.sources import hub_cache
 
 ONE = "m-Q4_K_M.gguf"
 SHARDS = [f"Q8_0/m-Q8_0-{n:05d}-of-00003.gguf" for n in (1, 2, 3)]
@@ -59,7 +59,7 @@ def test_an_unclear_pattern_names_the_models(hub: FakeHub, filename: str, others
 
 
 def test_a_cut_download_is_continued_and_checked(hub: FakeHub, tmp_path: Path) -> None:
-    hub.faults[ONE] = [cut_after(1 << 20), *[status(503)] * hub_api.TRIES]
+    hub.faults[ONE] = [cut_after(1 << 20), *[status(503)] * downloads.TRIES]
     with pytest.raises(PullError, match=r"503.*continues where it stopped"):
         fetch("u/r", local_dir=tmp_path / "x")
     assert not (tmp_path / "x" / ONE).exists()
@@ -79,11 +79,11 @@ def test_the_same_file_under_another_name_comes_too(hub: FakeHub, tmp_path: Path
     assert (tmp_path / "c-Q4_0.gguf").read_bytes() == (tmp_path / "a-Q4_0.gguf").read_bytes() == DATA
 
 
-@pytest.mark.parametrize("limit_bytes", [hub_fetch.PLAIN_LIMIT_BYTES, 1 << 20], ids=["plain", "the hub's own storage"])
+@pytest.mark.parametrize("limit_bytes", [downloads.PLAIN_LIMIT_BYTES, 1 << 20], ids=["plain", "the hub's own storage"])
 def test_a_new_version_replaces_the_file_and_a_deleted_one_comes_again(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
 ) -> None:
-    monkeypatch.setattr(hub_fetch, "PLAIN_LIMIT_BYTES", limit_bytes)
+    monkeypatch.setattr(downloads, "PLAIN_LIMIT_BYTES", limit_bytes)
     for n, data in enumerate((DATA, DATA, b"GGUF" + DATA[:3:-1], DATA)):
         hub.repos["u/r"].files[ONE] = data
         path = fetch("u/r", local_dir=tmp_path)

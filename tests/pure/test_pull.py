@@ -18,11 +18,12 @@ from pull_helpers import DATA, FILES, NAME, fetch, nothing_has_a_name, stored
 from waiting import until
 
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models import blobs, hub_api, hub_fetch
+from moegguf.models import hub as downloads
+from moegguf.models import own_store
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import PullStatus
-from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
+from moegguf.models.sources import hub_cache
 
 pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
@@ -161,7 +162,7 @@ def test_a_new_commit_takes_over_whole(repo: FakeHub) -> None:
 
 
 def test_very_large_files_come_through_the_hubs_own_storage(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_fetch, "PLAIN_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(downloads, "PLAIN_LIMIT_BYTES", 1 << 20)
     entry, told = fetch()
     assert entry.path.read_bytes() == DATA and entry.name == NAME
     assert told[-1].status == "success"
@@ -277,13 +278,13 @@ def test_a_fault_that_passes_is_no_fault(repo: FakeHub, faults: list[Fault]) -> 
 
 
 def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), *[status(503)] * hub_api.TRIES]
+    repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), *[status(503)] * downloads.TRIES]
     with pytest.raises(PullError, match=r"503.*continues where it stopped"):
         fetch()
     assert nothing_has_a_name()
     assert [name for name in stored() if name.endswith(".incomplete")] != []
     repo.requests.clear()
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + (2 << 20) + 99)  # what is there needs none
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (2 << 20) + 99)  # what is there needs none
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA
     assert repo.gets("x-Q4_K_M.gguf") == [f"bytes={1 << 20}-"]
@@ -339,9 +340,9 @@ def test_a_listing_that_fails_for_a_while_and_a_server_s_wish_to_wait(
             waits.append(timeout or 0.0)
             return False
 
-    monkeypatch.setattr(hub_api, "MAX_WAIT_S", 30.0)
+    monkeypatch.setattr(downloads, "MAX_WAIT_S", 30.0)
     repo.listing_faults = [(429, {"Retry-After": "7"}), (429, {"Retry-After": "3600"})]
-    hub_api.read_repository("user/repo-gguf", NoWait())
+    downloads.read_repository("user/repo-gguf", NoWait())
     assert waits == [7.0, 30.0]
 
 
@@ -378,19 +379,19 @@ def test_private_and_gated_repositories_are_explained(
 
 
 def test_too_small_a_disk_is_told_before_the_first_byte(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + (1 << 20))
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (1 << 20))
     with pytest.raises(PullError, match=r"needs 3\.00MiB .* has 65\.0MiB free; delete files"):
         fetch()
     assert not repo.gets("x-Q4_K_M.gguf") and stored() == []
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + len(DATA) + 99)
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + len(DATA) + 99)
     assert fetch()[0].name == NAME
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: 0)
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: 0)
     assert fetch()[1][-1].status == "success"  # nothing is missing
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_fills_up_on_the_way(repo: FakeHub, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    write = hub_fetch._Body.write
+    write = downloads._Body.write
 
     def full(body: Any, chunk: bytes) -> None:
         if body.n_bytes > 1 << 20:
@@ -398,7 +399,7 @@ def test_a_disk_that_fills_up_on_the_way(repo: FakeHub, monkeypatch: pytest.Monk
         write(body, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hub_fetch._Body, "write", full)
+        patch.setattr(downloads._Body, "write", full)
         words = "needs .* more, .* are free" if code != errno.EIO else "cannot be written"
         with pytest.raises(PullError, match=words):
             fetch()

@@ -16,13 +16,16 @@ from moegguf.quantities import (
     Link,
     format_bytes,
     format_bytes_up,
+    human_bytes,
+    human_duration,
     human_number,
+    human_time,
     parse_expert_cache,
     parse_link,
     parse_size,
+    processor_split,
 )
 from moegguf.settings import read_environment
-from moegguf.terminal.units import human_bytes, human_duration, human_time, processor_split
 
 
 @pytest.mark.parametrize(

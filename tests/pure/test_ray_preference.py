@@ -31,12 +31,8 @@ def talk(*contents: str, **fields: Any) -> GenerationRequest:
     return GenerationRequest(messages=tuple(messages), **fields)
 
 
-def digests(conversation: Conversation) -> tuple[str, ...]:
-    return tuple(prefix.digest for prefix in conversation.prefixes)
-
-
 def holding(*conversations: Conversation) -> Sequences:
-    return tuple(map(digests, conversations))
+    return tuple(each.digests for each in conversations)
 
 
 FIRST = conversation_of(talk("", "What is an expert?"))
@@ -51,8 +47,8 @@ def test_preference_needs_no_ray() -> None:
 
 
 def test_a_turn_begins_with_the_turns_before_it() -> None:
-    assert digests(NEXT)[: len(digests(FIRST))] == digests(FIRST)
-    assert not set(digests(OTHER)) & set(digests(NEXT))
+    assert NEXT.digests[: len(FIRST.digests)] == FIRST.digests
+    assert not set(OTHER.digests) & set(NEXT.digests)
 
 
 @pytest.mark.parametrize(
@@ -66,25 +62,28 @@ def test_a_turn_begins_with_the_turns_before_it() -> None:
     ],
 )
 def test_its_owner_and_what_the_template_writes_first_are_part_of_every_prefix(other: GenerationRequest) -> None:
-    assert not set(digests(conversation_of(other))) & set(digests(FIRST))
+    assert not set(conversation_of(other).digests) & set(FIRST.digests)
 
 
 def test_a_system_message_alone_is_not_a_conversation() -> None:
     system = "You are short. " * 3
     one, two = (conversation_of(talk(system, f"{text}? " * 40)) for text in ("Why", "How"))
-    assert set(digests(one)) & set(digests(two))
-    assert one.shared_bytes(frozenset(digests(two))) == 0
+    assert set(one.digests) & set(two.digests)
+    assert one.n_shared(two.digests) == 0
 
 
 def test_a_long_beginning_counts_without_the_rest() -> None:
     document = "An expert is a matrix. " * 400
     one, two = (conversation_of(talk(document, text)) for text in ("Why?", "How?"))
-    assert one.shared_bytes(frozenset(digests(two))) >= len(document) / 2
+    assert one.n_shared(two.digests) == len(one.digests) - 1
 
 
 def test_a_prompt_is_cut_at_doubling_lengths() -> None:
-    lengths = [prefix.n_bytes for prefix in conversation_of(GenerationRequest(prompt="x" * 3000)).prefixes]
-    assert lengths == [FIRST_CUT_BYTES, 2 * FIRST_CUT_BYTES, 4 * FIRST_CUT_BYTES, 8 * FIRST_CUT_BYTES, 3000]
+    long = conversation_of(GenerationRequest(prompt="x" * 3000)).digests
+    for n_cuts in range(4):
+        n_bytes = FIRST_CUT_BYTES << n_cuts
+        assert conversation_of(GenerationRequest(prompt="x" * n_bytes)).digests[-1] == long[n_cuts]
+    assert len(long) == 5
 
 
 THIRD = conversation_of(talk("", "What is an expert?", "A matrix.", "Why?", "So.", "And?"))
@@ -114,7 +113,7 @@ def test_what_is_sent_takes_the_place_of_its_earlier_turns_and_then_of_the_oldes
     both = after(holding(FIRST), OTHER, 2)
     assert both == holding(FIRST, OTHER)
     assert after(both, NEXT, 2) == holding(OTHER, NEXT)
-    assert after(holding(OTHER, NEXT), conversation_of(talk("", "Where?")), 2)[0] == digests(NEXT)
+    assert after(holding(OTHER, NEXT), conversation_of(talk("", "Where?")), 2)[0] == NEXT.digests
 
 
 WHOLE = {

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models.catalog import Catalog
-from moegguf.models.library import LibraryModel, fetchable_name, find_in_library, library, nearest_names
-from moegguf.models.names import parse_name
+from moegguf.models.names import LibraryModel, fetchable_name, find_in_library, library, nearest_names, parse_name
 from moegguf.models.pull import pull
 from moegguf.models.selection import is_model, models_in, select_files, without_incomplete
 

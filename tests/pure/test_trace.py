@@ -1,4 +1,15 @@
 """A trace in memory: events in live order, selections by request, shuffling, passes with tokens of several requests;
+def test_requests_that_end_together_each_count_until_the_collection_is_saved() -> None:
+    saved, history, live = [], SimpleNamespace(finished=[None] * 3), object.__new__(LiveController)
+    parts = {"history": history, "predictor": EamcPredictor(SMALL), "policy": None, "shape": SMALL}
+    live.controller = SimpleNamespace(observe=lambda event: None, **parts)
+    live.artifacts = SimpleNamespace(layout=None, save_collection=lambda *given: saved.append(given))
+    live._n_ended, live._writer = CHECKPOINT_REQUESTS - 2, None
+    live.observe(decoded([1, 2, 3], 0, [0, 1, 2]))
+    live._writer.join()
+    assert len(saved) == 1
+
+
 Belady's bound on it, by hand and against every choice of victims."""
 
 from __future__ import annotations
@@ -231,7 +242,7 @@ def test_the_eams_of_a_pass_are_those_of_its_requests_together_and_the_collectio
     for event in batched().events():
         if isinstance(event, RoutingEvent):
             history.update(event)
-            predictor.predict_eam.learn(history)
+            predictor.learn(history)
     eamcs = predictor.learned(history)
     assert eamcs.decode.n_entries == 4
     assert eamcs.prefill.n_entries == 5

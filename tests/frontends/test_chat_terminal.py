@@ -1,4 +1,4 @@
-"""The chat's keyboard and screen: many lines, pastes, Ctrl-C, the editor, history, narrow and wide characters."""
+"""The chat with a scripted model in a terminal: its commands, keyboard and screen, Ctrl-C, the editor, history."""
 
 import os
 import re
@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 from chat_terminal import ECHO, echo_chat
-from command_line import environment
+from servers import environment
 from terminal import ENTER, Terminal, control
+
+from moegguf.chat.conversation import load_options_with, parse_parameter
+from moegguf.errors import MoeggufError
+from moegguf.generate.request import Sampling, sampling_with
 
 SMALL_ECHO = f"{sys.executable} {ECHO} run demo -t 1 -c 512 --expert-cache 50%"
 
@@ -247,3 +251,160 @@ def test_a_dumb_terminal_works(tmp_path: Path) -> None:
         assert b"\x1b[" not in chat.raw.partition(b">>>")[2]
         chat.send("/bye" + ENTER)
         assert chat.exit_code() == 0
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path) -> Iterator[Terminal]:
+    """One chat for all tests of this file, 160 columns wide; each test undoes what it sets."""
+    with echo_chat(home, size=(160, 60)) as terminal:
+        terminal.prompt()
+        yield terminal
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    ("/?", "  /load <model>   Load a session or model"),
+    ("/help", "Use \"\"\" to begin a multi-line message."),
+    ("/? set", "  /set parameter ...     Set a parameter"),
+    ("/? /set", "  /set nothink           Disable thinking"),
+    ("/? show", "  /show modelfile    Show Modelfile for this model"),
+    ("/help shortcuts", "  Ctrl + c            Stop the model from responding"),
+    ("/set", "  /set nohistory         Disable history"),
+    ("/show", "  /show license      Show model license"),
+    ("/set parameter", "  /set parameter num_ctx <int>          Set the context size"),
+    ("/show info", "architecture"),
+    ("/show license", "No license was specified for this model."),
+    ("/show modelfile", "FROM demo:latest"),
+    ("/show parameters", "Model defined parameters:\n  temperature                    0\n"),
+    ("/show system", "No system message was specified for this model."),
+    ("/show template", "<|im_start|>"),
+    ("/list", "demo:latest"),
+    ("/show nothing", "Unknown command '/show nothing'. Type /? for help"),
+    ("/set nothing", "Unknown command '/set nothing'. Type /? for help"),
+    ("/nothing at all", "Unknown command '/nothing'. Type /? for help"),
+    ("/clearly", "Unknown command '/clearly'. Type /? for help"),
+    ("/home/me/cat.png what is this", "Unknown command '/home/me/cat.png'. Type /? for help"),
+    ("/load", "Usage:\n  /load <modelname>"),
+    ("/save", "Usage:\n  /save <modelname>"),
+    ("/read", "Usage:\n  /read <file>"),
+    ("/read /nowhere/at-all", "error: [Errno 2] No such file or directory"),
+    ("/set think", "warning: model 'demo:latest' does not support thinking output"),
+    ("/set think sideways", "Invalid level 'sideways'."),
+    ("/set format xml", "error: --format takes json, a JSON schema"),
+    ("/set format", "Invalid or missing format. For 'json' mode use '/set format json'"),
+    ("/set parameter nonsense 1", "Couldn't set parameter: unknown parameter 'nonsense'"),
+    ("/set parameter temperature hot", "Couldn't set parameter: the parameter 'temperature' must be a number"),
+    ("/set parameter top_p 7", "Couldn't set parameter: top_p takes 0 to 1, but is 7"),
+    ("/set history", "Set 'history' mode."),
+])  # fmt: skip
+def test_the_output_of_a_command(shared: Terminal, command: str, words: str) -> None:
+    assert words in shared.ask(command)
+    assert "Traceback" not in shared.text
+
+
+def test_parameters_reach_the_next_answer(shared: Terminal) -> None:
+    assert "Set parameter 'temperature' to '0.25'" in shared.ask("/set parameter temperature 0.25")
+    assert "Set parameter 'stop' to 'one, two three'" in shared.ask('/set parameter stop one "two three"')
+    said = shared.ask("settings").replace("\n", " ")
+    assert "temperature=0.25" in said
+    assert "stop=['one', 'two three']" in said
+    shown = shared.ask("/show parameters")
+    assert "User defined parameters:" in shown
+    assert '  stop                           "two three"' in shown
+
+
+def test_modes_are_set_and_unset(shared: Terminal) -> None:
+    assert "Set format to 'json' mode." in shared.ask("/set format json")
+    assert "format=json" in shared.ask("settings").replace("\n", " ")
+    assert "Set format to a JSON schema." in shared.ask('/set format {"type": "object"}')
+    assert "format={'type': 'object'}" in shared.ask("settings").replace("\n", " ")
+    assert "Disabled format." in shared.ask("/set noformat")
+    assert "Set 'nothink' mode." in shared.ask("/set nothink")
+    assert "format=None think=False" in shared.ask("settings").replace("\n", " ")
+    assert "Set 'verbose' mode." in shared.ask("/set verbose")
+    assert "eval rate:" in shared.ask("hello")
+    assert "Set 'quiet' mode." in shared.ask("/set quiet")
+    assert "eval rate:" not in shared.ask("hello")
+    assert "Set 'nowordwrap' mode." in shared.ask("/set nowordwrap")
+    assert "Set 'wordwrap' mode." in shared.ask("/set wordwrap")
+
+
+def test_clear_keeps_the_system_message(shared: Terminal) -> None:
+    assert "Set system message." in shared.ask("/set system Be brief.")
+    shared.ask("remember me")
+    assert "[system: Be brief.]" in shared.ask("messages").replace("\n", " ")
+    assert "Cleared session context" in shared.ask("/clear")
+    said = shared.ask("messages").replace("\n", " ")
+    assert "[system: Be brief.] [user: messages]" in said
+    shared.send('/set system """Be' + ENTER)
+    shared.wait(lambda: shared.line == "...", "the second line")
+    shared.send('briefer."""' + ENTER)
+    shared.expect("Set system message.")
+    shared.prompt()
+    assert "Be\nbriefer." in shared.ask("/show system")
+    shared.ask('/set system """ """')
+    shared.ask("/clear")
+
+
+def test_a_file_goes_before_the_next_message(shared: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("first line\nsecond line\n")
+    assert f"Read '{file}' (22 characters); it goes before your next message." in shared.ask(f"/read {file}").replace(
+        "\n", ""
+    )
+    shared.ask("and now?")
+    assert "[user: first line second line  and now?]" in shared.ask("messages").replace("\n", " ")
+    file.write_bytes(b"\0\1")
+    assert "error: /read takes text" in shared.ask(f"/read {file}")
+    shared.ask("/clear")
+
+
+def test_regen_answers_again(shared: Terminal) -> None:
+    shared.ask("/clear")
+    assert "There is no message to answer again." in shared.ask("/regen")
+    shared.ask("the same")
+    assert shared.ask("/regen").startswith(">>> /regen\nthe same")
+    assert "[user: the same] [assistant: the same] [user: messages]" in shared.ask("messages").replace("\n", " ")
+    shared.ask("/clear")
+
+
+def test_errors_do_not_end_the_chat(shared: Terminal) -> None:
+    shared.ask("/clear")
+    assert "error: as scripted" in shared.ask("fail ContextError")
+    assert "error: ZeroDivisionError: as scripted" in shared.ask("fail ZeroDivisionError")
+    said = shared.ask("fail ExpertIOError half")
+    assert "half" in said and "error: as scripted" in said
+    assert "[user: fail ExpertIOError half] [assistant: half] [user: messages]" in shared.ask("messages")
+    assert "prompt cut: 3 messages left out" in shared.ask("cut")
+    shared.ask("/clear")
+
+
+def test_bye_and_exit_end_the_chat(home: Path, shared: Terminal) -> None:
+    with echo_chat(home) as other:
+        other.prompt()
+        other.enter("/exit")
+        assert other.exit_code() == 0
+    shared.enter("/bye")
+    assert shared.exit_code() == 0
+
+
+@pytest.mark.parametrize(("name", "word"), [
+    ("num_ctx", "-5"), ("num_ctx", "1.5"), ("temperature", "nan"), ("temperature", "1e999"), ("top_k", "many"),
+    ("seed", "99999999999999999999999"), ("expert_cache", "lots"), ("nonsense", "1"), ("num_predict", "true"),
+])  # fmt: skip
+def test_invalid_values_of_parameters(name: str, word: str) -> None:
+    with pytest.raises(MoeggufError):
+        parse_parameter(name, [word])
+
+
+def test_parameters_set_sampling_and_load_options() -> None:
+    parameters = {"seed": -1, "num_predict": 9, "stop": ["x"], "num_ctx": 512, "numa": True, "top_k": 3}
+    assert sampling_with(Sampling(seed=4), parameters) == Sampling(max_tokens=9, stop=("x",), top_k=3)
+    options = {"expert_cache": "50%", "n_threads": 2}
+    assert load_options_with(options, parameters) == {**options, "n_ctx": 512}
+    assert load_options_with(options, {"num_thread": 0, "num_gpu": -1}) == {"expert_cache": "50%"}
+    assert load_options_with(options, {"num_gpu": 0})["n_gpu_layers"] == 0
