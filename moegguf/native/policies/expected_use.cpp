@@ -172,12 +172,12 @@ class LearnedRates {
     using Averages = std::array<float, n_averages>;
     using Inputs = std::array<float, n_averages + 1>;
 
-    struct History {                // of a layer
-        std::vector<uint64_t> used; // [2 * window][n_words], a bit for each expert
-        int n_tokens = 0, n_words = 0;
+    struct History {              // of a layer
+        std::vector<int16_t> ids; // [2 * window][n_used], n_expert behind those of a token that used fewer
+        int n_tokens = 0, n_used = 0;
         std::array<int16_t, window> n_alike{}; // experts that each token before the last one shares with it
         int n_earlier() const { return std::min(n_tokens - 1, window); }
-        const uint64_t * last() const { return &used[(n_tokens - 1) * n_words]; }
+        const int16_t * last() const { return &ids[(n_tokens - 1) * n_used]; }
     };
 
     void learn(int il);
@@ -198,7 +198,8 @@ class LearnedRates {
     std::array<int, window> n_alike_{};       // of all layers; as in what follows, the last earlier token comes last
     std::array<float, n_after + window> alike_{};
     std::array<float, 1 + window> expected_{}; // how much of each token, the last one included, is expected next
-    std::vector<float> sums_;                  // [n_expert_max]
+    std::vector<uint8_t> marked_;              // [n_expert_max + 1], the last token's experts
+    std::vector<float> sums_;                  // [n_expert_max + 1]
 };
 
 LearnedRates::LearnedRates(const Layout & layout)
@@ -208,7 +209,8 @@ LearnedRates::LearnedRates(const Layout & layout)
       rates_(layout.n_keys(), least_rate),
       used_(layout.n_expert_max),
       histories_(layout.layers.size()),
-      sums_(layout.n_expert_max) {
+      marked_(layout.n_expert_max + 1),
+      sums_(layout.n_expert_max + 1) {
     constexpr float first_recall = 0.4f, first_gradient = 1e-3f; // the weight of what is recalled
     constexpr float sharpness = 16.0f; // a token that shares nothing counts exp(-16) of one that shares every expert
     Inputs weights, gradients;
@@ -220,9 +222,9 @@ LearnedRates::LearnedRates(const Layout & layout)
     for (size_t i = 0; i < n_averages; i++) { kept_[i] = kept_after(half_lives_tokens[i], 1); }
     int n_used = 0; // of all layers
     for (int il : layout.moe_layers) {
-        histories_[il].n_words = (layout.layers[il].n_expert + 63) / 64;
-        histories_[il].used.resize(2 * window * histories_[il].n_words);
-        n_used += layout.layers[il].n_expert_used;
+        histories_[il].n_used = layout.layers[il].n_expert_used;
+        histories_[il].ids.resize(2 * window * histories_[il].n_used);
+        n_used += histories_[il].n_used;
     }
     for (int i = 0; i <= n_used; i++) { alike_weights_.push_back(std::exp(-sharpness * i / n_used)); }
 }
@@ -281,27 +283,27 @@ void LearnedRates::average(int il, int n_tokens) {
 // Tokens of an event come one after another, also where they are of several sequences.
 void LearnedRates::remember(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     History & history = histories_[il];
-    const int n_words = history.n_words;
-    const int first = std::max(0, n_tokens - window);
-    expert_ids += (int64_t)first * n_expert_used;
-    for (int token = first; token < n_tokens; token++, expert_ids += n_expert_used) {
+    const int n_used = history.n_used;
+    for (int token = std::max(0, n_tokens - window); token < n_tokens; token++) {
         if (history.n_tokens == 2 * window) {
-            std::copy_n(&history.used[window * n_words], window * n_words, history.used.begin());
+            std::copy_n(&history.ids[window * n_used], window * n_used, history.ids.begin());
             history.n_tokens = window;
         }
-        uint64_t * used = &history.used[history.n_tokens++ * n_words];
-        std::fill_n(used, n_words, 0);
-        for (int i = 0; i < n_expert_used; i++) { used[expert_ids[i] / 64] |= uint64_t(1) << expert_ids[i] % 64; }
+        const auto ids = history.ids.begin() + history.n_tokens++ * n_used;
+        std::fill_n(ids, n_used, layout_.layers[il].n_expert);
+        std::copy_n(expert_ids + (int64_t)token * n_expert_used, std::min(n_expert_used, n_used), ids);
     }
 }
 
 void LearnedRates::count_alike(int il) {
     History & history = histories_[il];
-    const int n_words = history.n_words, n_earlier = history.n_earlier();
-    const uint64_t *last = history.last(), *used = last - n_earlier * n_words;
-    for (int at = window - n_earlier; at < window; at++, used += n_words) {
+    const int n_used = history.n_used, n_earlier = history.n_earlier();
+    std::fill(marked_.begin(), marked_.end(), 0);
+    for (int i = 0; i < n_used; i++) { marked_[history.last()[i]] = history.last()[i] < layout_.layers[il].n_expert; }
+    const int16_t * ids = history.last() - n_earlier * n_used;
+    for (int at = window - n_earlier; at < window; at++, ids += n_used) {
         int n = 0;
-        for (int i = 0; i < n_words; i++) { n += __builtin_popcountll(used[i] & last[i]); }
+        for (int i = 0; i < n_used; i++) { n += marked_[ids[i]]; }
         n_alike_[at] += n - history.n_alike[at];
         history.n_alike[at] = n;
     }
@@ -310,7 +312,7 @@ void LearnedRates::count_alike(int il) {
 // Each earlier token counts by how much of its routing, over all layers, is the last token's.
 void LearnedRates::recall(int il) {
     const History & history = histories_[il];
-    const int n_words = history.n_words, n_earlier = history.n_earlier(), first = window - n_earlier;
+    const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;
     if (n_earlier == 0) { return; }
     constexpr float least_expected = 1e-3f; // that counts
     const int most_alike = *std::max_element(n_alike_.begin() + first, n_alike_.end());
@@ -322,13 +324,10 @@ void LearnedRates::recall(int il) {
         for (int i = 0; i < n_after; i++) { expected_[at] += after[i] * alike_[n_after + at - 1 - i]; }
     }
     std::fill(sums_.begin(), sums_.end(), 0.0f);
-    const uint64_t * used = history.last() - n_earlier * n_words;
-    for (int at = first; at <= window; at++, used += n_words) {
-        for (int i = 0; i < n_words && expected_[at] > least_expected; i++) {
-            for (uint64_t rest = used[i]; rest; rest &= rest - 1) {
-                sums_[64 * i + __builtin_ctzll(rest)] += expected_[at];
-            }
-        }
+    const int16_t * ids = history.last() - n_earlier * n_used;
+    for (int at = first; at <= window; at++, ids += n_used) {
+        if (expected_[at] <= least_expected) { continue; }
+        for (int i = 0; i < n_used; i++) { sums_[ids[i]] += expected_[at]; }
     }
     for (int e = 0; e < layout_.layers[il].n_expert; e++) {
         inputs_[layout_.key(il, e)][recalled] = logit(sums_[e] / sum);
