@@ -158,11 +158,13 @@ def test_budgets_that_change_while_decoding(
     layout, prompt = read_layout(path), random_tokens(24)
     most = layout.n_expert_total - 1
     store = StoreOptions(device=device.name, staging=0)
-    with Llama(path, vram_cache=share_for(path, most), expert_cache="50%", store=store, n_ubatch=1, **OPTIONS) as llm:
+    with Llama(
+        path, vram_cache=share_for(path, most, device.name), expert_cache="50%", store=store, n_ubatch=1, **OPTIONS
+    ) as llm:
         llm.eval(prompt)
         for _ in range(n_new):
             n_slots = int(random.integers(layout.n_expert, most + 1))
-            llm.set_budget(vram_cache=share_for(path, n_slots))
+            llm.set_budget(vram_cache=share_for(path, n_slots, device.name))
             assert llm.stats().tiers[0].n_slots == n_slots
             llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
         logits = llm.scores[: llm.n_tokens].copy()
