@@ -28,13 +28,14 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.native import abi, library
 from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
-from moegguf.quantities import MIB, Link
+from moegguf.quantities import MIB, Link, parse_size
 
 SECONDS = 0.06  # for each figure, in all turns together
 TURNS = 3  # spread over the measuring: what else the machine does takes some time at once, and only makes slower
 DENSE_BYTES = 4 * MIB  # of a matrix that stands for those of no expert
 LEAST_SHARE = 0.05  # of the weights that are no experts, of a type that is measured
-POOL_BYTES = 96 * MIB  # of slots that take turns: more than caches hold
+POOL_BYTES, CACHES = 96 * MIB, 4  # of slots that take turns; or so many times the last cache, which is faster
+LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # "32768K"
 GRAPH_SHARE = 0.85  # of the speed of experts' kernels alone that all of a model's kernels reach, by turns
 DISK_S = 0.15
 MEASURING_S = 120  # at most, of a process that does nothing else
@@ -140,7 +141,10 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), SECONDS / TURNS
     # All experts of a small layer take turns, at least those of a token of a large one.
-    n_slots = min(layer.n_expert, max(layer.n_expert_used, POOL_BYTES // slot_sizes(of_layer).slot_bytes))
+    pool_bytes = POOL_BYTES
+    with suppress(OSError, ValueError):
+        pool_bytes = max(pool_bytes, CACHES * parse_size(LAST_CACHE.read_text()))
+    n_slots = min(layer.n_expert, max(layer.n_expert_used, pool_bytes // slot_sizes(of_layer).slot_bytes))
     paths = [str(shard.path).encode() for shard in layout.shards]
     how, token_bytes = (device, n_threads, repack), layer.n_expert_used * layer.expert_bytes
     turns, dense_turns = list[Any](), dict[int, list[Any]]()
