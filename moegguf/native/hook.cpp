@@ -17,6 +17,9 @@
 #include <cstdlib>
 #include <cstring>
 
+// Of ggml-backend.cpp, by patches/scheduler.patch.
+extern "C" void ggml_backend_sched_set_callback_version(ggml_backend_sched_t sched, const uint64_t * version);
+
 namespace moegguf {
 namespace {
 
@@ -169,16 +172,32 @@ void read_details(Context & context, const ggml_tensor * t, Choice & choice) {
     }
 }
 
-// What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
-ggml_backend_t stream_of(const Context & context, const Tier & tier, ggml_tensor * t) {
-    const Copies * copies = tier.copies;
-    if (!copies || !copies->has_events() || !context.scheduler) { return nullptr; }
-    ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(context.scheduler, t);
-    const bool same = backend && ggml_backend_get_device(backend) == tier.pool()->memory().device;
-    return same ? backend : nullptr;
+// What computes the node; nullptr: that is not known, and has been waited for.
+ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
+    return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }
 
-void acquire_experts(Context & context, ggml_tensor * t, int il) {
+void synchronize(ggml_backend_t backend) {
+    if (backend) { ggml_backend_synchronize(backend); }
+}
+
+// What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
+ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
+    const Copies * copies = tier.copies;
+    const bool waits = backend && copies && copies->has_events();
+    return waits && ggml_backend_get_device(backend) == tier.pool()->memory().device ? backend : nullptr;
+}
+
+void get_now(ggml_backend_t, const ggml_tensor * t, void * data, size_t offset, size_t n) {
+    ggml_backend_tensor_get(t, data, offset, n);
+}
+
+void set_now(ggml_backend_t, ggml_tensor * t, const void * data, size_t offset, size_t n) {
+    ggml_backend_tensor_set(t, data, offset, n);
+}
+
+// The ids of a device come and go in its stream: the thread waits for it once, and not for the slots that it is sent.
+void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t backend) {
     Store & store = context.store;
     const bool in_place = ggml_backend_buffer_is_host(t->buffer);
     Choice choice = {il, (int32_t *)t->data, (int)t->ne[0], (int)t->ne[1]};
@@ -186,25 +205,35 @@ void acquire_experts(Context & context, ggml_tensor * t, int il) {
     if (n == 0) { return; }
     choice.wait_kinds = store.shared.has(MOEGGUF_OVERLAP) ? 0 : all_kinds;
     choice.ids_in_place = in_place;
-    choice.stream = store.layout.has_experts(il) ? stream_of(context, store.tiers.of(il), t) : nullptr;
-    read_details(context, t, choice);
+    choice.stream = store.layout.has_experts(il) ? stream_of(backend, store.tiers.of(il)) : nullptr;
     if (!in_place) {
-        context.ids.resize(n);
-        ggml_backend_tensor_get(t, context.ids.data(), 0, n * sizeof(int32_t));
+        if (context.ids.size() < n) {
+            synchronize(backend); // which may still read them
+            context.ids.resize(n);
+        }
         choice.ids = context.ids.data();
+        const auto get = backend ? ggml_backend_tensor_get_async : get_now;
+        get(backend, t, choice.ids, 0, n * sizeof(int32_t));
     }
+    synchronize(backend);
+    read_details(context, t, choice);
     store.acquire.acquire(context, choice);
-    if (!in_place) { ggml_backend_tensor_set(t, context.ids.data(), 0, n * sizeof(int32_t)); }
+    if (!in_place) {
+        const auto set = backend ? ggml_backend_tensor_set_async : set_now;
+        set(backend, t, choice.ids, 0, n * sizeof(int32_t));
+    }
 }
 
 // What a stop is for. No exception leaves it: the caller is C.
 void stopped(Context & context, ggml_tensor * t) {
     if (!is_of_experts(t)) { return; }
     const int il = layer_of(t, ids_node);
+    ggml_backend_t backend = backend_of(context, t);
     try {
         if (il >= 0) {
-            acquire_experts(context, t, il);
+            acquire_experts(context, t, il, backend);
         } else if (const uint8_t kinds = kinds_after(context, t); kinds && context.supply) {
+            synchronize(backend);
             context.supply->wait(context, kinds);
         }
     } catch (const std::exception & e) {
@@ -238,7 +267,9 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * store) {
     // Both callbacks see every node that either of them asked for.
     if (ask) { return (context.next_eval && context.next_eval(t, true, context.next_user)) || must_stop(context, t); }
     stopped(context, t);
-    return !context.next_eval || context.next_eval(t, false, context.next_user);
+    if (!context.next_eval) { return true; }
+    synchronize(backend_of(context, t));
+    return context.next_eval(t, false, context.next_user);
 }
 
 extern "C" bool moegguf_abort(void * store) {
@@ -247,7 +278,9 @@ extern "C" bool moegguf_abort(void * store) {
 }
 
 extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched) {
-    if (eval == moegguf_eval) { ((moegguf_store *)store)->store.context.scheduler = sched; }
+    if (eval != moegguf_eval) { return; }
+    ((moegguf_store *)store)->store.context.scheduler = sched;
+    ggml_backend_sched_set_callback_version(sched, &Pool::n_bindings);
 }
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) != nullptr; }

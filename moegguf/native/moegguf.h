@@ -431,7 +431,7 @@ MOEGGUF_API void moegguf_context_chain(moegguf_store * store, ggml_backend_sched
 MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * store);
 MOEGGUF_API bool moegguf_abort(void * store);
 // Which scheduler computes for the store's context, where the callback is moegguf_eval: its streams then wait for
-// copies to the device, where it has events, instead of the thread that computes.
+// copies to the device, where it has events, instead of the thread that computes, which waits for them itself.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
 // For the patched llama.cpp.
