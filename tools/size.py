@@ -21,10 +21,10 @@ LIMITS = {
     "moegguf/bench": 1_380,
     "moegguf/chat": 1_580,
     "moegguf/cli": 2_230,
-    "moegguf/controller": 2_200,
+    "moegguf/controller": 2_180,
     "moegguf/engine": 7_230,
     "moegguf/generate": 4_170,
-    "moegguf/gguf": 1_800,
+    "moegguf/gguf": 1_500,
     "moegguf/models": 2_770,
     "moegguf/native": 14_100,
     "moegguf/server": 7_570,
@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_360,
     "moegguf/trace": 1_970,
     "predictors": 8_080,
-    "tests": 36_560,
+    "tests": 36_480,
     "tools": 5_860,
 }
 
