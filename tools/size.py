@@ -24,7 +24,7 @@ LIMITS = {
     "moegguf/controller": 2_180,
     "moegguf/engine": 7_230,
     "moegguf/generate": 4_170,
-    "moegguf/gguf": 1_500,
+    "moegguf/gguf": 1_450,
     "moegguf/models": 2_770,
     "moegguf/native": 14_100,
     "moegguf/server": 7_570,

@@ -221,10 +221,9 @@ def test_shards_and_a_missing_one(tmp_path: Path) -> None:
     [
         (lambda paths: None, 1, "open 'm-00001-of-00003.gguf'"),
         (lambda paths: paths[1].write_bytes(paths[2].read_bytes()), 0, r"m-00002.*split.no.*must be 1, but is 2"),
-        (lambda paths: (paths[0].parent / "m-00004-of-00003.gguf").touch(), 0, "m-00004.*does not belong to it"),
         (lambda paths: os.truncate(paths[1], paths[1].stat().st_size - 64), 0, "m-00002.*past the end"),
     ],
-    ids=["a later one", "another's place", "one too many", "cut"],
+    ids=["a later one", "another's place", "cut"],
 )
 def test_a_set_of_shards_that_is_none(
     tmp_path: Path, change: Callable[[list[Path]], object], opened: int, pattern: str
@@ -244,9 +243,7 @@ def foreign(**kwargs: Any) -> Gguf:
         (foreign(split=(1, 4, 14)), "m-00002-of-00003.gguf.*split.count.*is 4, but .* 3"),
         (foreign(split=(1, 3, 99)), "m-00002-of-00003.gguf.*split.tensors.count.*99"),
         (foreign(split=(1, 3, 14)).add("general.name", STR, "other"), "m-00002-of-00003.gguf.*general.name.*other"),
-        (moe(n_layer=3, split=(1, 3, 14), il_range=range(2)), "m-00002-of-00003.gguf.*is in m-00001-of-00003"),
-        (without(foreign(split=(1, 3, 14)), "blk.1.attn_norm.weight"), "tensors.count' is 14, but .* 13 tensors"),
-        (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*missing"),
+        (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*must be 1, but is -1"),
     ],
 )
 def test_shard_of_another_model(tmp_path: Path, second: Gguf, pattern: str) -> None:
@@ -257,10 +254,10 @@ def test_shard_of_another_model(tmp_path: Path, second: Gguf, pattern: str) -> N
 
 def test_shard_names(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
-    refuse(first.rename(tmp_path / "renamed.gguf"), "split.count' is 3, but the name")
-    refuse(write(moe(), tmp_path, "m-00001-of-00005.gguf"), "key 'split.count' is missing")
+    refuse(first.rename(tmp_path / "renamed.gguf"), "split.count' is 3, but the name is that of a file of 1")
+    refuse(write(moe(), tmp_path, "m-00001-of-00005.gguf"), "split.count' is 1, but .* of 5")
     g = moe(split=(0, 2, 10))
-    refuse(write(g, tmp_path, "n-00001-of-00004.gguf"), "has 4 shards, but .* is 2")
+    refuse(write(g, tmp_path, "n-00001-of-00004.gguf"), "split.count' is 2, but .* of 4")
     g = moe(split=(0, 1, 10))
     assert len(read_layout(write(g, tmp_path, "one-00001-of-00001.gguf")).shards) == 1
     g = moe().add("split.count", build.I32, -5)
