@@ -24,7 +24,7 @@ LIMITS = {
     "moegguf/controller": 2_180,
     "moegguf/engine": 7_230,
     "moegguf/generate": 4_170,
-    "moegguf/gguf": 1_450,
+    "moegguf/gguf": 1_410,
     "moegguf/models": 2_770,
     "moegguf/native": 14_100,
     "moegguf/server": 7_570,
@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_360,
     "moegguf/trace": 1_940,
     "predictors": 8_080,
-    "tests": 36_460,
+    "tests": 36_390,
     "tools": 5_860,
 }
 

@@ -1,11 +1,10 @@
-"""The model's hyperparameters (GGUF key-values), read, and checked to be numbers that can be computed with.
+"""The model's hyperparameters (GGUF key-values), as far as they are used here, each in its range.
 
 Names follow llama.cpp's llama_hparams.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from moegguf.errors import ModelFormatError
@@ -16,32 +15,6 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 MAX_WIDTH = 1 << 24  # n_embd, n_ff, n_head and the like
 MAX_CONTEXT = 1 << 27  # the longest real one is 10 Mi
-MAX_GATING = 4  # of enum llama_expert_gating_func_type; 0 is the architecture's own
-# {key: (least, most)} of fractions; others must be finite. A zero is what writers put where a model has no such part.
-FRACTIONS = {
-    "attention.layer_norm_epsilon": (0.0, 1.0),
-    "attention.layer_norm_rms_epsilon": (0.0, 1.0),
-    "attention.group_norm_epsilon": (0.0, 1.0),
-    "hyper_connection.epsilon": (0.0, 1.0),
-    "rope.freq_base": (1e-6, 1e30),
-    "rope.freq_base_swa": (1e-6, 1e30),
-    "rope.scaling.factor": (0.0, 1e9),
-    "rope.scale_linear": (0.0, 1e9),
-}
-UNBOUNDED = frozenset({"kda.gate_lower_bound"})  # minus infinity: no bound
-# {key: (least, most)} of whole numbers that have no use of their own here; others are at most MAX_WIDTH
-WHOLE = {
-    "context_length": (1, MAX_CONTEXT),
-    "expert_gating_func": (0, MAX_GATING),
-    "full_attention_interval": (1, MAX_LAYERS),
-    "attention.sliding_window": (0, 1 << 30),
-    "rope.scaling.original_context_length": (0, (1 << 31) - 1),
-    "attention.indexer.top_k": (0, (1 << 31) - 1),
-    "pooling_type": (-1, (1 << 32) - 1),
-    "decoder_start_token_id": (-1, (1 << 32) - 1),
-    "attention.key_length": (1, MAX_WIDTH),
-    "attention.value_length": (1, MAX_WIDTH),
-}
 
 
 @dataclass(frozen=True)
@@ -75,24 +48,7 @@ class Keys:
 
     def fail(self, name: str, rule: str) -> ModelFormatError:
         """The error of a key that breaks a rule."""
-        return self._file.key_error(f"{self.arch}.{name}", rule, ":")
-
-    def check_all(self) -> None:
-        """Every number of the architecture must be one that can be computed with: in its range, finite."""
-        start = f"{self.arch}."
-        for key, value in self.metadata.items():
-            if not key.startswith(start) or isinstance(value, bool | str):
-                continue
-            name = key.removeprefix(start)
-            for item in value if isinstance(value, tuple) else (value,):
-                if isinstance(item, float):
-                    low, high = FRACTIONS.get(name, (-math.inf, math.inf))
-                    is_finite = math.isfinite(item) or (name in UNBOUNDED and not math.isnan(item))
-                    if not is_finite or not low <= item <= high:
-                        allowed = f"from {low:g} to {high:g}" if name in FRACTIONS else "a finite number"
-                        raise self.fail(name, f"must be {allowed}, but is {item:g}")
-                elif not isinstance(value, tuple):
-                    self._in_range(name, item, *WHOLE.get(name, (-MAX_WIDTH, MAX_WIDTH)))
+        return self._file.key_error(f"{self.arch}.{name}", rule)
 
     def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
         """A whole number from low to high; default: where the key is missing, None where it must not be."""
@@ -129,7 +85,6 @@ def read_hparams(file: GgufFile) -> Hparams:
             " give a language model in GGUF form."
         )
     keys = Keys(arch, file)
-    keys.check_all()
     n_layer = keys.number("block_count", None, 1, MAX_LAYERS)
     n_nextn = keys.number("nextn_predict_layers", 0, 0, n_layer - 1)
     n_embd = keys.number("embedding_length", None, 1)
@@ -145,7 +100,7 @@ def read_hparams(file: GgufFile) -> Hparams:
         arch=arch,
         n_layer_all=n_layer,
         n_layer=n_layer - n_nextn,
-        n_ctx_train=keys.number("context_length", None, *WHOLE["context_length"]),
+        n_ctx_train=keys.number("context_length", None, 1, MAX_CONTEXT),
         n_embd=n_embd,
         n_expert=n_expert,
         n_expert_used=n_expert_used,

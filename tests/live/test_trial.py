@@ -247,6 +247,7 @@ ABORTING: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "unknown vocabulary": ("tokenizer.ggml.model", lambda _name: b"x"),
     "heads that KV heads do not divide": ("qwen3moe.attention.head_count_kv", lambda _n: 3),
     "odd rotated dimensions": ("qwen3moe.rope.dimension_count", lambda _n: 31),
+    "a negative epsilon": ("qwen3moe.attention.layer_norm_rms_epsilon", lambda _e: -1e-5),
     "a norm in F16": ("blk.0.attn_norm.weight", lambda _type: ggml_type("F16")),
     "experts in I8": ("blk.0.ffn_up_exps.weight", lambda _type: ggml_type("I8")),
 }

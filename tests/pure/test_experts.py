@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moegguf.engine.sequences import sequences_of
 from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.experts import read_layout
+from tools.mutants import mutate, read_header, write_file
 
 
 def write(g: Gguf, folder: Path, name: str = "m.gguf") -> Path:
@@ -160,6 +161,10 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "no block_count": (moe(skip_kv=("block_count",)), "block_count.*missing"),
     "no width": (moe(skip_kv=("embedding_length",)), "embedding_length.*missing"),
     "no context": (moe(skip_kv=("context_length",)), "context_length.*missing"),
+    "8 GiB for every text": (
+        moe(skip_kv=("context_length",)).add("qwen2moe.context_length", U32, (1 << 31) - 1),
+        "context_length",
+    ),
     "width text": (moe(skip_kv=("embedding_length",)).add("qwen2moe.embedding_length", STR, "x"), "whole number"),
     "all prediction": (moe().add("qwen2moe.nextn_predict_layers", U32, 2), "nextn_predict_layers"),
     "groups": (moe().add("qwen2moe.expert_group_count", U32, 4), "expert_group_count.*4 groups"),
@@ -191,6 +196,21 @@ def test_any_counts_give_a_format_error_or_a_layout(
     except ModelFormatError:
         return
     assert 0 < layout.n_expert_used <= layout.n_expert == 4
+
+
+def test_mutants_are_the_same_for_the_same_seed_and_only_raise_typed_errors(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    good, n_refused = read_header(tiny("tiny-qwen2moe")), 0
+    for seed in range(120):
+        mutant, words = mutate(good, seed)
+        assert (mutant, words) == mutate(good, seed)
+        write_file(mutant, tmp_path / "mutant.gguf")
+        try:
+            read_layout(tmp_path / "mutant.gguf")
+        except ModelFormatError:
+            n_refused += 1
+    assert 20 < n_refused < 100
 
 
 def shards(folder: Path, name: str = "m", n: int = 3, **kwargs: Any) -> list[Path]:
