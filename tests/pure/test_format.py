@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from traces import SMALL, batched, random_trace, same
 
 from moegguf.errors import MoeggufError, OptionError, TraceError
-from moegguf.trace import prompts
 from moegguf.trace.format import TraceWriter, read, write
 from moegguf.trace.prompts import Prompt, read_prompts
 from moegguf.trace.trace import Trace
@@ -259,18 +258,12 @@ def put_file(folder: Path, name: str, data: str | bytes) -> Path:
     return path
 
 
-def test_prompts_are_paragraphs_of_plain_text_or_objects_of_json_lines_of_limited_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_paragraphs_of_plain_text_or_objects_of_json_lines(tmp_path: Path) -> None:
     path = put_file(tmp_path, "stories.txt", "\ufeff\n\nOnce upon\r\na time.\n \n\n\nThe end.")
     assert read_prompts(path) == [Prompt("Once upon\na time.", "stories"), Prompt("The end.", "stories")]
     lines = ['{"prompt": "a \u2028 b", "label": " code ", "n_predict": 7, "completion": "c"}', "", '{"prompt": "d"}\r']
     path = put_file(tmp_path, "mixed.jsonl", "\n".join(lines))
     assert read_prompts(path) == [Prompt("a \u2028 b", "code", 7, "c"), Prompt("d", "mixed")]
-    path = put_file(tmp_path, "p.txt", "one two\n\nthree")
-    monkeypatch.setattr(prompts, "MAX_FILE_BYTES", 13)
-    with pytest.raises(OptionError, match="at most 13 bytes"):
-        read_prompts(path)
 
 
 @pytest.mark.parametrize(
