@@ -68,7 +68,7 @@ OWN_FIELDS = (
     "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "draft",
     "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing",
     "rounds",
-    "median_ts", *FIGURES, "link_bound_strict_pct",
+    "median_ts", *FIGURES,
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
@@ -96,16 +96,11 @@ def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> li
     others = [group for group in groups.values() if not group[0].system.compared]
     rows: list[Row] = []
     for index, test in enumerate(outcomes[0].system.spec.tests):
-        of_test = []
         for group in groups.values():
             system = group[0].system
             row = model | _of_settings(system, test) | _of_process(group, limit_bytes) | _figures(group, index)
             compared = others if system.compared else []
-            of_test.append(
-                row | {"against": {other[0].system.label: compare(group, other, index) for other in compared}}
-            )
-        _add_strict_bound(of_test)
-        rows += of_test
+            rows.append(row | {"against": {other[0].system.label: compare(group, other, index) for other in compared}})
     return rows
 
 
@@ -206,24 +201,6 @@ def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row
     }
 
 
-def _add_strict_bound(rows: Sequence[Row]) -> None:
-    """Adds the share of the bound max(compute, bytes / link), which experts that are computed as they arrive can reach.
-
-    Compute time is that with every expert resident, so that the time that reader threads take from it counts against
-    the run. `link_bound_pct` beside it adds up both times, as if they took turns, with the run's own compute time.
-    """
-    resident = [
-        row for row in rows if "median_ts" in row and (row.get("hit_rate") == 1.0 or row["system"] == "resident")
-    ]
-    if not resident:
-        return
-    compute_s = 1 / resident[0]["median_ts"]
-    for row in rows:
-        if row.get("link_gb_per_s") and row["median_ts"]:
-            bound_s = max(compute_s, row["mb_per_token"] / row["link_gb_per_s"] / 1e3)
-            row["link_bound_strict_pct"] = 100 * bound_s * row["median_ts"]
-
-
 _NAMES = (*FIELDS, *OWN_FIELDS, "against")
 
 
@@ -322,8 +299,6 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
     for name, figure in FIGURES.items():
         if figure.title and name not in left_out and any(name in row for row in rows):
             columns.append(_figure(figure.title, name, figure.factor, figure.digits))
-        if name == "link_bound_pct" and any("link_bound_strict_pct" in row for row in rows):
-            columns.append(_figure("strict %", "link_bound_strict_pct", 1, 1))
     return _table(columns, rows)
 
 

@@ -15,35 +15,29 @@ import numpy.typing as npt
 from moegguf.controller.history import Counts
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Float32s
 from moegguf.native.predictor import integers
 
 CAPACITY = 1000
-_INITIAL_CAPACITY = 16
 _PHASES = ("prefill", "decode")
 
 
 class Eamc:
-    """Up to `capacity` rEAMs, each (n_layer, n_expert) counts.
-
-    Entries are stored in two layouts, so that matching a layer costs one contiguous addition per expert used, and a
-    matched entry is contiguous. Memory grows with the entries: 8 bytes per cell.
-    """
+    """Up to `capacity` rEAMs, each (n_layer, n_expert) counts."""
 
     def __init__(self, n_layer: int, n_expert: int, capacity: int = CAPACITY) -> None:
-        self.n_layer = n_layer
-        self.n_expert = n_expert
+        self._table = n_layer, n_expert
         self.capacity = max(1, capacity)
-        self.n_entries = 0
-        self._entries = np.zeros((0, n_layer, n_expert), np.float32)
-        self._columns = np.zeros((n_layer, n_expert, 0), np.float32)
-        self._row_norm2 = np.zeros((n_layer, 0), np.float32)
-        self._tokens = np.zeros(0, np.float32)
+        self._entries: list[Counts] = []
+
+    @property
+    def n_entries(self) -> int:
+        """The number of entries."""
+        return len(self._entries)
 
     @property
     def state(self) -> Counts:
-        """(n_entries, n_layer, n_expert): the entries, a view. `from_state` restores the collection."""
-        return self._entries[: self.n_entries]
+        """(n_entries, n_layer, n_expert): a copy of the entries. `from_state` restores the collection."""
+        return np.array(self._entries, np.float32).reshape(-1, *self._table)
 
     @classmethod
     def from_state(cls, state: Counts, capacity: int = CAPACITY) -> Eamc:
@@ -55,58 +49,42 @@ class Eamc:
         return eamc
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The entries as `predictors/counts.cpp` matches them, in place: nothing is added meanwhile."""
-        if len(self._tokens) == 0:
-            self._grow(min(self.capacity, _INITIAL_CAPACITY))
+        """The entries as `predictors/counts.cpp` matches them: in two orders, so that matching a layer costs one
+        contiguous addition per expert used, and a matched entry is contiguous."""
+        entries = self.state if self._entries else np.zeros((1, *self._table), np.float32)
         return {
-            "entries": self._entries, "columns": self._columns, "row_norm2": self._row_norm2, "tokens": self._tokens,
+            "entries": entries,
+            "columns": np.ascontiguousarray(entries.transpose(1, 2, 0)),
+            "row_norm2": np.einsum("nle,nle->ln", entries, entries, order="C"),
+            "tokens": entries.sum(axis=(1, 2)),
             "n_entries": integers(self.n_entries),
-        }  # fmt: skip
+        }
 
     def add(self, ream: Counts) -> bool:
         """Stores a rEAM; in a full collection it replaces the entry most similar to it, for diversity (appendix B.1).
 
         Returns False for what could never be matched: no counts, NaN, infinite or negative ones, another shape.
         """
-        if ream.shape != (self.n_layer, self.n_expert):
+        if ream.shape != self._table:
             return False
         counts = ream.astype(np.float32)
-        row_norm2 = np.einsum("le,le->l", counts, counts)
-        if not (np.isfinite(row_norm2.sum()) and row_norm2.any() and counts.min() >= 0):
+        norm2 = np.einsum("le,le->", counts, counts)
+        if not (np.isfinite(norm2) and norm2 > 0 and counts.min() >= 0):
             return False
-        self._store(self._index_for(counts), counts, row_norm2)
+        if self.n_entries < self.capacity:
+            self._entries.append(counts)
+        else:
+            self._entries[self.most_similar(counts)] = counts
         return True
 
     def most_similar(self, ream: Counts) -> int:
         """Index of the entry with the largest cosine to this EAM (n_layer, n_expert), all rows compared; -1 if none."""
         if self.n_entries == 0:
             return -1
-        n = self.n_entries
         # einsum: a BLAS would start threads that compete with those that compute
-        dot = np.einsum("nf,f->n", self._entries[:n].reshape(n, -1), ream.ravel().astype(np.float32))
-        return int(np.argmax(dot * dot / self._row_norm2[:, :n].sum(axis=0)))
-
-    def _index_for(self, counts: Counts) -> int:
-        if self.n_entries == self.capacity:
-            return self.most_similar(counts)
-        if self.n_entries == len(self._tokens):
-            self._grow(min(self.capacity, max(_INITIAL_CAPACITY, 2 * self.n_entries)))
-        self.n_entries += 1
-        return self.n_entries - 1
-
-    def _store(self, index: int, counts: Counts, row_norm2: Float32s) -> None:
-        self._entries[index] = counts
-        self._columns[:, :, index] = counts
-        self._row_norm2[:, index] = row_norm2
-        self._tokens[index] = counts.sum()
-
-    def _grow(self, capacity: int) -> None:
-        entries = np.zeros((capacity, self.n_layer, self.n_expert), np.float32)
-        entries[: self.n_entries] = self._entries[: self.n_entries]
-        self._entries = entries
-        self._columns = _widened(self._columns, capacity)
-        self._row_norm2 = _widened(self._row_norm2, capacity)
-        self._tokens = _widened(self._tokens, capacity)
+        entries = self.state
+        dot = np.einsum("nle,le->n", entries, ream.astype(np.float32))
+        return int(np.argmax(dot * dot / np.einsum("nle,nle->n", entries, entries)))
 
 
 class EamcPair:
@@ -131,7 +109,7 @@ class EamcPair:
 
     def states(self) -> dict[str, Counts]:
         """{phase: a copy of its entries}, which another thread can save."""
-        return {phase: getattr(self, phase).state.copy() for phase in _PHASES}
+        return {phase: getattr(self, phase).state for phase in _PHASES}
 
     @staticmethod
     def packed(states: Mapping[str, Counts]) -> Weights:
@@ -154,10 +132,3 @@ def _narrowed(counts: Counts) -> npt.NDArray[np.generic]:
         if counts.max(initial=0) <= np.iinfo(kind).max and np.array_equal(counts, np.trunc(counts)):
             return counts.astype(kind)
     return counts
-
-
-def _widened(array: Float32s, capacity: int) -> Float32s:
-    """The array with its last axis padded with zeros to `capacity`."""
-    wide = np.zeros((*array.shape[:-1], capacity), np.float32)
-    wide[..., : array.shape[-1]] = array
-    return wide

@@ -13,7 +13,6 @@ from moegguf.controller.shape import MoeShape
 
 Residency = npt.NDArray[np.uint8]
 NO_LIMIT = 1 << 62  # of bytes per token
-_NOTHING: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -59,46 +58,42 @@ class Prefetcher:
         self.options = options
         self._shape = shape
         self._budget_experts = most_prefetches(shape, options)
-        self._remaining_experts = self._budget_experts
-        self._requested: npt.NDArray[np.bool_] = np.zeros(shape.table, bool)
+        self._requested: set[tuple[int, int]] = set()
 
     def begin_pass(self) -> None:
         """Resets the budget and the set of requested experts."""
-        self._remaining_experts = self._budget_experts
-        self._requested[:] = False
+        self._requested.clear()
 
     def requests(
         self, forecast: Forecast, residency: Callable[[], Residency]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """(layers, experts) to prefetch now, int32, the most urgent first. `residency` is called only when needed."""
-        known = forecast.known() if self._remaining_experts > 0 else []
-        if not known:
-            return _NOTHING, _NOTHING
-        layers, experts = self._candidates(forecast, known, residency())
-        if self.options.by_proximity and layers.size:
-            row_of, n = self._shape.row_of, len(self._shape.layers)
-            distance = np.array([row_of[il] - row_of.get(forecast.il, -1) for il in layers])
-            priorities = forecast.probabilities()[layers, experts] * (1 - distance / n)
-            order = np.argsort(-priorities, kind="stable")
-            layers, experts = layers[order], experts[order]
-        layers, experts = layers[: self._remaining_experts], experts[: self._remaining_experts]
+        n_left, known = self._budget_experts - len(self._requested), forecast.known()
+        wanted: list[tuple[int, int]] = []
+        if n_left > 0 and known:
+            wanted = self._candidates(forecast.probabilities(), known, residency())
         if self.options.by_proximity:
-            return layers, experts
-        self._requested[layers, experts] = True
-        self._remaining_experts -= len(layers)
+            wanted.sort(key=lambda expert: -self._priority(forecast, *expert))
+        del wanted[max(0, n_left) :]
+        if not self.options.by_proximity:
+            self._requested.update(wanted)
+        layers, experts = np.array(wanted, np.int32).reshape(-1, 2).T
         return layers, experts
 
     def _candidates(
-        self, forecast: Forecast, known: list[int], resident: Residency
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """(layers, experts) that are probable, absent and not requested yet: the nearest layer first."""
-        layers: list[int] = []
-        experts: list[int] = []
+        self, probabilities: npt.NDArray[np.float32], known: list[int], resident: Residency
+    ) -> list[tuple[int, int]]:
+        """(layer, expert) that are probable, absent and not requested yet: the nearest layer first."""
+        found = []
         for il in known:
-            probabilities = forecast.probabilities()[il]
-            best = np.argsort(-probabilities, kind="stable")[: self._shape.n_expert_used]
-            probable = (probabilities[best] >= self.options.least_probability) & (probabilities[best] > 0)
-            chosen = best[probable & (resident[il, best] == 0) & ~self._requested[il, best]]
-            layers += [il] * len(chosen)
-            experts += chosen.tolist()
-        return np.array(layers, np.int32), np.array(experts, np.int32)
+            of_layer = probabilities[il]
+            best = np.argsort(-of_layer, kind="stable")[: self._shape.n_expert_used]
+            probable = (of_layer[best] >= self.options.least_probability) & (of_layer[best] > 0)
+            found += [(il, expert) for expert in best[probable & (resident[il, best] == 0)].tolist()]
+        return [expert for expert in found if expert not in self._requested]
+
+    def _priority(self, forecast: Forecast, il: int, expert: int) -> float:
+        """Probability times layer proximity (MoE-Infinity, section 4.5)."""
+        row_of, n = self._shape.row_of, len(self._shape.layers)
+        distance = row_of[il] - row_of.get(forecast.il, -1)
+        return float(forecast.probabilities()[il, expert]) * (1 - distance / n)

@@ -59,6 +59,7 @@ def _try(request: dict[str, Any]) -> None:
         size["n_threads_batch"] = min(count_cpus(), MAX_IMAGE_THREADS)  # an image is seconds of computing
     size |= {"expert_cache": request["n_slots_bytes"] or "auto", "vram_cache": ""}
     with Llama(request["path"], context_store=0, **size, **options) as llm:
+        llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp looks up bytes that no token begins with
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
             llm.vocabulary.tokens(text)

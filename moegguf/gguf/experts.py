@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from moegguf.errors import ExpertIOError, ModelFormatError
-from moegguf.gguf.checks import check_tokenizer, check_types
-from moegguf.gguf.hparams import Hparams, check_attention, read_hparams
+from moegguf.gguf.hparams import Hparams, read_hparams
 from moegguf.gguf.reader import GgufFile, Shard, TensorInfo, Value, version_of
 from moegguf.gguf.shards import read_shards, shards_of
 
@@ -217,8 +216,6 @@ def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
     if not any(file.tensors for file in files):
         raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0])
-    check_tokenizer(files[0], hparams.arch)
-    check_types(files)
     matrices, routers, tensors = list[ExpertMatrix](), list[RouterTensor](), dict[str, TensorInfo]()
     types, layer_dense_bytes = defaultdict[str, list[int]](list), Counter[int]()
     for shard, file in enumerate(files):
@@ -236,7 +233,6 @@ def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
-    check_attention(tensors, hparams, files[0])
     embedding, tokens = tensors.get("token_embd.weight"), files[0].arrays.get("tokenizer.ggml.tokens")
     embedding_bytes = embedding.n_bytes if embedding else 0
     is_tied, n_rows = "output.weight" not in tensors, embedding.shape[1:2] if embedding else ()

@@ -1,8 +1,8 @@
 """Reads and checks the header of one GGUF file (versions 2 and 3) before llama.cpp sees it.
 
-llama.cpp aborts the process on some bad files; this reader raises ModelFormatError for them instead, naming the key or
-tensor and the offset in bytes. Every count and length is limited before anything is allocated, nothing is mapped, and
-large arrays (the vocabulary) are read in chunks and not kept. The meaning of the tensors is in experts.py.
+A file that breaks a rule of the format is a ModelFormatError, naming the key or tensor and the offset in bytes. Every
+count and length is limited before anything is allocated, nothing is mapped, and large arrays (the vocabulary) are
+stepped over in chunks. The meaning of the tensors is in experts.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import math
 import os
 import stat
 import struct
-from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +25,6 @@ MAX_STRINGS = 1 << 22  # in one array
 MAX_ALL_STRINGS = 1 << 23  # in all arrays of a file
 KEPT_TOTAL_BYTES = 12 << 20  # of a file's key-values
 CHUNK_BYTES = 1 << 20
-MAX_ITEM_BYTES = CHUNK_BYTES - 8  # one string in an array, such as one token
 FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
 
 
@@ -46,7 +44,6 @@ class Cursor:
     n_strings: int = 0
     kept_bytes: int = 0
     what: str = "header"
-    tokens: array[int] = field(default_factory=lambda: array("q"))
 
     def fail(self, rule: str, at: int | None = None) -> NoReturn:
         """Raises ModelFormatError with the current key or tensor and the offset `at` (default: the current one)."""
@@ -106,38 +103,20 @@ class Cursor:
         if self.kept_bytes > KEPT_TOTAL_BYTES:
             self.fail(f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}")
 
-    def strings(self, count: int, hashed: bool) -> None:
-        """Reads `count` strings of an array; appends a hash of each that is not empty to `tokens` when `hashed`."""
+    def skip_strings(self, count: int) -> None:
+        """Steps over `count` strings of an array."""
         self.n_strings += count
         if count > MAX_STRINGS or self.n_strings > MAX_ALL_STRINGS:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
         if count * 8 > self.size - self.pos:
             self.fail(f"{count} strings do not fit before the end of the file at {self.size}; {FETCH_AGAIN}")
-        while count:
-            at = self.need(8)
-            after, left = self._step(at, count, hashed)
-            self.pos = self.base + after
-            if left == count:  # the next string does not end in this chunk
-                n = self.length(MAX_ITEM_BYTES, "a string in it")
-                self.pos -= 8
-                self.need(8 + n)
-            count = left
-
-    def _step(self, pos: int, count: int, hashed: bool) -> tuple[int, int]:
-        """Steps over up to `count` strings that end in the chunk; returns (index after, strings left)."""
-        buf, end, unpack, add = self.buf, len(self.buf), struct.Struct("<Q").unpack_from, self.tokens.append
-        while count and pos <= end - 8:
-            start = pos + 8
-            after = start + unpack(buf, pos)[0]
-            if after > end:
-                break
-            if hashed:
-                text = buf[start:after].partition(b"\0")[0]  # llama.cpp reads a token up to its first zero byte
-                if text:
-                    add(hash(text))
-            pos = after
-            count -= 1
-        return pos, count
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            at = self.pos - self.base
+            if not 0 <= at <= len(self.buf) - 8:
+                at = self.need(8)
+            self.pos += 8 + unpack(self.buf, at)[0]
+        self._check_end(0)
 
 
 # {ggml type: (name, elements per block, bytes per block)}
@@ -161,7 +140,6 @@ MAX_STRING_BYTES = 64 << 20
 MAX_ITEMS = 1 << 30  # numbers in one array, as in llama.cpp
 MAX_ALIGNMENT = 1 << 20
 KEPT_STRING_BYTES = 1 << 20  # longer strings are checked, not kept
-VOCAB_PART = 1 << 18  # tokens compared at a time
 KEPT_ITEMS = 1024  # longer arrays are checked, not kept
 
 STRING, ARRAY = 8, 9
@@ -248,10 +226,7 @@ class GgufFile:
 
     shard: Shard
     version: int
-    alignment: int
-    n_byte_tokens: int  # how many of the 256 bytes have a token of their own
     metadata: Mapping[str, Value]
-    value_types: Mapping[str, int]  # {key: GGUF value type}
     arrays: Mapping[str, ArrayInfo]
     tensors: tuple[TensorInfo, ...]
 
@@ -260,9 +235,9 @@ class GgufFile:
         """The file's name, with which messages start."""
         return self.shard.path.name
 
-    def key_error(self, key: str, rule: str, mark: str = "") -> ModelFormatError:
+    def key_error(self, key: str, rule: str) -> ModelFormatError:
         """The error of a key that breaks a rule."""
-        return ModelFormatError(f"{self.name}: key '{key}'{mark} {rule}; the file cannot be run, fetch it again.")
+        return ModelFormatError(f"{self.name}: key '{key}': {rule}; the file cannot be run, fetch it again.")
 
     def tensor_error(self, tensor: TensorInfo, rule: str) -> ModelFormatError:
         """The error of a tensor that breaks a rule."""
@@ -272,11 +247,11 @@ class GgufFile:
         )
 
 
-def _read_array(cur: Cursor, key: str) -> tuple[Value | None, ArrayInfo]:
+def _read_array(cur: Cursor) -> tuple[Value | None, ArrayInfo]:
     info = ArrayInfo(cur.u32(), cur.u64())
     gguf_type, count = info.gguf_type, info.count
     if gguf_type == STRING:
-        cur.strings(count, hashed=key == "tokenizer.ggml.tokens")
+        cur.skip_strings(count)
         return None, info
     if gguf_type not in _SCALARS:
         cur.fail(f"array elements of type {gguf_type} are not allowed")
@@ -306,8 +281,8 @@ def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
     return value
 
 
-def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, int], dict[str, ArrayInfo]]:
-    metadata, value_types, arrays = dict[str, Value](), dict[str, int](), dict[str, ArrayInfo]()
+def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, ArrayInfo]]:
+    metadata, arrays, keys = dict[str, Value](), dict[str, ArrayInfo](), set[str]()
     for i in range(n_kv):
         cur.what, start = f"key-value {i} of {n_kv}", cur.pos
         raw = cur.take(cur.length(MAX_KEY_BYTES, "the key"))
@@ -316,16 +291,16 @@ def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str
         cur.keep(160 + 2 * len(raw))
         key = raw.decode("utf-8", "backslashreplace")
         cur.what = f"key {_short(key)}"
-        if key in value_types:
+        if key in keys:
             cur.fail("the key is there twice", start)
-        value_types[key] = cur.u32()
-        if value_types[key] == ARRAY:
-            value, arrays[key] = _read_array(cur, key)
+        keys.add(key)
+        if (value_type := cur.u32()) == ARRAY:
+            value, arrays[key] = _read_array(cur)
         else:
-            value = _read_value(cur, value_types[key])
+            value = _read_value(cur, value_type)
         if value is not None:
             metadata[key] = value
-    return metadata, value_types, arrays
+    return metadata, arrays
 
 
 def _short(name: str) -> str:
@@ -407,23 +382,6 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
     return data_offset, tuple(tensors)
 
 
-def _check_vocabulary(cur: Cursor) -> None:
-    """Raises ModelFormatError for two equal tokens, on which llama.cpp aborts. Works in parts to save memory."""
-    hashes = cur.tokens
-    n_parts = len(hashes) // VOCAB_PART or 1
-    n_unique = sum(len({h for h in hashes if h % n_parts == part}) for part in range(n_parts))
-    if n_unique != len(hashes):
-        cur.what = "key 'tokenizer.ggml.tokens'"
-        cur.fail(f"{len(hashes) - n_unique} tokens have the same text as another")
-
-
-def _count_byte_tokens(hashes: array[int]) -> int:
-    """How many of the 256 bytes have a token: "<0x0A>", or the byte itself."""
-    texts = [{hash(b"<0x%02X>" % byte), hash(bytes([byte]))} for byte in range(256)]
-    found = set().union(*texts).intersection(hashes)
-    return sum(not found.isdisjoint(of_byte) for of_byte in texts)
-
-
 def _open(path: Path) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
@@ -477,12 +435,10 @@ def _read_version(path: Path, _version: tuple[int, ...]) -> GgufFile:
     try:
         cur = Cursor(fd, info.st_size, path.name)
         version, n_tensors, n_kv = _read_header(cur)
-        metadata, value_types, arrays = _read_key_values(cur, n_kv)
-        _check_vocabulary(cur)
+        metadata, arrays = _read_key_values(cur, n_kv)
         alignment = _alignment(cur, metadata)
         data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
     finally:
         os.close(fd)
     shard = Shard(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, data_offset)
-    n_byte_tokens = _count_byte_tokens(cur.tokens)
-    return GgufFile(shard, version, alignment, n_byte_tokens, metadata, value_types, arrays, tensors)
+    return GgufFile(shard, version, metadata, arrays, tensors)

@@ -1,6 +1,6 @@
 """Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it.
 
-Every error names the shard. Reads `split.*` keys and the tensors' names only.
+Every error names the shard. Reads `split.*` and `general.*` keys only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError
-from moegguf.gguf.reader import MAX_TENSORS, GgufFile, read_gguf
+from moegguf.gguf.reader import GgufFile, read_gguf
 
 MAX_SHARDS = 1024
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -52,61 +52,39 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     Raises ModelNotFoundError when a file is missing, ModelFormatError when one is damaged or does not belong.
     """
     path = Path(path)
-    first = read_gguf(path)
-    name = _SHARD_NAME.fullmatch(path.name)
+    first, name = read_gguf(path), _SHARD_NAME.fullmatch(path.name)
     prefix, number, named = (name["prefix"], int(name["number"]), int(name["count"])) if name else ("", 1, 1)
     if number != 1:
         opener = Path(shard_path(prefix, 1, named)).name
         raise ModelFormatError(f"{path.name} is not the first shard of its model; open {opener!r} instead.")
-    count = _split_number(first, "split.count", 1)
-    if count > 1 and name is None:
+    count = _split_number(first, "split.count", 1) or 1
+    if count != named:
         raise ModelFormatError(
-            f"{first.name}: key 'split.count' is {count}, but the name does not end in"
-            f" -00001-of-{count:05d}.gguf; restore the shards' original names."
+            f"{first.name}: key 'split.count' is {count}, but the name is that of a file of {named}; restore the"
+            " shards' original names, or join them with llama-gguf-split --merge."
         )
-    if count <= 1 < named:
-        raise ModelFormatError(
-            f"{first.name}: the name is that of a shard, but key 'split.count' is missing or at most 1;"
-            " join the parts with llama-gguf-split --merge, or rename a complete file."
-        )
-    if count <= 1:
-        return (first,)
-    if named != count:
-        raise ModelFormatError(
-            f"{path.name}: its name has {named} shards, but its key 'split.count' is {count};"
-            " a file was renamed or comes from another model."
-        )
-    if _split_number(first, "split.no", 0) != 0:
-        raise ModelFormatError(f"{path.name}: key 'split.no' is not 0, that of the first shard; shards were swapped.")
-    paths = [Path(shard_path(str(path.with_name(prefix)), n, count)) for n in range(2, count + 2)]
-    shards = [first] + [_read_member(first, other, n) for n, other in enumerate(paths[:-1], 1)]
-    _check_together(shards)
-    if paths[-1].exists():
-        raise ModelFormatError(
-            f"shard {paths[-1].name}: the model has {count} shards, so this file does not belong to it; move it."
-        )
-    return tuple(shards)
+    paths = (Path(shard_path(str(path.with_name(prefix)), n, count)) for n in range(2, count + 1))
+    shards = first, *(_read_member(first, other) for other in paths)
+    for n, shard in enumerate(shards):
+        if count > 1 and (found := _split_number(shard, "split.no", -1)) != n:
+            raise ModelFormatError(
+                f"shard {shard.name}: key 'split.no' must be {n}, but is {found}; shards were swapped or renamed."
+            )
+    return shards
 
 
 def _split_number(shard: GgufFile, key: str, default: int) -> int:
     value = shard.metadata.get(key, default)
-    limit = MAX_SHARDS if key != "split.tensors.count" else MAX_TENSORS * 2
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
-        raise ModelFormatError(f"{shard.name}: key '{key}' must be from 0 to {limit}, but is {str(value)[:40]!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not (value == default or 0 <= value <= MAX_SHARDS):
+        raise ModelFormatError(f"{shard.name}: key '{key}' must be from 0 to {MAX_SHARDS}, but is {str(value)[:40]!r}.")
     return value
 
 
-def _read_member(first: GgufFile, path: Path, number: int) -> GgufFile:
-    """Shard `number` (from 0), checked to belong to `first`."""
+def _read_member(first: GgufFile, path: Path) -> GgufFile:
+    """A further shard, with the keys of `first` that all have. That each tensor is in one of them, llama.cpp checks."""
     if not path.exists():
         raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.name!r}; fetch it as well.")
     shard = read_gguf(path)
-    if "split.no" not in shard.metadata:
-        raise ModelFormatError(f"shard {path.name}: key 'split.no' is missing, so it is not a shard; fetch it again.")
-    if (found := _split_number(shard, "split.no", -1)) != number:
-        raise ModelFormatError(
-            f"shard {path.name}: key 'split.no' must be {number}, but is {found}; shards were swapped or renamed."
-        )
     for key, value in shard.metadata.items():
         shared = key.startswith("general.") or key in ("split.count", "split.tensors.count")
         expected = first.metadata.get(key, value)
@@ -116,25 +94,3 @@ def _read_member(first: GgufFile, path: Path, number: int) -> GgufFile:
                 " it comes from another model or quantisation."
             )
     return shard
-
-
-def _check_together(shards: list[GgufFile]) -> None:
-    """Every tensor is in one shard, and there are as many as the first one says."""
-    seen = dict[str, str]()
-    for shard in shards:
-        for tensor in shard.tensors:
-            if tensor.name in seen:
-                raise ModelFormatError(
-                    f"shard {shard.name}: tensor {tensor.name!r} is in {seen[tensor.name]} too;"
-                    " one of them comes from another model."
-                )
-            seen[tensor.name] = shard.name
-        if len(seen) > MAX_TENSORS * 2:
-            raise ModelFormatError(f"shard {shard.name}: more than {MAX_TENSORS * 2} tensors in all are not allowed.")
-    expected = _split_number(shards[0], "split.tensors.count", len(seen))
-    if expected != len(seen):
-        counts = ", ".join(f"{s.name}: {len(s.tensors)}" for s in shards[:8])
-        raise ModelFormatError(
-            f"{shards[0].name}: key 'split.tensors.count' is {expected}, but the shards have"
-            f" {len(seen)} tensors ({counts}); one of them comes from another model."
-        )

@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from moegguf.errors import OptionError
 
-MAX_FILE_BYTES = 256 << 20
 MAX_LABEL_CHARACTERS = 200
 
 Text = Annotated[str, StringConstraints(pattern=r"\S")]
@@ -47,7 +46,7 @@ class _Line(BaseModel, strict=True, extra="forbid"):
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """The prompts in a file, in order; the default label is the file's name without extension.
 
-    Raises OptionError, with the line, for a file that is missing, too large, not UTF-8, or holds no valid prompts.
+    Raises OptionError, with the line, for a file that is missing, not UTF-8, or holds no valid prompts.
     """
     path = Path(path)
     lines = _read_text(path).replace("\r\n", "\n").split("\n")  # not splitlines: JSON may hold its other separators
@@ -64,13 +63,10 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
 def _read_text(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        data = path.read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise OptionError(f"prompts file {str(path)!r} cannot be read ({why}); check the path.") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise OptionError(f"prompts file {path.name!r}: at most {MAX_FILE_BYTES} bytes are allowed; split it.")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -197,7 +197,7 @@ def layout_of(shape: MoeShape) -> ExpertLayout:
     hparams = Hparams(
         arch="trace", n_layer_all=n, n_layer=n, n_ctx_train=0, n_embd=shape.n_embd, n_expert=shape.n_expert,
         n_expert_used=(k,) * n, n_head=(1,) * n, n_head_kv=(1,) * n, n_ff=(0,) * n, n_ff_exp=(0,) * n, key_length=0,
-        value_length=0, is_mla=False, n_rot=0, key_lengths=(0,), value_lengths=(0,),
+        value_length=0, is_mla=False, key_lengths=(0,), value_lengths=(0,),
     )  # fmt: skip
     return ExpertLayout(
         arch="trace", shards=(), n_layer=n, layers=layers, dense_bytes=0,

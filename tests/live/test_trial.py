@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,9 +19,11 @@ from moegguf.engine import known_facts, trial, trial_process
 from moegguf.errors import AllocationError, ExpertIOError, GenerationCancelled, ModelFormatError
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.projector import read_projector
+from moegguf.gguf.reader import ggml_type
 from moegguf.processor import Processor
 from moegguf.settings import cache_folder
 from tools.mutants import read_header, write_file
+from tools.mutants.header import Item
 
 
 def process(code: str) -> tuple[str, ...]:
@@ -230,17 +233,37 @@ def test_a_trial_ends_with_the_process_that_waits_for_it() -> None:
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_what_no_check_foresees_ends_the_other_process_only(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
-    header = read_header(tiny("tiny-qwen3moe"))
-    bad = tmp_path / "bad.gguf"
-    changed = [pair for pair in header.pairs if pair.key != "tokenizer.ggml.tokens"]
-    [tokens] = [pair for pair in header.pairs if pair.key == "tokenizer.ggml.tokens"]
-    assert isinstance(tokens.value, list)
-    # An empty token is named after its place: here another has that name, and llama.cpp asserts that all differ.
-    renamed = type(tokens)(tokens.key, tokens.gguf_type, [*tokens.value[:-2], b"", b"[EMPTY_1022]"], tokens.item_type)
-    write_file(type(header)((*changed, renamed), header.tensors), bad)
+def renamed_tokens(tokens: list[Item]) -> list[Item]:
+    """An empty token is named after its place: here another has that name, and llama.cpp asserts that all differ."""
+    return [*tokens[:-2], b"", b"[EMPTY_1022]"]
+
+
+# {what is wrong: (key or tensor, its value of a tiny model -> another; a tensor's is the number of its type)}
+ABORTING: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "two tokens of one name": ("tokenizer.ggml.tokens", renamed_tokens),
+    "two equal tokens": ("tokenizer.ggml.tokens", lambda tokens: [*tokens[:-1], tokens[0]]),
+    "no token": ("tokenizer.ggml.tokens", lambda _tokens: []),
+    "bytes without tokens": ("tokenizer.ggml.model", lambda _name: b"llama"),
+    "unknown vocabulary": ("tokenizer.ggml.model", lambda _name: b"x"),
+    "heads that KV heads do not divide": ("qwen3moe.attention.head_count_kv", lambda _n: 3),
+    "odd rotated dimensions": ("qwen3moe.rope.dimension_count", lambda _n: 31),
+    "a negative epsilon": ("qwen3moe.attention.layer_norm_rms_epsilon", lambda _e: -1e-5),
+    "a norm in F16": ("blk.0.attn_norm.weight", lambda _type: ggml_type("F16")),
+    "experts in I8": ("blk.0.ffn_up_exps.weight", lambda _type: ggml_type("I8")),
+}
+
+
+@pytest.mark.parametrize("name", ABORTING)
+def test_what_llama_cpp_aborts_on_ends_the_other_process_only(
+    tiny: TinyModel, load: Load, tmp_path: Path, name: str
+) -> None:
+    header, bad, (changed, change) = read_header(tiny("tiny-qwen3moe")), tmp_path / "bad.gguf", ABORTING[name]
+    pairs = [replace(pair, value=change(pair.value)) if pair.key == changed else pair for pair in header.pairs]
+    tensors = [replace(t, raw_type=change(t.raw_type)) if t.name == changed else t for t in header.tensors]
+    assert (pairs, tensors) != ([*header.pairs], [*header.tensors])
+    write_file(type(header)(tuple(pairs), tuple(tensors)), bad)
     for _ in range(2):
-        with pytest.raises(ModelFormatError, match=r"bad\.gguf: llama\.cpp ended a trial load with SIGABRT"):
+        with pytest.raises(ModelFormatError, match=r"bad\.gguf: .*(trial load|error loading model)"):
             load(bad)
     load(tiny("tiny-qwen3moe"))
 

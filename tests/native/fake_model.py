@@ -96,7 +96,7 @@ def _hparams(n_layer: int, n_expert: int, n_used: int, n_embd: int, n_ff: int) -
     return Hparams(
         arch="fake", n_layer_all=n_layer, n_layer=n_layer, n_ctx_train=512, n_embd=n_embd, n_expert=n_expert,
         n_expert_used=(n_used,) * n_layer, n_head=(1,) * n_layer, n_head_kv=(1,) * n_layer, n_ff=(n_ff,) * n_layer,
-        n_ff_exp=(n_ff,) * n_layer, key_length=64, value_length=64, is_mla=False, n_rot=64, key_lengths=(64,),
+        n_ff_exp=(n_ff,) * n_layer, key_length=64, value_length=64, is_mla=False, key_lengths=(64,),
         value_lengths=(64,),
     )  # fmt: skip
 

@@ -198,7 +198,7 @@ def test_rows_hold_every_field() -> None:
         ("pp4", "moegguf"), ("pp4", "mmap"), ("pp4", "resident"),
         ("tg2", "moegguf"), ("tg2", "mmap"), ("tg2", "resident"),
     ]  # fmt: skip
-    assert (set(FIELDS) | set(OWN_FIELDS)) - {"link_bound_strict_pct"} <= set(rows[0])
+    assert set(FIELDS) | set(OWN_FIELDS) <= set(rows[0])
     assert rows[0]["samples_ts"] == [8.0, 8.0, 4.0, 4.0]
     assert (rows[0]["avg_ts"], rows[0]["median_ts"]) == (6.0, 6.0)
     assert rows[3]["token_ms_p50"] == 1000.0
@@ -215,15 +215,6 @@ def test_ratios_are_paired_by_round() -> None:
     assert not against["mmap"]["same_tokens"]
     assert not against["mmap"]["same_kernels"]
     assert against["resident"] == {"error": KILLED}
-
-
-def test_strict_bound_is_the_longer_of_the_resident_run_s_compute_time_and_the_link_s() -> None:
-    rows = make_rows([Outcome(OWN, 0, result(0.5)), Outcome(RESIDENT, 0, result(0.3, store=False))])
-    assert "link_bound_strict_pct" not in rows[1]
-    # 300 ms of compute beside 84 MB at 1.5 GB/s, over the 500 ms that a token took
-    assert rows[2]["link_bound_strict_pct"] == pytest.approx(100 * 0.3 / 0.5)
-    faster = make_rows([Outcome(OWN, 0, result(0.1)), Outcome(RESIDENT, 0, result(0.03, store=False))])
-    assert faster[2]["link_bound_strict_pct"] == pytest.approx(100 * 0.056 / 0.1)
 
 
 # --- formats

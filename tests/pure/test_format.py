@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from traces import SMALL, batched, random_trace, same
 
 from moegguf.errors import MoeggufError, OptionError, TraceError
-from moegguf.trace import prompts
 from moegguf.trace.format import TraceWriter, read, write
 from moegguf.trace.prompts import Prompt, read_prompts
 from moegguf.trace.trace import Trace
@@ -137,15 +136,14 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
         ({"format": "other"}, "format: Input should be 'moegguf-trace'"),
         ({"version": 1}, "version: Input should be 2, but is 1"),
         ({"n_pass": 5}, "n_pass and n_tokens are 5 and 8, but not those of its blocks"),
-        ({"weights": False}, "weights.000000.npy"),
         ({"labels": {"x": "y"}}, "labels"),
         ({"settings": {"a": True}}, "settings.a"),
         ({"blocks": [[6, 8, 1, 0]]}, "blocks have at least"),
         ({"blocks": [[0, 0, 0, 0]]}, "blocks have at least"),
-        ({"blocks": [[6, 8, 0, 1]]}, "its members must be"),
-        ({"blocks": [[1, 1, 0, 0]] * 1000, "n_pass": 1000, "n_tokens": 1000}, "9 members for 1000 blocks"),
+        ({"blocks": [[6, 8, 0, 1]]}, "damaged or incomplete"),
+        ({"blocks": [[6, 8, 0, 0]] * 1000, "n_pass": 6000, "n_tokens": 8000}, "damaged or incomplete"),
         ({"blocks": [[6, 9, 0, 0]], "n_tokens": 9}, "pass_start must go from 0 to 9"),
-        ({"blocks": [[6, 1 << 31, 0, 0]], "n_tokens": 1 << 31}, "bytes, but [0-9]+ and a header are expected"),
+        ({"blocks": [[6, 1 << 31, 0, 0]], "n_tokens": 1 << 31}, "at most [0-9]+ are allowed"),
         ({"layers": [1, 2, 3, 4, 6]}, "layers must rise"),
         ({"layers": [1, 2, 3, 4]}, "must be int16"),
         ({"n_expert": 1}, "n_expert_used is more"),
@@ -195,9 +193,8 @@ def put(at: Any, value: Any) -> Callable[[Any], None]:
         (changed("pass_start", put(-1, 9)), "pass_start must go from 0 to 8"),
         (changed("pass_start", put(1, 7)), "pass_start must rise"),
         (changed("pass_start", put(1, -(2**62))), "pass_start must rise"),
-        (lambda m: {k: v for k, v in m.items() if k != "tokens.000000.npy"}, "members must be"),
+        (lambda m: {k: v for k, v in m.items() if k != "tokens.000000.npy"}, "damaged or incomplete"),
         (lambda m: {k: v for k, v in m.items() if k != "header.json"}, "there must be a header"),
-        (lambda m: {**m, "more.npy": b"x"}, "members must be"),
         (lambda m: {**m, "header.json": b"[" * 100_000}, "Invalid JSON"),
         (lambda m: {**m, "header.json": b"\xff"}, "Invalid JSON"),
         (lambda m: {**m, "header.json": b"[]"}, "trace header"),
@@ -211,14 +208,6 @@ def test_damage_is_refused(tmp_path: Path, members: Members, damage: Callable[[M
         read(pack(tmp_path / "t.npz", damage(members)))
 
 
-def test_twice_the_same_member_is_refused(tmp_path: Path, members: Members) -> None:
-    path = pack(tmp_path / "t.npz", members)
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("tokens.000000.npy", members["tokens.000000.npy"])
-    with pytest.raises(TraceError, match="members must be"):
-        read(path)
-
-
 def test_more_than_is_allowed_is_not_unpacked(tmp_path: Path, members: Members) -> None:
     path = tmp_path / "t.npz"
     write(path, small())
@@ -229,10 +218,6 @@ def test_more_than_is_allowed_is_not_unpacked(tmp_path: Path, members: Members) 
             archive.writestr(name, data + bytes(20 << 20) if name == "tokens.000000.npy" else data)
     assert path.stat().st_size < 100_000
     with pytest.raises(TraceError, match=r"bytes, but \d+ and a header are expected"):
-        read(path)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
-        archive.writestr("header.json", members["header.json"])
-    with pytest.raises(TraceError, match="stored or deflated"):
         read(path)
 
 
@@ -273,18 +258,12 @@ def put_file(folder: Path, name: str, data: str | bytes) -> Path:
     return path
 
 
-def test_prompts_are_paragraphs_of_plain_text_or_objects_of_json_lines_of_limited_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_paragraphs_of_plain_text_or_objects_of_json_lines(tmp_path: Path) -> None:
     path = put_file(tmp_path, "stories.txt", "\ufeff\n\nOnce upon\r\na time.\n \n\n\nThe end.")
     assert read_prompts(path) == [Prompt("Once upon\na time.", "stories"), Prompt("The end.", "stories")]
     lines = ['{"prompt": "a \u2028 b", "label": " code ", "n_predict": 7, "completion": "c"}', "", '{"prompt": "d"}\r']
     path = put_file(tmp_path, "mixed.jsonl", "\n".join(lines))
     assert read_prompts(path) == [Prompt("a \u2028 b", "code", 7, "c"), Prompt("d", "mixed")]
-    path = put_file(tmp_path, "p.txt", "one two\n\nthree")
-    monkeypatch.setattr(prompts, "MAX_FILE_BYTES", 13)
-    with pytest.raises(OptionError, match="at most 13 bytes"):
-        read_prompts(path)
 
 
 @pytest.mark.parametrize(

@@ -101,19 +101,14 @@ BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "array of 2^62": (with_kv(KEY + u32(ARR) + u32(build.U8) + u64(HUGE)), "'some.key'.*too long"),
     "strings of 2^62": (with_kv(KEY + u32(ARR) + u32(STR) + u64(HUGE)), "'some.key'.*too long"),
     "strings past the end": (with_kv(KEY + u32(ARR) + u32(STR) + u64(1000)), "'some.key'.*do not fit"),
-    "long string in array": (with_kv(KEY + u32(ARR) + u32(STR) + u64(1) + u64(1 << 40) + b"x"), "1099511627776"),
+    "long string in array": (
+        with_kv(KEY + u32(ARR) + u32(STR) + u64(1) + u64(1 << 40) + b"x"),
+        "1099511627840.*the file ends",
+    ),
     "alignment 0": (lambda: small().add("general.alignment", U32, 0).build(), "alignment"),
     "alignment 48": (lambda: small().add("general.alignment", U32, 48).build(), "alignment"),
     "alignment 2^31": (lambda: small().add("general.alignment", U32, 1 << 31).build(), "alignment"),
     "alignment text": (lambda: small().add("general.alignment", STR, "32").build(), "alignment"),
-    "same token twice": (
-        lambda: small().add_array("tokenizer.ggml.tokens", STR, ["a", "b", "a"]).build(),
-        "tokenizer.ggml.tokens.*1 tokens have the same text",
-    ),
-    "same token up to a zero": (
-        lambda: small().add_array("tokenizer.ggml.tokens", STR, ["a", "b", "a\0b"]).build(),
-        "1 tokens have the same text",
-    ),
     "name of 64 bytes": (with_tensor(32, name="n" * 64), "64 bytes long"),
     "empty name": (with_tensor(32, name=""), "name is empty"),
     "zero in name": (with_tensor(32, name=b"a\0b"), "zero byte"),
@@ -211,17 +206,6 @@ def test_hostile_files_stay_small_and_fast(tmp_path: Path) -> None:
     paths.append(g.write(tmp_path / "many-keys"))
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", CHILD, *map(str, paths)], check=True, cwd=root)
-
-
-def test_duplicate_token_is_found_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.gguf.reader.VOCAB_PART", 1000)
-    words = [f"token{i}" for i in range(5_500)] + ["", ""]  # llama.cpp renames empty tokens
-    path = Gguf().add_array("tokenizer.ggml.tokens", STR, words).tensor("t", 32).write(tmp_path / "v.gguf")
-    assert read_gguf(path).arrays["tokenizer.ggml.tokens"].count == 5_502
-    words[3_000] = words[0]
-    path = Gguf().add_array("tokenizer.ggml.tokens", STR, words).tensor("t", 32).write(tmp_path / "v.gguf")
-    with pytest.raises(ModelFormatError, match="1 tokens have the same text"):
-        read_gguf(path)
 
 
 def test_strings_across_chunks_of_any_bytes_and_length(tmp_path: Path) -> None:

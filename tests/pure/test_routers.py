@@ -132,8 +132,6 @@ def test_gating_comes_from_the_architecture_where_the_file_is_silent_or_overrule
     assert gating("glm4moe", 1) == Gating.SOFTMAX
     assert gating("llama4", 1) == Gating.SIGMOID
     assert gating("gpt-oss") == Gating.SOFTMAX_WEIGHT
-    with pytest.raises(ModelFormatError, match=r"expert_gating_func': must be from 0 to 4, but is 9"):
-        gating("dots1", 9)
 
 
 def test_surprises_are_format_errors(tmp_path: Path) -> None:
@@ -151,7 +149,7 @@ def test_surprises_are_format_errors(tmp_path: Path) -> None:
         read_routers(write(tmp_path / "nan.gguf", g, values))
     g, values = model()
     g.tensors[-1].ggml_type, g.tensors[-1].n_bytes = 26, 4 * N_EMBD * N_EXPERT  # I32: not weights
-    with pytest.raises(ModelFormatError, match="type I32 is not one of weights"):
+    with pytest.raises(ModelFormatError, match="type I32 cannot be read here"):
         read_routers(write(tmp_path / "type.gguf", g, values))
 
 
