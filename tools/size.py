@@ -23,7 +23,7 @@ LIMITS = {
     "moegguf/cli": 2_230,
     "moegguf/controller": 2_200,
     "moegguf/engine": 7_230,
-    "moegguf/generate": 4_170,
+    "moegguf/generate": 4_080,
     "moegguf/gguf": 1_800,
     "moegguf/models": 2_770,
     "moegguf/native": 14_100,

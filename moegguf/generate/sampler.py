@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate.constraint import Constraint
+from moegguf.generate.limited import LimitedError, reply_of
 from moegguf.generate.request import Sampling, TokenLogprob
 from moegguf.native import library
 
@@ -39,6 +40,7 @@ _LIMITS: dict[str, Any] = {
     "step_max_items": 50_000,  # Earley items for one token: about 3 ms
     "max_lexer_states": 50_000,  # of one answer: about 25 MB
     "max_grammar_size": 500_000,
+    "verbose_errors": False,
 }
 
 
@@ -102,7 +104,11 @@ class Matcher:
         self._bits = np.zeros((tokens.tokenizer.vocab_size + 31) // 32, np.int32)
         # without forcing, the only possible text may be split into any tokens
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
-        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        limits = LLParserLimits(**_LIMITS)
+        try:
+            reply_of({"grammar": grammar, "limits": _LIMITS})
+        except LimitedError as error:
+            raise SchemaError(f"the format cannot be followed: {error}; simplify the schema.") from error
         self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=limits)
         self._check()
         begun = tokens.tokenizer.greedy_tokenize(constraint.begun)
