@@ -241,7 +241,7 @@ class KeptContexts:
         make_room(wanted[-1].end - begin)
         while n_done < len(wanted):
             some = wanted[n_done : n_done + READ_TOGETHER]
-            with KVBlocks(self._store.seed) as read:
+            with KVBlocks() as read:
                 n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add_part(read, sequence, part), some))
                 n_right = min(n_added, read.fill())
             n_done += n_right
