@@ -26,7 +26,6 @@ MAX_IMAGES = 64  # in one request
 # What stb_image takes per pixel, measured, while it decodes a file: of 8 bits, interlaced (in addition), of 16 bits or
 # progressive, and of a GIF.
 PLAIN_BYTES, INTERLACED_BYTES, WIDE_BYTES, GIF_BYTES = 8, 8, 16, 12
-FORMATS = "PNG, JPEG or GIF"
 
 Part = Mapping[str, Any]
 
@@ -62,7 +61,9 @@ def read_image(data: bytes) -> Image:
         raise _too_large(len(data))
     found = _dimensions(data)
     if found is None:
-        raise OptionError(f"an image is a {FORMATS} file, but this one {_kind(data)}; convert it.")
+        raise OptionError(
+            "an image is a PNG, JPEG or GIF file, but this one is not, or is damaged; convert it."
+        )
     width, height, pixel_bytes = found
     if not 0 < width * height <= DECODED_BYTES // pixel_bytes:
         raise OptionError(
@@ -80,13 +81,6 @@ def _too_large(n_bytes: int) -> OptionError:
     return OptionError(
         f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes / (1 << 20):.1f}; shrink it."
     )
-
-
-def _kind(data: bytes) -> str:
-    names = {b"RIFF": "is WebP or another RIFF file", b"BM": "is a BMP", b"II*\0": "is a TIFF", b"MM\0*": "is a TIFF"}
-    if data[4:8] == b"ftyp":
-        return "is HEIC, AVIF or a video"
-    return next((name for start, name in names.items() if data.startswith(start)), "is not, or is damaged")
 
 
 def _dimensions(data: bytes) -> tuple[int, int, int] | None:

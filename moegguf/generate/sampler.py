@@ -101,7 +101,6 @@ class Matcher:
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
-        self._bits = np.zeros((tokens.tokenizer.vocab_size + 31) // 32, np.int32)
         # without forcing, the only possible text may be split into any tokens
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
@@ -146,8 +145,8 @@ class Matcher:
         """
         if self._mask is None:
             with self._step():
-                self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            bits = np.unpackbits(self._bits.view(np.uint8), count=self._n_tokens, bitorder="little")
+                packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(packed, count=self._n_tokens, bitorder="little")
             bits[list(self._end_tokens)] = self.finished
             self._mask = bits.view(np.bool_)
         return self._mask

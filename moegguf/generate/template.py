@@ -35,7 +35,6 @@ def render(
     options: Mapping[str, Any] | None = None,
     bos: str = "",
     eos: str = "",
-    add_generation_prompt: bool = True,
 ) -> str:
     """The prompt. `tools` in OpenAI's form. `think` True, False or a level becomes the variables that templates know
     for it: enable_thinking (Qwen, GLM), thinking (DeepSeek, Granite), reasoning_effort (gpt-oss); None leaves it to the
@@ -60,7 +59,7 @@ def render(
         "tools": [_plain(tool) for tool in tools] or None,
         "bos_token": bos,
         "eos_token": eos,
-        "add_generation_prompt": add_generation_prompt,
+        "add_generation_prompt": True,
     }
     size = len(template.encode(errors="replace"))
     if size > MAX_TEMPLATE_BYTES:

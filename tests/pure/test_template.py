@@ -260,7 +260,7 @@ def test_a_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
 def test_a_stopped_template_says_which_limit(template: str, limit: str, impatient: None) -> None:
     with pytest.raises(TemplateError, match=limit):
         render(template, CHAT)
-    assert render(templates.PLAIN, [], add_generation_prompt=False) == ""  # the next one renders
+    assert render("{{ 1 }}", []) == "1"  # the next one renders
 
 
 def sandboxes() -> list[psutil.Process]:
