@@ -61,9 +61,7 @@ def read_image(data: bytes) -> Image:
         raise _too_large(len(data))
     found = _dimensions(data)
     if found is None:
-        raise OptionError(
-            "an image is a PNG, JPEG or GIF file, but this one is not, or is damaged; convert it."
-        )
+        raise OptionError("an image is a PNG, JPEG or GIF file, but this one is not, or is damaged; convert it.")
     width, height, pixel_bytes = found
     if not 0 < width * height <= DECODED_BYTES // pixel_bytes:
         raise OptionError(

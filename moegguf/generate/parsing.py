@@ -312,9 +312,6 @@ class StopStrings:
         self._longest = max((len(stop) for stop in strings), default=0) - 1
         self._held = ""
 
-    def __bool__(self) -> bool:
-        return self._pattern is not None
-
     @property
     def n_held(self) -> int:
         """Characters held back because they may begin a stop string."""
@@ -374,9 +371,7 @@ class Transcript:
         if logprob is not None:
             self._logprobs.append((self._n_fed, logprob))
             self._n_fed += len(text)
-        if text and self._stops:
-            text = self._stops.feed(text)
-        return self._delta(text)
+        return self._delta(self._stops.feed(text))
 
     def end(self) -> Delta | None:
         """What was held back, at the end of the answer; None when that is nothing."""

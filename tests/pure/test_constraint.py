@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import schemas
 import templates
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
@@ -203,6 +203,7 @@ def test_no_pattern_holds_a_model_for_long(pattern: str) -> None:
     assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
 def test_whatever_the_schema_says_there_is_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
     with contextlib.suppress(SchemaError):
