@@ -1,7 +1,7 @@
 """A folder of blocks of computed contexts, each a file named by a hash of everything that its bytes depend on.
 
-A block is written under a temporary name and renamed, and ends with a checksum keyed by a secret of the folder: one
-that is damaged, truncated or another folder's is deleted and counts as missing, so none is flushed to disk, either.
+A block is written under a temporary name and renamed, and has a checksum of its name and bytes: one that is damaged,
+truncated or another one's is deleted and counts as missing, so none is flushed to disk, either.
 Several processes may share a folder; a file that another one has deleted is missing, too. What the folder refuses
 turns the store off, with one warning. States of sequences go from their files into a KV cache (`native/kv_blocks.cpp`).
 Does not know models or what blocks hold.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes as c
 import json
 import os
-import secrets
 import stat
 import struct
 import time
@@ -29,11 +28,11 @@ from moegguf.native import abi, library
 from moegguf.quantities import GIB
 from moegguf.settings import cache_folder
 
-MAGIC = b"moegguf\x02"
-DIGEST_BYTES, SECRET_BYTES, SEED_BYTES = 16, 32, 8
+MAGIC = b"moegguf\x03"
+DIGEST_BYTES = 16
 MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # of the free disk, one part of so many
 KEPT_PARTS = (9, 10)  # of the limit, after blocks were deleted
-UNCOUNTED_PARTS = 20  # the limit divided by it is written before other processes' blocks are counted again
+UNCOUNTED_PARTS = 20  # the limit divided by it is written before all blocks, also other processes', are counted again
 MOST_HEADER_BYTES = 4096
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, bytes of JSON
 
@@ -93,12 +92,19 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield path, path.stat()
 
 
-class KVBlocks:
-    """States that are added, one after the other, and then read together. `seed`: of their digests."""
+def _digest(prefix: bytes, parts: Sequence[Buffer]) -> bytes:
+    digest = xxhash.xxh3_128(prefix)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
-    def __init__(self, seed: int) -> None:
+
+class KVBlocks:
+    """States that are added, one after the other, and then read together."""
+
+    def __init__(self) -> None:
         self._library = library.load()
-        self._handle = self._library.moegguf_kv_blocks_open(seed)
+        self._handle = self._library.moegguf_kv_blocks_open(0)  # the seed of digests
 
     def __enter__(self) -> KVBlocks:
         return self
@@ -129,7 +135,7 @@ class ContextStore:
         self.folder = folder
         self.is_off = False
         self.limit_bytes = limit_bytes or 0
-        self._used_bytes = self._uncounted_bytes = self.seed = 0
+        self._room_bytes = 0  # to write until blocks are counted again
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -138,15 +144,10 @@ class ContextStore:
                 raise PermissionError(f"{folder} belongs to another user")
             if stat.S_IMODE(info.st_mode) & 0o077:
                 os.chmod(folder, 0o700)
-            secret = self._read_secret()
-            if len(secret) != SECRET_BYTES:
-                raise OSError(f"its secret is damaged; delete {self.folder}")
-            self.seed = int.from_bytes(secret[:SEED_BYTES], "little")
             remove_abandoned(folder.glob(".block.*"))
-            self._used_bytes = sum(info.st_size for _, info in _files(self.folder))
             if limit_bytes is None:
-                disk = os.statvfs(folder)
-                free_bytes = disk.f_bavail * disk.f_frsize + self._used_bytes
+                disk, used_bytes = os.statvfs(folder), sum(info.st_size for _, info in _files(folder))
+                free_bytes = disk.f_bavail * disk.f_frsize + used_bytes
                 self.limit_bytes = min(free_bytes // AUTO_SHARE, MOST_AUTO_BYTES)
         except OSError as error:
             self._turn_off(error)
@@ -165,7 +166,7 @@ class ContextStore:
         with suppress(OSError):
             if (block := self.open(name)) is not None:
                 data = block.path.read_bytes()[block.begin :]
-                if self._digest(block.prefix, [data]) == block.digest:
+                if _digest(block.prefix, [data]) == block.digest:
                     return data
         self.delete(name)
         return None
@@ -177,7 +178,7 @@ class ContextStore:
         if self.is_off or n_bytes > self.limit_bytes or len(header) > MOST_HEADER_BYTES:
             return False
         body = [header, *parts]
-        first, temporary = _HEADER.pack(MAGIC, self._digest(name.encode(), body), len(header)), ""
+        first, temporary = _HEADER.pack(MAGIC, _digest(name.encode(), body), len(header)), ""
         try:
             self._make_room(n_bytes)
             path = self._path(name)
@@ -192,8 +193,6 @@ class ContextStore:
                 os.unlink(temporary)
             self._turn_off(error)
             return False
-        self._used_bytes += n_bytes
-        self._uncounted_bytes += n_bytes
         return True
 
     def touch(self, names: Sequence[str]) -> None:
@@ -212,40 +211,22 @@ class ContextStore:
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / name
 
-    def _digest(self, prefix: bytes, parts: Sequence[Buffer]) -> bytes:
-        digest = xxhash.xxh3_128(prefix, seed=self.seed)
-        for part in parts:
-            digest.update(part)
-        return digest.digest()
-
-    def _read_secret(self) -> bytes:
-        """The folder's, made by the first process that uses it; whoever replaces it loses all blocks."""
-        path = self.folder / "secret"
-        if not path.exists():
-            handle, temporary = locked_temporary(self.folder, ".block.", "")
-            with os.fdopen(handle, "wb") as file:
-                file.write(secrets.token_bytes(SECRET_BYTES))
-                file.flush()
-                with suppress(FileExistsError):
-                    os.link(temporary, path)
-                os.unlink(temporary)
-        return path.read_bytes()
-
     def _make_room(self, n_bytes: int) -> None:
-        """Deletes what was used longest ago, where the limit would be passed."""
-        is_counted = self._uncounted_bytes <= self.limit_bytes // UNCOUNTED_PARTS
-        if is_counted and self._used_bytes + n_bytes <= self.limit_bytes:
+        """For a block that is written next: deletes what was used longest ago, where the limit would be passed."""
+        self._room_bytes -= n_bytes
+        if self._room_bytes >= 0:
             return
-        files = sorted(_files(self.folder), key=lambda file: file[1].st_mtime_ns)  # also those of other processes
-        self._used_bytes, self._uncounted_bytes = sum(info.st_size for _, info in files), 0
-        is_full = self._used_bytes + n_bytes > self.limit_bytes
-        most = self.limit_bytes * KEPT_PARTS[0] // KEPT_PARTS[1] if is_full else self.limit_bytes
+        files = sorted(_files(self.folder), key=lambda file: file[1].st_mtime_ns)
+        used_bytes, most = n_bytes + sum(info.st_size for _, info in files), self.limit_bytes
+        if used_bytes > most:
+            most = most * KEPT_PARTS[0] // KEPT_PARTS[1]
         for path, info in files:
-            if self._used_bytes + n_bytes <= most:
+            if used_bytes <= most:
                 break
             with suppress(FileNotFoundError):
                 path.unlink()
-            self._used_bytes -= info.st_size
+            used_bytes -= info.st_size
+        self._room_bytes = min(self.limit_bytes - used_bytes, self.limit_bytes // UNCOUNTED_PARTS)
 
     def _turn_off(self, error: OSError) -> None:
         if not self.is_off:

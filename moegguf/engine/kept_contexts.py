@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +51,6 @@ BLOCK_TOKENS = 64
 READ_TOGETHER = 64  # blocks
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
 MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
-WAIT_SHARE, MOST_WAIT_S = 0.01, 0.5  # of the time since the last call that one may wait for that
 WHOLE_STEP_TOKENS = 512  # between two whole states of a prompt; half of its tokens where these are more
 _BYTES = c.POINTER(c.c_uint8)
 _STATE = struct.Struct("<4I")  # llama.cpp's magic, the sequence, streams, cells
@@ -144,8 +142,7 @@ class KeptContexts:
         self._n_whole_tokens = 0  # of the last whole state
         self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
         self._queued: dict[str, int] = {}  # names of blocks that wait to be written, and their bytes
-        self._written = threading.Condition()  # one of these
-        self._wait_s, self._last_s = 0.0, time.monotonic()  # for room in the queue; the last call of `keep`
+        self._lock = threading.Lock()  # of these
         self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
         self._fill_held = False
 
@@ -203,8 +200,6 @@ class KeptContexts:
             return
         parts = _Parts(_hash(self._root, owner), tokens, self._context.images.spans if sequence == 0 else ())
         blocks, rest = parts.blocks, parts.rest(len(parts.blocks), n_tokens)
-        now_s = time.monotonic()
-        self._wait_s, self._last_s = min(MOST_WAIT_S, (now_s - self._last_s) * WAIT_SHARE), now_s
         with self._context.lock:
             if not self._whole:
                 last = [rest] if rest and rest.begin < rest.end and not goes_on else []
@@ -241,7 +236,7 @@ class KeptContexts:
         make_room(wanted[-1].end - begin)
         while n_done < len(wanted):
             some = wanted[n_done : n_done + READ_TOGETHER]
-            with KVBlocks(self._store.seed) as read:
+            with KVBlocks() as read:
                 n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add_part(read, sequence, part), some))
                 n_right = min(n_added, read.fill())
             n_done += n_right
@@ -293,16 +288,11 @@ class KeptContexts:
 
     def _keep_state(self, sequence: int, part: _Part) -> bool:
         """Has the state of a sequence written as this part; False where it cannot be, or too much waits already."""
-        n_bytes, start_s = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence), time.monotonic()
-
-        def has_room() -> bool:
-            return not self._queued or sum(self._queued.values()) + n_bytes <= MOST_QUEUED_BYTES
-
-        with self._written:
-            if not self._written.wait_for(has_room, max(0.0, self._wait_s)):
+        n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
+        with self._lock:
+            if self._queued and sum(self._queued.values()) + n_bytes > MOST_QUEUED_BYTES:
                 self.behind.add(sequence)
                 return False
-        self._wait_s -= time.monotonic() - start_s
         data = np.empty(n_bytes, np.uint8)
         pointer = data.ctypes.data_as(_BYTES)
         if self._bindings.llama_state_seq_get_data(self._llm.ctx, pointer, n_bytes, sequence) != n_bytes:
@@ -318,11 +308,10 @@ class KeptContexts:
 
         def write() -> None:
             self._store.write(name, about, [data])
-            with self._written:
+            with self._lock:
                 self._queued.pop(name, None)
-                self._written.notify()
 
-        with self._written:
+        with self._lock:
             self._queued[name] = len(data)
         self._pool.submit(write)
 

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = -1  # no token of any model
 STEP_BYTES = 64 << 10
-MAX_JPEG_SEGMENTS = 4096
-_END_OF_IMAGE = 0xD9
+MAX_JPEG_SEGMENTS = 4096  # before the first frame
+JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # that are decoded; the last is progressive
+_JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # and comments
+_END_OF_IMAGE = b"\xff\xd9"  # which is in no scan
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_TRAILER = 0x2C, 0x21, 0x3B
-# The start of a segment; after 0xFF, data of a scan have 0 or the number of a restart.
-_MARKER = re.compile(rb"\xff([^\x00\x01\xff\xd0-\xd8])", re.DOTALL)
+_MARKER = re.compile(rb"\xff[^\xff]", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -251,24 +252,26 @@ def has_end(data: bytes) -> bool:
     """Whether nothing is missing at the end of a JPEG or GIF file, where stb_image makes up the rest; also True for a
     file of another kind."""
     if data.startswith(b"\xff\xd8"):
-        return _jpeg_has_end(data)
+        frame = jpeg_frame(data)
+        return frame >= 0 and data.find(_END_OF_IMAGE, frame) >= 0
     try:
         return not data.startswith(b"GIF8") or _gif_has_end(data)
     except IndexError:
         return False
 
 
-def _jpeg_has_end(data: bytes) -> bool:
-    """Steps over each segment, so that the end of a thumbnail within one does not count."""
+def jpeg_frame(data: bytes) -> int:
+    """Where the kind of the first frame of a JPEG file is, after its thumbnails; -1 where another marker than that of a
+    table or comment comes before."""
     at = 2
     for _ in range(MAX_JPEG_SEGMENTS):
         marker = _MARKER.search(data, at)
-        if marker is None:
-            return False
-        if marker[1][0] == _END_OF_IMAGE:
-            return True
+        if marker is None or marker[0][-1] not in (*JPEG_FRAMES, *_JPEG_TABLES):
+            break
+        if marker[0][-1] in JPEG_FRAMES:
+            return marker.end() - 1
         at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
-    return False
+    return -1
 
 
 def _gif_has_end(data: bytes) -> bool:

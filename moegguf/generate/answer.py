@@ -90,7 +90,6 @@ class BatchedAnswer:
         self.draft: tuple[int, ...] = ()
         self.number = -1
         self.cancelled = False
-        self.is_read = False
         self.error: Exception | None = None  # of reading the request
         self.slot: Slot | None = None
         self.has_begun = False  # since it got its slot
@@ -101,9 +100,9 @@ class BatchedAnswer:
         self._before: Stats | None = None
         self._first: Stats | None = None
 
-    def read(self, llm: Llama) -> Exception | None:
-        """Reads the request; returns what is wrong with it: ContextError, TemplateError, CapabilityError, SchemaError,
-        OptionError."""
+    def read(self, llm: Llama) -> None:
+        """Reads the request; `error` is then what is wrong with it: ContextError, TemplateError, CapabilityError,
+        SchemaError, OptionError."""
         request, self._llm = self.request, llm
         try:
             llm.context.check_generates()
@@ -116,13 +115,11 @@ class BatchedAnswer:
             self._transcript = new_transcript(request, prompt, llm.vocabulary)
         except Exception as error:
             self.error = error
-            return error
+            return
         self.shifts = request.shift and llm.context.can_shift and prompt.images is None
         most = MAX_CONTEXTS * llm.n_ctx() if self.shifts else llm.n_ctx() - len(prompt.tokens)
         asked = request.sampling.max_tokens
         self.limit = 0 if request.prompt_only else min(asked, most) if asked is not None and asked > 0 else most
-        self.is_read = True
-        return None
 
     @property
     def reuses_prefix(self) -> bool:
@@ -137,7 +134,7 @@ class BatchedAnswer:
         """Whether it has to be computed without others: one with images, and an `exact` one where others in its passes
         may change bits. That is so of a context that becomes full, too: among others it is evaluated again, which
         rounds otherwise than moving its cells."""
-        if not self.is_read or self.prompt.images is not None:
+        if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self._llm.n_ctx()
         return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)

@@ -15,6 +15,7 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationC
 from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Task
 from moegguf.generate.drafting import Drafter
 from moegguf.generate.kv_slots import KvSlots, Part, Schedule, Step
+from moegguf.generate.limited import MAX_PROCESSES
 from moegguf.generate.request import GenerationRequest
 from moegguf.native.events import Phase
 
@@ -53,12 +55,13 @@ class BatchLoop:
         self._together = together
         self._slots = KvSlots(llm, step_tokens)
         self._drafter = Drafter(llm, llm.drafts) if llm.drafts else None
-        self._changed = threading.Condition()  # of the five below
+        self._changed = threading.Condition()  # of the four below
         self._arrived: list[BatchedAnswer | Task] = []
         self._computing: tuple[BatchedAnswer, ...] = ()
         self._task: Task | None = None  # that runs
         self._closing = False
-        self._readers: set[threading.Thread] = set()
+        n_readers = min(len(self._slots), MAX_PROCESSES)  # a slow template must not hold up others
+        self._readers = ThreadPoolExecutor(n_readers, "moegguf-prompt")
         self._waiting: list[BatchedAnswer | Task] = []  # by ticket; from here on of the loop's thread
         self._running: list[BatchedAnswer] = []  # by ticket
         self._is_full = False  # an answer was put back for others, of which none has ended since
@@ -81,13 +84,10 @@ class BatchLoop:
     def submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
         """Begins to answer a request; what is wrong with it is an error of its `on_end`."""
         answer = BatchedAnswer(request, events)
-        if len(self._slots) > 1:  # a slow template must not hold up others
-            reader = threading.Thread(target=self._read, args=(answer,), name="moegguf-prompt", daemon=True)
-            with self._changed:
-                if not self._closing:
-                    self._readers.add(reader)
-                    reader.start()
-                    return answer
+        with self._changed:
+            if not self._closing:
+                self._readers.submit(self._read, answer)
+                return answer
         self._arrive(answer)
         return answer
 
@@ -123,9 +123,9 @@ class BatchLoop:
             self._changed.notify()
 
     def _read(self, answer: BatchedAnswer) -> None:
-        answer.read(self._llm)
+        if not self._closing:
+            answer.read(self._llm)
         self._arrive(answer)
-        self._readers.discard(threading.current_thread())
 
     def _arrive(self, job: BatchedAnswer | Task) -> None:
         with self._changed:
@@ -155,8 +155,7 @@ class BatchLoop:
         finally:
             with self._changed:
                 self._closing = True
-            for reader in list(self._readers):  # they use the model
-                reader.join()
+            self._readers.shutdown()  # they use the model
             self._take_arrived()
             for job in [*self._running, *self._waiting]:
                 self._end(job, failure)
@@ -191,8 +190,6 @@ class BatchLoop:
             self._waiting.pop(0)
             if isinstance(first, Task):
                 self._run_task(first)
-            elif not first.is_read and (error := first.read(self._llm)) is not None:
-                first.events.on_end(first.timing, error)
             else:
                 self._begin(first)
 

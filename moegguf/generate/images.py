@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moegguf.engine.projector import Image
+from moegguf.engine.projector import JPEG_FRAMES, Image, jpeg_frame
 from moegguf.errors import OptionError
 from moegguf.generate.request import Message
 from moegguf.gguf.projector import DECODED_BYTES
@@ -26,9 +26,6 @@ MAX_IMAGES = 64  # in one request
 # What stb_image takes per pixel, measured, while it decodes a file: of 8 bits, interlaced (in addition), of 16 bits or
 # progressive, and of a GIF.
 PLAIN_BYTES, INTERLACED_BYTES, WIDE_BYTES, GIF_BYTES = 8, 8, 16, 12
-PROGRESSIVE = 0xC2
-MAX_JPEG_SEGMENTS = 4096  # before the first frame
-FORMATS = "PNG, JPEG or GIF"
 
 Part = Mapping[str, Any]
 
@@ -64,7 +61,7 @@ def read_image(data: bytes) -> Image:
         raise _too_large(len(data))
     found = _dimensions(data)
     if found is None:
-        raise OptionError(f"an image is a {FORMATS} file, but this one {_kind(data)}; convert it.")
+        raise OptionError("an image is a PNG, JPEG or GIF file, but this one is not, or is damaged; convert it.")
     width, height, pixel_bytes = found
     if not 0 < width * height <= DECODED_BYTES // pixel_bytes:
         raise OptionError(
@@ -84,13 +81,6 @@ def _too_large(n_bytes: int) -> OptionError:
     )
 
 
-def _kind(data: bytes) -> str:
-    names = {b"RIFF": "is WebP or another RIFF file", b"BM": "is a BMP", b"II*\0": "is a TIFF", b"MM\0*": "is a TIFF"}
-    if data[4:8] == b"ftyp":
-        return "is HEIC, AVIF or a video"
-    return next((name for start, name in names.items() if data.startswith(start)), "is not, or is damaged")
-
-
 def _dimensions(data: bytes) -> tuple[int, int, int] | None:
     """Width and height as the decoder (stb_image) will read them, and the bytes that it takes per pixel; None when the
     header is of no format that it may decode."""
@@ -101,27 +91,11 @@ def _dimensions(data: bytes) -> tuple[int, int, int] | None:
             return width, height, pixel_bytes + (INTERLACED_BYTES if interlaced else 0)
         if data[:6] in (b"GIF87a", b"GIF89a"):
             return *struct.unpack_from("<HH", data, 6), GIF_BYTES
-        if data.startswith(b"\xff\xd8"):
-            return _jpeg_dimensions(data)
-    except (struct.error, IndexError, ValueError):  # it ends early
+        if data.startswith(b"\xff\xd8") and (frame := jpeg_frame(data)) >= 0:
+            height, width = struct.unpack_from(">HH", data, frame + 4)
+            return width, height, WIDE_BYTES if data[frame] == JPEG_FRAMES[-1] else PLAIN_BYTES
+    except struct.error:  # it ends early
         pass
-    return None
-
-
-def _jpeg_dimensions(data: bytes) -> tuple[int, int, int] | None:
-    """From the first frame header; None before any other marker than those of tables and comments."""
-    at = 2
-    for _ in range(MAX_JPEG_SEGMENTS):
-        at = data.index(0xFF, at)
-        while data[at] == 0xFF:
-            at += 1
-        marker = data[at]
-        if marker in (0xC0, 0xC1, PROGRESSIVE):
-            height, width = struct.unpack_from(">HH", data, at + 4)
-            return width, height, WIDE_BYTES if marker == PROGRESSIVE else PLAIN_BYTES
-        if not (0xE0 <= marker <= 0xEF or marker in (0xC4, 0xDB, 0xDD, 0xFE)):
-            break
-        at += 1 + struct.unpack_from(">H", data, at + 1)[0]
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,36 +40,45 @@ _LONGEST_HEADER = 300
 
 
 class AnswerParser:
-    """Separates thinking and calls from the text of one answer."""
+    """Separates thinking and calls from the text of one answer. `_parse` consumes what is in `_held`, and yields where
+    more text has to come first; once `_ended`, none will."""
 
     def __init__(self) -> None:
-        self._held = self._text = self._thinking_text = ""
+        self._held = self._text = self._thinking = ""
         self._calls: list[ToolCall] = []
+        self._ended = False
+        self._steps = self._parse()
 
     def feed(self, text: str) -> Delta:
         """What is certain after this chunk, often nothing."""
         self._held += text
-        while self._held and self._read():
-            pass
-        return self._take_delta()
+        next(self._steps, None)
+        delta = Delta(self._text, self._thinking, tuple(self._calls))
+        self._text, self._thinking, self._calls = "", "", []
+        return delta
 
     def end(self) -> Delta:
         """What was held back, at the end of the answer."""
-        held, self._held = self._held, ""
-        self._read_last(held)
-        return self._take_delta()
+        self._ended = True
+        return self.feed("")
 
-    def _take_delta(self) -> Delta:
-        delta = Delta(self._text, self._thinking_text, tuple(self._calls))
-        self._text, self._thinking_text, self._calls = "", "", []
-        return delta
-
-    def _read(self) -> bool:
-        """Consumes a part of `_held`; False where more text has to come first."""
+    def _parse(self) -> Iterator[None]:
         raise NotImplementedError
 
-    def _read_last(self, held: str) -> None:
-        raise NotImplementedError
+    def _write(self, text: str) -> None:
+        self._text += text
+
+    def _write_until(self, marks: re.Pattern[str], texts: Iterable[str]) -> Generator[None, None, re.Match[str] | None]:
+        """Writes what comes before the first of some marks, also given as `texts`, and consumes it; None at the end."""
+        while True:
+            match = marks.search(self._held)
+            n_held = 0 if self._ended else tail(self._held, texts)
+            n = match.start() if match else len(self._held) - n_held
+            self._write(self._held[:n])
+            self._held = self._held[n:]
+            if match or self._ended:
+                return match and marks.match(self._held)
+            yield
 
 
 class HarmonyParser(AnswerParser):
@@ -82,72 +91,56 @@ class HarmonyParser(AnswerParser):
         self._tools = tools
         self._channel = self._recipient = self._arguments = ""
         _, start, header = prompt_end.rpartition("<|start|>")
-        self._header_begin = header if start else ""  # the part of the header in the prompt
-        self._in_header = True
-        if _MESSAGE in self._header_begin:
-            self._begin_message(self._header_begin)
+        self._begun = header if start else ""  # the part of the first header that is in the prompt
 
-    def feed(self, text: str) -> Delta:
-        """What is certain after this chunk."""
-        if not (self._in_header or self._recipient or self._held) and "<" not in text:
-            return Delta(thinking=text) if self._in_thinking else Delta(text)
-        return super().feed(text)
-
-    def _read(self) -> bool:
-        return self._read_header() if self._in_header else self._read_body()
-
-    def _read_last(self, held: str) -> None:
-        if not self._in_header:
-            self._append(held)
+    def _parse(self) -> Iterator[None]:
+        header: str | None = self._begun
+        if _MESSAGE not in self._begun:
+            header = yield from self._header()
+        while header is not None:
+            self._begin_message(header)
+            yield from self._body()
             self._end_message()
-        elif not _MARK.search(held):
-            self._text += held
+            self._begun = ""
+            header = yield from self._header()
 
-    @property
-    def _in_thinking(self) -> bool:
-        return self._channel == "analysis"
-
-    def _read_header(self) -> bool:
-        body = self._held.lstrip()
-        maybe_header = any(body.startswith(begin[: len(body)]) for begin in ("to=", *_MARKS))
-        at = self._held.find(_MESSAGE, 0, _LONGEST_HEADER) if maybe_header else -1
-        if at >= 0:
-            self._begin_message(self._header_begin + self._held[:at])
-            self._held = self._held[at + len(_MESSAGE) :]
-        elif maybe_header and len(self._held) < _LONGEST_HEADER:
-            return False
-        else:  # an answer without headers
-            self._begin_message("")
-        return True
+    def _header(self) -> Generator[None, None, str | None]:
+        """Consumes a header, "" for an answer without headers; None at the end."""
+        while not self._ended:
+            body = self._held.lstrip()
+            if not any(body.startswith(begin[: len(body)]) for begin in ("to=", *_MARKS)):
+                return ""
+            at = self._held.find(_MESSAGE, 0, _LONGEST_HEADER)
+            if at >= 0:
+                header, self._held = self._held[:at], self._held[at + len(_MESSAGE) :]
+                return self._begun + header
+            if len(self._held) >= _LONGEST_HEADER:
+                return ""
+            yield
+        self._text += "" if _MARK.search(self._held) else self._held
+        return None
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._channel = channel[1] if channel else ""
         self._recipient = recipient[1] if recipient and self._tools else ""
-        self._header_begin, self._in_header = "", False
+        self._arguments = ""
 
-    def _read_body(self) -> bool:
-        mark = _MARK.search(self._held)
-        if mark is None:
-            end = len(self._held) - tail(self._held, _MARKS)
-            self._append(self._held[:end])
-            self._held = self._held[end:]
-            return False
-        self._append(self._held[: mark.start()])
-        if mark[0] in (_MESSAGE, "<|constrain|>"):
-            self._append(mark[0])
-            self._held = self._held[mark.end() :]
-            return True
-        self._end_message()
-        self._in_header = True
-        self._held = self._held[mark.start() if mark[0] in ("<|start|>", "<|channel|>") else mark.end() :]
-        return True
+    def _body(self) -> Generator[None, None, None]:
+        """Writes a message up to the mark that ends it, which may begin the next header."""
+        while mark := (yield from self._write_until(_MARK, _MARKS)):
+            is_text = mark[0] in (_MESSAGE, "<|constrain|>")
+            self._write(mark[0] if is_text else "")
+            if is_text or mark[0] not in ("<|start|>", "<|channel|>"):
+                self._held = self._held[mark.end() :]
+            if not is_text:
+                return
 
-    def _append(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         if self._recipient:
             self._arguments += text
-        elif self._in_thinking:
-            self._thinking_text += text
+        elif self._channel == "analysis":
+            self._thinking += text
         else:
             self._text += text
 
@@ -158,7 +151,6 @@ class HarmonyParser(AnswerParser):
                 self._calls.append(tool_call(self._recipient, arguments))
             else:
                 self._text += self._arguments
-        self._recipient = self._channel = self._arguments = ""
 
 
 Tools = Sequence[Mapping[str, Any]]
@@ -180,8 +172,8 @@ _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "argumen
 
 
 class MarkParser(AnswerParser):
-    """For thinking and calls between marks: a state machine, `_state` reads. `end`: of the prompt; `continuation`: of
-    an answer that begins in the middle of its text or, where the model thinks, of its thinking."""
+    """For thinking and calls between marks. `end`: of the prompt; `continuation`: of an answer that begins in the midst
+    of its text or, where the model thinks, of its thinking."""
 
     def __init__(
         self,
@@ -192,134 +184,106 @@ class MarkParser(AnswerParser):
         continuation: Continuation | None = None,
     ) -> None:
         super().__init__()
-        self._think = think
-        self._types = types
+        self._think, self._types, self._continuation = think, types, continuation
+        self._begun = think is not None and think.begun_by(end)
         self._formats = {form.open: form for form in formats if form.open}
         self._json_only = any(not form.open for form in formats)
         self._opens = re.compile("|".join(map(re.escape, self._formats)) or r"(?!)")
-        self._first = "".join({mark[0] for mark in self._formats})
-        self._scanned = self._n_marks = 0
-        self._plain = not think and not formats  # in the state _read_text
-        self._state: Callable[[], bool] = self._read_text if self._plain else self._begin
-        if think and think.begun_by(end):
-            self._state = self._begin_thinking
-        if continuation is not None:
-            self._enter(self._read_thinking if continuation.in_thinking and think else self._read_text)
 
-    def feed(self, text: str) -> Delta:
-        """What is certain after this chunk."""
-        if self._plain and not self._held and not any(first in text for first in self._first):
-            return Delta(text)
-        return super().feed(text)
+    def _parse(self) -> Iterator[None]:
+        in_text = self._continuation is not None or not (self._think or self._formats or self._json_only)
+        if self._think is not None:
+            in_text = yield from self._read_thinking(self._think)
+        if not in_text:
+            body = yield from self._body(self._formats)
+            if self._opens.match(body):
+                self._held = body
+            elif self._json_only and body[:1] in ("{", "["):
+                yield from self._read_only_call()
+        while match := (yield from self._write_until(self._opens, self._formats)):
+            yield from self._read_call(self._formats[match[0]])
 
-    def _read(self) -> bool:
-        return self._state()
+    def _body(self, marks: Iterable[str]) -> Generator[None, None, str]:
+        """The held text without blanks at its beginning, once it is not the beginning of a mark; "" at the end."""
+        while not self._ended:
+            body = self._held.lstrip()
+            if body and not any(len(body) < len(mark) and mark.startswith(body) for mark in marks):
+                return body
+            yield
+        return ""
 
-    def _read_last(self, held: str) -> None:
-        if self._state in (self._read_thinking, self._begin_thinking):
-            self._thinking_text += held
-        elif self._state in (self._read_call, self._read_possible_call):
-            match = self._opens.match(held)
-            calls = (self._formats[match[0]] if match else JSON_ONLY).calls(held, self._types)
-            self._calls += [tool_call(*call) for call in calls or ()]
-            self._text += held if calls is None else ""
+    def _read_thinking(self, think: ThinkMarks) -> Generator[None, None, bool]:
+        """Consumes the thinking, if it comes first; whether text comes next, of which nothing is dropped."""
+        if self._continuation is not None:
+            if not self._continuation.in_thinking:
+                return True
         else:
-            self._text += held
-
-    def _begin(self) -> bool:
-        """Drops blanks before thinking or a call."""
-        body = self._held.lstrip()
-        if not body or (self._think and _may_become(body, self._think.open)):
-            return False
-        if self._think and body.startswith(self._think.open):
-            self._held = body.removeprefix(self._think.open)
-            return self._enter(self._begin_thinking)
-        return self._begin_answer(body)
-
-    def _begin_answer(self, body: str) -> bool:
-        """Selects the state for the answer after thinking, which begins with `body`."""
-        if any(_may_become(body, mark) for mark in self._formats):
-            return False
-        if self._opens.match(body):
-            self._held = body
-            return self._enter(self._read_call)
-        return self._enter(self._read_possible_call if self._json_only and body[0] in "{[" else self._read_text)
-
-    def _begin_thinking(self) -> bool:
-        self._held = self._held.lstrip("\n")
-        return self._enter(self._read_thinking) if self._held else False
-
-    def _read_thinking(self) -> bool:
-        assert self._think is not None
-        thought, mark, rest = self._held.partition(self._think.close)
-        if mark:
-            self._thinking_text += thought.rstrip()
-            self._held = rest
-            return self._enter(self._after_thinking)
-        keep = tail(self._held, (self._think.close,))
-        certain = self._held[: len(self._held) - keep].rstrip()
-        self._thinking_text += certain
-        self._held = self._held[len(certain) :]
+            if not self._begun:
+                body = yield from self._body((think.open,))
+                if not body.startswith(think.open):
+                    return False
+                self._held = body.removeprefix(think.open)
+            yield from self._drop_line_breaks()
+        while think.close not in self._held and not self._ended:
+            certain = self._held[: len(self._held) - tail(self._held, (think.close,))].rstrip()
+            self._thinking += certain
+            self._held = self._held[len(certain) :]
+            yield
+        thought, mark, self._held = self._held.partition(think.close)
+        self._thinking += thought.rstrip() if mark else thought
+        yield from self._drop_line_breaks()
         return False
 
-    def _after_thinking(self) -> bool:
-        self._held = self._held.lstrip("\n")
-        body = self._held.lstrip()
-        return self._begin_answer(body) if body else False
+    def _drop_line_breaks(self) -> Iterator[None]:
+        while not (begun := self._held.lstrip("\n")) and not self._ended:
+            yield
+        self._held = begun
 
-    def _read_text(self) -> bool:
-        match = self._opens.search(self._held)
-        if match:
-            self._text += self._held[: match.start()]
-            self._held = self._held[match.start() :]
-            return self._enter(self._read_call)
-        end = len(self._held) - tail(self._held, self._formats)
-        self._text += self._held[:end]
-        self._held = self._held[end:]
-        return False
-
-    def _read_call(self) -> bool:
-        match = self._opens.match(self._held)
-        assert match is not None
-        form = self._formats[match[0]]
-        at = self._held.find(form.close, max(match.end(), self._scanned)) if form.close else -1
-        if at < 0:
-            self._scanned = max(self._scanned, len(self._held) - len(form.close) + 1)
-            return False
-        end = at + len(form.close)
-        calls = form.calls(self._held[:end], self._types)
-        if calls is None and self._n_marks < MAX_MARKS_IN_STRINGS and ends_within_string(self._held[match.end() : at]):
-            self._scanned, self._n_marks = end, self._n_marks + 1
-            return True
+    def _read_call(self, form: ToolFormat) -> Iterator[None]:
+        """Consumes a call with its marks, or writes the text that is none."""
+        n_read, n_marks = len(form.open), 0  # characters without the closing mark; such marks within strings
+        while True:
+            at = self._held.find(form.close, n_read) if form.close else -1
+            if at < 0 and self._ended:
+                self._end_call(form)
+                return
+            if at < 0:
+                n_read = max(n_read, len(self._held) - len(form.close) + 1)
+                yield
+                continue
+            end = at + len(form.close)
+            calls = form.calls(self._held[:end], self._types)
+            within = calls is None and ends_within_string(self._held[len(form.open) : at])
+            if not within or n_marks == MAX_MARKS_IN_STRINGS:
+                break
+            n_read, n_marks = end, n_marks + 1
         begin = 0
         if calls is None:  # an earlier opening mark that was never closed is text
-            begin = self._held.rfind(match[0], 0, at)
+            begin = self._held.rfind(form.open, 0, at)
             calls = form.calls(self._held[begin:end], self._types)
         self._text += self._held[: begin if calls else end]
         self._held = self._held[end:]
         self._calls += [tool_call(*call) for call in calls or ()]
-        return self._enter(self._after_call if calls else self._read_text)
+        if calls:
+            yield from self._body(())
+            self._held = self._held.lstrip()
 
-    def _after_call(self) -> bool:
-        self._held = self._held.lstrip()
-        return self._enter(self._read_text) if self._held else False
-
-    def _read_possible_call(self) -> bool:
+    def _read_only_call(self) -> Iterator[None]:
         """The whole answer is JSON: a call, if its first key is a call's."""
-        match = _MAYBE_CALL.match(self._held)
-        assert match is not None
-        known = match["key"] in _CALL_KEYS if match["whole"] else match.end() == len(self._held)
-        return False if known else self._enter(self._read_text)
+        while not self._ended:
+            match = _MAYBE_CALL.match(self._held)
+            assert match is not None
+            if not (match["key"] in _CALL_KEYS if match["whole"] else match.end() == len(self._held)):
+                return
+            yield
+        self._end_call(JSON_ONLY)
 
-    def _enter(self, state: Callable[[], bool]) -> bool:
-        if state == self._read_call:
-            self._scanned = self._n_marks = 0
-        self._state, self._plain = state, state == self._read_text
-        return True
-
-
-def _may_become(text: str, mark: str) -> bool:
-    return len(text) < len(mark) and mark.startswith(text)
+    def _end_call(self, form: ToolFormat) -> None:
+        """At the end of the answer."""
+        calls = form.calls(self._held, self._types)
+        self._calls += [tool_call(*call) for call in calls or ()]
+        self._text += self._held if calls is None else ""
+        self._held = ""
 
 
 def answer_parser(
@@ -347,9 +311,6 @@ class StopStrings:
         self._beginnings = {stop[:n] for stop in strings for n in range(1, len(stop))}
         self._longest = max((len(stop) for stop in strings), default=0) - 1
         self._held = ""
-
-    def __bool__(self) -> bool:
-        return self._pattern is not None
 
     @property
     def n_held(self) -> int:
@@ -410,9 +371,7 @@ class Transcript:
         if logprob is not None:
             self._logprobs.append((self._n_fed, logprob))
             self._n_fed += len(text)
-        if text and self._stops:
-            text = self._stops.feed(text)
-        return self._delta(text)
+        return self._delta(self._stops.feed(text))
 
     def end(self) -> Delta | None:
         """What was held back, at the end of the answer; None when that is nothing."""

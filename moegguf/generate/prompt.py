@@ -365,19 +365,15 @@ class Conversation:
     def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
         """Where to begin so that about `room` tokens suffice. `n_tokens`: of each message, 0 for system messages.
 
-        The same as at its earlier turns, as long as there is room; then it moves so far that half of the room becomes
-        free. A prompt mostly begins like the one before, whose tokens are in the context.
+        What is left out is a multiple of half of the room, so that it stays the same for several turns: a prompt mostly
+        begins like the one before, whose tokens are in the context.
         """
-        if not self.begins:
+        sums, step = [0, *accumulate(n_tokens)], max(1, room // 2)
+        n_least = -(-(sums[-1] - room) // step) * step
+        if n_least <= 0 or not self.begins:
             return 0
-        sums = [0, *accumulate(n_tokens)]
-        at_begins = [sums[begin] for begin in self.begins]
-        begin = 0
-        for end in [*(i + 1 for i in self.begins if i <= self._last_user), len(n_tokens)]:
-            if sums[end] - sums[begin] > room:
-                i = bisect_left(at_begins, sums[end] - room // 2)
-                begin = max(begin, min(self.begins[min(i, len(self.begins) - 1)], end - 1))
-        return begin
+        i = bisect_left(self.begins, n_least, key=lambda begin: sums[begin])
+        return self.begins[min(i, len(self.begins) - 1)]
 
 
 def longest(messages: Sequence[Message]) -> int | None:

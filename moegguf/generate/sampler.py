@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate.constraint import Constraint
+from moegguf.generate.limited import LimitedError, reply_of
 from moegguf.generate.request import Sampling, TokenLogprob
 from moegguf.native import library
 
@@ -39,6 +40,7 @@ _LIMITS: dict[str, Any] = {
     "step_max_items": 50_000,  # Earley items for one token: about 3 ms
     "max_lexer_states": 50_000,  # of one answer: about 25 MB
     "max_grammar_size": 500_000,
+    "verbose_errors": False,
 }
 
 
@@ -99,10 +101,13 @@ class Matcher:
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
-        self._bits = np.zeros((tokens.tokenizer.vocab_size + 31) // 32, np.int32)
         # without forcing, the only possible text may be split into any tokens
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
-        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        limits = LLParserLimits(**_LIMITS)
+        try:
+            reply_of({"grammar": grammar, "limits": _LIMITS})
+        except LimitedError as error:
+            raise SchemaError(f"the format cannot be followed: {error}; simplify the schema.") from error
         self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=limits)
         self._check()
         begun = tokens.tokenizer.greedy_tokenize(constraint.begun)
@@ -140,8 +145,8 @@ class Matcher:
         """
         if self._mask is None:
             with self._step():
-                self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            bits = np.unpackbits(self._bits.view(np.uint8), count=self._n_tokens, bitorder="little")
+                packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(packed, count=self._n_tokens, bitorder="little")
             bits[list(self._end_tokens)] = self.finished
             self._mask = bits.view(np.bool_)
         return self._mask

@@ -1,12 +1,16 @@
-"""A process that renders chat templates with jinja2: `python -m moegguf.generate.sandbox`.
+"""A process that renders chat templates with jinja2, and compiles grammars: `python -m moegguf.generate.sandbox`.
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
 internals, the operating system limits memory, and a timer ends this process when a template takes too long. jinja2 is
 configured as in transformers, so that prompts are those that models were trained with.
 
-Reads one request per line of standard input: {"template", "variables", "seconds", "characters"}, the last two the
-limits of time and output. Writes one line for each: {"text"}, or {"error", "message"} with an error of "refused",
-"type", "syntax", "stopped" and "failed", and, for "syntax", the "line". Ends with its input.
+Grammars are of untrusted JSON schemas: llguidance has limits for what it does, but not for all of its compiling. One
+that has passed here takes as long in another process.
+
+Reads one request per line of standard input: {"template", "variables", "characters", "seconds"}, the last two the
+limits of output and computing time, or {"grammar", "limits", "seconds"}. Writes one line for each: {"text"}, or
+{"error", "message"} with an error of "refused", "type", "syntax", "stopped" and "failed", and, for "syntax", the
+"line". Ends with its input.
 """
 
 from __future__ import annotations
@@ -97,7 +101,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
-    """The reply to one request. `characters`: the limit of the output."""
+    """The reply for one template. `characters`: the limit of the output."""
     try:
         return {"text": "".join(_bounded(_compile(template).generate(variables), characters))}
     except RefusedError as error:
@@ -114,6 +118,16 @@ def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[
         return {"error": "failed", "message": str(error)}
 
 
+def compile_grammar(grammar: str, limits: dict[str, Any]) -> dict[str, Any]:
+    """The reply for a grammar that compiles within the limits, or has errors: who uses it finds these, too."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return {"text": ""}
+
+
 def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
     for part in parts:
         characters -= len(part)
@@ -123,7 +137,7 @@ def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
 
 
 def main() -> None:
-    """Serves requests until the input ends. SIGALRM, which has no handler here, ends the process at the time limit."""
+    """Serves requests until the input ends. SIGPROF, which has no handler here, ends the process at the time limit."""
     _sandbox()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, ValueError):  # without /proc only time and output are limited
@@ -131,10 +145,13 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, used + MAX_MEMORY_BYTES))
     for request_line in sys.stdin.buffer:
         request = json.loads(request_line.decode("utf-8", "surrogatepass"))
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
-        reply = reply_to(request["template"], request["variables"], request["characters"])
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        if "grammar" in request:
+            reply = compile_grammar(request["grammar"], request["limits"])
+        else:
+            reply = reply_to(request["template"], request["variables"], request["characters"])
         line = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
 

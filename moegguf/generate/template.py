@@ -1,27 +1,20 @@
 """Renders a conversation to a prompt with the model's chat template, which is untrusted.
 
-Templates are rendered with the variables that transformers defines, in child processes (sandbox.py), which can be
-killed. A process is started by the first template and kept for the next; others only for templates of requests at the
-same time, at most MAX_PROCESSES, for which further ones wait. They end with this process. Does not know models or
+Templates are rendered with the variables that transformers defines, in limited processes. Does not know models or
 tokens.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
-import signal
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from threading import BoundedSemaphore
 from typing import Any
 
-from moegguf.child import child_command, child_environment
 from moegguf.errors import TemplateError
 from moegguf.generate.images import has_images, text_of
+from moegguf.generate.limited import LimitedError, reply_of
 from moegguf.generate.request import Message
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
 from moegguf.gguf.chat_template import capabilities_of as capabilities
@@ -29,11 +22,7 @@ from moegguf.gguf.chat_template import capabilities_of as capabilities
 __all__ = ["capabilities", "render"]
 
 MAX_TEMPLATE_BYTES = 128 << 10
-MAX_S = 2.0  # for compiling and rendering one template
 MAX_CHARACTERS = 16 << 20  # of a prompt
-MAX_PROCESSES = 3
-COMMAND = child_command(f"{__package__}.sandbox")
-Child = subprocess.Popen[bytes]
 MAX_DEPTH = 64  # nesting of lists and objects in the variables
 
 
@@ -46,7 +35,6 @@ def render(
     options: Mapping[str, Any] | None = None,
     bos: str = "",
     eos: str = "",
-    add_generation_prompt: bool = True,
 ) -> str:
     """The prompt. `tools` in OpenAI's form. `think` True, False or a level becomes the variables that templates know
     for it: enable_thinking (Qwen, GLM), thinking (DeepSeek, Granite), reasoning_effort (gpt-oss); None leaves it to the
@@ -71,15 +59,15 @@ def render(
         "tools": [_plain(tool) for tool in tools] or None,
         "bos_token": bos,
         "eos_token": eos,
-        "add_generation_prompt": add_generation_prompt,
+        "add_generation_prompt": True,
     }
     size = len(template.encode(errors="replace"))
     if size > MAX_TEMPLATE_BYTES:
         raise TemplateError(f"a chat template has up to {MAX_TEMPLATE_BYTES} bytes, but this one has {size}.")
     try:
         try:
-            return _render_text(template, variables)
-        except RenderError as error:
+            return reply_of({"template": template, "variables": variables, "characters": MAX_CHARACTERS})
+        except LimitedError as error:
             if error.kind == "type":  # some templates need an empty list for no tools, and calls' arguments as text
                 variables["tools"] = variables["tools"] or []
                 for function in (call["function"] for message in prepared for call in message.get("tool_calls", ())):
@@ -89,8 +77,8 @@ def render(
                 variables["messages"] = _without_system(prepared)
             else:
                 raise
-        return _render_text(template, variables)
-    except RenderError as error:
+        return reply_of({"template": template, "variables": variables, "characters": MAX_CHARACTERS})
+    except LimitedError as error:
         reason = str(error).rstrip(".")
         messages_of = {
             "refused": f"the chat template rejects this conversation: {error}",
@@ -195,105 +183,3 @@ def continuation_of(message: Message, rendered: str, template: str | None) -> Co
         text = f"{open}{thinking}" + (f"\n{marks.close}\n\n{content}" if content else "")
     _, opened, after = text.rpartition(marks.open)
     return Continuation(text, content, in_thinking=bool(opened or begun) and marks.close not in after)
-
-
-class RenderError(Exception):
-    """A template could not be rendered. `kind`: an error of the sandbox. `line`: of its source, 0 if unknown."""
-
-    def __init__(self, kind: str, message: str, line: int = 0) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.line = line
-
-
-def _render_text(template: str, variables: Mapping[str, Any]) -> str:
-    """Raises RenderError, also when a limit of time, memory or output is reached."""
-    try:
-        request = {"template": template, "variables": variables, "seconds": MAX_S, "characters": MAX_CHARACTERS}
-        line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    except (TypeError, ValueError) as error:
-        raise RenderError("failed", f"its variables are not JSON: {error}") from error
-    with _process() as process:
-        reply = _reply(process, line)
-    if "error" in reply:
-        raise RenderError(reply["error"], reply["message"], reply.get("line", 0))
-    return str(reply["text"])
-
-
-def start() -> None:
-    """Starts the first process, so that the first template need not wait a tenth of a second for it."""
-    with suppress(RenderError), _process():
-        pass
-
-
-def _reply(process: Child, line: bytes) -> dict[str, Any]:
-    """Raises RenderError when the process ends instead."""
-    assert process.stdin and process.stdout
-    with suppress(BrokenPipeError):
-        process.stdin.write(line + b"\n")
-        process.stdin.flush()
-    reply = process.stdout.readline()
-    if not reply.endswith(b"\n"):
-        code = process.wait()
-        timed_out = code == -signal.SIGALRM
-        reason = f"it takes more than {MAX_S:g} s" if timed_out else f"its process ended with code {code}"
-        raise RenderError("stopped", reason)
-    found: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
-    return found
-
-
-@contextmanager
-def _process() -> Iterator[Child]:
-    """A running process, which an error ends: the next template would read this one's reply. Raises RenderError."""
-    with _running:
-        process = None
-        try:
-            with suppress(IndexError):
-                process = _idle.pop()
-            if process is None or process.poll() is not None:
-                process = _started()
-            yield process
-        except BaseException:  # also an interrupt
-            if process is not None:
-                _kill(process)
-            raise
-        _idle.append(process)
-
-
-def _started() -> Child:
-    pipe, environment = subprocess.PIPE, child_environment()
-    try:  # in a group of its own: Ctrl-C in the terminal interrupts this process only
-        return subprocess.Popen(
-            COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, process_group=0
-        )
-    except OSError as error:
-        raise RenderError("failed", f"its process cannot be started ({error})") from error
-
-
-def _kill(process: Child) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):
-            pipe.close() if pipe else None
-
-
-@atexit.register
-def close() -> None:
-    """Kills the idle processes; the next template starts a new one."""
-    with suppress(IndexError):
-        while True:
-            _kill(_idle.pop())
-
-
-_idle: list[Child] = []  # processes that render no template now, the last used last
-_running = BoundedSemaphore(MAX_PROCESSES)
-
-
-def _forget_parents() -> None:
-    global _running
-    _idle.clear()
-    _running = BoundedSemaphore(MAX_PROCESSES)
-
-
-os.register_at_fork(after_in_child=_forget_parents)

@@ -31,7 +31,7 @@ from moegguf.engine.load import plan_here
 from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
-from moegguf.generate import template
+from moegguf.generate import limited
 from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed, rank
@@ -157,7 +157,7 @@ class Worker:
         """Loads the model of the first message, then runs requests until the socket closes. expected: files whose
         headers are read before, while nobody waits."""
         lines = self._connection.makefile("rb")
-        template.start()
+        limited.start()
         for path in expected:
             with suppress(MoeggufError):
                 read_layout(path)

@@ -80,7 +80,7 @@ def test_openai_s_forms(vision: Server) -> None:
         (with_thumbnail(jpeg())[:-300], "damaged"),
         (gif(3)[:-500], "damaged"),
         (png_bomb(60000, 60000), "pixels"),
-        (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
+        (b"RIFF\0\0\0\0WEBPVP8 ", "PNG, JPEG or GIF"),
     ],
 )
 def test_bad_images_are_the_client_s_error(vision: Server, data: bytes, reason: str, stream: bool) -> None:

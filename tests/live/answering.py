@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
 from moegguf.engine.llama import Llama
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
@@ -45,8 +47,9 @@ class Answer:
         self._error: Exception | None = None
         self._then: Callable[[], object] = lambda: None
         self._answer = self._loop.submit(request, self)
-        if (error := self._answer.read(llm)) is not None:
-            raise error
+        until(lambda: self._loop._arrived)
+        if self._answer.error is not None:
+            raise self._answer.error
         self.prompt = self._answer.prompt
 
     @property
@@ -184,9 +187,8 @@ def answers_together(
 ) -> list[Received]:
     """All of them; each has arrived, in this order, before the first step: steps do not depend on when threads run."""
     loop, received = BatchLoop(llm, schedule, step_tokens), [Received() for _ in requests]
-    for request, events in zip(requests, received, strict=True):
+    for n, (request, events) in enumerate(zip(requests, received, strict=True)):
         loop.submit(request, events)
-        for reader in list(loop._readers):
-            reader.join()
+        until(lambda n=n: len(loop._arrived) > n)
     with started(loop):
         return [events.wait() for events in received]

@@ -250,7 +250,6 @@ def test_what_cannot_be_used_is_computed(
 
 def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_contexts, "MOST_QUEUED_BYTES", 1)  # one block at a time
-    monkeypatch.setattr(kept_contexts, "WAIT_SHARE", 0.0)
     prompt, kept, keep = prompt_of(10 * BLOCK_TOKENS), [], KeptContexts._keep_state
     monkeypatch.setattr(KeptContexts, "_keep_state", lambda *given: kept.append(keep(*given)) or kept[-1])
     with engine(DEMO) as first:

@@ -74,7 +74,7 @@ def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
     begins = np.cumsum([HEAD_BYTES, *(n_bytes + HEAD_BYTES for n_bytes in SIZES[:-1])])
     expected = np.hstack([states[:, begin : begin + n] for begin, n in zip(begins, SIZES, strict=True)])
     expected[list(wrong)] = 0
-    with tensor_of(device) as tensor, KVBlocks(store.seed) as blocks:
+    with tensor_of(device) as tensor, KVBlocks() as blocks:
         for block, name in enumerate(names):
             file = store.open(name)
             assert file is not None and file.n_bytes == file.begin + STATE_BYTES - (block in wrong and block % 2)
@@ -103,7 +103,7 @@ def test_what_is_added_and_not_read_ends_with_it(tmp_path: Path) -> None:
     store.write("0000", About("", 0, 0), [bytes(STATE_BYTES)])
     file = store.open("0000")
     assert file is not None
-    with tensor_of("CPU") as tensor, KVBlocks(store.seed) as blocks:
+    with tensor_of("CPU") as tensor, KVBlocks() as blocks:
         address = blocks.add(file)
         take_state(address, tensor, 0)
     assert not library.load().moegguf_state_read(c.create_string_buffer(1), address, 1)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import schemas
 import templates
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
@@ -40,19 +40,19 @@ def matcher(form: Any = None, template: str | None = None, **options: Any) -> Ma
 
 
 def longest_step_s(form: Any, text: bytes) -> float:
-    """The longest of compiling and of the masks for a text, as far as it is allowed."""
-    begin = time.perf_counter()
-    steps = []
+    """The longest of the masks for a text, as far as it is allowed."""
+    begin, steps = time.thread_time(), list[float]()
     with contextlib.suppress(SchemaError):
         one = matcher(form)
+        begin = time.thread_time()
         for byte in text:
-            steps.append(time.perf_counter() - begin)
-            begin = time.perf_counter()
             one.mask()
             if not one.allows(byte):
                 break
             one.accept(byte)
-    return max([*steps, time.perf_counter() - begin])
+            steps.append(time.thread_time() - begin)
+            begin = time.thread_time()
+    return max([*steps, time.thread_time() - begin])
 
 
 def test_nothing_is_demanded_of_an_ordinary_answer_and_llguidance_is_not_imported() -> None:
@@ -96,31 +96,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "nowhere": ({"$ref": "#/$defs/none"}, "does not have"),
     "a reference that is none": ({"$ref": 7}, "local"),
     "itself": ({"$ref": "#"}, "nothing matches"),
-    "all of itself": ({"allOf": [{"$ref": "#"}, {"type": "object"}]}, "refers to itself"),
-    "too deep": (deep(70), "nests"),
-    "far too deep": (deep(400), "nests"),
-    "too large": ({"enum": ["a" * 70_000]}, "bytes"),
+    "all of itself": ({"allOf": [{"$ref": "#"}, {"type": "object"}]}, "circular"),
+    "far too deep": (deep(400), "recursion limit"),
+    "too deep to be read": (deep(4000), "too deep"),
+    "too large": ({"enum": ["a" * (1 << 20)]}, "bytes"),
     "a long chain beside a type": ({**chain(1500), "type": "null"}, "too deep"),
-    "allOf that doubles": (doubling("allOf", 40), "parts"),
-    "anyOf that multiplies": ({"allOf": [{"anyOf": [{"type": "null"}] * 20}] * 20}, "alternatives"),
-    "too many items": ({"type": "array", "items": {}, "maxItems": 10**9}, "maxItems.* 10000"),
-    "too many items at least": ({"type": "array", "items": {}, "minItems": 10**9}, "minItems.* 10000"),
-    "patterns that multiply": ({"allOf": [{"pattern": f"{c}.{{9}}"} for c in ascii_letters]}, "8 parts"),
+    "anyOf that multiplies": ({"allOf": [{"anyOf": [{"type": "null"}] * 20}] * 20}, "too large"),
+    "patterns that multiply": ({"allOf": [{"pattern": f"{c}.{{9}}"} for c in ascii_letters]}, "cannot be followed"),
     "patterns of a property that multiply": (
         {"allOf": [{"properties": {"a": {"allOf": [{"pattern": f"{i}.{{{j}}}"} for i in "abc"]}}} for j in range(4)]},
-        "8 parts",
+        "cannot be followed",
     ),
-    "patterns behind references": (
-        {"allOf": [{"properties": {"a": {"$ref": "#/$defs/a"}}}] * 5,
-         "$defs": {"a": {"allOf": [{"pattern": "a.{9}b"}, {"pattern": "b.{8}c"}]}}},
-        "8 parts",
-    ),
-    "a long pattern of names": ({"patternProperties": {"x?" * 30_000: {}}}, "1000 characters"),
-    "many patterns of names": ({"patternProperties": {f"^(a|b)*{i}$": {} for i in range(700)}}, "cost too much"),
-    "many objects with patterns of names": (
-        {"anyOf": [{"patternProperties": {f"^(a|b)*{i}{'c' * 200}$": {}}} for i in range(200)]}, "cost too much"
-    ),
-    "a long pattern": ({"type": "string", "pattern": "a?" * 9000}, "enum"),
+    "a long pattern of names": ({"patternProperties": {"x?" * 30_000: {}}}, "cannot be followed"),
+    "many patterns of names": ({"patternProperties": {f"^(a|b)*{i}$": {} for i in range(700)}}, "more than 2 s"),
+    "multiples of a large number": ({"type": "integer", "multipleOf": 10**9 + 7}, "cannot be followed"),
+    "multiples of half as large a number": ({"type": "integer", "multipleOf": 99_999_989}, "more than 2 s"),
     "no choices": ({"enum": []}, "empty"),
     "an enum that is none": ({"enum": 7}, "enum"),
     "anyOf that is none": ({"anyOf": {}}, "anyOf"),
@@ -129,7 +119,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a contradiction": ({"type": "string", "minLength": 5, "maxLength": 4}, r"minLength \(5\)"),
     "types that contradict": ({"allOf": [{"type": "string"}, {"type": "null"}]}, "incompatible types"),
     "no integer": ({"type": "integer", "minimum": 0.1, "maximum": 0.9}, "integer"),
-    "half a surrogate pair": ({"properties": {"\ud800": {}}}, "surrogate"),
+    "half a surrogate pair": ({"properties": {"\ud800": {}}}, "hex escape"),
     "huge bounds": ({"type": "integer", "minimum": 10**400}, "out of range"),
     "bounds that are none": ({"type": "integer", "minimum": "a"}, "minimum"),
     "bounds that are no number": ({"type": "number", "minimum": float("nan")}, "JSON"),
@@ -147,17 +137,29 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_the_error_of_a_schema_that_cannot_be_followed_states_why(kind: str) -> None:
     form, message = REFUSED[kind]
-    begin = time.perf_counter()
+    begin = time.thread_time()
     with pytest.raises(SchemaError, match=message) as caught:
         matcher(form)
-    assert time.perf_counter() - begin < 2
+    assert time.thread_time() - begin < 2
     assert len(str(caught.value)) < 500 and "%json" not in str(caught.value)
 
 
 LARGE = {
+    "deep": deep(70),
+    "much text": {"enum": ["a" * 70_000]},
+    "allOf that doubles": doubling("allOf", 40),
+    "far more items": {"type": "array", "items": {}, "maxItems": 10**9},
+    "patterns behind references": {
+        "allOf": [{"properties": {"a": {"$ref": "#/$defs/a"}}}] * 5,
+        "$defs": {"a": {"allOf": [{"pattern": "a.{9}b"}, {"pattern": "b.{8}c"}]}},
+    },
+    "many objects with patterns of names": {
+        "anyOf": [{"patternProperties": {f"^(a|b)*{i}{'c' * 200}$": {}}} for i in range(100)]
+    },
+    "a long pattern": {"type": "string", "pattern": "a?" * 9000},
+    "many multiples": {"properties": {f"p{i}": {"multipleOf": 9973} for i in range(20)}},
     "anyOf that doubles": doubling("anyOf", 40),
     "a long chain": chain(1500),
-    "deep": deep(30),
     "many choices": {"enum": list(range(5000))},
     "many items": {"type": "array", "items": {}, "maxItems": 10_000},
     "many items at least": {"type": "array", "items": {}, "minItems": 10_000},
@@ -179,9 +181,9 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_large_schema_is_compiled_in_time(kind: str) -> None:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     matcher(LARGE[kind])
-    assert time.perf_counter() - begin < 2
+    assert time.thread_time() - begin < 2
 
 
 COSTLY = (
@@ -201,26 +203,17 @@ def test_no_pattern_holds_a_model_for_long(pattern: str) -> None:
     assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
 def test_whatever_the_schema_says_there_is_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
     with contextlib.suppress(SchemaError):
         assert matcher(form)
 
 
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        ({"type": "integer", "multipleOf": 10**9 + 7}, "`multipleOf`.* 1000000007"),
-        ({"properties": {f"p{i}": {"multipleOf": 9973} for i in range(40)}}, "`multipleOf`"),
-        ({"type": "number", "multipleOf": 1.0000007}, "`multipleOf`"),
-    ],
-)
-def test_multiples_of_a_large_number_have_a_limit(form: Any, message: str) -> None:
-    """Each remainder is a state of the lexer: 2^31 would take hours."""
-    with pytest.raises(SchemaError, match=message):
-        matcher(form)
-    for small in (1, 1000, 0.01, 10**6, 0.00001):
-        matcher({"type": "number", "multipleOf": small})
+@pytest.mark.parametrize("multiple", [1, 1000, 0.01, 10**6, 0.00001, 9973, 99991, 1.0000007])
+def test_no_multiple_holds_a_model_for_long(multiple: float) -> None:
+    """Each remainder may be a state of the lexer."""
+    assert longest_step_s({"type": "number", "multipleOf": multiple}, b"1234567890123456789012345") < 1
 
 
 def test_the_schemas_of_all_tools_together_have_limits() -> None:
@@ -228,7 +221,7 @@ def test_the_schemas_of_all_tools_together_have_limits() -> None:
         return tuple({"function": {"name": f"f{i}", "parameters": schema}} for i in range(n))
 
     long = {"properties": {"p": {"enum": ["x" * 60_000]}}}
-    with pytest.raises(SchemaError, match="524288 bytes together"):
+    with pytest.raises(SchemaError, match="1048576 bytes"):
         constraint(tools=tools(20, long), tool_choice="required")
     many = {"properties": {f"p{i}": {} for i in range(1000)}}
     with pytest.raises(SchemaError, match="10000 parts"):

@@ -63,7 +63,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "longer": lambda data: data + b"\0",
     "empty": lambda data: b"",
     "zeros at the end": lambda data: data[:4096] + bytes(len(data) - 4096),
-    "another version": lambda data: b"moegguf\x01" + data[8:],
+    "another version": lambda data: b"moegguf\x02" + data[8:],
     "a header that is longer than the file": lambda data: data[:24] + b"\xff\xff\xff\xff" + data[28:],
 }
 
@@ -78,15 +78,10 @@ def test_a_damaged_block_is_deleted(store: ContextStore, folder: Path, damage: C
     assert not path.exists()
 
 
-def test_a_block_of_another_name_or_folder_is_missing(store: ContextStore, folder: Path, tmp_path: Path) -> None:
-    other = ContextStore(tmp_path / "other", GIB)
-    other.write(NAMES[0], ABOUT, [b"one"])
+def test_a_block_of_another_name_is_missing(store: ContextStore, folder: Path) -> None:
     store.write(NAMES[1], ABOUT, [b"two"])
-    path_of(folder, NAMES[0]).parent.mkdir()
-    path_of(tmp_path / "other", NAMES[0]).rename(path_of(folder, NAMES[0]))
     path_of(folder, NAMES[2]).parent.mkdir()
     path_of(folder, NAMES[1]).rename(path_of(folder, NAMES[2]))
-    assert store.read(NAMES[0]) is None
     assert store.read(NAMES[2]) is None
 
 
@@ -154,9 +149,6 @@ def test_a_folder_that_cannot_be_made_or_is_anothers_turns_it_off(
     with pytest.warns(UserWarning, match="not kept on disk"):
         assert ContextStore(tmp_path / "file" / "contexts", GIB).is_off
     ContextStore(folder, GIB)
-    (folder / "secret").write_bytes(b"short")
-    with pytest.warns(UserWarning, match="secret is damaged"):
-        assert ContextStore(folder, GIB).is_off
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.warns(UserWarning, match="belongs to another user"):
         assert ContextStore(folder, GIB).is_off

@@ -227,7 +227,7 @@ def test_only_what_may_become_a_stop_string_is_held() -> None:
     assert [stops.feed(text) for text in ("a<", "b", "<|en", "x<|end", "|>y", "z")] == ["a", "<b", "", "<|enx", "", ""]
     assert stops.found and stops.end() == ""
     none = StopStrings(["", ""])
-    assert not none and none.feed("abc") == "abc" and (none.n_held, none.end()) == (0, "")
+    assert none.feed("abc") == "abc" and (none.n_held, none.end()) == (0, "")
 
 
 def test_many_stop_strings_take_no_longer_than_they_must() -> None:

