@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from enum import Enum
 from typing import Any, Protocol
 
 from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS
@@ -28,7 +27,6 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.clients import current_client
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
-from moegguf.serving.memory_budget import ModelSize
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
@@ -71,22 +69,13 @@ class Turns:
 _tickets = itertools.count(1)
 
 
-class State(Enum):
-    """The state of a model's process."""
-
-    ABSENT = "absent"
-    LOADING = "loading"
-    READY = "ready"
-    STOPPING = "stopping"
-
-
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits for a model and, once granted, uses it; or one for its end. `overrides`: of the request;
-    once it waits with the entry's own parameters, and those of the last request of its name. `keep_alive_s`: from
-    `last_used_s` on; then its name gives the model up, if this was the last request. `will_answer`: it generates, of
-    which a model does a number at once; else it uses the model beside that. `ticket`: order of arrival over all models;
-    `turn`: of its `client` among others that wait for the model (`Turns`)."""
+    """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
+    entry's own parameters, and those of the last request of its name. `keep_alive_s`: from `last_used_s` on; then its
+    name gives the model up, if this was the last request. `will_answer`: it generates, of which a model does a number
+    at once; else it uses the model beside that. `ticket`: order of arrival over all models; `turn`: of its `client`
+    among others that wait for the model (`Turns`)."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -138,31 +127,29 @@ class ManagedModel:
     def __init__(self, key: str, entry: ModelEntry) -> None:
         self.key = key
         self.entry = entry
+        self.task: asyncio.Task[None]  # the manager's, which loads and ends it
         self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
         self.overwritten = False  # one of them, since then
         self.uses: dict[str, Waiter] = {}
-        self.state = State.ABSENT
         self.waiters: list[Waiter] = []  # in the order in which they are served
-        self.unloads: list[Waiter] = []  # who wait until their name has given it up
+        self.unloads: set[str] = set()  # names that are to give it up
         self._turns = Turns()
         self.users: set[Waiter] = set()  # who were granted and have not ended
-        self.expiry: asyncio.TimerHandle | None = None
-        self.process: WorkerProcess | None = None
+        self.process: WorkerProcess | None = None  # that has loaded it
+        self.ending = asyncio.Event()  # the process is to end, or has ended
+        self._timer: asyncio.TimerHandle | None = None
         self.overrides = LoadOverrides()  # of the waiter that it was loaded for
         self.ready = Ready(n_ctx=0)
         self.default_n_ctx = 0  # of a load without overrides
-        self.measured: tuple[Waiter, ModelSize] | None = None  # for the load of that request
-        self.measuring = False
         self.size_bytes = 0  # reserved from the decision to load until the process has ended
         self.expert_cache_bytes = 0  # of them, for slots that are in use
         self.device: str | None = None  # that computes it; None: the CPU
         self.device_bytes = 0  # reserved there, likewise
         self.vram_cache_bytes = 0
-        self.changing_budget = False
+        self.changing_budget = asyncio.Lock()
         self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded, by name of the field; a reload keeps them
         self.last_used_s = 0.0
         self.n_requests = 0
-        self.n_crashed_loads = 0  # in succession
 
     @property
     def name(self) -> str:
@@ -200,37 +187,39 @@ class ManagedModel:
         return [waiter for waiter in self.users if waiter.will_answer]
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it is loaded, and is to stay so."""
+        return self.process is not None and not self.ending.is_set()
+
+    @property
     def has_room(self) -> bool:
         """Whether one more request would be answered at once, if none waits."""
-        return len(self.answering) < self.ready.n_parallel if self.state is State.READY else not self.users
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is loaded and unused."""
-        return self.state is State.READY and not self.users
-
-    @property
-    def oldest_waiter(self) -> Waiter:
-        """The waiter that arrived first. Raises ValueError without waiters."""
-        return min(self.waiters, key=lambda waiter: waiter.ticket)
+        return len(self.answering) < self.ready.n_parallel
 
     @property
     def stopping(self) -> bool:
         """Whether it is being unloaded, or will be once it is unused."""
-        return self.state is State.STOPPING or any(not self.has_others(waiter.name) for waiter in self.unloads)
+        return self.ending.is_set() or any(not self.has_others(name) for name in self.unloads)
+
+    def set_timer(self, at_s: float, call: Callable[[], object]) -> None:
+        """Calls `call` then (the event loop's clock; inf: never), and not when it was to be called before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, call)
 
     def reset(self) -> None:
         """The process has ended: frees the reservation."""
-        self.state, self.process, self.measured, self.size_bytes = State.ABSENT, None, None, 0
-        self.device, self.device_bytes = None, 0
-        self.uses = {}
+        self.process, self.size_bytes, self.device, self.device_bytes, self.n_requests = None, 0, None, 0, 0
+        self.uses, self.unloads, self.ending = {}, set(), asyncio.Event()
+        self.set_timer(math.inf, self.reset)
 
-    def grow(self, n_bytes: Mapping[str, int]) -> None:
-        """Counts so much more for slots: "expert_cache_bytes" in RAM, "vram_cache_bytes" on the device."""
-        self.expert_cache_bytes += n_bytes.get("expert_cache_bytes", 0)
-        self.size_bytes += n_bytes.get("expert_cache_bytes", 0)
-        self.vram_cache_bytes += n_bytes.get("vram_cache_bytes", 0)
-        self.device_bytes += n_bytes.get("vram_cache_bytes", 0)
+    def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
+        """Counts this for slots: "expert_cache_bytes" in RAM, "vram_cache_bytes" on the device."""
+        ram = n_bytes.get("expert_cache_bytes", self.expert_cache_bytes)
+        vram = n_bytes.get("vram_cache_bytes", self.vram_cache_bytes)
+        self.size_bytes += ram - self.expert_cache_bytes
+        self.device_bytes += vram - self.vram_cache_bytes
+        self.expert_cache_bytes, self.vram_cache_bytes = ram, vram
 
     def serves(self, waiter: Waiter) -> bool:
         """Whether the loaded model has the content and context that `waiter` needs; else it is loaded again.

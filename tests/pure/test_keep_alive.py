@@ -115,8 +115,7 @@ async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatal
 
 def waits_for_memory(manager: ModelManager, name: str) -> bool:
     """Whether its load is due, has been measured and waits."""
-    waiting = [model for model in manager._load_queue() if model.entry.name == f"{name}:latest"]
-    return bool(waiting) and not waiting[0].measuring and waiting[0].measured is not None
+    return manager._short is not None and manager._short.entry.name == f"{name}:latest"
 
 
 async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError, StorageError
@@ -434,17 +434,8 @@ Answer = Callable[[str, bytes], Awaitable[Reply]]
 """(url, body as JSON) to the reply of that endpoint. Cancelling it ends the request."""
 
 
-class Answers(Protocol):
-    """Where answers go; `answered` has the numbers of lines that have one."""
-
-    answered: Any
-
-    def append(self, number: int, entry: Entry) -> None:
-        """Adds the answer of a line."""
-
-
 async def answer_requests(
-    requests: Requests, answers: Answers, answer: Answer, n_parallel: int, on_answer: Callable[[Entry], object]
+    requests: Requests, answers: Journal, answer: Answer, n_parallel: int, on_answer: Callable[[Entry], object]
 ) -> None:
     """Adds the answers that are missing, `n_parallel` requests at a time; `on_answer` gets each.
 

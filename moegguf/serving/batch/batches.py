@@ -18,7 +18,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +39,6 @@ MAX_REQUESTS = 50_000  # OpenAI's
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
-LINES_COPIED = 100  # answers at a time
 CANCELLED, EXPIRED = answers.NOT_EXECUTED
 NOT_EXECUTED_TEXT = {
     CANCELLED: "This request was not executed, because the batch was cancelled.",
@@ -313,12 +311,10 @@ class Batches:
         """The id of a stored file with the lines that `keep` chooses; None without any. The same id when repeated."""
         if not any(map(keep, journal.answered.values())):
             return None
-        lines = journal.lines(keep)
-        with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}", checked=False) as file:
-            while data := await _in_thread(lambda: b"".join(islice(lines, LINES_COPIED))):
-                file.write(data)
-            await _in_thread(file.sync)
-            return file.finish(f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s).id
+        file_id = f"file-{batch.id.removeprefix('batch_')}-{what}"
+        about = f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s
+        await _in_thread(lambda: self._files.put(file_id, journal.lines(keep), *about))
+        return file_id
 
     def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
         self._try_update(batch, status="failed", failed_at=int(self.now()), errors=errors)
