@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,14 +75,18 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     in FILE.partial. The exit code is 1 when a request failed: its line says why.
     """
     from moegguf.chat.client import running_server
-    from moegguf.serving.batch.answers import finished_counts
+    from moegguf.server.batches import ENDPOINTS
+    from moegguf.serving.batch.answers import Requests, finished_counts
     from moegguf.settings import read_settings
 
     settings, model, parallel = read_settings(), chosen["model"], chosen["parallel"]
     here = chosen["local"] or bool(given) or chosen["ctx"] is not None or chosen["kv_tokens"] is not None
     settings = replace(settings, loading=loading_options(given))
     target = _output_path(requests, chosen["output"])
-    with _open_requests(requests, model) as found, _open_answers(target, found) as answers:
+    with ExitStack() as opened:
+        file = opened.enter_context(_open_requests(requests))
+        found = Requests(file, ENDPOINTS, {} if model is None else {"model": model})
+        answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
             answers.remove()  # of a process that was killed just before its end
             print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
@@ -117,18 +121,15 @@ def _output_path(requests: str, output: str | None) -> Path | None:
     return path
 
 
-def _open_requests(path: str, model: str | None) -> Requests:
-    """The requests in a file, or in a pipe, which is copied first; `with` closes it. Raises BatchFileError."""
-    from moegguf.server.batches import ENDPOINTS
-    from moegguf.serving.batch.answers import Requests
-
+def _open_requests(path: str) -> BinaryIO:
+    """The file of requests, or a copy of a pipe. Raises BatchFileError."""
     try:
         source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
         if path == STANDARD or not source.seekable():
-            copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the requests)
+            copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who asks)
             shutil.copyfileobj(source, copy)
             source = copy
-        return Requests(source, ENDPOINTS, {} if model is None else {"model": model})
+        return source
     except OSError as error:
         raise BatchFileError(f"cannot read {path} ({error.strerror}).") from None
 

@@ -11,9 +11,8 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from bisect import insort
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
@@ -30,40 +29,8 @@ from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOve
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
-MAX_WAIT_S = 30.0  # of a request in the background
-POLL_S = 0.02  # while another request waits
-MOST_CLIENTS = 1024  # of one turn: who comes later is of the next
-
-
-class Turns:
-    """The turns of clients in one queue: who sends many requests at once does not hold up who sends one.
-
-    Start-time fair queueing (Goyal, Vin and Cheng, 1996) with requests of equal cost: a request's turn is one after the
-    last of its client, or the turn that is being served where that is later. Requests are served by turn, within a turn
-    in order of arrival, so that nobody waits for more than one request of each other client per request of its own. The
-    clients that were served in the present turn are remembered.
-    """
-
-    def __init__(self) -> None:
-        self._served = 0
-        self._in_turn: set[str] = set()
-
-    def take(self, client: str, last: int | None) -> int:
-        """The turn of a request that has just arrived. last: the last turn of the client's requests that still wait;
-        None: there is none. So requests that were cancelled while they waited cost no turns."""
-        least = self._served + (client in self._in_turn)
-        return least if last is None else max(least, last + 1)
-
-    def serve(self, client: str, turn: int) -> None:
-        """A request of this client and turn is served."""
-        if turn > self._served:
-            self._served = turn
-            self._in_turn.clear()
-        if turn == self._served:
-            self._in_turn.add(client)
-        if len(self._in_turn) > MOST_CLIENTS:
-            self._served += 1
-            self._in_turn.clear()
+MAX_WAIT_S = 30.0  # that a request in the background comes after all others
+BACKGROUND = "background"  # the client of all requests there
 
 
 _tickets = itertools.count(1)
@@ -74,8 +41,7 @@ class Waiter:
     """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
     entry's own parameters, and those of the last request of its name. `keep_alive_s`: from `last_used_s` on; then its
     name gives the model up, if this was the last request. `will_answer`: it generates, of which a model does a number
-    at once; else it uses the model beside that. `ticket`: order of arrival over all models; `turn`: of its `client`
-    among others that wait for the model (`Turns`)."""
+    at once; else it uses the model beside that. `ticket`: order of arrival over all models."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -84,7 +50,6 @@ class Waiter:
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
-    turn: int = 0
     load_s: float = 0.0  # duration of the load that it waited for
     last_used_s: float = 0.0  # the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
@@ -105,6 +70,19 @@ class Waiter:
     def same_load(self, other: Waiter) -> bool:
         """Whether both need the same files with the same overrides."""
         return self.overrides == other.overrides and self.entry.weights == other.entry.weights
+
+
+def in_turn(waiters: Iterable[Waiter], served: Mapping[str, int]) -> list[Waiter]:
+    """The order in which they are served now: next is the client who has waited longest since a request of it began or
+    ended (`served`, as a ticket of then), so that nobody waits for more than one request of each other client per
+    request of its own. Those in the background come last, until they have waited for MAX_WAIT_S."""
+    now_s = time.monotonic()
+
+    def turn(waiter: Waiter) -> tuple[bool, int, int]:
+        is_last = waiter.client == BACKGROUND and now_s - waiter.since_s < MAX_WAIT_S
+        return is_last, max(served.get(waiter.client, 0), waiter.ticket), waiter.ticket
+
+    return sorted(waiters, key=turn)
 
 
 def files_key(entry: ModelEntry) -> str:
@@ -131,9 +109,9 @@ class ManagedModel:
         self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
         self.overwritten = False  # one of them, since then
         self.uses: dict[str, Waiter] = {}
-        self.waiters: list[Waiter] = []  # in the order in which they are served
+        self.waiters: list[Waiter] = []  # as they came
+        self._served: dict[str, int] = {}  # of clients who wait: when a request of theirs began or ended, as a ticket
         self.unloads: set[str] = set()  # names that are to give it up
-        self._turns = Turns()
         self.users: set[Waiter] = set()  # who were granted and have not ended
         self.process: WorkerProcess | None = None  # that has loaded it
         self.ending = asyncio.Event()  # the process is to end, or has ended
@@ -156,20 +134,30 @@ class ManagedModel:
         """The first of the names that use it; of a model that is not loaded, the one it was measured for."""
         return next(iter(self.uses), self.entry.name)
 
-    def wait(self, waiter: Waiter) -> None:
-        """Adds a waiter, behind those of its turn and of turns before."""
-        own = [known for known in self.waiters if known.client == waiter.client and known.will_answer]
-        waiter.turn = self._turns.take(waiter.client, max((known.turn for known in own), default=None))
-        insort(self.waiters, waiter, key=lambda known: (known.turn, known.ticket))
+    @property
+    def queue(self) -> list[Waiter]:
+        """Who waits, in the order in which they are served."""
+        return in_turn(self.waiters, self._served)
 
     def grant(self, waiter: Waiter) -> None:
         """Ends the wait of a waiter, who uses the model from now on."""
         self.waiters.remove(waiter)
         self.users.add(waiter)
         self.n_requests += waiter.will_answer
-        if waiter.will_answer:  # others are granted beside it
-            self._turns.serve(waiter.client, waiter.turn)
+        self._note_served(waiter)
         waiter.end()
+
+    def release(self, waiter: Waiter) -> None:
+        """Ends the use of the model."""
+        self.users.remove(waiter)
+        self._note_served(waiter)
+
+    def _note_served(self, waiter: Waiter) -> None:
+        if not waiter.will_answer:  # others are granted beside it
+            return
+        self._served[waiter.client] = next(_tickets)
+        waiting = {other.client for other in self.waiters}  # the tickets of others who come are later
+        self._served = {client: ticket for client, ticket in self._served.items() if client in waiting}
 
     def expires_s(self, name: str) -> float:
         """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
@@ -415,25 +403,12 @@ class Leases(Protocol):
         """The models in memory."""
 
 
+@dataclass(frozen=True)
 class BackgroundLeases:
-    """`lease` as `ModelManager` has it, for requests in the background.
+    """`lease` as a manager has it, for requests that come after those of others (`in_turn`)."""
 
-    At most one of them is in the queue of a model, so that another request waits for one of them at most, besides those
-    that are computed already. It joins the queue while no other request waits, and after MAX_WAIT_S all the same: a
-    busy server still answers a request in the background from time to time.
-    """
+    manager: Leases
 
-    def __init__(self, manager: Leases) -> None:
-        self._manager = manager
-        self._turn = asyncio.Lock()
-
-    @asynccontextmanager
-    async def lease(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
-        """A lease of the manager, inside `async with`. Raises what entering that raises."""
-        async with AsyncExitStack() as stack:
-            async with self._turn:
-                until_s = time.monotonic() + MAX_WAIT_S
-                while any(model.queue for model in self._manager.loaded()) and time.monotonic() < until_s:
-                    await asyncio.sleep(POLL_S)
-                entered = await stack.enter_async_context(self._manager.lease(*arguments, **options))
-            yield entered
+    def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
+        """The use of a model, in the background."""
+        return self.manager.lease(*arguments, in_background=True, **options)

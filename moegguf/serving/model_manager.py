@@ -6,7 +6,7 @@ models, tells those that are to end, and wakes whoever waits for a change.
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
-turns between clients (`Turns`), of each in order of arrival, as many at once as its process answers together. A full
+turns between clients (`in_turn`), of each in order of arrival, as many at once as its process answers together. A full
 queue is divided evenly between the clients that need it. A model that is not loaded is loaded when it fits the memory
 budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it waits until
 a busy model is idle. A device's memory is counted apart, and a device that has failed is not used again. Loads get
@@ -42,12 +42,11 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.lease import Lease, ManagedModel, Waiter, files_key, process_key
+from moegguf.serving.lease import BACKGROUND, Lease, ManagedModel, Waiter, files_key, process_key
 from moegguf.serving.wire import build
-from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
+from moegguf.serving.worker_process import COMMAND, WorkerProcess
 from moegguf.settings import Settings, read_environment
 
-MAX_CRASHED_LOADS = 3
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
 SHUTDOWN_GRACE_S = 5.0
 
@@ -111,12 +110,13 @@ class ModelManager:
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
+        in_background: bool = False,
     ) -> Lease:
         """The use of a model, inside `async with`: loads it if needed and waits in its queue.
 
         `name`: a name, or its catalog entry. `keep_alive_s`: how long an idle model stays loaded afterwards; None: the
         setting, 0: not at all, inf: for ever. With `will_answer=False` the lease does not wait for answers of other
-        requests, and cannot generate or embed.
+        requests, and cannot generate or embed. `in_background`: requests of others come first.
 
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
@@ -126,6 +126,8 @@ class ModelManager:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
             waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
+            if in_background:
+                waiter.client = BACKGROUND
             return await self._acquire(waiter), waiter
 
         return Lease(acquire, self._release)
@@ -202,7 +204,7 @@ class ModelManager:
             model.task = asyncio.create_task(self._live(model))
         elif model.waiters or not model.has_room:
             self._make_queue_room(waiter)
-        model.wait(waiter)
+        model.waiters.append(waiter)
         model.look_at_files()
         await self._wait(model, waiter)
         return model
@@ -308,7 +310,7 @@ class ModelManager:
         """Ends the use of a model. Idempotent."""
         if waiter not in model.users:
             return
-        model.users.remove(waiter)
+        model.release(waiter)
         model.look_at_files()  # a write may be why the answer has ended
         model.last_used_s = self._now()
         if waiter.name in model.uses:
@@ -338,7 +340,7 @@ class ModelManager:
         for waiter in [w for w in model.waiters if not w.will_answer]:
             if not model.stopping and model.serves(waiter):
                 self._grant(model, waiter)
-        if model.unloads or (model.waiters and not model.serves(model.waiters[0])):
+        if model.unloads or (model.waiters and not model.serves(model.queue[0])):
             if not model.users:
                 model.ending.set()
             return
@@ -353,7 +355,7 @@ class ModelManager:
             oldest = min(self._short.waiters, key=lambda waiter: waiter.ticket, default=None)
             if oldest is not None and self._now() - oldest.since_s > OVERTAKE_S:
                 since = oldest.ticket
-        for waiter in model.waiters:
+        for waiter in model.queue:
             if not model.serves(waiter):
                 return None
             if waiter.ticket <= since:
@@ -394,27 +396,21 @@ class ModelManager:
 
     async def _live(self, model: ManagedModel) -> None:
         """Loads a model, and unloads it when it is to end, while requests wait for it."""
-        n_crashes = 0  # of loads, in succession
         while model.waiters:
             waiter = None
             try:
                 async with self._admission:
                     if not model.waiters:
                         break
-                    waiter = model.waiters[0]
+                    waiter = model.queue[0]
                     size = await self._measure_model(model, waiter)
                     if not await self._reserve(model, waiter, size):
                         continue
                 await self._run(model, waiter, size)
-                n_crashes = 0
-            except (MoeggufError, OSError) as error:
-                is_crash = isinstance(error, WorkerError) and not isinstance(error, LoadStalledError)
-                n_crashes = n_crashes + 1 if is_crash else MAX_CRASHED_LOADS
-                if n_crashes == MAX_CRASHED_LOADS:
-                    n_crashes = 0
-                    for failed in [w for w in model.waiters if waiter is not None and w.same_load(waiter)]:
-                        model.waiters.remove(failed)  # a load with other options is still tried
-                        failed.end(error)
+            except Exception as error:  # also a fault of ours: nobody waits for ever
+                for failed in [w for w in model.waiters if waiter is not None and w.same_load(waiter)]:
+                    model.waiters.remove(failed)  # a load with other options is still tried
+                    failed.end(error)
             finally:
                 model.reset()
                 self._dispatch()
@@ -436,7 +432,7 @@ class ModelManager:
     async def _reserve(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> bool:
         """Waits for memory, for which idle models end; False once the next request needs another load."""
         try:
-            while model.waiters and model.waiters[0].same_load(waiter):
+            while model.waiters and model.queue[0].same_load(waiter):
                 others = [m for m in self._models.values() if m.size_bytes]
                 in_memory = []
                 for m in sorted(others, key=lambda m: m.last_used_s):

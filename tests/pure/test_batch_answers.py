@@ -273,9 +273,9 @@ def test_requests_of_one_loaded_model_are_together(tmp_path: Path) -> None:
 def test_an_empty_file_and_too_many_requests_are_refused(tmp_path: Path) -> None:
     for lines in ([], [b"\n \n"]):
         with pytest.raises(BatchFileError, match="no requests"):
-            requests_in(tmp_path / "r", lines)
+            requests_in(tmp_path / "r", lines).__enter__()
     with pytest.raises(BatchFileError, match="more than 1 requests"):
-        requests_in(tmp_path / "r", [request("a"), request("b")], max_requests=1)
+        requests_in(tmp_path / "r", [request("a"), request("b")], max_requests=1).__enter__()
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:

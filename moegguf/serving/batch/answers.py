@@ -64,7 +64,7 @@ class RequestLine:
 
 
 class Requests:
-    """The lines of a seekable file, which stays open. `fingerprint`: equal for equal contents and defaults.
+    """The lines of a seekable file, which the caller closes. `fingerprint`: equal for equal contents and defaults.
 
     `endpoints`: the urls that a request may have. `defaults`: fields of bodies that lack them.
     """
@@ -140,16 +140,6 @@ class Requests:
     def id_of(self, line: RequestLine) -> str:
         """The id of the line's answer: the same whenever the same requests are answered."""
         return f"batch_req_{self.fingerprint}_{line.number}"
-
-    def close(self) -> None:
-        """Closes the file; so does the end of `with`."""
-        self._file.close()
-
-    def __enter__(self) -> Requests:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[int, int, bytes | None]]:
@@ -282,6 +272,22 @@ class Journal:
     counts: Counts = field(default_factory=Counts)
     check_space: Callable[[int], object] = lambda n_bytes: None
 
+    def read(self, requests: Requests) -> None:
+        """Reads the answers to `requests` that are there; a torn line at the end is dropped. Raises BatchFileError for
+        lines that are no answers to these requests, each once; StorageError."""
+        unanswered = {line.number for line in requests.lines}
+        try:
+            with os.fdopen(os.dup(self._handle), "rb") as file:
+                for number, entry, n_bytes in _answers_in(file, requests):
+                    unanswered.remove(number)
+                    self._note(number, entry, n_bytes)
+            os.ftruncate(self._handle, self._n_bytes)
+        except (ValueError, KeyError):
+            raise BatchFileError(
+                f"{self.path} has answers to other requests: the input, or a default such as --model, has changed"
+                " since. Restore the input to go on, or remove that file to start anew."
+            ) from None
+
     def append(self, number: int, entry: Entry) -> None:
         """Adds the answer of a line, which is on its way to the disk when this returns.
 
@@ -349,38 +355,26 @@ def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int
 
 
 def open_journal(path: Path, requests: Requests) -> Journal:
-    """The journal at `path`, made when it is not there; a torn line at its end is dropped.
-
-    Raises BatchFileError when another process has it open, or when it has lines that are no answers to these requests,
-    each once; StorageError.
-    """
-    journal, unanswered = Journal(path, _open_locked(path)), {line.number for line in requests.lines}
+    """The journal at `path`, made when it is not there, after `read`. Raises BatchFileError, StorageError."""
+    journal = lock_journal(path)
     try:
-        with os.fdopen(os.dup(journal._handle), "rb") as file:
-            for number, entry, n_bytes in _answers_in(file, requests):
-                unanswered.remove(number)
-                journal._note(number, entry, n_bytes)
-        os.ftruncate(journal._handle, journal._n_bytes)
-    except (ValueError, KeyError):
-        journal.close()
-        raise BatchFileError(
-            f"{path} has answers to other requests: the input, or a default such as --model, has changed since. Restore"
-            " the input to go on, or remove that file to start anew."
-        ) from None
+        journal.read(requests)
     except BaseException:  # also an interrupt, which gives the lock back
         journal.close()
         raise
     return journal
 
 
-def _open_locked(path: Path) -> int:
+def lock_journal(path: Path) -> Journal:
+    """The journal at `path`, made when it is not there, before `read`. Raises BatchFileError when another process has
+    it open, StorageError."""
     while True:
         with storing(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_nlink:
-                return handle
+                return Journal(path, handle)
         except BlockingIOError:
             os.close(handle)
             raise BatchFileError(f"{path} is in use: another process answers these requests.") from None

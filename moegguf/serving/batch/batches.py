@@ -16,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
 from moegguf.serving.batch import answers
-from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, open_journal
+from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, lock_journal
 from moegguf.serving.batch.files import FileStore
 from moegguf.serving.clients import current_owner, is_visible
 
@@ -275,7 +275,7 @@ class Batches:
             await self._finalize(batch, "cancelled", CANCELLED)
 
     async def _validate(self, batch: Batch) -> None:
-        with await self._requests(batch) as requests:
+        async with self._requests(batch) as requests:
             wrong = ((line.number, line.error) for line in requests.lines if line.error is not None)
             errors = [_error_of(error.code, str(error), error.param, number) for number, error in wrong]
             if errors:
@@ -327,33 +327,24 @@ class Batches:
     def _remove_work(self, batch: Batch) -> None:
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
-    async def _requests(self, batch: Batch) -> Requests:
-        """The batch's requests, which the caller closes. Raises BatchFileError, OSError."""
-
-        def read() -> Requests:
-            file = (self._work(batch) / INPUT).open("rb")
-            try:
-                return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS)
-            except BaseException:  # also where the server ends
-                file.close()
-                raise
-
+    @asynccontextmanager
+    async def _requests(self, batch: Batch) -> AsyncIterator[Requests]:
+        """The batch's requests. Raises BatchFileError, OSError."""
         try:
-            return await _in_thread(read, lambda found: found.close())  # some seconds for a large file
+            file = (self._work(batch) / INPUT).open("rb")
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
+        with file:  # some seconds for a large one
+            yield await _in_thread(lambda: Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS))
 
     @asynccontextmanager
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
         """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
-        with await self._requests(batch) as requests:
-            path = self._work(batch) / "answers.jsonl"
-            journal = await _in_thread(lambda: open_journal(path, requests), lambda found: found.close())
-            try:
+        async with self._requests(batch) as requests:
+            with closing(lock_journal(self._work(batch) / "answers.jsonl")) as journal:
+                await _in_thread(lambda: journal.read(requests))
                 batch.counts = journal.counts
                 yield requests, journal
-            finally:
-                journal.close()
 
     def _update(self, batch: Batch, **changes: Any) -> None:
         """Changes a batch, on disk first. Raises OSError."""
@@ -373,8 +364,8 @@ class Batches:
             self._changed.set()
 
 
-async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], object] = lambda _: None) -> Result:
-    """What `call` returns, on a thread, which has ended when this is cancelled; `discard` then gets the result."""
+async def _in_thread(call: Callable[[], Result]) -> Result:
+    """What `call` returns, on a thread, which has ended when this is cancelled."""
     running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(running)
@@ -382,8 +373,6 @@ async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], obj
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((running,))
-        if running.exception() is None:
-            discard(running.result())
         raise
 
 

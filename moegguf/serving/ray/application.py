@@ -141,13 +141,14 @@ class Replica:
         await self._manager.__aexit__()
 
     async def call(
-        self, conversation: str, kind: str, fields: Mapping[str, Any]
+        self, conversation: str, kind: str, fields: Mapping[str, Any], in_background: bool
     ) -> AsyncGenerator[Event | Failure | Any]:
         """The events of an answer, of the kind "generate"; else the value of a request (`Calls.value`). Closing it
         stops an answer within a token. `conversation` is the router's."""
         try:
             will_answer = kind in ("generate", "embed")
-            async with self._manager.lease(self._name, self._overrides, will_answer=will_answer) as lease:
+            options = {"will_answer": will_answer, "in_background": in_background}
+            async with self._manager.lease(self._name, self._overrides, **options) as lease:
                 if kind != "generate":
                     yield await lease.value(kind, **fields)
                     return
@@ -195,11 +196,13 @@ class ReplicaManager:
             await self._updating
 
     @asynccontextmanager
-    async def lease(self, name: str | ModelEntry, *_: object, **__: object) -> AsyncIterator[ReplicaLease]:
+    async def lease(
+        self, name: str | ModelEntry, *_: object, in_background: bool = False, **__: object
+    ) -> AsyncIterator[ReplicaLease]:
         """The use of a model by one request; each call goes to a replica that suits it. Raises ModelNotFoundError,
         ModelNameError."""
         entry = await self._find(name)
-        yield ReplicaLease(entry, self._handles[entry.name])
+        yield ReplicaLease(entry, self._handles[entry.name], in_background)
 
     async def load(self, name: str | ModelEntry, *_: object, **__: object) -> LoadedModel:
         """The state of a model, which its replicas hold in memory. Raises BusyError while none does."""
@@ -262,9 +265,10 @@ class ReplicaLease(Calls):
 
     load_s = 0.0
 
-    def __init__(self, entry: ModelEntry, handle: DeploymentHandle) -> None:
+    def __init__(self, entry: ModelEntry, handle: DeploymentHandle, in_background: bool) -> None:
         self.entry = entry
         self._handle = handle
+        self._in_background = in_background
 
     def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """The events of an answer. Closing it stops the answer. Raises what `Lease.answer` raises."""
@@ -274,7 +278,7 @@ class ReplicaLease(Calls):
         """What a replica sends."""
         has_begun = is_repeated = False
         while True:
-            items = self._handle.options(stream=True).call.remote(conversation, kind, fields)
+            items = self._handle.options(stream=True).call.remote(conversation, kind, fields, self._in_background)
             try:
                 with ray_errors():
                     async for item in items:
