@@ -399,9 +399,6 @@ class Leases(Protocol):
     def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
         """The use of a model by one request (`ModelManager.lease`)."""
 
-    def loaded(self) -> list[LoadedModel]:
-        """The models in memory."""
-
 
 @dataclass(frozen=True)
 class BackgroundLeases:
