@@ -192,13 +192,12 @@ def is_embedding(metadata: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of one model. `idle`: it may be unloaded; `stopping`: it is being unloaded. `device_bytes`: on the
-    device of the model to be loaded."""
+    """The memory of one model. `idle`: it may be unloaded, or is being unloaded. `device_bytes`: on the device of the
+    model to be loaded."""
 
     name: str
     size_bytes: int
     idle: bool
-    stopping: bool = False
     device_bytes: int = 0
 
 
@@ -244,7 +243,7 @@ def admit(
         if n_free > 0 and not short and not short_on_device:
             break
         helps = n_free <= 0 or short or model.device_bytes > 0
-        if helps and (model.idle or model.stopping):
+        if helps and model.idle:
             free_bytes, n_free = free_bytes + model.size_bytes, n_free + 1
             free_on_device += model.device_bytes
             unload.append(model.name)

@@ -434,12 +434,13 @@ class ModelManager:
         try:
             while model.waiters and model.queue[0].same_load(waiter):
                 others = [m for m in self._models.values() if m.size_bytes]
-                in_memory = []
-                for m in sorted(others, key=lambda m: m.last_used_s):
-                    device_bytes = m.device_bytes if m.device == size.device else 0
-                    is_idle = m.is_ready and not m.users
-                    use = memory_budget.MemoryUse(m.key, m.size_bytes, is_idle, m.ending.is_set(), device_bytes)
-                    in_memory.append(use)
+                in_memory = [
+                    memory_budget.MemoryUse(
+                        m.key, m.size_bytes, m.ending.is_set() or (m.is_ready and not m.users),
+                        m.device_bytes if m.device == size.device else 0,
+                    )
+                    for m in sorted(others, key=lambda m: m.last_used_s)
+                ]  # fmt: skip
                 limit_bytes, on_device = self._limits.ram(self._used_bytes()), self._limits.on(size.device)
                 admission = memory_budget.admit(size, limit_bytes, in_memory, self.settings.max_models, on_device)
                 if admission.reserve_bytes:

@@ -35,7 +35,6 @@ def size(wanted: int, minimum: int) -> ModelSize:
     [
         (50, 10, [], Admission(50)), (200, 10, [], Admission(100)), (50, 10, [("a", 40, True)], Admission(50)),
         (80, 10, [("a", 40, True)], Admission(unload=("a",))),
-        (80, 10, [("a", 40, False, True)], Admission(unload=("a",))),  # it stops, and is waited for
         (80, 10, [("a", 40, True), ("b", 30, True)], Admission(unload=("a", "b"))),
         (60, 10, [("a", 40, True), ("b", 30, True)], Admission(unload=("a",))),
         (60, 10, [("a", 40, False), ("b", 30, True)], Admission(unload=("b",))),
@@ -73,20 +72,20 @@ def test_models_are_unloaded_for_the_memory_that_is_short(
 
 @given(
     st.integers(1, 150), st.integers(1, 100),
-    st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.booleans()), max_size=6), st.integers(1, 7),
+    st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=6), st.integers(1, 7),
 )  # fmt: skip
 def test_no_admission_breaks_the_limit(
-    wanted: int, minimum: int, others: list[tuple[int, bool, bool]], max_models: int
+    wanted: int, minimum: int, others: list[tuple[int, bool]], max_models: int
 ) -> None:
     wanted = max(wanted, minimum)
     models, used = list[MemoryUse](), 0
-    for i, (n_bytes, idle, stopping) in enumerate(others):
+    for i, (n_bytes, idle) in enumerate(others):
         if used + n_bytes <= 100:
-            models.append(MemoryUse(str(i), n_bytes, idle, stopping))
+            models.append(MemoryUse(str(i), n_bytes, idle))
             used += n_bytes
     admission = admit(size(wanted, minimum), 100, models, max_models)
     unloaded = [m for m in models if m.name in admission.unload]
-    assert all(m.idle or m.stopping for m in unloaded)
+    assert all(m.idle for m in unloaded)
     assert not (admission.reserve_bytes and admission.unload)
     if admission.reserve_bytes:
         assert minimum <= admission.reserve_bytes <= wanted and used + admission.reserve_bytes <= 100
@@ -95,7 +94,7 @@ def test_no_admission_breaks_the_limit(
         assert used - sum(m.size_bytes for m in unloaded) + minimum <= 100
         assert len(models) - len(unloaded) < max_models
     else:
-        busy = [m for m in models if not (m.idle or m.stopping)]
+        busy = [m for m in models if not m.idle]
         assert sum(m.size_bytes for m in busy) + minimum > 100 or len(busy) >= max_models
 
 
