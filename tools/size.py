@@ -28,7 +28,7 @@ LIMITS = {
     "moegguf/models": 2_770,
     "moegguf/native": 14_100,
     "moegguf/server": 7_570,
-    "moegguf/serving": 3_880,
+    "moegguf/serving": 3_870,
     "moegguf/terminal": 1_360,
     "moegguf/trace": 1_970,
     "predictors": 8_080,

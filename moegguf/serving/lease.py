@@ -26,6 +26,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.clients import current_client
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
+from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
@@ -119,11 +120,9 @@ class ManagedModel:
         self.overrides = LoadOverrides()  # of the waiter that it was loaded for
         self.ready = Ready(n_ctx=0)
         self.default_n_ctx = 0  # of a load without overrides
-        self.size_bytes = 0  # reserved from the decision to load until the process has ended
-        self.expert_cache_bytes = 0  # of them, for slots that are in use
-        self.device: str | None = None  # that computes it; None: the CPU
-        self.device_bytes = 0  # reserved there, likewise
-        self.vram_cache_bytes = 0
+        self.used: dict[str, int] = {}  # bytes by place, reserved from the decision to load until the process has ended
+        self.expert_cache_bytes = 0  # of those in RAM, for slots that are in use
+        self.vram_cache_bytes = 0  # of those on its device, likewise
         self.changing_budget = asyncio.Lock()
         self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded, by name of the field; a reload keeps them
         self.last_used_s = 0.0
@@ -197,17 +196,24 @@ class ManagedModel:
 
     def reset(self) -> None:
         """The process has ended: frees the reservation."""
-        self.process, self.size_bytes, self.device, self.device_bytes, self.n_requests = None, 0, None, 0, 0
+        self.process, self.used, self.n_requests = None, {}, 0
         self.uses, self.unloads, self.ending = {}, set(), asyncio.Event()
         self.set_timer(math.inf, self.reset)
 
+    @property
+    def device(self) -> str | None:
+        """What computes it, while it has memory; None: the CPU."""
+        return next((place for place in self.used if place != RAM), None)
+
+    def place_of(self, budget: str) -> str:
+        """Where a budget is: "expert_cache_bytes" or "vram_cache_bytes"."""
+        return RAM if budget == "expert_cache_bytes" else self.device or RAM
+
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
-        """Counts this for slots: "expert_cache_bytes" in RAM, "vram_cache_bytes" on the device."""
-        ram = n_bytes.get("expert_cache_bytes", self.expert_cache_bytes)
-        vram = n_bytes.get("vram_cache_bytes", self.vram_cache_bytes)
-        self.size_bytes += ram - self.expert_cache_bytes
-        self.device_bytes += vram - self.vram_cache_bytes
-        self.expert_cache_bytes, self.vram_cache_bytes = ram, vram
+        """Counts this for slots, by budget."""
+        for budget, n in n_bytes.items():
+            self.used[self.place_of(budget)] += n - getattr(self, budget)
+            setattr(self, budget, n)
 
     def serves(self, waiter: Waiter) -> bool:
         """Whether the loaded model has the content and context that `waiter` needs; else it is loaded again.
@@ -242,8 +248,8 @@ class ManagedModel:
             digest=names[0].digest if names else self.entry.digest,
             pid=process.pid,
             n_ctx=self.ready.n_ctx,
-            size_bytes=self.size_bytes + self.device_bytes,
-            vram_bytes=self.device_bytes,
+            size_bytes=sum(self.used.values()),
+            vram_bytes=sum(self.used.values()) - self.used.get(RAM, 0),
             expires=max(times, default=now) if len(times) == len(names) else None,
             busy=bool(self.answering),
             stopping=self.stopping,

@@ -43,6 +43,7 @@ from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import BACKGROUND, Lease, ManagedModel, Waiter, files_key, process_key
+from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, WorkerProcess
 from moegguf.settings import Settings, read_environment
@@ -186,7 +187,7 @@ class ModelManager:
     def _used_by(self, name: str) -> ManagedModel | None:
         """The model that `name` uses, or for which it is being loaded."""
         for model in self._models.values():
-            is_loading = model.process is None and model.size_bytes > 0
+            is_loading = model.process is None and bool(model.used)
             if name in model.uses or (is_loading and any(waiter.name == name for waiter in model.waiters)):
                 return model
         return None
@@ -270,7 +271,7 @@ class ModelManager:
         }
         before = {name: getattr(model, name) for name in wanted}
         for name, n_bytes in wanted.items():
-            self._check_growth(model, name, n_bytes - before[name])
+            self._check_growth(model, model.place_of(name), n_bytes - before[name])
         model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # nobody else gets it meanwhile
         now = wanted
         try:
@@ -284,15 +285,12 @@ class ModelManager:
         model.asked_budgets.update(given)
         self._dispatch()
 
-    def _check_growth(self, model: ManagedModel, name: str, n_bytes: int) -> None:
-        where, free = "", self._limits.ram(self._used_bytes()) - self._used_bytes()
-        if name == "vram_cache_bytes":
-            where = f" on {model.device}"
-            free = self._limits.on(model.device) - self._used_on(model.device)
-        if n_bytes > max(0, free):
+    def _check_growth(self, model: ManagedModel, place: str, n_bytes: int) -> None:
+        free_bytes = max(0, self._limit(place) - self._used(place))
+        if n_bytes > free_bytes:
             raise BudgetError(
-                f"{format_bytes(n_bytes)} more for experts of {model.name!r}{where} do not fit beside the other models,"
-                f" which leave {format_bytes(max(0, free))}; unload one of them (`moegguf stop`), or give less."
+                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {place} do not fit beside the other"
+                f" models, which leave {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give less."
             )
 
     async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
@@ -375,11 +373,11 @@ class ModelManager:
         waiter.last_used_s = self._now()
         model.uses[waiter.name] = waiter
 
-    def _used_bytes(self) -> int:
-        return sum(model.size_bytes for model in self._models.values())
+    def _used(self, place: str) -> int:
+        return sum(model.used.get(place, 0) for model in self._models.values())
 
-    def _used_on(self, device: str | None) -> int:
-        return sum(model.device_bytes for model in self._models.values() if model.device == device)
+    def _limit(self, place: str) -> int:
+        return self._limits.of(place, self._used(place))
 
     def _update_expiry(self, model: ManagedModel) -> None:
         """Drops the names whose keep-alive time is over, ends an idle model without names, and sets the next timer."""
@@ -420,7 +418,7 @@ class ModelManager:
         gpu = await self._find_gpu()
         model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
         model.look_at_files()
-        arguments = waiter.entry, waiter.overrides, self.settings, self._limits.ram(self._used_bytes())
+        arguments = waiter.entry, waiter.overrides, self.settings, self._limit(RAM)
         given = {} if gpu is None else {"gpu": gpu}
         try:
             size = await asyncio.to_thread(self.measure, *arguments, **given)
@@ -433,19 +431,15 @@ class ModelManager:
         """Waits for memory, for which idle models end; False once the next request needs another load."""
         try:
             while model.waiters and model.queue[0].same_load(waiter):
-                others = [m for m in self._models.values() if m.size_bytes]
+                others = sorted((m for m in self._models.values() if m.used), key=lambda m: m.last_used_s)
                 in_memory = [
-                    memory_budget.MemoryUse(
-                        m.key, m.size_bytes, m.ending.is_set() or (m.is_ready and not m.users),
-                        m.device_bytes if m.device == size.device else 0,
-                    )
-                    for m in sorted(others, key=lambda m: m.last_used_s)
-                ]  # fmt: skip
-                limit_bytes, on_device = self._limits.ram(self._used_bytes()), self._limits.on(size.device)
-                admission = memory_budget.admit(size, limit_bytes, in_memory, self.settings.max_models, on_device)
-                if admission.reserve_bytes:
-                    model.size_bytes = admission.reserve_bytes
-                    model.device, model.device_bytes = size.device, admission.device_bytes
+                    memory_budget.MemoryUse(m.key, m.used, m.ending.is_set() or (m.is_ready and not m.users))
+                    for m in others
+                ]
+                limits = {place: self._limit(place) for place in size.wanted}
+                admission = memory_budget.admit(size, limits, in_memory, self.settings.max_models)
+                if admission.reserve:
+                    model.used = dict(admission.reserve)
                     return True
                 for key in admission.unload:
                     self._models[key].ending.set()
@@ -459,9 +453,9 @@ class ModelManager:
     async def _run(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
         """A process with the model, from its load to its end."""
         start_s = self._now()
-        plan = await asyncio.to_thread(size.plan_within, model.size_bytes, model.device_bytes)
-        if size.device is not None:
-            model.size_bytes, model.device_bytes = plan.host_bytes, plan.total_bytes
+        plan = await asyncio.to_thread(size.plan_within, model.used)
+        if model.device is not None:
+            model.used = memory_budget.bytes_of(plan)
         process = await self._take_process()
         try:
             model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
@@ -496,7 +490,7 @@ class ModelManager:
             return None
         if not chosen.get("vram_cache", environment.vram_cache) and (chosen.get("n_gpu_layers") == 0 or not has_gpu()):
             return None
-        return self._limits.choose(await asyncio.to_thread(self.devices), self._used_on)
+        return self._limits.choose(await asyncio.to_thread(self.devices), self._used)
 
     def _prepare_process(self, *expected: str) -> None:
         """Starts a process for the next model, whose modules are imported then. expected: its file, if that is one that

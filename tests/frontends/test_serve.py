@@ -75,7 +75,7 @@ def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
     """What a worker of a server with these settings gets."""
     entry = model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
     size = measure(entry, LoadOverrides(n_ctx=256), settings, 1 << 32)
-    return size.load_config(size.plan_within(1 << 32, 0))
+    return size.load_config(size.plan_within({"RAM": 1 << 32}))
 
 
 def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
