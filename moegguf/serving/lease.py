@@ -60,6 +60,11 @@ class Waiter:
         """The canonical name that was asked for."""
         return self.entry.name
 
+    @property
+    def comes_last(self) -> bool:
+        """Whether it is in the background, and has not waited for long."""
+        return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
+
     def end(self, error: Exception | None = None) -> None:
         """Ends the wait, with `error` where there is one."""
         if not self.granted.done():
@@ -77,11 +82,9 @@ def in_turn(waiters: Iterable[Waiter], served: Mapping[str, int]) -> list[Waiter
     """The order in which they are served now: next is the client who has waited longest since a request of it began or
     ended (`served`, as a ticket of then), so that nobody waits for more than one request of each other client per
     request of its own. Those in the background come last, until they have waited for MAX_WAIT_S."""
-    now_s = time.monotonic()
 
     def turn(waiter: Waiter) -> tuple[bool, int, int]:
-        is_last = waiter.client == BACKGROUND and now_s - waiter.since_s < MAX_WAIT_S
-        return is_last, max(served.get(waiter.client, 0), waiter.ticket), waiter.ticket
+        return waiter.comes_last, max(served.get(waiter.client, 0), waiter.ticket), waiter.ticket
 
     return sorted(waiters, key=turn)
 

@@ -350,7 +350,8 @@ class ModelManager:
         have put one that came before the load behind one that came after it."""
         since = math.inf  # a load that has waited for memory for long is not overtaken
         if self._short is not None:
-            oldest = min(self._short.waiters, key=lambda waiter: waiter.ticket, default=None)
+            due = (waiter for waiter in self._short.waiters if not waiter.comes_last)
+            oldest = min(due, key=lambda waiter: waiter.ticket, default=None)
             if oldest is not None and self._now() - oldest.since_s > OVERTAKE_S:
                 since = oldest.ticket
         for waiter in model.queue:
