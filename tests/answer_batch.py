@@ -17,7 +17,8 @@ async def answer(url: str, raw: bytes) -> Reply:
 
 
 source, target = map(Path, sys.argv[1:])
-with Requests(source.open("rb"), ENDPOINTS) as requests:
+with source.open("rb") as file:
+    requests = Requests(file, ENDPOINTS)
     journal = open_journal(target.with_suffix(".partial"), requests)
     print("begun", flush=True)
     asyncio.run(answer_requests(requests, journal, answer, 8, lambda entry: None))

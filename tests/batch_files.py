@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ def jsonl(lines: Iterable[Any]) -> bytes:
     return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
 
 
-def requests_in(path: Path, lines: Iterable[Any], **options: Any) -> Requests:
+@contextmanager
+def requests_in(path: Path, lines: Iterable[Any], **options: Any) -> Iterator[Requests]:
     """The requests of a file that is written with `lines`."""
     path.write_bytes(jsonl(lines))
-    return Requests(path.open("rb"), ENDPOINTS, **options)
+    with path.open("rb") as file:
+        yield Requests(file, ENDPOINTS, **options)
 
 
 def entries(data: bytes | Path) -> list[Any]:

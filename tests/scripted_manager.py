@@ -21,7 +21,7 @@ from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import Lease
-from moegguf.serving.memory_budget import ModelSize
+from moegguf.serving.memory_budget import RAM, ModelSize, Room
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
@@ -72,14 +72,15 @@ class FakeCatalog:
             raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
 
     def measure(self, entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
-        def plan(n_bytes: int, _device_bytes: int) -> Plan:
-            return Plan(1, 1, n_bytes, True, 4096, 1, 0, 0, 0, n_bytes, limit_bytes, (), ())
+        def plan(room: Room) -> Plan:
+            return Plan(1, 1, room[RAM], True, 4096, 1, 0, 0, 0, room[RAM], limit_bytes, (), ())
 
         def load_config(chosen: Plan) -> LoadConfig:
             n_ctx = overrides.n_ctx or 4096
             return LoadConfig(entry.name, str(entry.path), chosen, {"n_ctx": n_ctx})
 
-        return ModelSize(*self.sizes[entry.name], plan, load_config, 4096)
+        wanted, minimum = self.sizes[entry.name]
+        return ModelSize({RAM: wanted}, {RAM: minimum}, plan, load_config, 4096)
 
     def loads(self, name: str) -> list[dict[str, Any]]:
         """The `LoadConfig`s of its loads, in order."""

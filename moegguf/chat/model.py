@@ -165,9 +165,8 @@ class OwnWorker:
             layout, projector = read_layout(here.path), projector_of(here)  # while the worker starts
             warn_of_long_context(layout, options.get("n_ctx"))
 
-            def on_progress(share: float | None) -> None:
-                text = loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start_s)
-                spinner.show(f"trying {layout.name}, the first time it is loaded" if share is None else text)
+            def on_progress(share: float) -> None:
+                spinner.show(loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start_s))
 
             beside = {"mmproj": projector and projector.path, "lora_path": here.adapter, "draft": here.draft}
             files = {name: str(path) for name, path in beside.items() if path}

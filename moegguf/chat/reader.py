@@ -18,13 +18,12 @@ from prompt_toolkit.styles import Style
 
 from moegguf.settings import read_settings
 
-MAX_ENTRIES = 100
 OWNER_ONLY = 0o600
 
 
 class InputHistory(FileHistory):
-    """prompt_toolkit's history file with mode 600 and the newest MAX_ENTRIES; used only while `enabled`. A file that
-    cannot be read or written disables the history; the chat goes on."""
+    """prompt_toolkit's history file with mode 600; used only while `enabled`. A file that cannot be read or written
+    disables the history; the chat goes on."""
 
     def __init__(self, path: Path, *, enabled: bool = True) -> None:
         self.path = path
@@ -33,26 +32,10 @@ class InputHistory(FileHistory):
 
     def load_history_strings(self) -> Iterable[str]:
         """Newest first."""
-        if not self.enabled:
-            return []
         try:
-            entries = list(super().load_history_strings())
-            if len(entries) > MAX_ENTRIES:
-                self._rewrite(entries[:MAX_ENTRIES])
+            return list(super().load_history_strings()) if self.enabled else []
         except OSError:
             return []
-        return entries[:MAX_ENTRIES]
-
-    def _rewrite(self, entries: list[str]) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            _make_private(temporary)
-            file = FileHistory(temporary)
-            for entry in reversed(entries):
-                file.store_string(entry)
-            os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def append_string(self, string: str) -> None:
         """Adds an entry, unless disabled or blank."""
@@ -63,15 +46,11 @@ class InputHistory(FileHistory):
         """Writes an entry to the file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _make_private(self.path)
+            self.path.touch(OWNER_ONLY)
+            self.path.chmod(OWNER_ONLY)
             super().store_string(string)
         except OSError:
             self.enabled = False
-
-
-def _make_private(path: Path) -> None:
-    path.touch(OWNER_ONLY)
-    path.chmod(OWNER_ONLY)
 
 
 PROMPT, CONTINUATION = ">>> ", "... "

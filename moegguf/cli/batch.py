@@ -12,8 +12,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,14 +75,18 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     in FILE.partial. The exit code is 1 when a request failed: its line says why.
     """
     from moegguf.chat.client import running_server
-    from moegguf.serving.batch.answers import finished_counts
+    from moegguf.server.batches import ENDPOINTS
+    from moegguf.serving.batch.answers import Requests, finished_counts
     from moegguf.settings import read_settings
 
     settings, model, parallel = read_settings(), chosen["model"], chosen["parallel"]
     here = chosen["local"] or bool(given) or chosen["ctx"] is not None or chosen["kv_tokens"] is not None
     settings = replace(settings, loading=loading_options(given))
     target = _output_path(requests, chosen["output"])
-    with _open_requests(requests, model) as found, closing(_open_answers(target, found)) as answers:
+    with ExitStack() as opened:
+        file = opened.enter_context(_open_requests(requests))
+        found = Requests(file, ENDPOINTS, {} if model is None else {"model": model})
+        answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
             answers.remove()  # of a process that was killed just before its end
             print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
@@ -117,29 +121,29 @@ def _output_path(requests: str, output: str | None) -> Path | None:
     return path
 
 
-def _open_requests(path: str, model: str | None) -> Requests:
-    """The requests in a file, or in a pipe, which is copied first; `with` closes it. Raises BatchFileError."""
-    from moegguf.server.batches import ENDPOINTS
-    from moegguf.serving.batch.answers import Requests
-
+def _open_requests(path: str) -> BinaryIO:
+    """The file of requests, or a copy of a pipe. Raises BatchFileError."""
     try:
         source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
         if path == STANDARD or not source.seekable():
-            copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the requests)
+            copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who asks)
             shutil.copyfileobj(source, copy)
             source = copy
-        return Requests(source, ENDPOINTS, {} if model is None else {"model": model})
+        return source
     except OSError as error:
         raise BatchFileError(f"cannot read {path} ({error.strerror}).") from None
 
 
-def _open_answers(target: Path | None, requests: Requests) -> Journal | _StdoutAnswers:
-    """Where the answers are until there are all. Raises BatchFileError, StorageError."""
+@contextmanager
+def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
+    """Where the answers are until there are all; those for stdout go with the command. Raises BatchFileError,
+    StorageError."""
     from moegguf.serving.batch.answers import open_journal
 
-    if target is None:
-        return _StdoutAnswers()
-    return open_journal(target.with_name(target.name + JOURNAL_SUFFIX), requests)
+    with tempfile.TemporaryDirectory() if target is None else nullcontext(target.parent) as folder:
+        name = "stdout" if target is None else target.name
+        with closing(open_journal(Path(folder, name + JOURNAL_SUFFIX), requests)) as journal:
+            yield journal
 
 
 @asynccontextmanager
@@ -179,28 +183,6 @@ async def _answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
         yield partial(reply_in_process, new_state(manager, catalog))
 
 
-class _StdoutAnswers:
-    """Answers on stdout, in the order in which requests end. Nothing is kept: another command starts anew."""
-
-    def __init__(self) -> None:
-        from moegguf.serving.batch.answers import Counts
-
-        self.counts = Counts()
-        self.answered: set[int] = set()
-
-    def append(self, number: int, entry: Entry) -> None:
-        self.counts.add(entry)
-        print(json.dumps(entry, ensure_ascii=False, separators=(",", ":")), flush=True)
-
-    def close(self) -> None:
-        """Nothing is open, and nothing stays."""
-
-    remove = close
-
-    def finish(self, path: Path) -> None:
-        """They are there already."""
-
-
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
     """How far it is: "120/1,000 answered · 3 failed · 45 tokens/s · 1m57s left". Tokens are those of answers; of
     prompts, where answers have none. `before`: what was answered `seconds` ago, at the start."""
@@ -216,7 +198,7 @@ def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) ->
 
 
 def _answer_to_end(
-    requests: Requests, target: Path | None, answers: Journal | _StdoutAnswers, n_parallel: int, answering: Answering
+    requests: Requests, target: Path | None, answers: Journal, n_parallel: int, answering: Answering
 ) -> int:
     """Answers the requests that are not answered yet, up to the file of all answers (`target`: None for stdout);
     returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
@@ -230,8 +212,10 @@ def _answer_to_end(
     def text() -> str:
         return _progress_text(counts, before, n_total, time.monotonic() - start_s)
 
-    def report(_: object = None) -> None:
+    def report(entry: Entry | None = None) -> None:
         nonlocal said_s
+        if entry is not None and target is None:
+            print(json.dumps(entry, ensure_ascii=False, separators=(",", ":")), flush=True)
         if bar.visible:
             bar.show(text(), counts.done / n_total)
         elif time.monotonic() - said_s >= LINE_S and counts.done < n_total:

@@ -52,7 +52,6 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
     given_budgets(cache, vram_cache, placement, loading)  # a wrong one is an error before anything is loaded
     files = {name: given.pop(name) for name in OF_THE_MODEL if name in given}
     settings = replace(serve_settings(port, given), loading=loading)
-    _warn_without_gpu(loading)
     if files and len(models or ()) != 1:
         named = " and ".join(OPTIONS[name].flags[0] for name in files)
         raise OptionError(f"{named} belongs to one model: name it, as in `moegguf serve MODEL`, and no other.")
@@ -88,28 +87,6 @@ def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | N
     read_adapter(adapter, read_layout(entry.path).arch)
     weights = weights_digest(entry.files, adapter)
     return replace(entry, adapter=adapter, digest=model_digest(weights, entry), files_digest=weights)
-
-
-def _warn_without_gpu(loading: Given) -> None:
-    """Says what becomes of settings that need a GPU where there is none. The environment's own placement is left to
-    the plans' reasons: one environment may serve machines with and without a GPU."""
-    from moegguf.engine.devices import has_gpu
-    from moegguf.settings import read_environment
-
-    placement, so = loading.get("placement"), "the CPU computes every model"
-    if loading.get("vram_cache", read_environment().vram_cache):
-        wanted, so = "--vram-cache", "models with experts cannot be loaded"
-    elif placement in ("slots", "layers"):
-        wanted = f"--placement {placement}"
-    elif loading.get("n_gpu_layers"):
-        wanted = "--n-gpu-layers"
-    else:
-        return
-    if has_gpu():
-        return
-    print_message(
-        f"warning: {wanted} needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices): {so}"
-    )
 
 
 def serve_settings(port: int | None, given: Given) -> Settings:

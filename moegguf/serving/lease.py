@@ -11,12 +11,10 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from bisect import insort
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from enum import Enum
 from typing import Any, Protocol
 
 from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS
@@ -28,65 +26,23 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.clients import current_client
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
-from moegguf.serving.memory_budget import ModelSize
+from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
-MAX_WAIT_S = 30.0  # of a request in the background
-POLL_S = 0.02  # while another request waits
-MOST_CLIENTS = 1024  # of one turn: who comes later is of the next
-
-
-class Turns:
-    """The turns of clients in one queue: who sends many requests at once does not hold up who sends one.
-
-    Start-time fair queueing (Goyal, Vin and Cheng, 1996) with requests of equal cost: a request's turn is one after the
-    last of its client, or the turn that is being served where that is later. Requests are served by turn, within a turn
-    in order of arrival, so that nobody waits for more than one request of each other client per request of its own. The
-    clients that were served in the present turn are remembered.
-    """
-
-    def __init__(self) -> None:
-        self._served = 0
-        self._in_turn: set[str] = set()
-
-    def take(self, client: str, last: int | None) -> int:
-        """The turn of a request that has just arrived. last: the last turn of the client's requests that still wait;
-        None: there is none. So requests that were cancelled while they waited cost no turns."""
-        least = self._served + (client in self._in_turn)
-        return least if last is None else max(least, last + 1)
-
-    def serve(self, client: str, turn: int) -> None:
-        """A request of this client and turn is served."""
-        if turn > self._served:
-            self._served = turn
-            self._in_turn.clear()
-        if turn == self._served:
-            self._in_turn.add(client)
-        if len(self._in_turn) > MOST_CLIENTS:
-            self._served += 1
-            self._in_turn.clear()
+MAX_WAIT_S = 30.0  # that a request in the background comes after all others
+BACKGROUND = "background"  # the client of all requests there
 
 
 _tickets = itertools.count(1)
 
 
-class State(Enum):
-    """The state of a model's process."""
-
-    ABSENT = "absent"
-    LOADING = "loading"
-    READY = "ready"
-    STOPPING = "stopping"
-
-
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits for a model and, once granted, uses it; or one for its end. `overrides`: of the request;
-    once it waits with the entry's own parameters, and those of the last request of its name. `keep_alive_s`: from
-    `last_used_s` on; then its name gives the model up, if this was the last request. `will_answer`: it generates, of
-    which a model does a number at once; else it uses the model beside that. `ticket`: order of arrival over all models;
-    `turn`: of its `client` among others that wait for the model (`Turns`)."""
+    """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
+    entry's own parameters, and those of the last request of its name. `keep_alive_s`: from `last_used_s` on; then its
+    name gives the model up, if this was the last request. `will_answer`: it generates, of which a model does a number
+    at once; else it uses the model beside that. `ticket`: order of arrival over all models."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -95,7 +51,6 @@ class Waiter:
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
-    turn: int = 0
     load_s: float = 0.0  # duration of the load that it waited for
     last_used_s: float = 0.0  # the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
@@ -104,6 +59,11 @@ class Waiter:
     def name(self) -> str:
         """The canonical name that was asked for."""
         return self.entry.name
+
+    @property
+    def comes_last(self) -> bool:
+        """Whether it is in the background, and has not waited for long."""
+        return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
         """Ends the wait, with `error` where there is one."""
@@ -116,6 +76,17 @@ class Waiter:
     def same_load(self, other: Waiter) -> bool:
         """Whether both need the same files with the same overrides."""
         return self.overrides == other.overrides and self.entry.weights == other.entry.weights
+
+
+def in_turn(waiters: Iterable[Waiter], served: Mapping[str, int]) -> list[Waiter]:
+    """The order in which they are served now: next is the client who has waited longest since a request of it began or
+    ended (`served`, as a ticket of then), so that nobody waits for more than one request of each other client per
+    request of its own. Those in the background come last, until they have waited for MAX_WAIT_S."""
+
+    def turn(waiter: Waiter) -> tuple[bool, int, int]:
+        return waiter.comes_last, max(served.get(waiter.client, 0), waiter.ticket), waiter.ticket
+
+    return sorted(waiters, key=turn)
 
 
 def files_key(entry: ModelEntry) -> str:
@@ -138,51 +109,57 @@ class ManagedModel:
     def __init__(self, key: str, entry: ModelEntry) -> None:
         self.key = key
         self.entry = entry
+        self.task: asyncio.Task[None]  # the manager's, which loads and ends it
         self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
         self.overwritten = False  # one of them, since then
         self.uses: dict[str, Waiter] = {}
-        self.state = State.ABSENT
-        self.waiters: list[Waiter] = []  # in the order in which they are served
-        self.unloads: list[Waiter] = []  # who wait until their name has given it up
-        self._turns = Turns()
+        self.waiters: list[Waiter] = []  # as they came
+        self._served: dict[str, int] = {}  # of clients who wait: when a request of theirs began or ended, as a ticket
+        self.unloads: set[str] = set()  # names that are to give it up
         self.users: set[Waiter] = set()  # who were granted and have not ended
-        self.expiry: asyncio.TimerHandle | None = None
-        self.process: WorkerProcess | None = None
+        self.process: WorkerProcess | None = None  # that has loaded it
+        self.ending = asyncio.Event()  # the process is to end, or has ended
+        self._timer: asyncio.TimerHandle | None = None
         self.overrides = LoadOverrides()  # of the waiter that it was loaded for
         self.ready = Ready(n_ctx=0)
         self.default_n_ctx = 0  # of a load without overrides
-        self.measured: tuple[Waiter, ModelSize] | None = None  # for the load of that request
-        self.measuring = False
-        self.size_bytes = 0  # reserved from the decision to load until the process has ended
-        self.expert_cache_bytes = 0  # of them, for slots that are in use
-        self.device: str | None = None  # that computes it; None: the CPU
-        self.device_bytes = 0  # reserved there, likewise
-        self.vram_cache_bytes = 0
-        self.changing_budget = False
+        self.used: dict[str, int] = {}  # bytes by place, reserved from the decision to load until the process has ended
+        self.expert_cache_bytes = 0  # of those in RAM, for slots that are in use
+        self.vram_cache_bytes = 0  # of those on its device, likewise
+        self.changing_budget = asyncio.Lock()
         self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded, by name of the field; a reload keeps them
         self.last_used_s = 0.0
         self.n_requests = 0
-        self.n_crashed_loads = 0  # in succession
 
     @property
     def name(self) -> str:
         """The first of the names that use it; of a model that is not loaded, the one it was measured for."""
         return next(iter(self.uses), self.entry.name)
 
-    def wait(self, waiter: Waiter) -> None:
-        """Adds a waiter, behind those of its turn and of turns before."""
-        own = [known for known in self.waiters if known.client == waiter.client and known.will_answer]
-        waiter.turn = self._turns.take(waiter.client, max((known.turn for known in own), default=None))
-        insort(self.waiters, waiter, key=lambda known: (known.turn, known.ticket))
+    @property
+    def queue(self) -> list[Waiter]:
+        """Who waits, in the order in which they are served."""
+        return in_turn(self.waiters, self._served)
 
     def grant(self, waiter: Waiter) -> None:
         """Ends the wait of a waiter, who uses the model from now on."""
         self.waiters.remove(waiter)
         self.users.add(waiter)
         self.n_requests += waiter.will_answer
-        if waiter.will_answer:  # others are granted beside it
-            self._turns.serve(waiter.client, waiter.turn)
+        self._note_served(waiter)
         waiter.end()
+
+    def release(self, waiter: Waiter) -> None:
+        """Ends the use of the model."""
+        self.users.remove(waiter)
+        self._note_served(waiter)
+
+    def _note_served(self, waiter: Waiter) -> None:
+        if not waiter.will_answer:  # others are granted beside it
+            return
+        self._served[waiter.client] = next(_tickets)
+        waiting = {other.client for other in self.waiters}  # the tickets of others who come are later
+        self._served = {client: ticket for client, ticket in self._served.items() if client in waiting}
 
     def expires_s(self, name: str) -> float:
         """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
@@ -200,37 +177,46 @@ class ManagedModel:
         return [waiter for waiter in self.users if waiter.will_answer]
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it is loaded, and is to stay so."""
+        return self.process is not None and not self.ending.is_set()
+
+    @property
     def has_room(self) -> bool:
         """Whether one more request would be answered at once, if none waits."""
-        return len(self.answering) < self.ready.n_parallel if self.state is State.READY else not self.users
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is loaded and unused."""
-        return self.state is State.READY and not self.users
-
-    @property
-    def oldest_waiter(self) -> Waiter:
-        """The waiter that arrived first. Raises ValueError without waiters."""
-        return min(self.waiters, key=lambda waiter: waiter.ticket)
+        return len(self.answering) < self.ready.n_parallel
 
     @property
     def stopping(self) -> bool:
         """Whether it is being unloaded, or will be once it is unused."""
-        return self.state is State.STOPPING or any(not self.has_others(waiter.name) for waiter in self.unloads)
+        return self.ending.is_set() or any(not self.has_others(name) for name in self.unloads)
+
+    def set_timer(self, at_s: float, call: Callable[[], object]) -> None:
+        """Calls `call` then (the event loop's clock; inf: never), and not when it was to be called before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, call)
 
     def reset(self) -> None:
         """The process has ended: frees the reservation."""
-        self.state, self.process, self.measured, self.size_bytes = State.ABSENT, None, None, 0
-        self.device, self.device_bytes = None, 0
-        self.uses = {}
+        self.process, self.used, self.n_requests = None, {}, 0
+        self.uses, self.unloads, self.ending = {}, set(), asyncio.Event()
+        self.set_timer(math.inf, self.reset)
 
-    def grow(self, n_bytes: Mapping[str, int]) -> None:
-        """Counts so much more for slots: "expert_cache_bytes" in RAM, "vram_cache_bytes" on the device."""
-        self.expert_cache_bytes += n_bytes.get("expert_cache_bytes", 0)
-        self.size_bytes += n_bytes.get("expert_cache_bytes", 0)
-        self.vram_cache_bytes += n_bytes.get("vram_cache_bytes", 0)
-        self.device_bytes += n_bytes.get("vram_cache_bytes", 0)
+    @property
+    def device(self) -> str | None:
+        """What computes it, while it has memory; None: the CPU."""
+        return next((place for place in self.used if place != RAM), None)
+
+    def place_of(self, budget: str) -> str:
+        """Where a budget is: "expert_cache_bytes" or "vram_cache_bytes"."""
+        return RAM if budget == "expert_cache_bytes" else self.device or RAM
+
+    def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
+        """Counts this for slots, by budget."""
+        for budget, n in n_bytes.items():
+            self.used[self.place_of(budget)] += n - getattr(self, budget)
+            setattr(self, budget, n)
 
     def serves(self, waiter: Waiter) -> bool:
         """Whether the loaded model has the content and context that `waiter` needs; else it is loaded again.
@@ -265,8 +251,8 @@ class ManagedModel:
             digest=names[0].digest if names else self.entry.digest,
             pid=process.pid,
             n_ctx=self.ready.n_ctx,
-            size_bytes=self.size_bytes + self.device_bytes,
-            vram_bytes=self.device_bytes,
+            size_bytes=sum(self.used.values()),
+            vram_bytes=sum(self.used.values()) - self.used.get(RAM, 0),
             expires=max(times, default=now) if len(times) == len(names) else None,
             busy=bool(self.answering),
             stopping=self.stopping,
@@ -422,29 +408,13 @@ class Leases(Protocol):
     def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
         """The use of a model by one request (`ModelManager.lease`)."""
 
-    def loaded(self) -> list[LoadedModel]:
-        """The models in memory."""
 
-
+@dataclass(frozen=True)
 class BackgroundLeases:
-    """`lease` as `ModelManager` has it, for requests in the background.
+    """`lease` as a manager has it, for requests that come after those of others (`in_turn`)."""
 
-    At most one of them is in the queue of a model, so that another request waits for one of them at most, besides those
-    that are computed already. It joins the queue while no other request waits, and after MAX_WAIT_S all the same: a
-    busy server still answers a request in the background from time to time.
-    """
+    manager: Leases
 
-    def __init__(self, manager: Leases) -> None:
-        self._manager = manager
-        self._turn = asyncio.Lock()
-
-    @asynccontextmanager
-    async def lease(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
-        """A lease of the manager, inside `async with`. Raises what entering that raises."""
-        async with AsyncExitStack() as stack:
-            async with self._turn:
-                until_s = time.monotonic() + MAX_WAIT_S
-                while any(model.queue for model in self._manager.loaded()) and time.monotonic() < until_s:
-                    await asyncio.sleep(POLL_S)
-                entered = await stack.enter_async_context(self._manager.lease(*arguments, **options))
-            yield entered
+    def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
+        """The use of a model, in the background."""
+        return self.manager.lease(*arguments, in_background=True, **options)

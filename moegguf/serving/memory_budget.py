@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes, choose_context, pad_context
@@ -36,21 +36,22 @@ from moegguf.settings import Settings, read_environment
 _UNLIMITED = 1 << 62
 
 
+RAM = "RAM"
+Room = Mapping[str, int]
+"""Bytes in RAM, and on devices by their names."""
+
+
 @dataclass(frozen=True)
 class ModelSize:
-    """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes, device_bytes)` plans for numbers
-    between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without overrides.
+    """Memory of a model: all that it can use, and the minimum, in RAM and on the device that computes it. `plan_within`
+    plans for what is between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without
+    overrides."""
 
-    `device`: of a model that a GPU computes, with its memory there; the other bytes are then those of RAM."""
-
-    wanted_bytes: int
-    minimum_bytes: int
-    plan_within: Callable[[int, int], Plan]
+    wanted: Room
+    minimum: Room
+    plan_within: Callable[[Room], Plan]
     load_config: Callable[[Plan], LoadConfig]
     default_n_ctx: int = 0
-    device: str | None = None
-    device_wanted_bytes: int = 0
-    device_minimum_bytes: int = 0
 
 
 def measure(
@@ -134,21 +135,22 @@ def _size(
         vram=(_at_most(layout, budgets.vram[0]),),
     )  # fmt: skip
 
-    def plan_within(n_bytes: int, device_bytes: int = 0) -> Plan:
-        if _fits(wanted, n_bytes, device_bytes):
+    def plan_within(room: Room) -> Plan:
+        if _fits(wanted, room):
             return wanted
-        gpus = [replace(gpu, free_bytes=device_bytes + VRAM_MARGIN_BYTES) for gpu in here.devices if wanted.on_device]
+        gpus = [
+            replace(gpu, free_bytes=room.get(gpu.name, 0) + VRAM_MARGIN_BYTES)
+            for gpu in here.devices if wanted.on_device
+        ]  # fmt: skip
         with suppress(BudgetError):
-            found = make_plan(layout, Machine(_memory(n_bytes), devices=tuple(gpus)), smaller)
-            if _fits(found, n_bytes, device_bytes):
+            found = make_plan(layout, Machine(_memory(room[RAM]), devices=tuple(gpus)), smaller)
+            if _fits(found, room):
                 return found
         return least
 
-    (ram, vram), (least_ram, least_vram) = _bytes_of(wanted), _bytes_of(least)
-    return ModelSize(
-        ram, min(ram, least_ram), plan_within, load_config, device=wanted.device or wanted.layers_on,
-        device_wanted_bytes=vram, device_minimum_bytes=min(vram, least_vram),
-    )  # fmt: skip
+    most, fewest = bytes_of(wanted), bytes_of(least)
+    minimum = {place: min(n_bytes, fewest.get(place, 0)) for place, n_bytes in most.items()}
+    return ModelSize(most, minimum, plan_within, load_config)
 
 
 def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan) -> Plan:
@@ -175,14 +177,14 @@ def _memory(n_bytes: int) -> Memory:
     return Memory(n_bytes, n_bytes, "the models' budget")
 
 
-def _bytes_of(plan: Plan) -> tuple[int, int]:
-    """In RAM, and on a device."""
-    return (plan.host_bytes, plan.total_bytes) if plan.on_device else (plan.total_bytes, 0)
+def bytes_of(plan: Plan) -> dict[str, int]:
+    """Where a plan takes how much."""
+    device = plan.device or plan.layers_on
+    return {RAM: plan.total_bytes} if device is None else {RAM: plan.host_bytes, device: plan.total_bytes}
 
 
-def _fits(plan: Plan, n_bytes: int, device_bytes: int) -> bool:
-    ram, vram = _bytes_of(plan)
-    return ram <= n_bytes and vram <= device_bytes
+def _fits(plan: Plan, room: Room) -> bool:
+    return all(n_bytes <= room.get(place, 0) for place, n_bytes in bytes_of(plan).items())
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:
@@ -192,68 +194,50 @@ def is_embedding(metadata: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of one model. `idle`: it may be unloaded; `stopping`: it is being unloaded. `device_bytes`: on the
-    device of the model to be loaded."""
+    """The memory of one model. `idle`: it may be unloaded, or is being unloaded."""
 
     name: str
-    size_bytes: int
+    used: Room
     idle: bool
-    stopping: bool = False
-    device_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Reserve `reserve_bytes`, and `device_bytes`, and load; or unload the models in `unload` first; or, with neither,
-    wait until others are idle."""
+    """Reserve this and load; or unload the models in `unload` first; or, with neither, wait until others are idle."""
 
-    reserve_bytes: int = 0
+    reserve: Room = field(default_factory=dict)
     unload: tuple[str, ...] = ()
-    device_bytes: int = 0
 
 
-def admit(
-    size: ModelSize,
-    limit_bytes: int,
-    models: Sequence[MemoryUse],
-    max_models: int | None = None,
-    device_limit_bytes: int = 0,
-) -> Admission:
-    """Decides whether a model fits in `limit_bytes` of RAM, and in `device_limit_bytes` of its device, beside `models`,
-    given least recently used first. Models are unloaded for the memory that is short only.
+def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
+    """Decides whether a model fits in `limits` beside `models`, given least recently used first. Models are unloaded
+    for the memory that is short only.
 
     Raises BudgetError when it would not fit without any other model.
     """
-    if size.minimum_bytes > limit_bytes:
-        raise BudgetError(
-            f"the model needs at least {format_bytes(size.minimum_bytes)}, but all models together may take"
-            f" {format_bytes(limit_bytes)}; lower num_ctx, close other programs, or set MOEGGUF_MEMORY."
-        )
-    if size.device_minimum_bytes > device_limit_bytes:
-        raise BudgetError(
-            f"the model needs at least {format_bytes(size.device_minimum_bytes)} on {size.device}, but all models"
-            f" together may take {format_bytes(device_limit_bytes)} there; lower num_ctx, close other programs that use"
-            " it, or start the server without --vram-cache."
-        )
-    free_bytes = limit_bytes - sum(m.size_bytes for m in models)
-    free_on_device = device_limit_bytes - sum(m.device_bytes for m in models)
+    for place, n_bytes in size.minimum.items():
+        if n_bytes > limits[place]:
+            raise BudgetError(
+                f"the model needs at least {format_bytes(n_bytes)} {'of' if place == RAM else 'on'} {place}, but all"
+                f" models together may take {format_bytes(limits[place])} there; lower num_ctx, close other programs"
+                " that use it, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
+            )
+    free = {place: limits[place] - sum(model.used.get(place, 0) for model in models) for place in size.wanted}
     n_free = (max_models or _UNLIMITED) - len(models)
     unload: list[str] = []
     for model in models:
-        short, short_on_device = free_bytes < size.wanted_bytes, free_on_device < size.device_wanted_bytes
-        if n_free > 0 and not short and not short_on_device:
+        short = [place for place, n_bytes in size.wanted.items() if free[place] < n_bytes]
+        if n_free > 0 and not short:
             break
-        helps = n_free <= 0 or short or model.device_bytes > 0
-        if helps and (model.idle or model.stopping):
-            free_bytes, n_free = free_bytes + model.size_bytes, n_free + 1
-            free_on_device += model.device_bytes
+        if model.idle and (n_free <= 0 or any(model.used.get(place) for place in short)):
+            free = {place: n_bytes + model.used.get(place, 0) for place, n_bytes in free.items()}
+            n_free += 1
             unload.append(model.name)
-    if n_free <= 0 or free_bytes < size.minimum_bytes or free_on_device < size.device_minimum_bytes:
+    if n_free <= 0 or any(free[place] < n_bytes for place, n_bytes in size.minimum.items()):
         return Admission()
     if unload:
         return Admission(unload=tuple(unload))
-    on_device = min(free_on_device, size.device_wanted_bytes)
-    return Admission(reserve_bytes=min(free_bytes, size.wanted_bytes), device_bytes=on_device)
+    return Admission({place: min(free[place], n_bytes) for place, n_bytes in size.wanted.items()})
 
 
 class MemoryLimits:
@@ -266,16 +250,14 @@ class MemoryLimits:
         self._memory = memory
         self._setting_bytes = settings.memory_bytes
         self._at_start_bytes = _without_margin(memory().available_bytes)
-        self._on_device: dict[str | None, int] = {}
+        self._on_device: dict[str, int] = {}  # as of its last choice
 
-    def ram(self, used_bytes: int) -> int:
-        """The current limit, while models take `used_bytes`."""
+    def of(self, place: str, used_bytes: int) -> int:
+        """The current limit there, while models take `used_bytes`."""
+        if place != RAM:
+            return self._on_device.get(place, 0)
         free_bytes = _without_margin(self._memory().available_bytes) + used_bytes
         return self._setting_bytes or min(self._at_start_bytes, free_bytes)
-
-    def on(self, device: str | None) -> int:
-        """The limit of a device, as of its last choice."""
-        return self._on_device.get(device, 0)
 
     def choose(self, devices: Sequence[Device], used_on: Callable[[str], int]) -> Device | None:
         """The device with the most free memory that has not failed, as if there were no models, which take `used_on` of

@@ -1,16 +1,17 @@
 """The loaded models by name, and which request uses which of them: queues, loads, unloads, expiry. On one event loop.
 
-Every change calls `_dispatch`, which visits all models and starts what is due: grants a request, starts a load, unloads
-an idle model. It never waits; loads and unloads run as tasks that call `_dispatch` at their end.
+A model has a task from its first request until nobody wants it (`_live`): it waits for memory, loads, and ends the
+process when told to, again and again. Every change calls `_dispatch`, which never waits: it grants requests of loaded
+models, tells those that are to end, and wakes whoever waits for a change.
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
-turns between clients (`Turns`), of each in order of arrival, as many at once as its process answers together. A full
+turns between clients (`in_turn`), of each in order of arrival, as many at once as its process answers together. A full
 queue is divided evenly between the clients that need it. A model that is not loaded is loaded when it fits the memory
 budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it waits until
-a busy model is idle. A device's memory is counted apart, and a device that has failed is not used again. Loads start in
-the order of their oldest request. Requests for loaded models may overtake a load that waits for memory, for OVERTAKE_S
-at most. A running answer is never interrupted. Does not know HTTP.
+a busy model is idle. A device's memory is counted apart, and a device that has failed is not used again. Loads get
+memory in the order in which they became due. Requests for loaded models may overtake a load that waits for memory, for
+OVERTAKE_S at most. A running answer is never interrupted. Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -41,12 +42,12 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.lease import Lease, ManagedModel, State, Waiter, files_key, process_key
+from moegguf.serving.lease import BACKGROUND, Lease, ManagedModel, Waiter, files_key, process_key
+from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
-from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
+from moegguf.serving.worker_process import COMMAND, WorkerProcess
 from moegguf.settings import Settings, read_environment
 
-MAX_CRASHED_LOADS = 3
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
 SHUTDOWN_GRACE_S = 5.0
 
@@ -71,10 +72,11 @@ class ModelManager:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
         self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
         self._limits = memory_budget.MemoryLimits(self.settings)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._admission = asyncio.Lock()  # of whoever is given memory for a load
+        self._short: ManagedModel | None = None  # the one that waits for memory
         self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
         self._closed = False
-        self._released = asyncio.Event()
+        self._changed = asyncio.Event()  # set for a moment
 
     async def __aenter__(self) -> ModelManager:
         self._prepare_process()
@@ -85,26 +87,22 @@ class ModelManager:
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 while any(model.users for model in self._models.values()):
-                    self._released.clear()
-                    await self._released.wait()
-        for task in self._tasks:
+                    await self._changed.wait()
+        tasks = [model.task for model in self._models.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        processes = [model.process for model in self._models.values() if model.process is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._spare is not None:
             with suppress(WorkerError, OptionError):
-                processes.append(await self._spare)
-        await asyncio.gather(*(process.close() for process in processes))
-        for model in self._models.values():
-            if model.expiry is not None:
-                model.expiry.cancel()
+                await (await self._spare).close()
 
     def refuse(self) -> None:
         """Refuses requests from now on, also those that wait; running answers go on."""
         self._closed = True
         for model in self._models.values():
-            for waiter in (*model.waiters, *model.unloads):
+            for waiter in model.waiters:
                 waiter.end(_shutting_down())
+        self._dispatch()
 
     def lease(
         self,
@@ -113,12 +111,13 @@ class ModelManager:
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
+        in_background: bool = False,
     ) -> Lease:
         """The use of a model, inside `async with`: loads it if needed and waits in its queue.
 
         `name`: a name, or its catalog entry. `keep_alive_s`: how long an idle model stays loaded afterwards; None: the
         setting, 0: not at all, inf: for ever. With `will_answer=False` the lease does not wait for answers of other
-        requests, and cannot generate or embed.
+        requests, and cannot generate or embed. `in_background`: requests of others come first.
 
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
@@ -128,6 +127,8 @@ class ModelManager:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
             waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
+            if in_background:
+                waiter.client = BACKGROUND
             return await self._acquire(waiter), waiter
 
         return Lease(acquire, self._release)
@@ -149,22 +150,25 @@ class ModelManager:
         model = self._used_by(canonical)
         if model is None:
             return False
-        waiter = Waiter(replace(model.entry, name=canonical), model.overrides, 0.0)
-        model.unloads.append(waiter)
-        await self._wait(model, waiter)
+        model.unloads.add(canonical)
+        self._dispatch()
+        while canonical in model.unloads:
+            if self._closed:
+                raise _shutting_down()
+            await self._changed.wait()
         return True
 
     def loaded(self) -> list[LoadedModel]:
         """Models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
         now_s, models = self._now(), self._models.values()
-        loaded = [m.status(now_s) for m in models if m.state in (State.READY, State.STOPPING) and m.process is not None]
+        loaded = [model.status(now_s) for model in models if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
         any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
         again at the latest."""
-        ready = [model for model in self._models.values() if model.state is State.READY]
+        ready = [model for model in self._models.values() if model.is_ready]
         if entry is not None:
             of_name = [model for model in ready if entry.name in model.uses]
             ready = of_name or [model for model in ready if files_key(model.entry) == files_key(entry)]
@@ -183,8 +187,8 @@ class ModelManager:
     def _used_by(self, name: str) -> ManagedModel | None:
         """The model that `name` uses, or for which it is being loaded."""
         for model in self._models.values():
-            is_loading = model.state is State.LOADING and any(waiter.name == name for waiter in model.waiters)
-            if is_loading or name in model.uses:
+            is_loading = model.process is None and bool(model.used)
+            if name in model.uses or (is_loading and any(waiter.name == name for waiter in model.waiters)):
                 return model
         return None
 
@@ -198,9 +202,10 @@ class ModelManager:
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = ManagedModel(key, waiter.entry)
+            model.task = asyncio.create_task(self._live(model))
         elif model.waiters or not model.has_room:
             self._make_queue_room(waiter)
-        model.wait(waiter)
+        model.waiters.append(waiter)
         model.look_at_files()
         await self._wait(model, waiter)
         return model
@@ -238,20 +243,21 @@ class ModelManager:
         that it was loaded with. None: as it is.
 
         Raises ModelNotFoundError for a name that uses no loaded model, BudgetError for less than its passes need, for
-        more than is free and for a tier that it does not have, BusyError while they are being changed, AllocationError,
+        more than is free and for a tier that it does not have, BusyError while it is unloaded, AllocationError,
         WorkerError.
         """
         model = self._used_by((await self._find(name)).name)
         if model is None:
             raise ModelNotFoundError(f"the model {name!r} is not loaded; a request loads it.")
         asked = {"expert_cache_bytes": expert_cache, "vram_cache_bytes": vram_cache}
-        await self._set_budget(model, {name: cache for name, cache in asked.items() if cache is not None})
+        async with model.changing_budget:
+            await self._set_budget(model, {name: cache for name, cache in asked.items() if cache is not None})
         return model.status(self._now())
 
     async def _set_budget(self, model: ManagedModel, given: Mapping[str, ExpertCache]) -> None:
         process, plan = model.process, model.ready.plan
-        if process is None or model.state is not State.READY or model.changing_budget:
-            raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
+        if process is None or not model.is_ready:
+            raise BusyError(f"{model.name!r} is being loaded or unloaded; try again.")
         ram, vram = memory_budget.planned_budgets(plan)
         if "vram_cache_bytes" in given and not vram:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
@@ -263,33 +269,28 @@ class ModelManager:
             name: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[name])
             for name, cache in given.items()
         }
-        grown = {name: n_bytes - getattr(model, name) for name, n_bytes in wanted.items()}
-        for name, n_bytes in grown.items():
-            self._check_growth(model, name, n_bytes)
-        model.changing_budget = True
-        model.grow({name: max(0, n_bytes) for name, n_bytes in grown.items()})  # nobody else gets it meanwhile
+        before = {name: getattr(model, name) for name in wanted}
+        for name, n_bytes in wanted.items():
+            self._check_growth(model, model.place_of(name), n_bytes - before[name])
+        model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # nobody else gets it meanwhile
+        now = wanted
         try:
             await process.request("budget", **{**dict.fromkeys(reserved), **wanted}).value()
         except MoeggufError:
-            if model.process is process:
-                model.grow({name: -max(0, n_bytes) for name, n_bytes in grown.items()})
+            now = before
             raise
         finally:
-            model.changing_budget = False
-        if model.process is process:
-            model.grow({name: min(0, n_bytes) for name, n_bytes in grown.items()})
-            model.asked_budgets.update(given)
+            if model.process is process:
+                model.set_budgets(now)
+        model.asked_budgets.update(given)
         self._dispatch()
 
-    def _check_growth(self, model: ManagedModel, name: str, n_bytes: int) -> None:
-        where, free = "", self._limits.ram(self._used_bytes()) - self._used_bytes()
-        if name == "vram_cache_bytes":
-            where = f" on {model.device}"
-            free = self._limits.on(model.device) - self._used_on(model.device)
-        if n_bytes > max(0, free):
+    def _check_growth(self, model: ManagedModel, place: str, n_bytes: int) -> None:
+        free_bytes = max(0, self._limit(place) - self._used(place))
+        if n_bytes > free_bytes:
             raise BudgetError(
-                f"{format_bytes(n_bytes)} more for experts of {model.name!r}{where} do not fit beside the other models,"
-                f" which leave {format_bytes(max(0, free))}; unload one of them (`moegguf stop`), or give less."
+                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {place} do not fit beside the other"
+                f" models, which leave {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give less."
             )
 
     async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
@@ -297,10 +298,9 @@ class ModelManager:
         try:
             await waiter.granted
         except BaseException:  # also where the request is cancelled
-            for queue in (model.waiters, model.unloads):
-                if waiter in queue:
-                    queue.remove(waiter)
-                    self._dispatch()
+            if waiter in model.waiters:
+                model.waiters.remove(waiter)
+                self._dispatch()
             self._release(model, waiter)  # it may have been granted just before its task was cancelled
             raise
 
@@ -308,44 +308,39 @@ class ModelManager:
         """Ends the use of a model. Idempotent."""
         if waiter not in model.users:
             return
-        model.users.remove(waiter)
+        model.release(waiter)
         model.look_at_files()  # a write may be why the answer has ended
         model.last_used_s = self._now()
         if waiter.name in model.uses:
             model.uses[waiter.name].last_used_s = model.last_used_s
-        self._released.set()
         self._dispatch()
 
     # The rules.
 
     def _dispatch(self) -> None:
-        if self._closed:
-            return
-        for model in self._models.values():
-            self._grant_waiters(model)
-        self._start_loads()
-        for model in list(self._models.values()):
-            self._update_expiry(model)
-            needed = model.waiters or model.unloads or model.users or model.n_crashed_loads
-            if model.state is State.ABSENT and not needed:
-                del self._models[model.key]
+        if not self._closed:
+            for model in self._models.values():
+                if model.is_ready:
+                    self._give_up_names(model)
+                    self._grant_waiters(model)
+                    self._update_expiry(model)
+        self._changed.set()
+        self._changed.clear()
+
+    def _give_up_names(self, model: ManagedModel) -> None:
+        """Of the names that are to give the model up those without an answer, while others use it: else it ends."""
+        for name in list(model.unloads):
+            if model.has_others(name) and not any(waiter.name == name for waiter in model.answering):
+                model.unloads.remove(name)
+                model.uses.pop(name, None)
 
     def _grant_waiters(self, model: ManagedModel) -> None:
-        for waiter in list(model.unloads):
-            is_answering = any(other.name == waiter.name for other in model.answering)
-            is_shared = model.state is State.READY and model.has_others(waiter.name) and not is_answering
-            if model.state is State.ABSENT or is_shared:  # else it is unloaded first
-                model.unloads.remove(waiter)
-                model.uses.pop(waiter.name, None)
-                waiter.end()
-        if model.state is not State.READY:
-            return
         for waiter in [w for w in model.waiters if not w.will_answer]:
             if not model.stopping and model.serves(waiter):
                 self._grant(model, waiter)
-        if model.unloads or (model.waiters and not model.serves(model.waiters[0])):
+        if model.unloads or (model.waiters and not model.serves(model.queue[0])):
             if not model.users:
-                self._start_unload(model)
+                model.ending.set()
             return
         while model.has_room and (granted := self._next_of(model)) is not None:
             self._grant(model, granted)
@@ -353,11 +348,13 @@ class ModelManager:
     def _next_of(self, model: ManagedModel) -> Waiter | None:
         """The first waiter that overtakes no load, of those before one that needs another load; None: all do. Turns may
         have put one that came before the load behind one that came after it."""
-        loads, since = self._load_queue(), math.inf  # a load that has waited for memory for long is not overtaken
-        if loads and not loads[0].measuring:
-            oldest = loads[0].oldest_waiter
-            since = oldest.ticket if self._now() - oldest.since_s > OVERTAKE_S else math.inf
-        for waiter in model.waiters:
+        since = math.inf  # a load that has waited for memory for long is not overtaken
+        if self._short is not None:
+            due = (waiter for waiter in self._short.waiters if not waiter.comes_last)
+            oldest = min(due, key=lambda waiter: waiter.ticket, default=None)
+            if oldest is not None and self._now() - oldest.since_s > OVERTAKE_S:
+                since = oldest.ticket
+        for waiter in model.queue:
             if not model.serves(waiter):
                 return None
             if waiter.ticket <= since:
@@ -377,95 +374,115 @@ class ModelManager:
         waiter.last_used_s = self._now()
         model.uses[waiter.name] = waiter
 
-    def _load_queue(self) -> list[ManagedModel]:
-        waiting = [m for m in self._models.values() if m.state is State.ABSENT and m.waiters]
-        return sorted(waiting, key=lambda m: m.oldest_waiter.ticket)
+    def _used(self, place: str) -> int:
+        return sum(model.used.get(place, 0) for model in self._models.values())
 
-    def _start_loads(self) -> None:
-        for model in self._load_queue():
-            if model.measuring:
-                return
-            if model.measured is None or not model.measured[0].same_load(model.waiters[0]):
-                model.measuring = True
-                self._spawn(self._measure_model(model, model.waiters[0]))
-                return
-            if not self._start_load(model, model.measured[1]):
-                return
-
-    def _start_load(self, model: ManagedModel, size: memory_budget.ModelSize) -> bool:
-        """Starts the load, or unloads idle models for it; False when it has to wait."""
-        others = [m for m in self._models.values() if m.state is not State.ABSENT]
-        in_memory = []
-        for m in sorted(others, key=lambda m: m.last_used_s):
-            device_bytes = m.device_bytes if m.device == size.device else 0
-            is_stopping = m.state is State.STOPPING
-            in_memory.append(memory_budget.MemoryUse(m.key, m.size_bytes, m.idle, is_stopping, device_bytes))
-        limit_bytes, on_device = self._limits.ram(self._used_bytes()), self._limits.on(size.device)
-        try:
-            admission = memory_budget.admit(size, limit_bytes, in_memory, self.settings.max_models, on_device)
-        except MoeggufError as error:
-            self._fail(model, model.waiters[0], error)
-            return True
-        for key in admission.unload:
-            self._start_unload(self._models[key])
-        if not admission.reserve_bytes:
-            return False
-        model.state, model.size_bytes = State.LOADING, admission.reserve_bytes
-        model.device, model.device_bytes = size.device, admission.device_bytes
-        self._spawn(self._load(model, model.waiters[0], size))
-        return True
-
-    def _used_bytes(self) -> int:
-        return sum(model.size_bytes for model in self._models.values())
-
-    def _used_on(self, device: str | None) -> int:
-        return sum(model.device_bytes for model in self._models.values() if model.device == device)
-
-    def _fail(self, model: ManagedModel, failed: Waiter, error: Exception) -> None:
-        """Ends all waiters that need the same load as `failed`; a load with other options is still tried."""
-        for waiter in [w for w in model.waiters if w.same_load(failed)]:
-            model.waiters.remove(waiter)
-            waiter.end(error)
-        model.measured = None
-        asyncio.get_running_loop().call_soon(self._dispatch)
+    def _limit(self, place: str) -> int:
+        return self._limits.of(place, self._used(place))
 
     def _update_expiry(self, model: ManagedModel) -> None:
-        """Drops the names whose keep-alive time is over, unloads an idle model without names, sets a timer for the
-        next."""
-        if model.expiry is not None:
-            model.expiry.cancel()
-            model.expiry = None
-        if model.state is not State.READY:
-            return
+        """Drops the names whose keep-alive time is over, ends an idle model without names, and sets the next timer."""
         expires_s = {name: model.expires_s(name) for name in model.uses}
         expired = [name for name, at_s in expires_s.items() if at_s <= self._now()]
-        if len(expired) == len(model.uses) and model.idle and not model.waiters:
-            self._start_unload(model)
+        if len(expired) == len(model.uses) and not model.users and not model.waiters:
+            model.ending.set()
             return
         for name in expired:
             del model.uses[name], expires_s[name]
-        next_s = min(expires_s.values(), default=math.inf)
-        if next_s != math.inf:
-            model.expiry = asyncio.get_running_loop().call_at(next_s, self._dispatch)
+        model.set_timer(min(expires_s.values(), default=math.inf), self._dispatch)
 
-    # Tasks.
+    # The task of a model.
 
-    async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> None:
-        arguments = waiter.entry, waiter.overrides, self.settings, self._limits.ram(self._used_bytes())
+    async def _live(self, model: ManagedModel) -> None:
+        """Loads a model, and unloads it when it is to end, while requests wait for it."""
+        while model.waiters:
+            waiter = None
+            try:
+                async with self._admission:
+                    if not model.waiters:
+                        break
+                    waiter = model.queue[0]
+                    size = await self._measure_model(model, waiter)
+                    if not await self._reserve(model, waiter, size):
+                        continue
+                await self._run(model, waiter, size)
+            except Exception as error:  # also a fault of ours: nobody waits for ever
+                for failed in [w for w in model.waiters if waiter is not None and w.same_load(waiter)]:
+                    model.waiters.remove(failed)  # a load with other options is still tried
+                    failed.end(error)
+            finally:
+                model.reset()
+                self._dispatch()
+        del self._models[model.key]
+
+    async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> memory_budget.ModelSize:
+        gpu = await self._find_gpu()
+        model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
+        model.look_at_files()
+        arguments = waiter.entry, waiter.overrides, self.settings, self._limit(RAM)
+        given = {} if gpu is None else {"gpu": gpu}
         try:
-            gpu = await self._find_gpu()
-            given = {} if gpu is None else {"gpu": gpu}
-            model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
-            model.look_at_files()
             size = await asyncio.to_thread(self.measure, *arguments, **given)
-            model.measured, model.default_n_ctx = (waiter, size), size.default_n_ctx
-            model.entry, model.overrides = waiter.entry, waiter.overrides
-        except (MoeggufError, OSError) as error:
-            asked = isinstance(error, BudgetError) and waiter.overrides.expert_cache is not None
-            self._fail(model, waiter, OptionError(str(error)) if asked else error)
+        except BudgetError as error:
+            raise error if waiter.overrides.expert_cache is None else OptionError(str(error)) from None
+        model.entry, model.overrides, model.default_n_ctx = waiter.entry, waiter.overrides, size.default_n_ctx
+        return size
+
+    async def _reserve(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> bool:
+        """Waits for memory, for which idle models end; False once the next request needs another load."""
+        try:
+            while model.waiters and model.queue[0].same_load(waiter):
+                others = sorted((m for m in self._models.values() if m.used), key=lambda m: m.last_used_s)
+                in_memory = [
+                    memory_budget.MemoryUse(m.key, m.used, m.ending.is_set() or (m.is_ready and not m.users))
+                    for m in others
+                ]
+                limits = {place: self._limit(place) for place in size.wanted}
+                admission = memory_budget.admit(size, limits, in_memory, self.settings.max_models)
+                if admission.reserve:
+                    model.used = dict(admission.reserve)
+                    return True
+                for key in admission.unload:
+                    self._models[key].ending.set()
+                self._short = model
+                await self._changed.wait()
+            return False
         finally:
-            model.measuring = False
+            self._short = None
             self._dispatch()
+
+    async def _run(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
+        """A process with the model, from its load to its end."""
+        start_s = self._now()
+        plan = await asyncio.to_thread(size.plan_within, model.used)
+        if model.device is not None:
+            model.used = memory_budget.bytes_of(plan)
+        process = await self._take_process()
+        try:
+            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
+            model.expert_cache_bytes, model.vram_cache_bytes = memory_budget.planned_budgets(model.ready.plan)
+            process.on_exit = functools.partial(self._on_process_exit, model)
+            model.process = process
+            self._use(model, waiter)
+            for waiting in model.waiters:
+                waiting.load_s = self._now() - start_s
+            async with model.changing_budget:
+                for name, cache in dict(model.asked_budgets).items():  # a person needs that memory
+                    try:
+                        await self._set_budget(model, {name: cache})
+                    except MoeggufError:  # the new plan cannot keep it
+                        model.asked_budgets.pop(name, None)
+            self._dispatch()
+            await model.ending.wait()
+            self._prepare_process(str(model.entry.path))
+        finally:
+            await process.close()
+            if isinstance(process.exited.result(), DeviceLostError) and model.device is not None:
+                self._limits.lost.add(model.device)
+
+    def _on_process_exit(self, model: ManagedModel) -> None:
+        model.process = None
+        model.ending.set()
 
     async def _find_gpu(self) -> Device | None:
         """The device for the next model, with what it would have free without models; None: the CPU."""
@@ -474,40 +491,7 @@ class ModelManager:
             return None
         if not chosen.get("vram_cache", environment.vram_cache) and (chosen.get("n_gpu_layers") == 0 or not has_gpu()):
             return None
-        return self._limits.choose(await asyncio.to_thread(self.devices), self._used_on)
-
-    async def _load(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
-        start_s = self._now()
-        try:
-            plan = await asyncio.to_thread(size.plan_within, model.size_bytes, model.device_bytes)
-            if size.device is not None:
-                model.size_bytes, model.device_bytes = plan.host_bytes, plan.total_bytes
-            model.process = process = await self._take_process()
-            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
-            model.expert_cache_bytes, model.vram_cache_bytes = memory_budget.planned_budgets(model.ready.plan)
-            process.on_exit = functools.partial(self._on_process_exit, model, process)
-        except WorkerError as error:
-            self._note_lost(model, error)
-            model.n_crashed_loads += 1
-            if model.n_crashed_loads >= MAX_CRASHED_LOADS or isinstance(error, LoadStalledError):
-                self._fail(model, waiter, error)
-        except (MoeggufError, OSError) as error:
-            self._fail(model, waiter, error)
-        else:
-            model.state, model.n_crashed_loads, model.n_requests = State.READY, 0, 0
-            self._use(model, waiter)
-            for waiting in model.waiters:
-                waiting.load_s = self._now() - start_s
-            for name, cache in dict(model.asked_budgets).items():  # a person needs that memory
-                try:
-                    await self._set_budget(model, {name: cache})
-                except MoeggufError:  # the new plan cannot keep it
-                    model.asked_budgets.pop(name, None)
-        finally:
-            if model.state is State.LOADING:
-                await self._unload(model)
-            else:
-                self._dispatch()
+        return self._limits.choose(await asyncio.to_thread(self.devices), self._used)
 
     def _prepare_process(self, *expected: str) -> None:
         """Starts a process for the next model, whose modules are imported then. expected: its file, if that is one that
@@ -525,33 +509,6 @@ class ModelManager:
 
     async def _new_process(self, *expected: str) -> WorkerProcess:
         return await WorkerProcess.start(*expected, command=self.command, echo_stderr=self.settings.debug)
-
-    def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
-        if model.process is process and model.state is State.READY:  # not on request: it crashed
-            self._note_lost(model, process.exited.result())
-            model.reset()
-            self._dispatch()
-
-    def _note_lost(self, model: ManagedModel, error: WorkerError) -> None:
-        if isinstance(error, DeviceLostError) and model.device is not None:
-            self._limits.lost.add(model.device)
-
-    def _start_unload(self, model: ManagedModel) -> None:
-        if model.state is State.READY:
-            model.state = State.STOPPING
-            self._prepare_process(str(model.entry.path))
-            self._spawn(self._unload(model))
-
-    async def _unload(self, model: ManagedModel) -> None:
-        if model.process is not None:
-            await model.process.close()
-        model.reset()
-        self._dispatch()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -50,9 +50,9 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class Loading:
-    """How much of a model was read; None while its file is tried."""
+    """How much of a model was read."""
 
-    share: float | None
+    share: float
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.load import plan_here
-from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate import limited
@@ -38,7 +37,6 @@ from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, join
 from moegguf.gguf.experts import read_layout
-from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
@@ -256,7 +254,7 @@ class Worker:
         """Loads the model; False when that failed."""
         is_due, number = every(PROGRESS_S, -math.inf), message["id"]
 
-        def on_progress(share: float | None) -> bool:
+        def on_progress(share: float) -> bool:
             if not self._closing and (is_due() or share == 1):
                 self._send("event", id=number, Loading=wire.Loading(share))
             return not self._closing
@@ -329,9 +327,9 @@ class Worker:
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
 
 
-def open_model(config: wire.LoadConfig, progress: Callable[[float | None], bool]) -> Llama:
-    """Loads the model of `config`. `progress` gets the share that was read, None while the file is tried; False ends
-    the load. Raises what `Llama` raises."""
+def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
+    """Loads the model of `config`. `progress` gets the share that was read; False ends the load. Raises what `Llama`
+    raises."""
     if config.silent:
         _silence_log()  # before llama.cpp's first line
     options: dict[str, Any] = {"n_seq_max": 1, "embedding": False, "verbose": False}
@@ -340,20 +338,12 @@ def open_model(config: wire.LoadConfig, progress: Callable[[float | None], bool]
     type_v = options.get("type_v")
     is_quantised = type_v is not None and GGML_TYPES[type_v][1] > 1  # llama.cpp takes this with flash attention only
     options["flash_attn"] = True if is_quantised else options.get("flash_attn")
-    is_tried = False
     if config.plan is None:
-        layout = read_layout(config.path)
         options.setdefault("n_ctx", 0)
         names = ("expert_cache", "vram_cache", "placement", "n_gpu_layers", "type_k", "type_v", "flash_attn")
         given = {name: options[name] for name in names if options.get(name) is not None}
-        options["n_ctx"] = options["n_ctx"] or plan_here(layout, **given).n_ctx
-        mmproj = options.get("mmproj")
-        is_tried = is_due(layout, options, read_projector(mmproj) if mmproj else None)
-
-    def on_progress(share: float) -> object:
-        return progress(None if is_tried and not share else share)
-
-    llm = Llama(config.path, plan=config.plan, progress=on_progress, **options)
+        options["n_ctx"] = options["n_ctx"] or plan_here(read_layout(config.path), **given).n_ctx
+    llm = Llama(config.path, plan=config.plan, progress=progress, **options)
     if config.silent:
         _silence_log()  # the bindings have set the level again
     return llm

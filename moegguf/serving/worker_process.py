@@ -33,7 +33,7 @@ CANCELLED_PASS = "compute_async failed with error 1"  # what llama.cpp says of G
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
 _LOST = "the device that computed the model failed ({}); the next request loads the model again without that device."
-OnLoad = Callable[[float | None], object]
+OnLoad = Callable[[float], object]
 _DRAIN_S = 1.0  # to read what a process wrote before it exited
 
 
@@ -107,10 +107,6 @@ def device_failure(text: str) -> str:
     return said.partition(". ")[0].strip()[:MAX_FAILURE_CHARS]
 
 
-class LoadStalledError(WorkerError):
-    """A worker has read nothing for too long while loading."""
-
-
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
     reported; `last_timing`: of the answer that ended last. `exited`: the error that describes the exit, set when the
@@ -176,8 +172,8 @@ class WorkerProcess:
         return self._child.pid
 
     async def load(self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore) -> wire.Ready:
-        """Loads the model; `on_progress` gets the share that was read, None while the file is tried. Raises the errors
-        of loading, WorkerError when the process exits, LoadStalledError after `stall_s` without progress."""
+        """Loads the model; `on_progress` gets the share that was read. Raises the errors
+        of loading, WorkerError when the process exits, or after `stall_s` without progress."""
         events = self.request("load", config=config).events()
         try:
             while True:
@@ -187,7 +183,7 @@ class WorkerProcess:
                 on_progress(event.share)
         except TimeoutError:
             self.kill("")
-            raise LoadStalledError(
+            raise WorkerError(
                 f"loading the model has read nothing for {stall_s:g} s; check the disk, or set MOEGGUF_LOAD_TIMEOUT to"
                 " a longer time."
             ) from None

@@ -49,7 +49,7 @@ class Files:
     def size_bytes(self, name: str, n_ctx: int | None = None) -> tuple[int, int]:
         """Wanted and minimum bytes of a model."""
         size = measure(self.find(name), ONE_THREAD, Settings(n_ctx=n_ctx), 8 << 30)
-        return size.wanted_bytes, size.minimum_bytes
+        return size.wanted["RAM"], size.minimum["RAM"]
 
 
 @pytest.fixture

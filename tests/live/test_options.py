@@ -219,11 +219,11 @@ def test_a_name_has_its_adapter_and_its_draft_model(tuned: SimpleNamespace) -> N
 def test_a_worker_loads_both_within_the_plan(tuned: SimpleNamespace) -> None:
     plain = tuned.catalog.find(str(tuned.path))
     sizes = [measure(entry, LoadOverrides(), read_settings(), 1 << 32) for entry in (tuned.entry, plain)]
-    config = sizes[0].load_config(sizes[0].plan_within(sizes[0].wanted_bytes, 0))
+    config = sizes[0].load_config(sizes[0].plan_within(sizes[0].wanted))
     assert (config.options["lora_path"], config.options["draft"]) == (str(tuned.adapter), str(tuned.path))
-    assert sizes[0].wanted_bytes - sizes[1].wanted_bytes == read_adapter(tuned.adapter).n_bytes
+    assert sizes[0].wanted["RAM"] - sizes[1].wanted["RAM"] == read_adapter(tuned.adapter).n_bytes
     asked = measure(tuned.entry, LoadOverrides(draft="off"), read_settings(), 1 << 32)
-    assert asked.load_config(asked.plan_within(asked.wanted_bytes, 0)).options["draft"] == "off"
+    assert asked.load_config(asked.plan_within(asked.wanted)).options["draft"] == "off"
 
 
 def test_the_answer_is_that_of_the_adapter(tuned: SimpleNamespace, load: Load) -> None:

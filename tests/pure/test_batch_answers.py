@@ -266,16 +266,15 @@ def test_requests_of_one_loaded_model_are_together(tmp_path: Path) -> None:
         request(f"{i}", model="ab"[i % 2], options={"num_ctx": 512, "seed": i} if i == 5 else None) for i in range(6)
     ]
     with requests_in(tmp_path / "r", lines) as requests:
-        groups = [[line.custom_id for line in group] for group in requests.groups({1, 4})]
-        assert groups == [["2", "4"], ["1"], ["5"]]
+        assert [line.custom_id for line in requests.in_order({1, 4})] == ["2", "4", "1", "5"]
 
 
 def test_an_empty_file_and_too_many_requests_are_refused(tmp_path: Path) -> None:
     for lines in ([], [b"\n \n"]):
         with pytest.raises(BatchFileError, match="no requests"):
-            requests_in(tmp_path / "r", lines)
+            requests_in(tmp_path / "r", lines).__enter__()
     with pytest.raises(BatchFileError, match="more than 1 requests"):
-        requests_in(tmp_path / "r", [request("a"), request("b")], max_requests=1)
+        requests_in(tmp_path / "r", [request("a"), request("b")], max_requests=1).__enter__()
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:

@@ -344,16 +344,16 @@ async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, m
 async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, n_opened = Endpoint(), 0
     reading, read_on = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
+    loop, read = asyncio.get_running_loop(), Journal.read
 
-    def slowly(path: Path, requests: Requests) -> Journal:
+    def slowly(journal: Journal, requests: Requests) -> None:
         nonlocal n_opened
         n_opened += 1
         loop.call_soon_threadsafe(reading.set)
         assert read_on.wait(30), "nothing else ran on the event loop meanwhile"
-        return answers.open_journal(path, requests)
+        read(journal, requests)
 
-    monkeypatch.setattr(batches, "open_journal", slowly)
+    monkeypatch.setattr(Journal, "read", slowly)
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         await reading.wait()

@@ -5,6 +5,7 @@ import asyncio
 import math
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -14,8 +15,11 @@ from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_
 from moegguf.errors import BudgetError
 from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
-from moegguf.serving.lease import MOST_CLIENTS, Turns
+from moegguf.serving.events import LoadOverrides
+from moegguf.serving.lease import ManagedModel, Waiter
 from moegguf.serving.model_manager import ModelManager
+
+LOOP = asyncio.new_event_loop()  # of requests that no manager has
 
 
 @pytest.fixture
@@ -115,8 +119,7 @@ async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatal
 
 def waits_for_memory(manager: ModelManager, name: str) -> bool:
     """Whether its load is due, has been measured and waits."""
-    waiting = [model for model in manager._load_queue() if model.entry.name == f"{name}:latest"]
-    return bool(waiting) and not waiting[0].measuring and waiting[0].measured is not None
+    return manager._short is not None and manager._short.entry.name == f"{name}:latest"
 
 
 async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
@@ -159,60 +162,56 @@ async def test_a_model_that_never_fits_is_an_error_with_numbers(catalog: FakeCat
 
 
 class Queue:
-    """Requests that wait for one model, as (turn, ticket, client)."""
+    """Requests that wait for one model."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
-        self.waiting: list[tuple[int, int, str]] = []
-        self._n_tickets = 0
+        self.model = ManagedModel("", cast(Any, None))
+        self.tickets: list[int] = []
 
-    def add(self, client: str) -> int:
-        """The turn of a new request."""
-        turn = self.turns.take(client, max((turn for turn, _, of in self.waiting if of == client), default=None))
-        self.waiting.append((turn, self._n_tickets, client))
-        self._n_tickets += 1
-        return turn
+    def add(self, client: str) -> None:
+        waiter = Waiter(cast(Any, None), LoadOverrides(), 0.0, client=client, granted=asyncio.Future(loop=LOOP))
+        self.model.waiters.append(waiter)
+        self.tickets.append(waiter.ticket)
 
-    def serve(self) -> tuple[int, int, str]:
-        """The request whose turn it is."""
-        first = min(self.waiting)
-        self.waiting.remove(first)
-        self.turns.serve(first[2], first[0])
-        return first
+    def serve(self) -> tuple[int, str]:
+        """The number and the client of the request whose turn it is, from its beginning to its end."""
+        first = self.model.queue[0]
+        self.model.grant(first)
+        self.model.release(first)
+        return self.tickets.index(first.ticket), first.client
 
 
-def test_idle_clients_save_no_turns_cancelled_requests_cost_none_and_few_clients_are_remembered() -> None:
+def test_idle_clients_save_no_turns_and_cancelled_requests_cost_none() -> None:
     queue = Queue()
     queue.add("idle")
     queue.serve()
     for _ in range(20):
         queue.add("busy")
         queue.serve()
-    assert queue.add("idle") == queue.add("third")
-    queue = Queue()
+    for client in ("busy", "idle", "third"):
+        queue.add(client)
+    assert [queue.serve()[1] for _ in range(3)] == ["busy", "idle", "third"], "as they came"
     for _ in range(500):
         queue.add("hasty")
     queue.serve()
-    queue.waiting.clear()
-    again, other = queue.add("hasty"), queue.add("other")
-    assert again - other == 1
-    queue = Queue()
-    for i in range(10 * MOST_CLIENTS):
-        queue.add(str(i))
-        queue.serve()
-    assert len(queue.turns._in_turn) <= MOST_CLIENTS
+    queue.model.waiters.clear()
+    for client in ("hasty", "other", "hasty"):
+        queue.add(client)
+    assert [queue.serve()[1] for _ in range(3)] == ["hasty", "other", "hasty"], "cancelled requests cost nothing"
+    assert not queue.model._served, "of those who wait only"
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=60))
 def test_nobody_waits_for_more_than_one_request_of_each_other_client_per_own(steps: list[tuple[int, int]]) -> None:
     queue, n_overtaken = Queue(), dict[int, dict[str, int]]()
-    for ticket, (client, n_served) in enumerate(steps):
-        own = sum(of == str(client) for _, _, of in queue.waiting)
+    for number, (client, n_served) in enumerate(steps):
+        own = sum(waiter.client == str(client) for waiter in queue.model.waiters)
         queue.add(str(client))
-        n_overtaken[ticket] = dict.fromkeys(map(str, range(5)), own + 1)
-        for _ in range(min(n_served, len(queue.waiting))):
-            _, _, served = queue.serve()
-            for _, other, of in queue.waiting:
-                if of != served:
-                    n_overtaken[other][served] -= 1
-                    assert n_overtaken[other][served] >= -1
+        n_overtaken[number] = dict.fromkeys(map(str, range(5)), own + 1)
+        for _ in range(min(n_served, len(queue.model.waiters))):
+            _, served = queue.serve()
+            for waiter in queue.model.waiters:
+                if waiter.client != served:
+                    left = n_overtaken[queue.tickets.index(waiter.ticket)]
+                    left[served] -= 1
+                    assert left[served] >= -1

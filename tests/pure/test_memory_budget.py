@@ -19,7 +19,7 @@ from moegguf.models.sources import file_entry
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.memory_budget import Admission, MemoryUse, ModelSize, admit, expert_cache_within, measure
+from moegguf.serving.memory_budget import RAM, Admission, MemoryUse, ModelSize, admit, expert_cache_within, measure
 from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings
 
@@ -27,28 +27,35 @@ GIB = 1 << 30
 
 
 def size(wanted: int, minimum: int) -> ModelSize:
-    return ModelSize(wanted, minimum, cast(Any, None), cast(Any, None))
+    return ModelSize({RAM: wanted}, {RAM: minimum}, cast(Any, None), cast(Any, None))
+
+
+def reserve(ram: int, **on_devices: int) -> Admission:
+    return Admission({RAM: ram, **on_devices})
+
+
+def used(name: str, ram: int, idle: bool, on_device: int = 0) -> MemoryUse:
+    return MemoryUse(name, {RAM: ram, "GPU": on_device}, idle)
 
 
 @pytest.mark.parametrize(
     ("wanted", "minimum", "models", "admission"),
     [
-        (50, 10, [], Admission(50)), (200, 10, [], Admission(100)), (50, 10, [("a", 40, True)], Admission(50)),
+        (50, 10, [], reserve(50)), (200, 10, [], reserve(100)), (50, 10, [("a", 40, True)], reserve(50)),
         (80, 10, [("a", 40, True)], Admission(unload=("a",))),
-        (80, 10, [("a", 40, False, True)], Admission(unload=("a",))),  # it stops, and is waited for
         (80, 10, [("a", 40, True), ("b", 30, True)], Admission(unload=("a", "b"))),
         (60, 10, [("a", 40, True), ("b", 30, True)], Admission(unload=("a",))),
         (60, 10, [("a", 40, False), ("b", 30, True)], Admission(unload=("b",))),
-        (80, 10, [("a", 40, False)], Admission(60)), (80, 70, [("a", 40, False)], Admission()),
+        (80, 10, [("a", 40, False)], reserve(60)), (80, 70, [("a", 40, False)], Admission()),
         (80, 70, [("a", 40, False), ("b", 10, True)], Admission()),
         (5, 5, [("a", 1, True), ("b", 1, True), ("c", 1, True)], Admission(unload=("a",))),  # three at most
         (5, 5, [("a", 1, False), ("b", 1, False), ("c", 1, False)], Admission()),
     ],
 )  # fmt: skip
 def test_admission(wanted: int, minimum: int, models: list[tuple[Any, ...]], admission: Admission) -> None:
-    assert admit(size(wanted, minimum), 100, [MemoryUse(*model) for model in models], 3) == admission
+    assert admit(size(wanted, minimum), {RAM: 100}, [used(*model) for model in models], 3) == admission
     with pytest.raises(BudgetError, match=r"the model needs at least 2.00GiB.* 1.00GiB"):
-        admit(size(3 * GIB, 2 * GIB), GIB, [MemoryUse(*model) for model in models], 3)
+        admit(size(3 * GIB, 2 * GIB), {RAM: GIB}, [used(*model) for model in models], 3)
 
 
 @pytest.mark.parametrize(
@@ -56,47 +63,47 @@ def test_admission(wanted: int, minimum: int, models: list[tuple[Any, ...]], adm
     [
         ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, True, 40)], Admission(unload=("gpu",))),  # RAM is not short
         ((80, 10), [("gpu", 5, True, 40), ("cpu", 40, True, 0)], Admission(unload=("gpu", "cpu"))),
-        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 40)], Admission(10, device_bytes=60)),
+        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 40)], reserve(10, GPU=60)),
         ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 95)], Admission()),
-        ((10, 50), [("gpu", 5, False, 40)], Admission(10, device_bytes=50)),
+        ((10, 50), [("gpu", 5, False, 40)], reserve(10, GPU=50)),
     ],
 )
 def test_models_are_unloaded_for_the_memory_that_is_short(
     wanted: tuple[int, int], models: list[tuple[str, int, bool, int]], admission: Admission
 ) -> None:
-    on_device = replace(size(wanted[0], 10), device="GPU", device_wanted_bytes=wanted[1], device_minimum_bytes=10)
-    uses = [MemoryUse(name, n_bytes, idle, device_bytes=there) for name, n_bytes, idle, there in models]
-    assert admit(on_device, 100, uses, device_limit_bytes=100) == admission
+    on_device = replace(size(*wanted), wanted={RAM: wanted[0], "GPU": wanted[1]}, minimum={RAM: 10, "GPU": 10})
+    uses = [used(*model) for model in models]
+    assert admit(on_device, {RAM: 100, "GPU": 100}, uses) == admission
     with pytest.raises(BudgetError, match=r"at least .* on GPU"):
-        admit(on_device, 100, uses, device_limit_bytes=9)
+        admit(on_device, {RAM: 100, "GPU": 9}, uses)
 
 
 @given(
     st.integers(1, 150), st.integers(1, 100),
-    st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.booleans()), max_size=6), st.integers(1, 7),
+    st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=6), st.integers(1, 7),
 )  # fmt: skip
 def test_no_admission_breaks_the_limit(
-    wanted: int, minimum: int, others: list[tuple[int, bool, bool]], max_models: int
+    wanted: int, minimum: int, others: list[tuple[int, bool]], max_models: int
 ) -> None:
     wanted = max(wanted, minimum)
-    models, used = list[MemoryUse](), 0
-    for i, (n_bytes, idle, stopping) in enumerate(others):
-        if used + n_bytes <= 100:
-            models.append(MemoryUse(str(i), n_bytes, idle, stopping))
-            used += n_bytes
-    admission = admit(size(wanted, minimum), 100, models, max_models)
+    models, n_used = list[MemoryUse](), 0
+    for i, (n_bytes, idle) in enumerate(others):
+        if n_used + n_bytes <= 100:
+            models.append(used(str(i), n_bytes, idle))
+            n_used += n_bytes
+    admission = admit(size(wanted, minimum), {RAM: 100}, models, max_models)
     unloaded = [m for m in models if m.name in admission.unload]
-    assert all(m.idle or m.stopping for m in unloaded)
-    assert not (admission.reserve_bytes and admission.unload)
-    if admission.reserve_bytes:
-        assert minimum <= admission.reserve_bytes <= wanted and used + admission.reserve_bytes <= 100
+    assert all(m.idle for m in unloaded)
+    assert not (admission.reserve and admission.unload)
+    if admission.reserve:
+        assert minimum <= admission.reserve[RAM] <= wanted and n_used + admission.reserve[RAM] <= 100
         assert len(models) < max_models
     elif admission.unload:
-        assert used - sum(m.size_bytes for m in unloaded) + minimum <= 100
+        assert n_used - sum(m.used[RAM] for m in unloaded) + minimum <= 100
         assert len(models) - len(unloaded) < max_models
     else:
-        busy = [m for m in models if not (m.idle or m.stopping)]
-        assert sum(m.size_bytes for m in busy) + minimum > 100 or len(busy) >= max_models
+        busy = [m for m in models if not m.idle]
+        assert sum(m.used[RAM] for m in busy) + minimum > 100 or len(busy) >= max_models
 
 
 def test_the_limit_is_the_setting_or_what_is_free() -> None:
@@ -105,25 +112,25 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
     def memory() -> Memory:
         return Memory(16 * GIB, free[0], "the machine")
 
-    assert memory_budget.MemoryLimits(Settings(memory_bytes=GIB), memory).ram(5 * GIB) == GIB
+    assert memory_budget.MemoryLimits(Settings(memory_bytes=GIB), memory).of(RAM, 5 * GIB) == GIB
     limit = memory_budget.MemoryLimits(Settings(), memory)
-    at_start = limit.ram(0)
+    at_start = limit.of(RAM, 0)
     assert at_start == 10 * GIB - GIB // 2
     free[0] = 7 * GIB
-    assert limit.ram(4 * GIB) == at_start, "our models took it, not other programs"
+    assert limit.of(RAM, 4 * GIB) == at_start, "our models took it, not other programs"
     free[0] = 2 * GIB
-    assert 5 * GIB < limit.ram(4 * GIB) < 6 * GIB, "other programs took the rest"
+    assert 5 * GIB < limit.of(RAM, 4 * GIB) < 6 * GIB, "other programs took the rest"
     free[0] = 0
-    assert limit.ram(0) == 0
+    assert limit.of(RAM, 0) == 0
 
 
 def test_within_less_memory_batch_and_slots_are_chosen_together(path: Path) -> None:
     """Every size between the minimum and all has a plan that fits, and the worker gets that plan."""
     found = measure(file_entry(path, "path", "m"), LoadOverrides(), Settings(), 64 * GIB)
-    whole = found.plan_within(found.wanted_bytes, 0)
-    assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted_bytes
-    least, most = found.minimum_bytes, found.wanted_bytes
-    plans = [found.plan_within(n_bytes, 0) for n_bytes in range(least, most, (most - least) // 20)]
+    whole = found.plan_within(found.wanted)
+    assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted[RAM]
+    least, most = found.minimum[RAM], found.wanted[RAM]
+    plans = [found.plan_within({RAM: n_bytes}) for n_bytes in range(least, most, (most - least) // 20)]
     for i, plan in enumerate(plans):
         assert plan.total_bytes <= least + i * ((most - least) // 20)
         assert found.load_config(plan).plan == plan
@@ -155,12 +162,12 @@ def test_slots_on_a_device_are_planned_for_any_memory_and_the_worker_gets_the_pl
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "75%")
     found = measure_on_gpu(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
-    ram, vram = found.wanted_bytes, found.device_wanted_bytes
-    plan = found.plan_within(ram, vram)
+    ram, vram = found.wanted[RAM], found.wanted["GPU0"]
+    plan = found.plan_within(found.wanted)
     assert (plan.host_bytes, plan.total_bytes, plan.device) == (ram, vram, "GPU0")
     assert plan.n_staging > 0 and sent(found, plan) == plan
-    for n_bytes, on_device in ((ram, vram - 1), (ram - 1, vram), (found.minimum_bytes, found.device_minimum_bytes)):
-        less = found.plan_within(n_bytes, on_device)
+    for n_bytes, on_device in ((ram, vram - 1), (ram - 1, vram), (found.minimum[RAM], found.minimum["GPU0"])):
+        less = found.plan_within({RAM: n_bytes, "GPU0": on_device})
         assert less.device == "GPU0" and less.host_bytes <= n_bytes and less.total_bytes <= on_device
         assert less.budget_bytes + less.staging_bytes <= 144 * plan.slot_bytes
 
@@ -173,13 +180,13 @@ def test_whole_layers_on_a_device_are_counted_there_and_the_worker_gets_the_plan
     monkeypatch.setenv("MOEGGUF_PLACEMENT", choice)
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
     found = measure_on_gpu(path)
-    plan = found.plan_within(found.wanted_bytes, found.device_wanted_bytes)
-    assert plan.layers_on == found.device == "GPU0" and plan.placement is not None
+    plan = found.plan_within(found.wanted)
+    assert plan.layers_on == "GPU0" and plan.placement is not None
     assert plan.placement.chosen.n_layers == 3 and plan.whole_layers == (3, 4, 5)
-    assert (found.wanted_bytes, found.device_wanted_bytes) == (plan.host_bytes, plan.total_bytes)
+    assert (found.wanted[RAM], found.wanted["GPU0"]) == (plan.host_bytes, plan.total_bytes)
     assert sent(found, plan) == plan
-    fewer = found.plan_within(plan.host_bytes, found.device_minimum_bytes)
-    assert fewer.total_bytes <= found.device_minimum_bytes
+    fewer = found.plan_within({RAM: plan.host_bytes, "GPU0": found.minimum["GPU0"]})
+    assert fewer.total_bytes <= found.minimum["GPU0"]
     assert (fewer.device is None) == (choice == "layers")  # else with slots alone
 
 
@@ -188,17 +195,17 @@ def test_a_model_fastest_on_the_cpu_takes_nothing_of_a_device(path: Path, monkey
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: slow)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
     found = measure_on_gpu(path)
-    plan = found.plan_within(found.wanted_bytes, 0)
-    assert (found.device, found.device_wanted_bytes) == (None, 0)
+    plan = found.plan_within(found.wanted)
+    assert list(found.wanted) == [RAM]
     assert not plan.on_device and plan.vram_cache_bytes == 0
     whole = measure_on_gpu(path, n_gpu_layers=-1)
-    assert whole.device == "GPU0", "as was asked for"
+    assert "GPU0" in whole.wanted, "as was asked for"
 
 
 def test_a_part_of_the_layers_is_counted_on_the_device_that_computes_it(path: Path) -> None:
     half, most = (measure_on_gpu(path, n_gpu_layers=n) for n in (3, 5))
-    assert half.device == most.device == "GPU0" and 0 < half.device_wanted_bytes < most.device_wanted_bytes
-    plan = half.plan_within(half.wanted_bytes, half.device_wanted_bytes)
+    assert 0 < half.wanted["GPU0"] < most.wanted["GPU0"]
+    plan = half.plan_within(half.wanted)
     assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
 
 
@@ -242,7 +249,7 @@ def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(path: Path) ->
 
     def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
         size = measure(entry, LoadOverrides(n_ctx=4096), Settings(n_parallel=8, **settings), limit_bytes)
-        plan = size.plan_within(size.wanted_bytes, 0)
+        plan = size.plan_within(size.wanted)
         assert plan.n_ctx == size.load_config(plan).options["n_ctx"] == 4096
         return plan.kv_tokens, plan.kv_bytes
 

@@ -10,16 +10,7 @@ from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.catalog import demo_path
 from moegguf.serving.ray.config import ConfiguredCatalog, ModelConfig, read_config
-from moegguf.serving.ray.preference import (
-    FIRST_CUT_BYTES,
-    MAX_IMBALANCE,
-    Candidate,
-    Conversation,
-    Sequences,
-    after,
-    conversation_of,
-    rank,
-)
+from moegguf.serving.ray.preference import BEGINNING, MAX_IMBALANCE, conversation_of, rank
 
 WITHOUT_RAY = ("config", "preference")
 
@@ -31,24 +22,19 @@ def talk(*contents: str, **fields: Any) -> GenerationRequest:
     return GenerationRequest(messages=tuple(messages), **fields)
 
 
-def holding(*conversations: Conversation) -> Sequences:
-    return tuple(each.digests for each in conversations)
-
-
-FIRST = conversation_of(talk("", "What is an expert?"))
-NEXT = conversation_of(talk("", "What is an expert?", "A matrix.", "Why?"))
-OTHER = conversation_of(talk("", "Who are you?"))
-
-
 def test_preference_needs_no_ray() -> None:
     modules = ", ".join(f"moegguf.serving.ray.{name}" for name in WITHOUT_RAY)
     code = f"import sys; sys.modules['ray'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_a_turn_begins_with_the_turns_before_it() -> None:
-    assert NEXT.digests[: len(FIRST.digests)] == FIRST.digests
-    assert not set(OTHER.digests) & set(NEXT.digests)
+def test_the_turns_of_a_conversation_have_its_first_question_in_common() -> None:
+    first = conversation_of(talk("", "What is an expert?"))
+    assert conversation_of(talk("", "What is an expert?", "A matrix.", "Why?")) == first
+    prompts = [GenerationRequest(prompt="x" * n + "?") for n in (BEGINNING, BEGINNING + 1, BEGINNING - 1)]
+    assert [conversation_of(each) == conversation_of(prompts[0]) for each in prompts] == [True, True, False]
+    turns = [GenerationRequest(prompt="Why?", context=tuple(range(n))) for n in (BEGINNING, BEGINNING + 9, 9)]
+    assert [conversation_of(each) == conversation_of(turns[0]) for each in turns] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -58,62 +44,27 @@ def test_a_turn_begins_with_the_turns_before_it() -> None:
         talk("", "What is an expert?", template="{{ messages }}"),
         talk("", "What is an expert?", think=True),
         talk("Be short.", "What is an expert?"),
+        talk("", "Who are you?"),
         talk("", "What is an expert?", owner="another"),
     ],
 )
-def test_its_owner_and_what_the_template_writes_first_are_part_of_every_prefix(other: GenerationRequest) -> None:
-    assert not set(conversation_of(other).digests) & set(FIRST.digests)
+def test_its_owner_and_what_is_before_the_first_answer_tell_one_from_another(other: GenerationRequest) -> None:
+    assert conversation_of(other) != conversation_of(talk("", "What is an expert?"))
 
 
-def test_a_system_message_alone_is_not_a_conversation() -> None:
-    system = "You are short. " * 3
-    one, two = (conversation_of(talk(system, f"{text}? " * 40)) for text in ("Why", "How"))
-    assert set(one.digests) & set(two.digests)
-    assert one.n_shared(two.digests) == 0
-
-
-def test_a_long_beginning_counts_without_the_rest() -> None:
-    document = "An expert is a matrix. " * 400
-    one, two = (conversation_of(talk(document, text)) for text in ("Why?", "How?"))
-    assert one.n_shared(two.digests) == len(one.digests) - 1
-
-
-def test_a_prompt_is_cut_at_doubling_lengths() -> None:
-    long = conversation_of(GenerationRequest(prompt="x" * 3000)).digests
-    for n_cuts in range(4):
-        n_bytes = FIRST_CUT_BYTES << n_cuts
-        assert conversation_of(GenerationRequest(prompt="x" * n_bytes)).digests[-1] == long[n_cuts]
-    assert len(long) == 5
-
-
-THIRD = conversation_of(talk("", "What is an expert?", "A matrix.", "Why?", "So.", "And?"))
-RANKS: dict[str, tuple[Conversation, list[Candidate], list[list[int]]]] = {
-    "the holder first": (
-        NEXT, [Candidate(holding(OTHER)), Candidate(holding(FIRST), queue=2), Candidate()], [[1], [2, 0]]
-    ),
-    "of two holders the one with more of it": (
-        THIRD, [Candidate(holding(FIRST)), Candidate(holding(NEXT))], [[1], [0]]
-    ),
-    "of equals an empty cache": (Conversation(), [Candidate(holding(OTHER)), Candidate(), Candidate()], [[1, 2, 0]]),
-    "none": (NEXT, [], []),
-    "not one with too long a queue": (
-        NEXT, [Candidate(holding(FIRST), queue=MAX_IMBALANCE), Candidate(queue=0)], [[1, 0]]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("conversation", "candidates", "expected"), RANKS.values(), ids=RANKS)
-def test_replicas_are_ranked(conversation: Conversation, candidates: list[Candidate], expected: list[Any]) -> None:
-    assert rank(conversation, candidates) == expected
-
-
-def test_what_is_sent_takes_the_place_of_its_earlier_turns_and_then_of_the_oldest() -> None:
-    assert after((), FIRST, 1) == holding(FIRST)
-    assert after(holding(FIRST), OTHER, 1) == holding(OTHER)
-    both = after(holding(FIRST), OTHER, 2)
-    assert both == holding(FIRST, OTHER)
-    assert after(both, NEXT, 2) == holding(OTHER, NEXT)
-    assert after(holding(OTHER, NEXT), conversation_of(talk("", "Where?")), 2)[0] == NEXT.digests
+@pytest.mark.parametrize(
+    ("holder", "queues", "expected"),
+    [
+        (1, [0, 2, 0], [[1], [0, 2]]),
+        (0, [9], [[0]]),
+        (None, [1, 0], [[0, 1]]),
+        (None, [], []),
+        (0, [MAX_IMBALANCE, 0], [[0, 1]]),
+    ],
+    ids=["the holder first", "the only one", "none holds it", "none", "not one with too long a queue"],
+)
+def test_replicas_are_ranked(holder: int | None, queues: list[int], expected: list[Any]) -> None:
+    assert rank(holder, queues) == expected
 
 
 WHOLE = {
@@ -150,11 +101,11 @@ def test_a_replica_gets_as_many_requests_as_it_computes_and_as_many_again() -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": {}}, "unknown option 'model'; did you mean 'models'"),
-        ({"models": {}}, "at least one"),
-        ({"models": ["demo"]}, "must map names"),
-        ({"models": {"demo": 4}}, "models.demo must map options"),
-        ({"models": {"demo": {"memry": "1GiB"}}}, "'models.demo.memry'; did you mean 'memory'"),
+        ({"model": {}}, "model: Extra inputs are not permitted"),
+        ({"models": {}}, "models: .* at least 1 item"),
+        ({"models": ["demo"]}, "models: .*dictionary"),
+        ({"models": {"demo": 4}}, "models.demo: .*dictionary, but is 4"),
+        ({"models": {"demo": {"memry": "1GiB"}}}, "models.demo.memry: Extra inputs are not permitted"),
         ({"models": {"demo": {"memory": "much"}}}, r"models.demo.memory: .*much"),
         ({"models": {"demo": {"expert_cache": "200%"}}}, r"models.demo.expert_cache: "),
         ({"models": {"demo": {"expert_cache": True}}}, r"models.demo.expert_cache: must be .* True"),

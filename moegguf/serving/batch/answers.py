@@ -20,7 +20,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError, StorageError
@@ -36,6 +38,9 @@ BUSY = (429, 503)
 BUSY_RETRY_S = 1.0
 
 Entry = dict[str, Any]
+
+
+Checked = TypeVar("Checked", bound="_Named")
 
 
 class LineError(Exception):
@@ -64,7 +69,7 @@ class RequestLine:
 
 
 class Requests:
-    """The lines of a seekable file, which stays open. `fingerprint`: equal for equal contents and defaults.
+    """The lines of a seekable file, which the caller closes. `fingerprint`: equal for equal contents and defaults.
 
     `endpoints`: the urls that a request may have. `defaults`: fields of bodies that lack them.
     """
@@ -97,13 +102,19 @@ class Requests:
     def _line(self, number: int, offset: int, n_bytes: int, raw: bytes | None, seen: dict[str, int]) -> RequestLine:
         custom_id, model, group, error = None, None, "", None
         try:
-            request = _parse(raw)
-            custom_id = _custom_id_of(request)
+            parsed = _parse(raw)
+            custom_id = _checked(_Named, parsed).custom_id
             if (first := seen.setdefault(custom_id, number)) != number:
                 said = f"The custom_id {custom_id!r:.80} is that of line {first} too."
                 raise LineError("duplicate_custom_id", said, "custom_id")
-            _check(request, self._endpoints)
-            body = self._with_defaults(request["body"])
+            request = _checked(_Request, parsed)
+            if request.url not in self._endpoints:
+                said = f"'url' must be one of {', '.join(self._endpoints)}, but is {request.url!r:.80}."
+                raise LineError("invalid_url", said, "url")
+            if request.body.get("stream"):
+                said = "'stream' has no meaning in a batch; leave it out."
+                raise LineError("unsupported_parameter", said, "body.stream")
+            body = self._with_defaults(request.body)
             model, options = body.get("model"), body.get("options")
             options = options if isinstance(options, dict) else {}
             group = json.dumps([model, {name: options[name] for name in LOAD_OPTIONS if name in options}])
@@ -120,14 +131,14 @@ class Requests:
         """The models that requests name, in the order of their first request."""
         return list(dict.fromkeys(line.model for line in self.lines if line.model is not None))
 
-    def groups(self, numbers: Collection[int]) -> list[list[RequestLine]]:
+    def in_order(self, numbers: Collection[int]) -> list[RequestLine]:
         """Requests without an error, but for those with one of `numbers`; those that need the same loaded model
         together, in the order of their first request."""
-        groups: dict[str, list[RequestLine]] = {}
+        first: dict[str, int] = {}
         for line in self.lines:
-            if line.error is None:
-                groups.setdefault(line.group, []).extend([line] if line.number not in numbers else [])
-        return [group for group in groups.values() if group]
+            first.setdefault(line.group, line.number)
+        left = (line for line in self.lines if line.error is None and line.number not in numbers)
+        return sorted(left, key=lambda line: (first[line.group], line.number))
 
     def read(self, line: RequestLine) -> tuple[str, bytes]:
         """(url, body) of a line without an error. Raises BatchFileError when the file has changed meanwhile."""
@@ -140,16 +151,6 @@ class Requests:
     def id_of(self, line: RequestLine) -> str:
         """The id of the line's answer: the same whenever the same requests are answered."""
         return f"batch_req_{self.fingerprint}_{line.number}"
-
-    def close(self) -> None:
-        """Closes the file; so does the end of `with`."""
-        self._file.close()
-
-    def __enter__(self) -> Requests:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[int, int, bytes | None]]:
@@ -178,33 +179,28 @@ def _parse(raw: bytes | None) -> dict[str, Any]:
     return request
 
 
-def _custom_id_of(request: Mapping[str, Any]) -> str:
-    custom_id = _required(request, "custom_id")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
-        message = f"'custom_id' must be a text of 1 to {MAX_CUSTOM_ID_CHARS} characters."
-        raise LineError("invalid_custom_id", message, "custom_id")
-    if any("\ud800" <= letter <= "\udfff" for letter in custom_id):
-        raise LineError("invalid_custom_id", "'custom_id' has a surrogate without its pair.", "custom_id")
-    return custom_id
+class _Named(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
 
 
-def _check(request: Mapping[str, Any], endpoints: Collection[str]) -> None:
-    """Raises LineError for what cannot be answered."""
-    method, url, body = (_required(request, name) for name in ("method", "url", "body"))
-    if method != "POST":
-        raise LineError("invalid_method", f"'method' must be \"POST\", but is {method!r:.80}.", "method")
-    if not isinstance(url, str) or url not in endpoints:
-        raise LineError("invalid_url", f"'url' must be one of {', '.join(endpoints)}, but is {url!r:.80}.", "url")
-    if not isinstance(body, dict):
-        raise LineError("invalid_body", "'body' must be an object.", "body")
-    if body.get("stream"):
-        raise LineError("unsupported_parameter", "'stream' has no meaning in a batch; leave it out.", "body.stream")
+class _Request(_Named):
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
 
 
-def _required(request: Mapping[str, Any], name: str) -> Any:
-    if request.get(name) is None:
-        raise LineError("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
-    return request[name]
+def _checked(kind: type[Checked], request: Mapping[str, Any]) -> Checked:
+    """A line's object, or the part of it that names it. Raises LineError."""
+    try:
+        return kind.model_validate(request)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        if request.get(name) is None:
+            raise LineError("missing_required_parameter", f"Missing required parameter: '{name}'.", name) from None
+        raise LineError(f"invalid_{name}", f"'{name}': {first['msg']}, but is {first['input']!r:.80}.", name) from None
 
 
 def response_entry(requests: Requests, line: RequestLine, status: int, body: Any) -> Entry:
@@ -282,6 +278,22 @@ class Journal:
     counts: Counts = field(default_factory=Counts)
     check_space: Callable[[int], object] = lambda n_bytes: None
 
+    def read(self, requests: Requests) -> None:
+        """Reads the answers to `requests` that are there; a torn line at the end is dropped. Raises BatchFileError for
+        lines that are no answers to these requests, each once; StorageError."""
+        unanswered = {line.number for line in requests.lines}
+        try:
+            with os.fdopen(os.dup(self._handle), "rb") as file:
+                for number, entry, n_bytes in _answers_in(file, requests):
+                    unanswered.remove(number)
+                    self._note(number, entry, n_bytes)
+            os.ftruncate(self._handle, self._n_bytes)
+        except (ValueError, KeyError):
+            raise BatchFileError(
+                f"{self.path} has answers to other requests: the input, or a default such as --model, has changed"
+                " since. Restore the input to go on, or remove that file to start anew."
+            ) from None
+
     def append(self, number: int, entry: Entry) -> None:
         """Adds the answer of a line, which is on its way to the disk when this returns.
 
@@ -349,38 +361,26 @@ def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int
 
 
 def open_journal(path: Path, requests: Requests) -> Journal:
-    """The journal at `path`, made when it is not there; a torn line at its end is dropped.
-
-    Raises BatchFileError when another process has it open, or when it has lines that are no answers to these requests,
-    each once; StorageError.
-    """
-    journal, unanswered = Journal(path, _open_locked(path)), {line.number for line in requests.lines}
+    """The journal at `path`, made when it is not there, after `read`. Raises BatchFileError, StorageError."""
+    journal = lock_journal(path)
     try:
-        with os.fdopen(os.dup(journal._handle), "rb") as file:
-            for number, entry, n_bytes in _answers_in(file, requests):
-                unanswered.remove(number)
-                journal._note(number, entry, n_bytes)
-        os.ftruncate(journal._handle, journal._n_bytes)
-    except (ValueError, KeyError):
-        journal.close()
-        raise BatchFileError(
-            f"{path} has answers to other requests: the input, or a default such as --model, has changed since. Restore"
-            " the input to go on, or remove that file to start anew."
-        ) from None
+        journal.read(requests)
     except BaseException:  # also an interrupt, which gives the lock back
         journal.close()
         raise
     return journal
 
 
-def _open_locked(path: Path) -> int:
+def lock_journal(path: Path) -> Journal:
+    """The journal at `path`, made when it is not there, before `read`. Raises BatchFileError when another process has
+    it open, StorageError."""
     while True:
         with storing(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_nlink:
-                return handle
+                return Journal(path, handle)
         except BlockingIOError:
             os.close(handle)
             raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
@@ -434,22 +434,13 @@ Answer = Callable[[str, bytes], Awaitable[Reply]]
 """(url, body as JSON) to the reply of that endpoint. Cancelling it ends the request."""
 
 
-class Answers(Protocol):
-    """Where answers go; `answered` has the numbers of lines that have one."""
-
-    answered: Any
-
-    def append(self, number: int, entry: Entry) -> None:
-        """Adds the answer of a line."""
-
-
 async def answer_requests(
-    requests: Requests, answers: Answers, answer: Answer, n_parallel: int, on_answer: Callable[[Entry], object]
+    requests: Requests, answers: Journal, answer: Answer, n_parallel: int, on_answer: Callable[[Entry], object]
 ) -> None:
     """Adds the answers that are missing, `n_parallel` requests at a time; `on_answer` gets each.
 
-    Those that need the same loaded model are answered together and then the next ones, so that models are not swapped
-    back and forth. A busy server is asked again. When cancelled, requests that have not ended have no answer.
+    Those that need the same loaded model are answered one after another, so that models are not swapped back and forth.
+    A busy server is asked again. When cancelled, requests that have not ended have no answer.
 
     Raises what `answer` and `answers.append` raise; the other requests are then cancelled.
     """
@@ -458,7 +449,7 @@ async def answer_requests(
         answers.append(line.number, entry)
         on_answer(entry)
 
-    async def work(pending: Iterator[RequestLine]) -> None:
+    async def work() -> None:
         for line in pending:
             url, body = requests.read(line)
             while (reply := await answer(url, body)).status in BUSY:
@@ -468,11 +459,11 @@ async def answer_requests(
     for line in requests.lines:
         if line.error is not None and line.number not in answers.answered:
             add(line, error_entry(requests, line, line.error))
-    for group in requests.groups(answers.answered):
-        pending = iter(group)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(n_parallel, len(group))):
-                    tasks.create_task(work(pending))
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the others were cancelled, or failed for the same reason
+    left = requests.in_order(answers.answered)
+    pending = iter(left)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(n_parallel, len(left))):
+                tasks.create_task(work())
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None  # the others were cancelled, or failed for the same reason

@@ -16,16 +16,15 @@ import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
 from moegguf.serving.batch import answers
-from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, open_journal
+from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, lock_journal
 from moegguf.serving.batch.files import FileStore
 from moegguf.serving.clients import current_owner, is_visible
 
@@ -40,7 +39,6 @@ MAX_REQUESTS = 50_000  # OpenAI's
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
-LINES_COPIED = 100  # answers at a time
 CANCELLED, EXPIRED = answers.NOT_EXECUTED
 NOT_EXECUTED_TEXT = {
     CANCELLED: "This request was not executed, because the batch was cancelled.",
@@ -277,7 +275,7 @@ class Batches:
             await self._finalize(batch, "cancelled", CANCELLED)
 
     async def _validate(self, batch: Batch) -> None:
-        with await self._requests(batch) as requests:
+        async with self._requests(batch) as requests:
             wrong = ((line.number, line.error) for line in requests.lines if line.error is not None)
             errors = [_error_of(error.code, str(error), error.param, number) for number, error in wrong]
             if errors:
@@ -313,12 +311,10 @@ class Batches:
         """The id of a stored file with the lines that `keep` chooses; None without any. The same id when repeated."""
         if not any(map(keep, journal.answered.values())):
             return None
-        lines = journal.lines(keep)
-        with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}", checked=False) as file:
-            while data := await _in_thread(lambda: b"".join(islice(lines, LINES_COPIED))):
-                file.write(data)
-            await _in_thread(file.sync)
-            return file.finish(f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s).id
+        file_id = f"file-{batch.id.removeprefix('batch_')}-{what}"
+        about = f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s
+        await _in_thread(lambda: self._files.put(file_id, journal.lines(keep), *about))
+        return file_id
 
     def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
         self._try_update(batch, status="failed", failed_at=int(self.now()), errors=errors)
@@ -331,33 +327,24 @@ class Batches:
     def _remove_work(self, batch: Batch) -> None:
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
-    async def _requests(self, batch: Batch) -> Requests:
-        """The batch's requests, which the caller closes. Raises BatchFileError, OSError."""
-
-        def read() -> Requests:
-            file = (self._work(batch) / INPUT).open("rb")
-            try:
-                return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS)
-            except BaseException:  # also where the server ends
-                file.close()
-                raise
-
+    @asynccontextmanager
+    async def _requests(self, batch: Batch) -> AsyncIterator[Requests]:
+        """The batch's requests. Raises BatchFileError, OSError."""
         try:
-            return await _in_thread(read, lambda found: found.close())  # some seconds for a large file
+            file = (self._work(batch) / INPUT).open("rb")
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
+        with file:  # some seconds for a large one
+            yield await _in_thread(lambda: Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS))
 
     @asynccontextmanager
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
         """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
-        with await self._requests(batch) as requests:
-            path = self._work(batch) / "answers.jsonl"
-            journal = await _in_thread(lambda: open_journal(path, requests), lambda found: found.close())
-            try:
+        async with self._requests(batch) as requests:
+            with closing(lock_journal(self._work(batch) / "answers.jsonl")) as journal:
+                await _in_thread(lambda: journal.read(requests))
                 batch.counts = journal.counts
                 yield requests, journal
-            finally:
-                journal.close()
 
     def _update(self, batch: Batch, **changes: Any) -> None:
         """Changes a batch, on disk first. Raises OSError."""
@@ -377,8 +364,8 @@ class Batches:
             self._changed.set()
 
 
-async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], object] = lambda _: None) -> Result:
-    """What `call` returns, on a thread, which has ended when this is cancelled; `discard` then gets the result."""
+async def _in_thread(call: Callable[[], Result]) -> Result:
+    """What `call` returns, on a thread, which has ended when this is cancelled."""
     running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(running)
@@ -386,8 +373,6 @@ async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], obj
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((running,))
-        if running.exception() is None:
-            discard(running.result())
         raise
 
 

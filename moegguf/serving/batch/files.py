@@ -6,13 +6,12 @@ A file exists once its description does, which is written last and removed first
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from moegguf.serving.batch.answers import storing, write_all
 from moegguf.serving.clients import current_owner, is_visible
 
 DESCRIPTION_BYTES = 4096  # what a description takes of a disk, so that empty files are not free
-CHECK_BYTES = 1 << 20
 UPLOAD = ".upload."
 _ID = re.compile(r"file-[0-9a-z-]{1,64}")
 
@@ -62,7 +60,7 @@ class FileStore:
         for path in self._folder.glob("*.json"):
             with suppress(OSError, ValueError, TypeError):
                 file = StoredFile(**json.loads(path.read_bytes()))
-                if file.id == path.stem and _ID.fullmatch(file.id) and self._contents(file.id).exists():
+                if file.id == path.stem and _ID.fullmatch(file.id) and self.contents(file.id).exists():
                     self._files[file.id] = file
         for path in self._folder.glob("file-*.data"):
             if path.stem not in self._files:
@@ -91,7 +89,7 @@ class FileStore:
 
     def path(self, file_id: str) -> Path:
         """Where a file's contents are. Raises UnknownIdError."""
-        return self._contents(self.get(file_id).id)
+        return self.contents(self.get(file_id).id)
 
     def delete(self, file_id: str) -> None:
         """Removes a file; who reads it still can, and its links stay. Raises UnknownIdError, OSError."""
@@ -100,7 +98,7 @@ class FileStore:
     def _remove(self, file: StoredFile) -> None:
         self._description(file.id).unlink(missing_ok=True)
         del self._files[file.id]
-        self._contents(file.id).unlink(missing_ok=True)
+        self.contents(file.id).unlink(missing_ok=True)
 
     def link(self, file_id: str, path: Path) -> None:
         """Makes `path` the same file, or a copy of it where the file system has no links; it stays when the file is
@@ -112,10 +110,10 @@ class FileStore:
             self.check_space(self.get(file_id).n_bytes)
             shutil.copyfile(source, path)
 
-    def new(self, file_id: str | None = None, *, checked: bool = True) -> NewFile:
-        """A file to be written; with the id of one that exists, its replacement. checked: only while there is room.
-        Raises StorageError."""
-        return NewFile(self, self._folder, file_id or f"file-{uuid.uuid4().hex[:24]}", checked)
+    def new(self) -> NewFile:
+        """A file to be written while there is room. Raises StorageError."""
+        self.check_space(DESCRIPTION_BYTES)
+        return NewFile(self, self._folder)
 
     def check_space(self, n_bytes: int) -> None:
         """Raises StorageError where so many bytes more would be above the limit."""
@@ -137,18 +135,26 @@ class FileStore:
                     sizes[status.st_ino] = DESCRIPTION_BYTES if name.endswith(".json") else status.st_size
         return self._max_bytes - sum(sizes.values())
 
-    def add(self, new: NewFile, filename: str, purpose: str, expires_after_s: int | None) -> StoredFile:
-        """Takes a complete file into the store. Raises OSError."""
-        now = int(self._now())
+    def put(
+        self, file_id: str, lines: Iterable[bytes], filename: str, purpose: str, expires_after_s: int | None
+    ) -> None:
+        """Stores a file with this id, in place of the one that has it; it may take more than there is room for. From
+        any thread. Raises StorageError."""
+        with storing(self._folder):
+            write_atomically(self.contents(file_id), lines)
+            self.add(file_id, filename, purpose, expires_after_s)
+
+    def add(self, file_id: str, filename: str, purpose: str, expires_after_s: int | None) -> StoredFile:
+        """Takes a file whose contents are complete into the store. Raises OSError."""
+        now, n_bytes = int(self._now()), self.contents(file_id).stat().st_size
         expires_at = None if expires_after_s is None else now + expires_after_s
-        file = StoredFile(new.id, filename, new.n_bytes, purpose, now, expires_at, current_owner.get())
-        os.chmod(new.temporary, MODE)
-        os.replace(new.temporary, self._contents(file.id))
-        write_atomically(self._description(file.id), json.dumps(asdict(file)).encode())
-        self._files[file.id] = file
+        file = StoredFile(file_id, filename, n_bytes, purpose, now, expires_at, current_owner.get())
+        write_atomically(self._description(file_id), json.dumps(asdict(file)).encode())
+        self._files[file_id] = file
         return file
 
-    def _contents(self, file_id: str) -> Path:
+    def contents(self, file_id: str) -> Path:
+        """Where the contents of a file with this id belong."""
         return self._folder / f"{file_id}.data"
 
     def _description(self, file_id: str) -> Path:
@@ -158,41 +164,34 @@ class FileStore:
 class NewFile:
     """A file that is being written; `with` removes it unless `finish` was called."""
 
-    def __init__(self, store: FileStore, folder: Path, file_id: str, checked: bool) -> None:
+    def __init__(self, store: FileStore, folder: Path) -> None:
         self._store = store
         self._folder = folder
-        self._checked_bytes: float = 0 if checked else math.inf  # up to here there is room
-        self.id = file_id
-        self.n_bytes = 0
-        if checked:
-            store.check_space(DESCRIPTION_BYTES)
+        self._n_bytes = 0
+        self._room_bytes = store.room() - DESCRIPTION_BYTES  # now: to look for more at each write takes too long
         with storing(folder):
-            self._handle, self.temporary = locked_temporary(folder, UPLOAD, "")
+            self._handle, self._temporary = locked_temporary(folder, UPLOAD, "")
 
     def write(self, data: bytes) -> None:
         """Adds bytes. Raises StorageError."""
-        n_bytes = len(data)
-        if self.n_bytes + n_bytes > self._checked_bytes:  # once in CHECK_BYTES: to look for room reads the folder
-            self._store.check_space(n_bytes + DESCRIPTION_BYTES)
-            self._checked_bytes = self.n_bytes + min(self._store.room() - DESCRIPTION_BYTES, max(n_bytes, CHECK_BYTES))
+        self._n_bytes += len(data)
+        if self._n_bytes > self._room_bytes:
+            self._store.check_space(len(data) + DESCRIPTION_BYTES)
         with storing(self._folder):
             write_all(self._handle, data)
-        self.n_bytes += n_bytes
-
-    def sync(self) -> None:
-        """Waits until what was written is on the disk. From any thread. Raises StorageError."""
-        with storing(self._folder):
-            os.fsync(self._handle)
 
     def finish(self, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
         """Makes it one of the store's. Raises StorageError."""
-        self.sync()
         with storing(self._folder):
-            return self._store.add(self, filename, purpose, expires_after_s)
+            os.fsync(self._handle)
+            os.chmod(self._temporary, MODE)
+            file_id = f"file-{uuid.uuid4().hex[:24]}"
+            os.replace(self._temporary, self._store.contents(file_id))
+            return self._store.add(file_id, filename, purpose, expires_after_s)
 
     def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        Path(self.temporary).unlink(missing_ok=True)  # no longer there when it was finished
+        Path(self._temporary).unlink(missing_ok=True)  # no longer there when it was finished
         os.close(self._handle)

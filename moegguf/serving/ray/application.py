@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import pkgutil
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from moegguf.serving.events import Event, LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.lease import Calls
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
-from moegguf.serving.ray.preference import Candidate, Conversation, Sequences, after, conversation_of, rank
+from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, rank
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import read_settings
 
@@ -79,18 +78,14 @@ def _model(config: ModelConfig) -> serve.Application:
     actor = {"num_cpus": config.n_threads or 1, **config.ray_actor_options}
     if config.memory_bytes is not None:
         actor.setdefault("memory", config.memory_bytes)  # Ray then places no more replicas than fit a machine
-    default_parallel = read_settings().n_parallel
     try:
         found = serve.deployment(
             Replica,
             name=deployment_name(config.name),
-            max_ongoing_requests=config.ongoing_requests(default_parallel),
+            max_ongoing_requests=config.ongoing_requests(read_settings().n_parallel),
             max_queued_requests=config.max_queued_requests,
             ray_actor_options=actor,
-            request_router_config=RequestRouterConfig(
-                request_router_class=ConversationRouter,
-                request_router_kwargs={"n_sequences": config.n_parallel or default_parallel},
-            ),
+            request_router_config=RequestRouterConfig(request_router_class=ConversationRouter),
             **scaling,
         )
         return found.bind(config)
@@ -146,13 +141,14 @@ class Replica:
         await self._manager.__aexit__()
 
     async def call(
-        self, conversation: Conversation, kind: str, fields: Mapping[str, Any]
+        self, conversation: str, kind: str, fields: Mapping[str, Any], in_background: bool
     ) -> AsyncGenerator[Event | Failure | Any]:
         """The events of an answer, of the kind "generate"; else the value of a request (`Calls.value`). Closing it
-        stops an answer within a token."""
+        stops an answer within a token. `conversation` is the router's."""
         try:
             will_answer = kind in ("generate", "embed")
-            async with self._manager.lease(self._name, self._overrides, will_answer=will_answer) as lease:
+            options = {"will_answer": will_answer, "in_background": in_background}
+            async with self._manager.lease(self._name, self._overrides, **options) as lease:
                 if kind != "generate":
                     yield await lease.value(kind, **fields)
                     return
@@ -164,7 +160,7 @@ class Replica:
         finally:
             self._export_counters()
 
-    async def status(self, conversation: Conversation = Conversation()) -> LoadedModel | None:
+    async def status(self) -> LoadedModel | None:
         """The model in memory; None while it is not, after its worker has ended."""
         return next(iter(self._manager.loaded()), None)
 
@@ -200,17 +196,19 @@ class ReplicaManager:
             await self._updating
 
     @asynccontextmanager
-    async def lease(self, name: str | ModelEntry, *_: object, **__: object) -> AsyncIterator[ReplicaLease]:
+    async def lease(
+        self, name: str | ModelEntry, *_: object, in_background: bool = False, **__: object
+    ) -> AsyncIterator[ReplicaLease]:
         """The use of a model by one request; each call goes to a replica that suits it. Raises ModelNotFoundError,
         ModelNameError."""
         entry = await self._find(name)
-        yield ReplicaLease(entry, self._handles[entry.name])
+        yield ReplicaLease(entry, self._handles[entry.name], in_background)
 
     async def load(self, name: str | ModelEntry, *_: object, **__: object) -> LoadedModel:
         """The state of a model, which its replicas hold in memory. Raises BusyError while none does."""
         entry = await self._find(name)
         with ray_errors():
-            found: LoadedModel | None = await self._handles[entry.name].status.remote(Conversation())
+            found: LoadedModel | None = await self._handles[entry.name].status.remote()
         if found is None:
             raise BusyError(f"no replica has {entry.name!r} in memory; try again later.")
         return found
@@ -267,21 +265,20 @@ class ReplicaLease(Calls):
 
     load_s = 0.0
 
-    def __init__(self, entry: ModelEntry, handle: DeploymentHandle) -> None:
+    def __init__(self, entry: ModelEntry, handle: DeploymentHandle, in_background: bool) -> None:
         self.entry = entry
         self._handle = handle
+        self._in_background = in_background
 
     def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """The events of an answer. Closing it stops the answer. Raises what `Lease.answer` raises."""
         return self.events("generate", conversation_of(generation), generation=generation, stream=stream)
 
-    async def events(
-        self, kind: str, conversation: Conversation = Conversation(), **fields: Any
-    ) -> AsyncGenerator[Any, None]:
+    async def events(self, kind: str, conversation: str = "", **fields: Any) -> AsyncGenerator[Any, None]:
         """What a replica sends."""
         has_begun = is_repeated = False
         while True:
-            items = self._handle.options(stream=True).call.remote(conversation, kind, fields)
+            items = self._handle.options(stream=True).call.remote(conversation, kind, fields, self._in_background)
             try:
                 with ray_errors():
                     async for item in items:
@@ -315,15 +312,13 @@ def ray_errors() -> Iterator[None]:
 
 
 class ConversationRouter(RequestRouter):
-    """Ranks replicas for requests whose first argument is a `Conversation`, by what it sent them before: all requests
-    come through one ingress replica. A replica that has lost its KV cache since is preferred in vain, which costs
-    nothing: no other one holds the conversation."""
+    """Ranks replicas for requests whose first argument is a conversation (`conversation_of`), by where it went before:
+    all requests come through one ingress replica. A replica that has lost its KV cache since is preferred in vain,
+    which costs nothing: no other one holds the conversation."""
 
-    def initialize_state(self, n_sequences: int = 1) -> None:
-        """Called by Ray Serve with `request_router_kwargs`. n_sequences: of a replica's KV cache."""
-        self._n_sequences = n_sequences
-        self._held: dict[ReplicaID, Sequences] = {}
-        self._last_sent_s: dict[ReplicaID, float] = {}
+    def initialize_state(self) -> None:
+        """Called by Ray Serve."""
+        self._went: dict[str, ReplicaID] = {}  # by conversation, that of the last request last
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -331,37 +326,24 @@ class ConversationRouter(RequestRouter):
         """Called by Ray Serve: replicas in ranks, preferred ones first."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # when all are full
-        # The first of equals is taken: the one whose cache is the oldest.
-        replicas = sorted(candidate_replicas, key=lambda replica: self._last_sent_s.get(replica.replica_id, 0.0))
-        queues = self.replica_queue_len_cache
-        candidates = [Candidate(self._held.get(each.replica_id, ()), queues.get(each.replica_id)) for each in replicas]
-        ranks = rank(asked_conversation(pending_request), candidates)
+        # The first of equals is taken: the one that got no conversation for the longest time.
+        last_sent = {replica: i for i, replica in enumerate(self._went.values())}
+        replicas = sorted(candidate_replicas, key=lambda replica: last_sent.get(replica.replica_id, -1))
+        ids = [replica.replica_id for replica in replicas]
+        went = self._went.get(asked_conversation(pending_request))
+        queues = [self.replica_queue_len_cache.get(each) or 0 for each in ids]  # None: not known yet
+        ranks = rank(ids.index(went) if went in ids else None, queues)
         return [[replicas[i] for i in indices] for indices in ranks]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Called by Ray Serve: a replica has accepted a request."""
-        conversation = asked_conversation(pending_request)
-        if conversation.digests:
-            self._last_sent_s[replica_id] = time.monotonic()
-            self._held[replica_id] = after(self._held.get(replica_id, ()), conversation, self._n_sequences)
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Called by Ray Serve: what it held is lost."""
-        super().on_replica_actor_died(replica_id)
-        self._forget(replica_id)
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray Serve: forgets what those had that are gone."""
-        super().update_replicas(replicas)
-        for gone in self._held.keys() - {replica.replica_id for replica in replicas}:
-            self._forget(gone)
-
-    def _forget(self, replica_id: ReplicaID) -> None:
-        self._held.pop(replica_id, None)
-        self._last_sent_s.pop(replica_id, None)
+        if conversation := asked_conversation(pending_request):
+            self._went.pop(conversation, None)
+            self._went[conversation] = replica_id
+            if len(self._went) > MAX_CONVERSATIONS:
+                del self._went[next(iter(self._went))]
 
 
-def asked_conversation(pending: PendingRequest | None) -> Conversation:
-    """The conversation of a request; an empty one where it is not one of moegguf's."""
-    first = pending.args[0] if pending is not None and pending.args else None
-    return first if isinstance(first, Conversation) else Conversation()
+def asked_conversation(pending: PendingRequest | None) -> str:
+    """The conversation of a request; "" where it is part of none."""
+    return str(pending.args[0]) if pending is not None and pending.args else ""

@@ -17,8 +17,8 @@ models:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -73,7 +73,10 @@ class ModelConfig(BaseModel):
         return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
 
 
-OPTIONS = [field.alias or name for name, field in ModelConfig.model_fields.items() if name != "name"]
+class _Arguments(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    models: dict[str, dict[str, Any] | None] = Field({"demo": None}, min_length=1)
 
 
 def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
@@ -81,14 +84,9 @@ def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
 
     Raises OptionError, naming the key, for unknown keys and values out of range, ModelNameError.
     """
-    for name in arguments.keys() - {"models"}:
-        raise _unknown(str(name), ["models"])
-    models = arguments.get("models", {"demo": {}})
-    if not isinstance(models, Mapping) or not models:
-        raise OptionError(
-            f"models must map names to options, but is {models!r:.60}; give at least one, such as demo: {{}}."
-        )
-    configs = tuple(_read_model(str(name), options) for name, options in models.items())
+    with _naming():
+        models = _Arguments.model_validate(dict(arguments)).models
+    configs = tuple(_read_model(name, options or {}) for name, options in models.items())
     names = [config.name.lower() for config in configs]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
@@ -96,27 +94,22 @@ def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     return configs
 
 
-def _read_model(name: str, options: Any) -> ModelConfig:
-    key = f"models.{name}"
-    options = {} if options is None else options
-    if not isinstance(options, Mapping):
-        raise OptionError(f"{key} must map options to values, but is {options!r:.60}; {{}} takes all defaults.")
-    for option in options.keys() - OPTIONS:
-        raise _unknown(f"{key}.{option}", OPTIONS)
-    try:
+def _read_model(name: str, options: Mapping[str, Any]) -> ModelConfig:
+    with _naming("models", name):
         return ModelConfig(**{"model": name, **options, "name": parse_name(name).canonical})
+
+
+@contextmanager
+def _naming(*keys: str) -> Iterator[None]:
+    """Names the key, below `keys`, of what is wrong inside the block."""
+    try:
+        yield
     except ModelNameError as error:
-        raise ModelNameError(f"{key}: {error}") from None
+        raise ModelNameError(f"{'.'.join(keys)}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        raise OptionError(f"{key}.{first['loc'][0]}: {message}, but is {first['input']!r:.60}") from None
-
-
-def _unknown(key: str, known: list[str]) -> OptionError:
-    near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-    return OptionError(f"unknown option {key!r:.80}; {hint}")
+        key, message = ".".join((*keys, *map(str, first["loc"]))), first["msg"].removeprefix("Value error, ")
+        raise OptionError(f"{key}: {message}, but is {first['input']!r:.60}") from None
 
 
 class ConfiguredCatalog(Catalog):
