@@ -12,7 +12,6 @@ of a split model beside each other.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -320,7 +319,8 @@ class BlobWriter:
         self._path = folder / blob_name(digest)
         check_space(folder, size_bytes or 0, f"the blob {self._path.name[:19]}")
         self._sha = hashlib.sha256()
-        with _writing(self._path):
+        self._failed = f"{self._path.name[:19]} cannot be written to {str(folder)!r}"
+        with disk_errors(self._failed):
             folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned(folder.glob(".*.partial"))
             handle, name = locked_temporary(folder, ".", ".partial")
@@ -339,7 +339,7 @@ class BlobWriter:
         """Appends bytes. Raises PullError when the disk fails, or would have less than MARGIN_BYTES left."""
         check_space(self._path.parent, len(chunk), f"a part of {self._path.name[:19]}")
         self._sha.update(chunk)
-        with _writing(self._path):
+        with disk_errors(self._failed):
             self._file.write(chunk)
 
     def commit(self) -> Path:
@@ -349,7 +349,7 @@ class BlobWriter:
             raise ModelFormatError(
                 f"the digest of the bytes is {found}, but {self._path.name} was announced; send again."
             )
-        with _writing(self._path):
+        with disk_errors(self._failed):
             self._file.flush()
             os.fsync(self._file.fileno())
             os.replace(self._partial, self._path)
@@ -371,19 +371,10 @@ def disk_errors(failed: str) -> Iterator[None]:
     """Raises errors of the disk inside the `with` as PullError, which says what has `failed`."""
     try:
         yield
-    except MoeggufError:
-        raise
     except OSError as error:
-        raise PullError(f"{failed} ({error.strerror or error}).") from error
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raises errors of the disk inside the `with` as PullError."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        step = "delete files and send it again" if full else "check the disk and send it again"
-        reason = error.strerror or error
-        raise PullError(f"{path.name[:19]} cannot be written to {str(path.parent)!r} ({reason}); {step}.") from error
+        if isinstance(error, MoeggufError) or error.errno is None:  # of a library, about something else
+            raise
+        raise PullError(
+            f"{failed} ({error.strerror}); check the disk, or delete files, and try again: what was received of a"
+            " download is kept."
+        ) from error
