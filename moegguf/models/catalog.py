@@ -22,7 +22,7 @@ from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models import sources
-from moegguf.models.entry import ModelEntry, model_digest, weights_digest
+from moegguf.models.entry import ModelEntry, weights_digest
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, find_in_library, name_or_none, nearest_names, parse_name
 from moegguf.models.own_store import BlobStore, Contents, Index, updated
 from moegguf.models.recipe import (
@@ -145,11 +145,8 @@ class Catalog:
                 sent = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else None
                 adapter = sent or Path(recipe.adapter).expanduser().absolute()
                 read_adapter(adapter, read_layout(entry.path).arch)
-                made = replace(made, adapter=adapter)
-            if made.overrides == entry.overrides and made.adapter == entry.adapter:
-                return made
-            weights = entry.weights if made.adapter == entry.adapter else weights_digest(entry.files, made.adapter)
-            return replace(made, digest=model_digest(weights, made), files_digest=weights)
+                made = replace(made, adapter=adapter, weights=weights_digest(entry.files, adapter))
+            return made
 
         return self._save(make, target)
 
@@ -212,7 +209,7 @@ class Catalog:
             entry = make()
             parent = "" if entry.source == "path" else entry.name
             now, name = datetime.now(UTC), target.canonical
-            own = replace(entry, name=name, source="own", parent=parent, modified=now, files_digest=entry.weights)
+            own = replace(entry, name=name, source="own", parent=parent, modified=now)
             contents.entries[name.lower()] = own
         return updated(own)
 
@@ -249,21 +246,14 @@ class Catalog:
         if model := find_in_library(text):
             fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
-        folder = [name for name, path in sources.models_by_name().items() if begins_as_gguf(path)]
-        known = [*folder, sources.DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
+        files = [entry.path.stem.lower() for entry in self.entries() if entry.source == "folder"]
+        known = [sources.DEMO_NAME, *files, *(entry.name.removesuffix(":latest") for entry in self.entries())]
         near = nearest_names(sources.name_key(text), known)
-        if near:
-            hint = f"; did you mean {' or '.join(map(repr, near))}?"
-        elif not self.paths:
-            hint = "."
-        elif folder:
-            hint = f"; MOEGGUF_MODELS has {', '.join(map(repr, sorted(folder)[:5]))}; a path works too."
-        else:
-            hint = f"; give the path of a GGUF file, {sources.DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
-        short = "; `moegguf library` lists short ones" * self.paths
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+        here = " `moegguf list` shows those here, `moegguf library` others; a path works too." * self.paths
         return ModelNotFoundError(
             f"there is no model named {text!r}{hint} Models of Hugging Face have names such as"
-            f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M{short}."
+            f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M.{here}"
         )
 
 

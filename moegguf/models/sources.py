@@ -12,7 +12,6 @@ An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list lay
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -212,29 +211,21 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
 
 
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
-    """Deletes the entry's files from every cached commit, except `keep`.
+    """Deletes the entry's files from every cached commit, except links to the blobs in `keep`.
 
     A blob that other files of the cache use stays. Raises PullError when a file cannot be deleted.
     """
-    from huggingface_hub import scan_cache_dir  # slow to import
-    from huggingface_hub.errors import CacheNotFound
-
-    inside = [path.relative_to(hub_cache()).parts for path in entry.all_files]
-    wanted = {(hub_cache().resolve() / parts[0], Path(*parts[3:])) for parts in inside}  # (repository, path in it)
+    repository = hub_cache() / entry.path.relative_to(hub_cache()).parts[0]
+    snapshots = repository / "snapshots"
+    paths = {Path(*path.relative_to(snapshots).parts[1:]) for path in entry.all_files}
+    links = {commit / path for commit in snapshots.iterdir() for path in paths}
     try:
-        cache = scan_cache_dir(hub_cache())
-        files = [
-            file
-            for repo in cache.repos
-            for revision in repo.revisions
-            for file in revision.files
-            if (repo.repo_path, file.file_path.relative_to(revision.snapshot_path)) in wanted
-            and file.blob_path.resolve() not in keep
-        ]
-        if not any(repo.repo_path == folder for repo in cache.repos for folder, _ in wanted):
-            raise OSError(next(map(str, cache.warnings), "its folder is not one of huggingface_hub's"))
-        cache.delete_files(*files).execute()
-    except (OSError, CacheNotFound) as error:
+        for link in filter(Path.exists, links):
+            if (blob := link.resolve()) not in keep:
+                link.unlink()
+                if not any(other.resolve() == blob for other in snapshots.rglob("*")):
+                    blob.unlink(missing_ok=True)
+    except OSError as error:
         raise PullError(f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}).") from error
 
 
@@ -275,10 +266,10 @@ def _inside(folder: Path, path: Path) -> Path:
 
 def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
     """The model of a manifest. Raises the errors that `ollama_models` ignores when it cannot be run."""
-    shown, data = _display_name(name), _read(_inside(folder, manifest))
+    shown = _display_name(name)
     files: dict[str, list[Path]] = {"model": [], "projector": [], "adapter": []}
     parts: dict[str, list[str]] = {}
-    for layer in json.loads(data)["layers"]:
+    for layer in json.loads(_read(_inside(folder, manifest)))["layers"]:
         kind = str(layer["mediaType"]).removeprefix(_KIND)
         path = ollama_blob(folder, layer["digest"])
         if kind in files and path.stat().st_size != layer["size"]:
@@ -306,8 +297,7 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
         source="ollama",
         files=(model,),
         size_bytes=size_of((model, *filter(None, (mmproj, adapter)))),
-        digest=hashlib.sha256(data).hexdigest(),
-        files_digest=weights_digest((model,), adapter),
+        weights=weights_digest((model,), adapter),
         modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
         mmproj=mmproj,
         adapter=adapter,
