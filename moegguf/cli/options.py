@@ -163,14 +163,8 @@ Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that b
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
 
-_HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://")
-
 
 def hub_name(repository: str) -> str:
-    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it. Raises
-    typer.BadParameter for anything else."""
-    if repository.startswith(_HUB_HOSTS):
-        return repository
-    if repository.count("/") != 1 or not all(repository.split("/")):
-        raise typer.BadParameter(f"-hf takes USER/REPOSITORY[:QUANT], but is {repository!r}.")
-    return f"hf.co/{repository}"
+    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it, or a
+    name that says its host."""
+    return repository if repository.startswith(("hf.co/", "huggingface.co/", "https://")) else f"hf:{repository}"
