@@ -165,6 +165,10 @@ Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepte
 
 
 def hub_name(repository: str) -> str:
-    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it, or a
-    name that says its host."""
-    return repository if repository.startswith(("hf.co/", "huggingface.co/", "https://")) else f"hf:{repository}"
+    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it. Raises
+    typer.BadParameter for anything else."""
+    from moegguf.models.names import hub_name_of
+
+    if (name := hub_name_of(repository)) is None:
+        raise typer.BadParameter(f"-hf takes USER/REPOSITORY[:QUANT], but is {repository!r}.")
+    return name.canonical

@@ -246,9 +246,8 @@ class Catalog:
         if model := find_in_library(text):
             fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
-        files = [entry.path.stem.lower() for entry in self.entries() if entry.source == "folder"]
-        known = [sources.DEMO_NAME, *files, *(entry.name.removesuffix(":latest") for entry in self.entries())]
-        near = nearest_names(sources.name_key(text), known)
+        known = [sources.DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
+        near = nearest_names(text, [*known, *map(str.lower, known)])
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
         here = " `moegguf list` shows those here, `moegguf library` others; a path works too." * self.paths
         return ModelNotFoundError(

@@ -149,16 +149,16 @@ def read_repository(repo: str, stopped: threading.Event, cache: Path | None = No
 
 
 @contextmanager
-def open_bytes(file: HubFile, begin: int, end: int | None = None) -> Iterator[httpx2.Response]:
-    """A response with the file's bytes from `begin` on, up to `end` (status 206), or with all (200).
+def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
+    """A response with the file's bytes from `begin` on (status 206), or with all (200).
 
     Raises PullError for other bytes than were asked for, and the errors of httpx2 and huggingface_hub.
     """
     url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
     headers = build_hf_headers(library_name="moegguf", library_version=__version__)
     headers["Accept-Encoding"] = "identity"
-    if begin or end:
-        headers["Range"] = f"bytes={begin}-{end - 1 if end else ''}"
+    if begin:
+        headers["Range"] = f"bytes={begin}-"
     with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True) as response:
         hf_raise_for_status(response)
         stated = response.headers.get("Content-Range", "")
@@ -260,42 +260,33 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
 
 
 def _fetch_header(file: HubFile, path: Path) -> None:
-    """Fetches more of the file until its header is complete. Raises the reader's error for one that never is."""
-    begin, end = 0, min(FIRST_BYTES, file.size_bytes)
-    path.touch()
-    while True:
-        with hub_errors(file.repo, file.path):
-            data = with_retries(partial(_read_range, file, begin, end), threading.Event())
-        with open(path, "r+b") as output:
-            output.seek(begin)
-            output.write(data)
-            output.truncate(file.size_bytes)
-        # The zeros after the fetched bytes may be an error; one of the whole file is its own.
-        with suppress(ModelFormatError) if end < file.size_bytes else nullcontext():
-            if read_gguf(path).shard.header_bytes <= end:
-                return
-        if end >= MOST_BYTES:
-            raise PullError(
-                f"{file.repo}/{file.path}: its header is not complete within {format_bytes(MOST_BYTES)}; it is"
-                " damaged, or not a GGUF file."
-            )
-        begin, end = end, min(2 * end, file.size_bytes, MOST_BYTES)
+    """Fetches the beginning of the file until its header is complete, and gives `path` the file's size. Raises the
+    reader's error for one that never is."""
 
+    def receive() -> None:
+        n_bytes, enough = 0, min(FIRST_BYTES, file.size_bytes)
+        with open(path, "wb") as output, open_bytes(file, 0) as response:
+            for chunk in response.iter_raw():
+                output.write(chunk)
+                n_bytes += len(chunk)
+                if n_bytes < enough:
+                    continue
+                output.flush()
+                os.truncate(path, max(n_bytes, file.size_bytes))
+                # The zeros after the fetched bytes may be an error; one of the whole file is its own.
+                with suppress(ModelFormatError) if n_bytes < file.size_bytes else nullcontext():
+                    if read_gguf(path).shard.header_bytes <= n_bytes:
+                        return
+                if n_bytes >= MOST_BYTES:
+                    raise PullError(
+                        f"{file.repo}/{file.path}: its header is not complete within {format_bytes(MOST_BYTES)}; it is"
+                        " damaged, or not a GGUF file."
+                    )
+                enough = min(2 * n_bytes, file.size_bytes)
+        raise httpx2.ReadError("the connection was closed too early")
 
-def _read_range(file: HubFile, begin: int, end: int) -> bytes:
-    """Bytes `begin` to `end` of the file; a server without ranges sends more, of which no more is read.
-
-    Raises PullError for fewer bytes, or for others than were asked for.
-    """
-    found = bytearray()
-    with open_bytes(file, begin, end) as response:
-        n_skipped = begin if response.status_code != 206 else 0
-        for chunk in response.iter_raw():
-            found += chunk
-            if len(found) >= n_skipped + end - begin:
-                return bytes(found[n_skipped : n_skipped + end - begin])
-    n_bytes = max(0, len(found) - n_skipped)
-    raise PullError(f"{file.repo}/{file.path}: the hub sent {n_bytes} of {end - begin} bytes; try again.")
+    with hub_errors(file.repo, file.path):
+        with_retries(receive, threading.Event())
 
 
 def fetch_files(

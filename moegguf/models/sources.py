@@ -61,12 +61,10 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
         )
 
 
-def models_by_name() -> dict[str, Path]:
-    """{name in lower case: file} of the models in MOEGGUF_MODELS and one level of folders below it."""
+def folder_files() -> list[Path]:
+    """The models in MOEGGUF_MODELS and one level of folders below it: first files, one for each name."""
     folder = models_folder()
-    if not folder.is_dir():
-        return {}
-    return _models_in([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
+    return _first_files([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
@@ -75,27 +73,28 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
     Raises ModelNameError and OSError for that one, when it has no name or cannot be read.
     """
-    keys = None if text is None else {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
-    for key, path in models_by_name().items():
-        known = {key, name_key(path.stem)}
-        if keys is None or keys & (known | set(map(_as_name, known))):
-            with suppress(*() if keys else (ModelNameError, OSError)):
-                yield file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
+    wanted = None if text is None else _plain_name(text.lower().removesuffix(f":{DEFAULT_TAG}")).lower()
+    for path in folder_files():
+        name = _plain_name(path.name)
+        if wanted in (None, name.lower()):
+            with suppress(*() if wanted else (ModelNameError, OSError)):
+                yield file_entry(path, "folder", parse_name(name).canonical)
 
 
 def file_name(path: Path) -> str:
     """The name of a model by that of its first file. Raises ModelNameError when that is none."""
-    return parse_name(_as_name(parse_shard_name(path.stem).prefix)).canonical
+    return parse_name(_plain_name(path.name)).canonical
 
 
-def _as_name(text: str) -> str:
-    """With dashes in place of characters that names may not have."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", text)
+def _plain_name(file: str) -> str:
+    """Without ".gguf" and a shard's number, and with dashes in place of characters that names may not have."""
+    stem = file[:-5] if file.lower().endswith(".gguf") else file
+    return re.sub(r"[^A-Za-z0-9._-]", "-", parse_shard_name(stem).prefix)
 
 
 def only_model(folder: Path) -> Path:
     """The model in `folder`. Raises ModelNotFoundError when there is none, or more than one."""
-    files = list(_models_in(folder.glob("*.gguf")).values())
+    files = _first_files(folder.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
     if not files:
@@ -114,19 +113,13 @@ def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
     return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
 
 
-def name_key(name: str) -> str:
-    """Equal for names in MOEGGUF_MODELS that mean the same file."""
-    return name.lower().removesuffix(".gguf")
-
-
-def _models_in(files: Iterable[Path]) -> dict[str, Path]:
-    """{name in lower case: first file}; that of a split model has no shard number."""
+def _first_files(files: Iterable[Path]) -> list[Path]:
+    """The first file of each model; of two with one name the first one."""
     models: dict[str, Path] = {}
     for file in sorted(file for file in files if is_model(file.name) and file.is_file()):
-        shard = parse_shard_name(file.stem)
-        if shard.number == 1:
-            models.setdefault(name_key(shard.prefix), file)
-    return models
+        if parse_shard_name(file.stem).number == 1:
+            models.setdefault(_plain_name(file.name).lower(), file)
+    return list(models.values())
 
 
 def hub_cache() -> Path:

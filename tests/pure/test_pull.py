@@ -278,6 +278,13 @@ def test_a_fault_that_passes_is_no_fault(repo: FakeHub, faults: list[Fault]) -> 
     assert repo.faults["x-Q4_K_M.gguf"] == []
 
 
+@pytest.mark.parametrize("stated", [{"Content-Range": "bytes 7-1006/9999"}, {}])
+def test_another_range_than_was_asked_for_is_refused(repo: FakeHub, stated: dict[str, str]) -> None:
+    repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), lambda handler, data: handler.say(206, stated, data[7:1007])]
+    with pytest.raises(PullError, match=rf"asked for the bytes from {1 << 20} on, the hub sent"):
+        fetch()
+
+
 def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), *[status(503)] * downloads.TRIES]
     with pytest.raises(PullError, match=r"503.*continues where it stopped"):
