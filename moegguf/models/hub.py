@@ -212,28 +212,24 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     """The error of the Hub or of the network as one of ours, with the next step."""
     what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
-    if isinstance(error, hf.GatedRepoError):
-        return PullError(
-            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account ({token})."
-        )
+    status = error.response.status_code if isinstance(error, hf.HfHubHTTPError) else 0
     if isinstance(error, hf.RemoteEntryNotFoundError):
         return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
-    if isinstance(error, hf.RevisionNotFoundError):
-        return ModelNotFoundError(f"the repository {repo!r} has no commit yet, or this one was deleted; see {page}.")
-    if isinstance(error, hf.RepositoryNotFoundError | hf.HFValidationError):
-        return ModelNotFoundError(
-            f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
-            f" set HF_TOKEN ({token})."
-        )
-    if isinstance(error, hf.HfHubHTTPError) and (status := error.response.status_code) in (401, 403):
+    is_gated, is_missing = isinstance(error, hf.GatedRepoError), isinstance(error, hf.RepositoryNotFoundError)
+    if is_gated or (status in (401, 403) and not is_missing):
+        denied = "is gated" if is_gated else f"may not be read ({status})"
         return PullError(
-            f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
-            f" HF_TOKEN to a token that may read it ({token})."
+            f"{what!r} {denied}: accept its licence at {page}, if there is one, and set HF_TOKEN to a token of that"
+            f" account ({token})."
         )
-    if isinstance(error, hf.HfHubHTTPError):
-        limit = f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
-        later = f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
-        return PullError(limit if status == 429 else later)
+    if is_missing or isinstance(error, hf.RevisionNotFoundError | hf.HFValidationError):
+        return ModelNotFoundError(
+            f"there is no repository {repo!r} with a commit at {hub_endpoint()}, or it is private: check the name; for"
+            f" a private one set HF_TOKEN ({token})."
+        )
+    if status:
+        why = "the hub's rate limit is reached (429)" if status == 429 else f"the hub answered {status}"
+        return PullError(f"{why} for {what!r}; try again later, the download continues where it stopped.")
     reason = " ".join(str(error).split()) or type(error).__name__
     return PullError(
         f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network, HF_ENDPOINT and proxies,"

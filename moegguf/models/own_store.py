@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -116,12 +116,9 @@ class Index:
         return contents
 
     @contextmanager
-    def changed(self, after: Callable[[Contents], None] | None = None) -> Iterator[Contents]:
-        """The contents, to be changed inside the `with`; written at its end, unless it raises. Then calls `after` with
-        them.
-
-        Both run under the lock and must not use the index. Raises PullError when the disk fails.
-        """
+    def changed(self) -> Iterator[Contents]:
+        """The contents, to be changed inside the `with`, under the lock; written at its end, unless it raises. Raises
+        PullError when the disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "ab") as lock:
@@ -136,8 +133,6 @@ class Index:
                     warnings.warn(f"{kept} {damaged}.", stacklevel=2)
                 if not contents.is_intact or _to_json(contents) != before:
                     write_atomically(self.path, _to_json(contents))
-                if after:
-                    after(contents)
 
     def _load(self) -> Contents:
         """What could be read."""

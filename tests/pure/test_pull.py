@@ -364,7 +364,7 @@ def test_private_and_gated_repositories_are_explained(
     with pytest.raises(ModelNotFoundError, match=r"private: .*HF_TOKEN \(no token is set"):
         fetch("u/private")
     with pytest.raises(
-        PullError, match=r"gated: accept its licence at http://127\.0\.0\.1:\d+/u/gated and set HF_TOKEN"
+        PullError, match=r"gated: accept its licence at http://127\.0\.0\.1:\d+/u/gated, .* set HF_TOKEN"
     ):
         fetch("u/gated")
     monkeypatch.setenv("HF_TOKEN", f" {hub.TOKEN}\n")
