@@ -181,22 +181,7 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
     """The table of placements, what it rests on, and the reason; None where there was nothing to decide."""
     if plan is None:
         return None
-    speeds, in_bytes = plan.speeds, ("device_bytes_per_s", "cpu_bytes_per_s", "disk_bytes_per_s")
-    return {
-        "device_expert_bytes": plan.device_bytes,
-        "speeds": {
-            **{name: round(getattr(speeds, name)) for name in in_bytes},
-            "copies_bytes_per_s": round(speeds.copies.bytes_per_s),
-            "copies_us": speeds.copies.latency_s * 1e6,
-            "stop_us": speeds.stop_s * 1e6,
-            "cpu_layer_us": speeds.cpu_layer_s * 1e6,
-            "source": speeds.source,
-        },
-        "hit_rates": plan.hit_rates,
-        "placements": [asdict(each) | {"text": str(each)} for each in plan.placements],
-        "chosen": plan.chosen.kind,
-        "reason": plan.reason,
-    }
+    return asdict(plan) | {"placements": [asdict(each) | {"text": str(each)} for each in plan.placements]}
 
 
 def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
