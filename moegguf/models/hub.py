@@ -55,7 +55,7 @@ FIRST_BYTES = 2 << 20  # of a header; a large vocabulary takes several times as 
 MOST_BYTES = 128 << 20
 PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its chunked storage (Xet)
 MAX_PARALLEL_FILES = 4
-WAIT_S = 0.2  # between two looks whether to stop or to go on, and two reports
+POLL_S = 0.2  # between two looks whether to stop or to go on, and two reports
 
 _HEX64, _HEX40 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 Result = TypeVar("Result")
@@ -316,7 +316,7 @@ def fetch_files(
             thread.start()
         for thread in threads:
             while thread.is_alive() and not stopped.is_set():
-                thread.join(WAIT_S)
+                thread.join(POLL_S)
                 report(dict(received))
     except BaseException:  # an interrupt
         stopped.set()
@@ -361,7 +361,7 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
     stack = ExitStack()
     while True:
         try:
-            stack.enter_context(WeakFileLock(path, timeout=WAIT_S))
+            stack.enter_context(WeakFileLock(path, timeout=POLL_S))
             return stack
         except TimeoutError:
             if stopped.is_set():
