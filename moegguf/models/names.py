@@ -113,11 +113,6 @@ def hub_name_of(text: str) -> Name | None:
     return name if name and name.is_hub else None
 
 
-def is_hub_name(text: str) -> bool:
-    """Whether `text` names a Hugging Face repository and is not a path, which may look like USER/REPOSITORY."""
-    return hub_name_of(text) is not None and (":" in text or not text.lower().endswith(".gguf"))
-
-
 def _name(host: str, path: str, text: str) -> Name:
     """The name with `[namespace/]model[:tag]` in `path`. Raises ModelNameError for a part that breaks a rule."""
     namespace, _, last = path.partition("/") if host else ("", "", path)
@@ -218,7 +213,8 @@ def fetchable_name(text: str) -> str | None:
     """The name on Hugging Face that `text` means, by itself or in the library; None where it is no such name."""
     if model := find_in_library(text):
         return model.hub_name
-    return text if is_hub_name(text) else None
+    is_path = text.lower().endswith(".gguf") and ":" not in text  # which may look like USER/REPOSITORY
+    return text if hub_name_of(text) and not is_path else None
 
 
 def nearest_names(text: str, others: Sequence[str] = ()) -> list[str]:
