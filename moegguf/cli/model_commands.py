@@ -3,11 +3,9 @@ that are kept on disk; and for models in a running server: ps, stop, budget."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -132,21 +130,15 @@ def copy(
 def create(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The new name.")],
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.  [default: Modelfile]")
-    ] = None,
+        typer.FileText,
+        typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.", encoding="utf-8", errors="replace"),
+    ] = "Modelfile",  # type: ignore[assignment]  # its name, which typer opens
 ) -> None:
     """Create a model from a Modelfile: FROM, PARAMETER, SYSTEM, MESSAGE, LICENSE."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.recipe import parse
 
-    path = file or Path("Modelfile")
-    if str(path) == "-":
-        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
-    elif path.is_file():
-        text = path.read_text(encoding="utf-8", errors="replace")
-    else:
-        raise typer.BadParameter(f"there is no file {str(path)!r}; write one that begins with FROM, or give --file")
-    Catalog().create(model, parse(text))
+    Catalog().create(model, parse(file.read()))
     print_message("success")
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from catalog_helpers import cache, names
@@ -241,11 +242,8 @@ def test_a_file_that_cannot_be_deleted_keeps_its_name(catalog: Catalog, monkeypa
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
     (folder / "refs" / "other").write_text("f" * 40)  # a damage that does not matter
 
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(1, "not permitted")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", refuse)
+        patch.setattr(Path, "unlink", Mock(side_effect=PermissionError(1, "not permitted")))
         with pytest.raises(PullError, match=r"cannot be removed .*not permitted"):
             catalog.remove("u/r")
     assert names("hf.co") == ["hf.co/u/r:Q4_0"]
