@@ -21,6 +21,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -123,15 +124,15 @@ class HubFile:
         return digest.hexdigest() == self.etag
 
 
-def read_repository(repo: str, stopped: threading.Event, cache: Path | None = None) -> dict[str, HubFile]:
+def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
     """{path: file} of the newest commit of `main` of "user/repo", without files that have no size, no digest or no
     relative path inside the repository; `cache`: another one than the Hub's.
 
-    Raises ModelNotFoundError, PullError, Stopped.
+    Raises ModelNotFoundError, PullError.
     """
     api = HfApi(endpoint=hub_endpoint(), library_name="moegguf", library_version=__version__)
     with hub_errors(repo):
-        info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), stopped)
+        info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S))
     commit = str(info.sha or "")
     if not _HEX40.fullmatch(commit):
         raise PullError(f"{hub_endpoint()} sent no commit of {repo!r}; try again later.")
@@ -170,13 +171,9 @@ def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
         yield response
 
 
-def with_retries(
-    call: Callable[[], Result], stopped: threading.Event, received_bytes: Callable[[], int] = lambda: 0
-) -> Result:
+def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] = lambda: 0) -> Result:
     """The result of `call`, repeated after transient errors until TRIES in a row received less than PROGRESS_BYTES.
-
-    Raises the last error, or Stopped.
-    """
+    Raises the last error."""
     n_failures = 0
     while True:
         before = received_bytes()
@@ -193,8 +190,7 @@ def with_retries(
                 wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
             if n_failures == TRIES or not is_transient:
                 raise
-            if stopped.wait(min(wait_s, MAX_WAIT_S)):
-                raise Stopped from None
+            time.sleep(min(wait_s, MAX_WAIT_S))
 
 
 @contextmanager
@@ -246,7 +242,7 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
     Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
     """
     parsed = parse_name(name)
-    files = read_repository(parsed.repo, threading.Event())
+    files = read_repository(parsed.repo)
     selection = select_files(files, parsed.tag, repo=parsed.repo)
     with tempfile.TemporaryDirectory(prefix="moegguf-header-") as folder:
         for path in selection.paths:
@@ -282,7 +278,7 @@ def _fetch_header(file: HubFile, path: Path) -> None:
         raise httpx2.ReadError("the connection was closed too early")
 
     with hub_errors(file.repo, file.path):
-        with_retries(receive, threading.Event())
+        with_retries(receive)
 
 
 def fetch_files(
@@ -341,7 +337,7 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
         if file.is_cached:
             return
         for _ in range(2 if file.received_bytes else 1):
-            with_retries(lambda: _receive(file, on_bytes, stopped), stopped, lambda: file.received_bytes)
+            with_retries(lambda: _receive(file, on_bytes, stopped), lambda: file.received_bytes)
             if file.is_at(file.partial):
                 break
             file.partial.unlink()

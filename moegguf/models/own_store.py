@@ -41,7 +41,6 @@ from moegguf.settings import data_folder
 VERSION = 1
 _BESIDE = ("mmproj", "adapter", "draft")  # a file each, or None
 MARGIN_BYTES = 64 << 20  # left free on the disk
-MAX_FILES = 1024
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+() -]{0,199}", re.ASCII)
 
 
@@ -231,8 +230,6 @@ class BlobStore:
         Raises ModelNotFoundError for a missing blob, ModelFormatError for files that are not a model, OptionError for
         names that are not file names.
         """
-        if len(files) > MAX_FILES:
-            raise OptionError(f"a model has at most {MAX_FILES} files, but these are {len(files)}.")
         named = _named(files)
         selection = select_files(named, repo="the list of files")
         folder = self._folder_of(named)

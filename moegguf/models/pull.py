@@ -64,7 +64,7 @@ def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
 
     try:
         report(PullStatus("pulling manifest"))
-        known = read_repository(name.repo, stopped)
+        known = read_repository(name.repo)
         selection = select_files(known, name.tag, repo=name.repo)
         files = [known[path] for path in selection.paths]
         reported: dict[HubFile, PullStatus] = {}
@@ -111,12 +111,12 @@ def fetch(
 
     from moegguf.models.hub import fetch_files, find_missing, link_commit, link_files, read_repository
 
-    folder, stopped = Path(local_dir) if local_dir else None, threading.Event()
+    folder = Path(local_dir) if local_dir else None
     cache = folder / ".cache" / "moegguf" if folder else Path(cache or hub_cache())
     try:
         if hub_offline():
             raise PullError(f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set.")
-        there = read_repository(repo_id, stopped, cache)
+        there = read_repository(repo_id, cache)
     except PullError:
         if here := folder or next((snapshot.folder for snapshot in snapshots(cache, repo_id)), None):
             known = sorted(path.relative_to(here) for path in here.rglob("*") if path.is_file())
@@ -131,7 +131,7 @@ def fetch(
         def report_bytes(received: dict[HubFile, int]) -> None:
             bar.update(sum(received.values()) - bar.n)
 
-        fetch_files(missing, repo_id, stopped, report_bytes)
+        fetch_files(missing, repo_id, threading.Event(), report_bytes)
     if folder is None:
         return link_commit(files) / files[0].path
     link_files(missing, folder)
