@@ -287,8 +287,8 @@ def fetch_files(
     """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time; calls `report` with the bytes of each that are on
     disk now and then, and at the end. `what` starts the message of a full disk.
 
-    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), or Stopped; the threads then end with
-    their next bytes.
+    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), PullError also when `stopped`; the threads
+    then end with their next bytes.
     """
     if files:
         check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
@@ -299,6 +299,8 @@ def fetch_files(
             for file in waiting:
                 _fetch(file, partial(received.__setitem__, file), stopped)
                 received[file] = file.size_bytes
+        except Stopped:
+            return
         except BaseException as error:  # raised by the thread that waits
             errors.append(error)
             stopped.set()
@@ -320,7 +322,7 @@ def fetch_files(
     if errors:
         raise errors[0]
     if stopped.is_set():
-        raise Stopped
+        raise PullError(f"fetching {what} was stopped; received bytes are kept, pull again to continue.")
     report(received)
 
 

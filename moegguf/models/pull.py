@@ -60,30 +60,25 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
 
 
 def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
-    from moegguf.models.hub import Stopped, fetch_files, link_commit, read_repository
+    from moegguf.models.hub import fetch_files, link_commit, read_repository
 
-    try:
-        report(PullStatus("pulling manifest"))
-        known = read_repository(name.repo)
-        selection = select_files(known, name.tag, repo=name.repo)
-        files = [known[path] for path in selection.paths]
-        reported: dict[HubFile, PullStatus] = {}
-        for file in files:
-            digest = f"sha256:{file.etag}" if file.is_large else ""
-            reported[file] = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
-            report(reported[file])
+    report(PullStatus("pulling manifest"))
+    known = read_repository(name.repo)
+    selection = select_files(known, name.tag, repo=name.repo)
+    files = [known[path] for path in selection.paths]
+    reported: dict[HubFile, PullStatus] = {}
+    for file in files:
+        digest = f"sha256:{file.etag}" if file.is_large else ""
+        reported[file] = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
+        report(reported[file])
 
-        def report_bytes(received: dict[HubFile, int]) -> None:
-            for file, n_bytes in received.items():
-                if reported[file].completed_bytes != n_bytes:
-                    reported[file] = replace(reported[file], completed_bytes=n_bytes)
-                    report(reported[file])
+    def report_bytes(received: dict[HubFile, int]) -> None:
+        for file, n_bytes in received.items():
+            if reported[file].completed_bytes != n_bytes:
+                reported[file] = replace(reported[file], completed_bytes=n_bytes)
+                report(reported[file])
 
-        fetch_files(files, name.canonical, stopped, report_bytes)
-    except Stopped:
-        raise PullError(
-            f"fetching {name.canonical} was stopped; received bytes are kept, pull again to continue."
-        ) from None
+    fetch_files(files, name.canonical, stopped, report_bytes)
     report(PullStatus("verifying sha256 digest"))
     report(PullStatus("writing manifest"))
     found = Snapshot(files[0].repo, link_commit(files))
