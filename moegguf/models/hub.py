@@ -441,9 +441,9 @@ def link_commit(files: Sequence[HubFile]) -> Path:
         for file in files:
             link = snapshot / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
-            if link.exists() and link.samefile(file.blob):
-                continue
-            link.unlink(missing_ok=True)
+            # A right link, which another process may have made just now, is never taken away.
+            if os.path.lexists(link) and not (link.exists() and link.samefile(file.blob)):
+                link.unlink(missing_ok=True)
             with suppress(FileExistsError):  # made by another process in the meantime
                 try:  # relative, as huggingface_hub makes them
                     link.symlink_to(os.path.relpath(file.blob, link.parent))
@@ -452,7 +452,8 @@ def link_commit(files: Sequence[HubFile]) -> Path:
         (folder / "refs").mkdir(exist_ok=True)
         # A temporary file in refs/ would be taken for a branch.
         write_atomically(folder / ".main", commit.encode())
-        os.replace(folder / ".main", folder / "refs" / "main")
+        with suppress(FileNotFoundError):  # another thread or process has put it there
+            os.replace(folder / ".main", folder / "refs" / "main")
     return snapshot
 
 
