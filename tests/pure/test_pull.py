@@ -2,12 +2,14 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,17 @@ def test_those_who_ask_at_a_time_go_on_with_what_others_received(repo: FakeHub) 
     assert all(told[-1].status == "success" for _, told in results[1:])
     first_span, *spans = repo.gets("x-Q4_K_M.gguf")
     assert not first_span and len(spans) <= 1 and all(spans), "the second one for the rest"
+
+
+def test_those_who_link_a_commit_at_a_time_do_not_disturb_each_other(hub: FakeHub) -> None:
+    hub.add("u/r", {f"x-Q4_0-0000{n}-of-00003.gguf": b"%d" % n for n in (1, 2, 3)})
+    entry, _ = fetch("u/r")
+    files = list(downloads.read_repository("u/r").values())
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(20):
+            shutil.rmtree(entry.path.parent)
+            assert set(pool.map(downloads.link_commit, [files] * 6)) == {entry.path.parent}
+    assert all(path.is_file() for path in entry.files)
 
 
 def test_a_new_commit_takes_over_whole(repo: FakeHub) -> None:
