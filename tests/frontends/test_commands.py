@@ -381,7 +381,7 @@ ERRORS = [
     ("rm missing", 1, "no model named 'missing'"),
     ("cp missing x", 1, "no model named 'missing'"),
     ("push demo", 2, "push is not supported"),
-    ("create x -f /nowhere/Modelfile", 2, "there is no file"),
+    ("create x -f /nowhere/Modelfile", 2, "No such file or directory; see"),
     ("ps", 1, "no server is running"),
     ("stop demo", 1, "no server is running"),
     ("serve --host https://localhost", 1, "http only"),
