@@ -25,7 +25,7 @@ LIMITS = {
     "moegguf/engine": 7_230,
     "moegguf/generate": 4_170,
     "moegguf/gguf": 1_800,
-    "moegguf/models": 2_640,
+    "moegguf/models": 2_630,
     "moegguf/native": 14_100,
     "moegguf/server": 7_570,
     "moegguf/serving": 4_080,
