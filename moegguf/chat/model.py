@@ -241,10 +241,10 @@ class OwnWorker:
 
     def print_info(self, entry: NamedModel) -> None:
         """Prints the table of `moegguf show`."""
-        from moegguf.terminal.facts import DescribedModel, facts_of
+        from moegguf.terminal.facts import facts_of
         from moegguf.terminal.tables import print_model
 
-        print_model(facts_of(DescribedModel(_here(entry))))
+        print_model(facts_of(_here(entry)))
 
     def close(self) -> None:
         """Ends the worker, if there is one."""

@@ -26,7 +26,7 @@ from moegguf.errors import BatchFileError, MoeggufError
 from moegguf.options import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS, MEMORY, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
-from moegguf.terminal.progress import ProgressBar, short_duration
+from moegguf.terminal.progress import Spinner, short_duration
 
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
@@ -228,7 +228,7 @@ def _answer_to_end(
             await answer_requests(requests, answers, answer, n_parallel, report)
 
     try:
-        with ProgressBar() as bar:
+        with Spinner() as bar:
             asyncio.run(answer_all())
     except (KeyboardInterrupt, MoeggufError) as error:
         again = "" if target is None else "; the same command goes on"

@@ -3,12 +3,9 @@ that are kept on disk; and for models in a running server: ps, stop, budget."""
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -20,7 +17,6 @@ from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.engine.context_store import StoredBlock
-    from moegguf.quantities import ExpertCache
 
 Name = Annotated[str, model_argument("A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.")]
 Loaded = Annotated[str, model_argument("A name that `ps` shows.")]
@@ -134,21 +130,15 @@ def copy(
 def create(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The new name.")],
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.  [default: Modelfile]")
-    ] = None,
+        typer.FileText,
+        typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.", encoding="utf-8", errors="replace"),
+    ] = "Modelfile",  # type: ignore[assignment]  # its name, which typer opens
 ) -> None:
     """Create a model from a Modelfile: FROM, PARAMETER, SYSTEM, MESSAGE, LICENSE."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.recipe import parse
 
-    path = file or Path("Modelfile")
-    if str(path) == "-":
-        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
-    elif path.is_file():
-        text = path.read_text(encoding="utf-8", errors="replace")
-    else:
-        raise typer.BadParameter(f"there is no file {str(path)!r}; write one that begins with FROM, or give --file")
-    Catalog().create(model, parse(text))
+    Catalog().create(model, parse(file.read()))
     print_message("success")
 
 
@@ -312,11 +302,10 @@ def budget(
 ) -> None:
     """Show or change a loaded model's memory for experts in a running server, also while it answers."""
     from moegguf.chat.client import Client
-    from moegguf.quantities import format_bytes, parse_expert_cache
+    from moegguf.quantities import format_bytes
 
     budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
     given = {name: value for name, value in budgets.items() if value is not None}
-    asked = {name: parse_expert_cache(value) for name, value in given.items()}
     path = f"/budget?model={quote(model, safe='')}"
     now = Client().post("/budget", {"model": model, **given}, method="PUT") if given else Client().get(path)
     parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
@@ -326,13 +315,6 @@ def budget(
         if now["staging_bytes"]:
             parts[0] += f", {format_bytes(now['staging_bytes'])} of it to stage prompts"
     for part, name in ((-1, "expert_cache"), (0, "vram_cache")):
-        if name in asked and _asks_for_more(asked[name], now[f"{name}_bytes"], now):
+        if name in given and now[f"{name}_bytes"] >= now[f"max_{name}_bytes"]:
             parts[part] += ", the most that it was loaded with"
     print_message(f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all")
-
-
-def _asks_for_more(asked: ExpertCache, n_bytes: int, now: dict[str, Any]) -> bool:
-    """Whether more whole slots were asked for than these bytes hold."""
-    n_experts, slot_bytes = now["n_experts"], now["slot_bytes"] or math.inf
-    wanted = {"fraction": int(asked.fraction * n_experts), "bytes": int(asked.n_bytes // slot_bytes)}
-    return min(wanted.get(asked.mode, 0), n_experts) > n_bytes // slot_bytes

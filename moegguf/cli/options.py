@@ -163,14 +163,12 @@ Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that b
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
 
-_HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://")
-
 
 def hub_name(repository: str) -> str:
     """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it. Raises
     typer.BadParameter for anything else."""
-    if repository.startswith(_HUB_HOSTS):
-        return repository
-    if repository.count("/") != 1 or not all(repository.split("/")):
+    from moegguf.models.names import hub_name_of
+
+    if (name := hub_name_of(repository)) is None:
         raise typer.BadParameter(f"-hf takes USER/REPOSITORY[:QUANT], but is {repository!r}.")
-    return f"hf.co/{repository}"
+    return name.canonical

@@ -77,7 +77,7 @@ def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | N
     from moegguf.gguf.adapter import read_adapter
     from moegguf.gguf.experts import read_layout
     from moegguf.gguf.projector import read_projector
-    from moegguf.models.entry import model_digest, weights_digest
+    from moegguf.models.entry import weights_digest
 
     if mmproj is not None:
         entry = replace(entry, mmproj=read_projector(os.path.expanduser(mmproj)).path.absolute())
@@ -85,8 +85,7 @@ def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | N
         return entry
     adapter = Path(lora_path).expanduser().absolute()
     read_adapter(adapter, read_layout(entry.path).arch)
-    weights = weights_digest(entry.files, adapter)
-    return replace(entry, adapter=adapter, digest=model_digest(weights, entry), files_digest=weights)
+    return replace(entry, adapter=adapter, weights=weights_digest(entry.files, adapter))
 
 
 def serve_settings(port: int | None, given: Given) -> Settings:

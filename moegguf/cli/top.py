@@ -1,15 +1,14 @@
 """`moegguf top`: the models of a running server, live in a terminal, or once for scripts.
 
-A thread reads `/live`; the screen is drawn FRAMES_PER_S times a second by top_screen.py.
+The screen (top_screen.py) is drawn again at every line of `/live`.
 """
 
 from __future__ import annotations
 
 import os
-import queue
+import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
     from moegguf.chat.client import Client
     from moegguf.cli.top_screen import ModelView
 
-FRAMES_PER_S = 2
+FRAMES_PER_S = 2  # of each model
 STREAM_TIMEOUT_S = 20.0  # the server sends a line every few seconds
-KEYS = "q quits"
 
 
 def top(
@@ -61,44 +59,28 @@ def print_once(client: Client, *, as_json: bool) -> None:
 
 
 def watch(client: Client) -> None:
-    """Draws until `q` or Ctrl-C. Raises NoServerError when the connection is lost."""
+    """Draws at every line of `/live` until `q` or Ctrl-C. Raises NoServerError when the connection is lost."""
     from rich.console import Console
     from rich.live import Live
 
     from moegguf.cli.top_screen import Screen
-    from moegguf.errors import MoeggufError
-
-    stream = client.stream(f"/live?per_s={FRAMES_PER_S}", timeout_s=STREAM_TIMEOUT_S)
-    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()  # the last one is the error that ended them
-
-    def read() -> None:
-        try:
-            for line in stream:
-                lines.put(line)
-            lines.put(client.lost_connection())
-        except MoeggufError as error:
-            lines.put(error)
 
     models: dict[str, ModelView] = {}
+    stream = client.stream(f"/live?per_s={FRAMES_PER_S}", timeout_s=STREAM_TIMEOUT_S)
     apply_line(models, next(stream))
-    threading.Thread(target=read, name="moegguf-top", daemon=True).start()
     console = Console(highlight=False)
 
     def frame() -> Screen:
-        return Screen(client.host.url, models.values(), height=console.height, keys=KEYS)
+        return Screen(client.host.url, models.values(), height=console.height, keys="q quits")
 
     live = Live(frame(), console=console, screen=True, auto_refresh=False)
     try:
-        with key_reader() as quit_pressed:
+        with interrupt_on_q():
             live.start()  # no `with`: Ctrl-C inside start() would leave the alternate screen on
-            while not quit_pressed(1 / FRAMES_PER_S):
-                while not lines.empty():
-                    if isinstance(line := lines.get(), Exception):
-                        raise line
-                    apply_line(models, line)
+            for line in stream:
+                apply_line(models, line)
                 live.update(frame(), refresh=True)
-                for model in models.values():
-                    model.clear_activity()
+        raise client.lost_connection()
     except KeyboardInterrupt:
         return
     finally:
@@ -119,24 +101,24 @@ def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
 
 
 @contextmanager
-def key_reader() -> Iterator[Any]:
-    """Yields `quit_pressed(seconds)`, which waits that long for `q`. The terminal is in cbreak mode meanwhile."""
+def interrupt_on_q() -> Iterator[None]:
+    """The key `q` interrupts as Ctrl-C does. The terminal is in cbreak mode meanwhile."""
     if sys.stdin is None or not sys.stdin.isatty():  # no keys can be read: Ctrl-C quits
-        yield time.sleep
+        yield
         return
-    import select
     import termios
     import tty
 
-    def quit_pressed(seconds: float) -> bool:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        keys = os.read(descriptor, 64) if ready else b" "
-        return not keys or b"q" in keys.lower()  # end of file: the terminal is closed
+    def read_keys() -> None:
+        while os.read(descriptor, 1) not in b"qQ":  # or nothing: the terminal is closed
+            pass
+        os.kill(os.getpid(), signal.SIGINT)  # to the main thread, which waits for a line
 
     descriptor = sys.stdin.fileno()
     settings = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
-        yield quit_pressed
+        threading.Thread(target=read_keys, name="moegguf-keys", daemon=True).start()
+        yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, settings)

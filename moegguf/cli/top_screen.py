@@ -73,11 +73,9 @@ class ModelView:
             return
         self.snapshot = snapshot
         shape = len(snapshot["layers"]), snapshot["n_expert"]
-        same = self.state.shape == shape
-        self.state, uses, loads = (_array(snapshot[name], shape) for name in ("state", "uses", "loads"))
-        # Maxima since the last frame: snapshots may arrive faster than frames are drawn.
-        self.uses = np.maximum(self.uses, uses) if same else uses
-        self.loads = np.maximum(self.loads, loads) if same else loads
+        self.state, self.uses, self.loads = (_array(snapshot[name], shape) for name in ("state", "uses", "loads"))
+        if not snapshot["busy"]:  # a snapshot that differs in uses alone does not come
+            self.uses = self.loads = np.zeros(shape, np.uint8)
         total, before = self.total, self._before
         if before is None or total["tokens"] < before["tokens"]:
             self._before = total
@@ -90,10 +88,6 @@ class ModelView:
             self.hit_rates.append(grown["hits"] / grown["lookups"])
         if speed := snapshot.get("tokens_per_s"):
             self.speeds.append(speed)
-
-    def clear_activity(self) -> None:
-        """Resets uses and loads, after a frame showed them."""
-        self.uses, self.loads = np.zeros_like(self.uses), np.zeros_like(self.loads)
 
     def title(self, width: int) -> Text:
         """Name, state, queue, size, context, compute threads and expiry."""

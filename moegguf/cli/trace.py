@@ -91,8 +91,8 @@ SIMULATE_FLAGS = (
 
 @contextmanager
 def showing_progress() -> Iterator[Progress]:
-    """Yields a progress callback: a bar on a terminal, elsewhere a line per stage."""
-    from moegguf.terminal.progress import ProgressBar
+    """Yields a progress callback: one line on a terminal, elsewhere a line per stage."""
+    from moegguf.terminal.progress import Spinner
 
     last, interrupted = "", False
 
@@ -113,7 +113,7 @@ def showing_progress() -> Iterator[Progress]:
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        with ProgressBar() as bar:
+        with Spinner() as bar:
             yield show
     finally:
         signal.signal(signal.SIGINT, before)

@@ -20,7 +20,7 @@ from moegguf.engine.devices import all_devices, read_device
 from moegguf.engine.machine import disk_read_speed, read_machine
 from moegguf.errors import LibraryError, MoeggufError
 from moegguf.models.catalog import find_model
-from moegguf.models.sources import demo_path, models_by_name
+from moegguf.models.sources import demo_path, folder_files
 from moegguf.native import library
 from moegguf.package import __version__, package_folders
 from moegguf.settings import read_environment
@@ -147,7 +147,7 @@ def _machine() -> Facts:
 
 def _disk(model: str | None) -> Facts:
     """Of the model's file, else of the largest in MOEGGUF_MODELS, or of the demo."""
-    files = sorted(models_by_name().values(), key=lambda path: path.stat().st_size)
+    files = sorted(folder_files(), key=lambda path: path.stat().st_size)
     path = find_model(model) if model else files[-1] if files else demo_path()
     if path is None:
         return {"error": "not measured: no model found; name one: `moegguf doctor MODEL`"}

@@ -22,9 +22,9 @@ from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models import sources
-from moegguf.models.entry import ModelEntry, model_digest, weights_digest
+from moegguf.models.entry import ModelEntry, weights_digest
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, find_in_library, name_or_none, nearest_names, parse_name
-from moegguf.models.own_store import BlobStore, Contents, Index, updated
+from moegguf.models.own_store import BlobStore, Index, updated
 from moegguf.models.recipe import (
     Recipe,
     check_overrides,
@@ -145,11 +145,8 @@ class Catalog:
                 sent = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else None
                 adapter = sent or Path(recipe.adapter).expanduser().absolute()
                 read_adapter(adapter, read_layout(entry.path).arch)
-                made = replace(made, adapter=adapter)
-            if made.overrides == entry.overrides and made.adapter == entry.adapter:
-                return made
-            weights = entry.weights if made.adapter == entry.adapter else weights_digest(entry.files, made.adapter)
-            return replace(made, digest=model_digest(weights, made), files_digest=weights)
+                made = replace(made, adapter=adapter, weights=weights_digest(entry.files, adapter))
+            return made
 
         return self._save(make, target)
 
@@ -162,19 +159,19 @@ class Catalog:
         entry = self.find(name, even_missing=True)
         key = entry.name.lower()
         if entry.source == "own":
-            with self.index.changed(self._clean) as found:
+            with self.index.changed() as found:
                 found.entries.pop(key, None)
+            self._clean()
         elif entry.source == "hub":
+            with self.index.changed() as found:
+                found.hidden.add(key)
             try:
-                with self.index.changed(self._clean) as found:
-                    found.hidden.add(key)
+                self._clean()
             except PullError:
                 self.unhide(key)
                 raise
         else:
             raise OptionError(f"{entry.name!r} cannot be removed: {_REMOVAL_HINTS[entry.source]}")
-        cached = {each.name.lower() for each in sources.cached_models()}
-        self.unhide(*(self.index.read().hidden - cached))  # those whose files were deleted
         return entry
 
     def unhide(self, *names: str) -> None:
@@ -208,12 +205,13 @@ class Catalog:
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
         self.index.read()  # repairs a damaged file first
-        with self.index.changed(self._clean) as contents:
+        with self.index.changed() as contents:
             entry = make()
             parent = "" if entry.source == "path" else entry.name
             now, name = datetime.now(UTC), target.canonical
-            own = replace(entry, name=name, source="own", parent=parent, modified=now, files_digest=entry.weights)
+            own = replace(entry, name=name, source="own", parent=parent, modified=now)
             contents.entries[name.lower()] = own
+        self._clean()
         return updated(own)
 
     def _free_name(self, text: str) -> Name:
@@ -225,19 +223,22 @@ class Catalog:
                 raise OptionError(f"the name {entry.name!r} is already in use; choose another.")
         return name
 
-    def _clean(self, contents: Contents) -> None:
+    def _clean(self) -> None:
         """Deletes file sets that no name uses, and the unused files of hidden names from the Hugging Face cache."""
-        self.blobs.clean(contents.files())
-        hidden = [next(sources.cached_models(key), None) for key in contents.hidden]
-        if not any(hidden):
-            return
-        used = {path.resolve() for path in contents.files()}
-        for entry in sources.cached_models():
-            if entry.name.lower() not in contents.hidden:
-                used |= {path.resolve() for path in entry.all_files}
-        for entry in filter(None, hidden):
-            if entry.name.lower() in contents.hidden and not used & {path.resolve() for path in entry.files}:
-                sources.delete_cached(entry, used)
+        with self.index.changed() as contents:
+            self.blobs.clean(contents.files())
+            used, hidden = {path.resolve() for path in contents.files()}, []
+            for entry in sources.cached_models() if contents.hidden else ():
+                if entry.name.lower() in contents.hidden:
+                    hidden.append(entry)
+                else:
+                    used |= {path.resolve() for path in entry.all_files}
+            contents.hidden.clear()
+            for entry in hidden:
+                if used & {path.resolve() for path in entry.files}:
+                    contents.hidden.add(entry.name.lower())
+                else:
+                    sources.delete_cached(entry, used)
 
     def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
         ending = text.lower().endswith(".gguf")
@@ -249,21 +250,13 @@ class Catalog:
         if model := find_in_library(text):
             fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
-        folder = [name for name, path in sources.models_by_name().items() if begins_as_gguf(path)]
-        known = [*folder, sources.DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
-        near = nearest_names(sources.name_key(text), known)
-        if near:
-            hint = f"; did you mean {' or '.join(map(repr, near))}?"
-        elif not self.paths:
-            hint = "."
-        elif folder:
-            hint = f"; MOEGGUF_MODELS has {', '.join(map(repr, sorted(folder)[:5]))}; a path works too."
-        else:
-            hint = f"; give the path of a GGUF file, {sources.DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
-        short = "; `moegguf library` lists short ones" * self.paths
+        known = [sources.DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
+        near = nearest_names(text, [*known, *map(str.lower, known)])
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+        here = " `moegguf list` shows those here, `moegguf library` others; a path works too." * self.paths
         return ModelNotFoundError(
             f"there is no model named {text!r}{hint} Models of Hugging Face have names such as"
-            f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M{short}."
+            f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M.{here}"
         )
 
 

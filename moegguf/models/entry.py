@@ -56,28 +56,31 @@ class NamedModel(Overrides):
 class ModelEntry(NamedModel):
     """One name and what it stands for on this machine.
 
-    `files`: the shards, first one first; those in `missing` are no longer there. `digest`: 64 hex digits that change
-    with the files and the overrides. `files_digest`: those of the files alone, where `digest` is not. `modified` is
-    aware, UTC. `parent`: the name it was made from. `adapter`: a LoRA adapter that the model is loaded with; `draft`: a
-    smaller model that guesses its tokens.
+    `files`: the shards, first one first; those in `missing` are no longer there. `weights`: 64 hex digits that change
+    with the files, equal for names of the same files (`weights_digest`). `modified` is aware, UTC. `parent`: the name
+    it was made from. `adapter`: a LoRA adapter that the model is loaded with; `draft`: a smaller model that guesses its
+    tokens.
     """
 
     source: Source
     files: tuple[Path, ...]
     size_bytes: int
-    digest: str
+    weights: str
     modified: datetime
     mmproj: Path | None = None
     adapter: Path | None = None
     draft: Path | None = None
     parent: str = ""
-    files_digest: str = ""
     missing: tuple[Path, ...] = ()
 
     @property
-    def weights(self) -> str:
-        """64 hex digits that change with the files: equal for names of the same files."""
-        return self.files_digest or self.digest
+    def digest(self) -> str:
+        """64 hex digits that change with the files and the overrides; `weights` without overrides."""
+        given = {name: value for name, value in self.overrides.items() if value not in (None, (), {})}
+        if not given:
+            return self.weights
+        text = json.dumps({"files": self.weights, **given}, sort_keys=True, default=dict)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def path(self) -> Path:
@@ -150,15 +153,6 @@ def weights_digest(files: tuple[Path, ...], adapter: Path | None) -> str:
     """64 hex digits that change with what is computed: the files, and an adapter. Raises OSError."""
     of_files = digest_of(files)
     return combined_digest([of_files, digest_of((adapter,))]) if adapter else of_files
-
-
-def model_digest(files_digest: str, overrides: Overrides) -> str:
-    """64 hex digits of a model: equal for the same files and overrides, `files_digest` without overrides."""
-    given = {name: value for name, value in overrides.overrides.items() if value not in (None, (), {})}
-    if not given:
-        return files_digest
-    text = json.dumps({"files": files_digest, **given}, sort_keys=True, default=dict)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def combined_digest(digests: list[str]) -> str:

@@ -2,9 +2,9 @@
 resumed, verified and given their names only when all are there. Its errors are turned into ours.
 
 A file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
-another process. Its digest is computed while it is written; the blob gets its name when size and digest are right.
+another process. Once it has its size it is read again for its digest; where that is right, the blob gets its name.
 Locks are huggingface_hub's, so two programs do not fetch the same file at once. In a cache a name is a link in the
-commit's snapshot to the blob, as huggingface_hub makes it; in any other folder the file itself is moved to its name.
+commit's snapshot to the blob, as huggingface_hub makes it; any other folder has a cache inside, and hard links to it.
 
 huggingface_hub 2.4's own `hf_hub_download` does less: it writes to a file of a random name, which it deletes when it
 fails or is interrupted and never continues; over HTTP it compares no digest, and a 5xx or a reset connection ends it.
@@ -16,19 +16,18 @@ sources.py at each call, because huggingface_hub reads their environment variabl
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -41,7 +40,7 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, P
 from moegguf.gguf.reader import MAGIC, read_gguf
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import parse_name
-from moegguf.models.own_store import check_space, disk_errors, free_bytes, sync_folder
+from moegguf.models.own_store import check_space, disk_errors, sync_folder
 from moegguf.models.selection import select_files
 from moegguf.models.sources import file_entry, hub_cache, hub_endpoint, repo_folder
 from moegguf.package import __version__
@@ -56,9 +55,8 @@ TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 FIRST_BYTES = 2 << 20  # of a header; a large vocabulary takes several times as much
 MOST_BYTES = 128 << 20
 PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its chunked storage (Xet)
-READ_BYTES = 1 << 20
 MAX_PARALLEL_FILES = 4
-WAIT_S = 0.2  # between two looks whether to stop or to go on, and two reports
+POLL_S = 0.2  # between two looks whether to stop or to go on, and two reports
 
 _HEX64, _HEX40 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 Result = TypeVar("Result")
@@ -103,23 +101,38 @@ class HubFile:
         return self.blob.is_file() and self.blob.stat().st_size == self.size_bytes
 
     @property
+    def received_bytes(self) -> int:
+        """How much of it the cache has."""
+        if self.is_cached:
+            return self.size_bytes
+        with suppress(FileNotFoundError):  # also where another process has just given it its name
+            return min(self.partial.stat().st_size, self.size_bytes)
+        return 0
+
+    @property
     def missing_bytes(self) -> int:
         """How much of it the cache does not have."""
-        n_bytes = 0
-        with suppress(FileNotFoundError):  # also where another process has just given it its name
-            n_bytes = self.partial.stat().st_size
-        return 0 if self.is_cached else max(0, self.size_bytes - n_bytes)
+        return self.size_bytes - self.received_bytes
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file at `path` has its digest. What is right is on disk then. Raises OSError."""
+        git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
+        digest = hashlib.sha256() if self.is_large else git
+        with open(path, "rb") as found:
+            os.fsync(found.fileno())
+            hashlib.file_digest(found, lambda: digest)
+        return digest.hexdigest() == self.etag
 
 
-def read_repository(repo: str, stopped: threading.Event, cache: Path | None = None) -> dict[str, HubFile]:
+def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
     """{path: file} of the newest commit of `main` of "user/repo", without files that have no size, no digest or no
     relative path inside the repository; `cache`: another one than the Hub's.
 
-    Raises ModelNotFoundError, PullError, Stopped.
+    Raises ModelNotFoundError, PullError.
     """
     api = HfApi(endpoint=hub_endpoint(), library_name="moegguf", library_version=__version__)
     with hub_errors(repo):
-        info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), stopped)
+        info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S))
     commit = str(info.sha or "")
     if not _HEX40.fullmatch(commit):
         raise PullError(f"{hub_endpoint()} sent no commit of {repo!r}; try again later.")
@@ -137,16 +150,16 @@ def read_repository(repo: str, stopped: threading.Event, cache: Path | None = No
 
 
 @contextmanager
-def open_bytes(file: HubFile, begin: int, end: int | None = None) -> Iterator[httpx2.Response]:
-    """A response with the file's bytes from `begin` on, up to `end` (status 206), or with all (200).
+def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
+    """A response with the file's bytes from `begin` on (status 206), or with all (200).
 
     Raises PullError for other bytes than were asked for, and the errors of httpx2 and huggingface_hub.
     """
     url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
     headers = build_hf_headers(library_name="moegguf", library_version=__version__)
     headers["Accept-Encoding"] = "identity"
-    if begin or end:
-        headers["Range"] = f"bytes={begin}-{end - 1 if end else ''}"
+    if begin:
+        headers["Range"] = f"bytes={begin}-"
     with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True) as response:
         hf_raise_for_status(response)
         stated = response.headers.get("Content-Range", "")
@@ -158,13 +171,9 @@ def open_bytes(file: HubFile, begin: int, end: int | None = None) -> Iterator[ht
         yield response
 
 
-def with_retries(
-    call: Callable[[], Result], stopped: threading.Event, received_bytes: Callable[[], int] = lambda: 0
-) -> Result:
+def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] = lambda: 0) -> Result:
     """The result of `call`, repeated after transient errors until TRIES in a row received less than PROGRESS_BYTES.
-
-    Raises the last error, or Stopped.
-    """
+    Raises the last error."""
     n_failures = 0
     while True:
         before = received_bytes()
@@ -181,8 +190,7 @@ def with_retries(
                 wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
             if n_failures == TRIES or not is_transient:
                 raise
-            if stopped.wait(min(wait_s, MAX_WAIT_S)):
-                raise Stopped from None
+            time.sleep(min(wait_s, MAX_WAIT_S))
 
 
 @contextmanager
@@ -200,36 +208,28 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     """The error of the Hub or of the network as one of ours, with the next step."""
     what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
-    if isinstance(error, hf.GatedRepoError):
-        return PullError(
-            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account ({token})."
-        )
+    status = error.response.status_code if isinstance(error, hf.HfHubHTTPError) else 0
     if isinstance(error, hf.RemoteEntryNotFoundError):
         return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
-    if isinstance(error, hf.RevisionNotFoundError):
-        return ModelNotFoundError(f"the repository {repo!r} has no commit yet, or this one was deleted; see {page}.")
-    if isinstance(error, hf.RepositoryNotFoundError | hf.HFValidationError):
-        return ModelNotFoundError(
-            f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
-            f" set HF_TOKEN ({token})."
-        )
-    if isinstance(error, hf.HfHubHTTPError) and (status := error.response.status_code) in (401, 403):
+    is_gated, is_missing = isinstance(error, hf.GatedRepoError), isinstance(error, hf.RepositoryNotFoundError)
+    if is_gated or (status in (401, 403) and not is_missing):
+        denied = "is gated" if is_gated else f"may not be read ({status})"
         return PullError(
-            f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
-            f" HF_TOKEN to a token that may read it ({token})."
+            f"{what!r} {denied}: accept its licence at {page}, if there is one, and set HF_TOKEN to a token of that"
+            f" account ({token})."
         )
-    if isinstance(error, hf.HfHubHTTPError):
-        limit = f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
-        later = f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
-        return PullError(limit if status == 429 else later)
-    if isinstance(error, httpx2.TooManyRedirects):
-        return PullError(f"{hub_endpoint()} redirects {what!r} in a loop; check HF_ENDPOINT and proxies.")
-    if isinstance(error, hf.OfflineModeIsEnabled):
-        return PullError(f"{what!r} cannot be fetched: HF_HUB_OFFLINE was set when moegguf started; start it without.")
+    if is_missing or isinstance(error, hf.RevisionNotFoundError | hf.HFValidationError):
+        return ModelNotFoundError(
+            f"there is no repository {repo!r} with a commit at {hub_endpoint()}, or it is private: check the name; for"
+            f" a private one set HF_TOKEN ({token})."
+        )
+    if status:
+        why = "the hub's rate limit is reached (429)" if status == 429 else f"the hub answered {status}"
+        return PullError(f"{why} for {what!r}; try again later, the download continues where it stopped.")
     reason = " ".join(str(error).split()) or type(error).__name__
     return PullError(
-        f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network and try again, the download"
-        " continues where it stopped."
+        f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network, HF_ENDPOINT and proxies,"
+        " and try again, the download continues where it stopped."
     )
 
 
@@ -242,7 +242,7 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
     Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
     """
     parsed = parse_name(name)
-    files = read_repository(parsed.repo, threading.Event())
+    files = read_repository(parsed.repo)
     selection = select_files(files, parsed.tag, repo=parsed.repo)
     with tempfile.TemporaryDirectory(prefix="moegguf-header-") as folder:
         for path in selection.paths:
@@ -252,50 +252,43 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
 
 
 def _fetch_header(file: HubFile, path: Path) -> None:
-    """Fetches more of the file until its header is complete. Raises the reader's error for one that never is."""
-    begin, end = 0, min(FIRST_BYTES, file.size_bytes)
-    path.touch()
-    while True:
-        with hub_errors(file.repo, file.path):
-            data = with_retries(partial(_read_range, file, begin, end), threading.Event())
-        with open(path, "r+b") as output:
-            output.seek(begin)
-            output.write(data)
-            output.truncate(file.size_bytes)
-        # The zeros after the fetched bytes may be an error; one of the whole file is its own.
-        with suppress(ModelFormatError) if end < file.size_bytes else nullcontext():
-            if read_gguf(path).shard.header_bytes <= end:
-                return
-        if end >= MOST_BYTES:
-            raise PullError(
-                f"{file.repo}/{file.path}: its header is not complete within {format_bytes(MOST_BYTES)}; it is"
-                " damaged, or not a GGUF file."
-            )
-        begin, end = end, min(2 * end, file.size_bytes, MOST_BYTES)
+    """Fetches the beginning of the file until its header is complete, and gives `path` the file's size. Raises the
+    reader's error for one that never is."""
+
+    def receive() -> None:
+        n_bytes, enough = 0, min(FIRST_BYTES, file.size_bytes)
+        with open(path, "wb") as output, open_bytes(file, 0) as response:
+            for chunk in response.iter_raw():
+                output.write(chunk)
+                n_bytes += len(chunk)
+                if n_bytes < enough:
+                    continue
+                output.flush()
+                os.truncate(path, max(n_bytes, file.size_bytes))
+                # The zeros after the fetched bytes may be an error; one of the whole file is its own.
+                with suppress(ModelFormatError) if n_bytes < file.size_bytes else nullcontext():
+                    if read_gguf(path).shard.header_bytes <= n_bytes:
+                        return
+                if n_bytes >= MOST_BYTES:
+                    raise PullError(
+                        f"{file.repo}/{file.path}: its header is not complete within {format_bytes(MOST_BYTES)}; it is"
+                        " damaged, or not a GGUF file."
+                    )
+                enough = min(2 * n_bytes, file.size_bytes)
+        raise httpx2.ReadError("the connection was closed too early")
+
+    with hub_errors(file.repo, file.path):
+        with_retries(receive)
 
 
-def _read_range(file: HubFile, begin: int, end: int) -> bytes:
-    """Bytes `begin` to `end` of the file; a server without ranges sends more, of which no more is read.
+def fetch_files(
+    files: Sequence[HubFile], what: str, stopped: threading.Event, report: Callable[[dict[HubFile, int]], None]
+) -> None:
+    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time; calls `report` with the bytes of each that are on
+    disk now and then, and at the end. `what` starts the message of a full disk.
 
-    Raises PullError for fewer bytes, or for others than were asked for.
-    """
-    found = bytearray()
-    with open_bytes(file, begin, end) as response:
-        n_skipped = begin if response.status_code != 206 else 0
-        for chunk in response.iter_raw():
-            found += chunk
-            if len(found) >= n_skipped + end - begin:
-                return bytes(found[n_skipped : n_skipped + end - begin])
-    n_bytes = max(0, len(found) - n_skipped)
-    raise PullError(f"{file.repo}/{file.path}: the hub sent {n_bytes} of {end - begin} bytes; try again.")
-
-
-def fetch_files(files: Sequence[HubFile], what: str, stopped: threading.Event) -> Generator[dict[HubFile, int]]:
-    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time; gives the bytes of each that are on disk now and
-    then, and at the end. `what` starts the message of a full disk. Closing it stops the download.
-
-    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), or Stopped; the threads then end with
-    their next bytes.
+    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), PullError also when `stopped`; the threads
+    then end with their next bytes.
     """
     if files:
         check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
@@ -306,6 +299,8 @@ def fetch_files(files: Sequence[HubFile], what: str, stopped: threading.Event) -
             for file in waiting:
                 _fetch(file, partial(received.__setitem__, file), stopped)
                 received[file] = file.size_bytes
+        except Stopped:
+            return
         except BaseException as error:  # raised by the thread that waits
             errors.append(error)
             stopped.set()
@@ -319,33 +314,22 @@ def fetch_files(files: Sequence[HubFile], what: str, stopped: threading.Event) -
             thread.start()
         for thread in threads:
             while thread.is_alive() and not stopped.is_set():
-                thread.join(WAIT_S)
-                yield dict(received)
-    except BaseException:  # an interrupt, or it was closed
+                thread.join(POLL_S)
+                report(dict(received))
+    except BaseException:  # an interrupt
         stopped.set()
         raise
     if errors:
         raise errors[0]
     if stopped.is_set():
-        raise Stopped
-    yield received
+        raise PullError(f"fetching {what} was stopped; received bytes are kept, pull again to continue.")
+    report(received)
 
 
 def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    with hub_errors(file.repo, file.path):
-        try:
-            (_fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain)(file, on_bytes, stopped)
-        except OSError as error:
-            if error.errno is None:  # not of the disk
-                raise
-            folder, reason = str(file.folder), error.strerror or error
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise PullError(f"{file.path} cannot be written to {folder!r} ({reason}); check the folder.") from error
-            raise PullError(
-                f"the disk of {folder!r} is full: {file.path} needs {format_bytes(file.missing_bytes)} more,"
-                f" {format_bytes(free_bytes(file.folder))} are free; delete files and try again, received bytes are"
-                " kept."
-            ) from error
+    what = f"{file.path}, of which {format_bytes(file.missing_bytes)} are missing,"
+    with hub_errors(file.repo, file.path), disk_errors(f"{what} cannot be written to {str(file.folder)!r}"):
+        (_fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain)(file, on_bytes, stopped)
 
 
 def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
@@ -354,20 +338,16 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
     with _locked(file, on_bytes, stopped):
         if file.is_cached:
             return
-        with open(file.partial, "a+b") as output:
-            body = _Body(output, file, on_bytes, stopped)
-            for _ in range(2 if body.n_bytes else 1):
-                with_retries(body.receive, stopped, lambda: body.n_bytes)
-                if body.is_verified():
-                    break
-                body.restart()
-            else:
-                raise PullError(
-                    f"{file.repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...);"
-                    " it is deleted, try again."
-                )
-            output.flush()
-            os.fsync(output.fileno())
+        for _ in range(2 if file.received_bytes else 1):
+            with_retries(lambda: _receive(file, on_bytes, stopped), lambda: file.received_bytes)
+            if file.is_at(file.partial):
+                break
+            file.partial.unlink()
+        else:
+            raise PullError(
+                f"{file.repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...); it is"
+                " deleted, try again."
+            )
         os.replace(file.partial, file.blob)
         sync_folder(file.blob.parent)
 
@@ -379,90 +359,62 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
     stack = ExitStack()
     while True:
         try:
-            stack.enter_context(WeakFileLock(path, timeout=WAIT_S))
+            stack.enter_context(WeakFileLock(path, timeout=POLL_S))
             return stack
         except TimeoutError:
             if stopped.is_set():
                 raise Stopped from None
-            on_bytes(file.size_bytes - file.missing_bytes)
+            on_bytes(file.received_bytes)
 
 
-@dataclass
-class _Body:
-    """The bytes of one file received so far, on disk and in the digest: SHA-256 of large files, git's of small ones."""
-
-    output: BinaryIO
-    file: HubFile
-    on_bytes: Callable[[int], None]
-    stopped: threading.Event
-
-    def __post_init__(self) -> None:
-        git = hashlib.sha1(f"blob {self.file.size_bytes}\0".encode(), usedforsecurity=False)
-        self._empty = hashlib.sha256() if self.file.is_large else git
-        self._digest, self.n_bytes = self._empty.copy(), 0
-        self.output.seek(0)
-        while chunk := self.output.read(READ_BYTES):
-            self._count(chunk)
-        if self.n_bytes > self.file.size_bytes:
-            self.restart()
-
-    def restart(self) -> None:
-        """Discards what was received."""
-        self.output.seek(0)
-        self.output.truncate()
-        self._digest, self.n_bytes = self._empty.copy(), 0
-
-    def is_verified(self) -> bool:
-        return self._digest.hexdigest() == self.file.etag
-
-    def receive(self) -> None:
-        """One request for the missing bytes, written as they arrive. Raises httpx2.ReadError for too few, PullError
-        for another size."""
-        if self.n_bytes == self.file.size_bytes:
+def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
+    """One request for the missing bytes, written as they arrive. Raises httpx2.ReadError for too few, PullError for
+    another size, ModelFormatError for the start of another kind of file, Stopped."""
+    n_bytes = file.received_bytes
+    with open(file.partial, "ab") as output:
+        output.truncate(n_bytes)
+        if n_bytes == file.size_bytes:
             return
         try:
-            with open_bytes(self.file, self.n_bytes) as response:
-                if response.status_code == 206:
-                    total = response.headers["Content-Range"].rpartition("/")[2]
-                else:  # the whole file
-                    total = response.headers.get("Content-Length", "")
-                    self.restart()
-                if total.isdigit() and int(total) != self.file.size_bytes:
-                    raise self._wrong_size(total)
+            with open_bytes(file, n_bytes) as response:
+                total = response.headers.get("Content-Range", "").rpartition("/")[2]
+                if response.status_code != 206:  # the whole file
+                    n_bytes, total = 0, response.headers.get("Content-Length", "")
+                    output.truncate(0)
+                if total.isdigit() and int(total) != file.size_bytes:
+                    raise _wrong_size(file, total)
                 for chunk in response.iter_raw():
-                    self.write(chunk)
+                    _check_chunk(file, n_bytes, chunk)
+                    output.write(chunk)
+                    n_bytes += len(chunk)
+                    on_bytes(n_bytes)
+                    if stopped.is_set():
+                        raise Stopped
         except hf.HfHubHTTPError as error:
-            if error.response.status_code != 416 or not self.n_bytes:
+            if error.response.status_code != 416 or not n_bytes:
                 raise
-            self.restart()  # the server does not continue the file
-        if self.n_bytes != self.file.size_bytes:
-            raise httpx2.ReadError("the connection was closed too early")
+            output.truncate(0)  # the server does not continue the file
+    if n_bytes != file.size_bytes:
+        raise httpx2.ReadError("the connection was closed too early")
 
-    def write(self, chunk: bytes) -> None:
-        """Appends bytes. Raises PullError for too many, ModelFormatError for the start of another kind of file."""
-        if self.n_bytes + len(chunk) > self.file.size_bytes:
-            raise self._wrong_size("more")
-        start, path = MAGIC[self.n_bytes :][: len(chunk)], self.file.path
-        if path.lower().endswith(".gguf") and not chunk.startswith(start):
-            raise ModelFormatError(
-                f"{path} is not a GGUF file: it begins with {str(chunk[: len(start)])[1:]}; choose another repository,"
-                " and check HF_ENDPOINT and proxies."
-            )
-        self.output.write(chunk)
-        self._count(chunk)
 
-    def _count(self, chunk: bytes) -> None:
-        self._digest.update(chunk)
-        self.n_bytes += len(chunk)
-        self.on_bytes(self.n_bytes)
-        if self.stopped.is_set():
-            raise Stopped
-
-    def _wrong_size(self, sent: str) -> PullError:
-        return PullError(
-            f"{self.file.path} should have {self.file.size_bytes} bytes, but the server sends {sent}; try again, and"
-            " check HF_ENDPOINT and proxies."
+def _check_chunk(file: HubFile, begin: int, chunk: bytes) -> None:
+    """Raises PullError for more bytes than the file has, ModelFormatError for the start of another kind of file."""
+    if begin + len(chunk) > file.size_bytes:
+        raise _wrong_size(file, "more")
+    start = chunk[: len(MAGIC)]
+    if begin == 0 and file.path.lower().endswith(".gguf") and not MAGIC.startswith(start):
+        raise ModelFormatError(
+            f"{file.path} is not a GGUF file: it begins with {str(start)[1:]}; choose another repository, and check"
+            " HF_ENDPOINT and proxies."
         )
+
+
+def _wrong_size(file: HubFile, sent: str) -> PullError:
+    return PullError(
+        f"{file.path} should have {file.size_bytes} bytes, but the server sends {sent}; try again, and check"
+        " HF_ENDPOINT and proxies."
+    )
 
 
 def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
@@ -486,63 +438,56 @@ def link_commit(files: Sequence[HubFile]) -> Path:
     folder, commit = files[0].folder, files[0].commit
     snapshot = folder / "snapshots" / commit
     with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
-        for file in files:  # relative links, as huggingface_hub makes them
+        for file in files:
             link = snapshot / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
-            target = os.path.relpath(file.blob, link.parent)
-            if link.is_symlink() and os.readlink(link) == target:
-                continue
-            link.unlink(missing_ok=True)
-            try:
-                with suppress(FileExistsError):  # made by another process in the meantime
-                    link.symlink_to(target)
-            except OSError:  # a file system without symbolic links
-                os.link(file.blob, link)
+            # A right link, which another process may have made just now, is never taken away.
+            if os.path.lexists(link) and not (link.exists() and link.samefile(file.blob)):
+                link.unlink(missing_ok=True)
+            with suppress(FileExistsError):  # made by another process in the meantime
+                try:  # relative, as huggingface_hub makes them
+                    link.symlink_to(os.path.relpath(file.blob, link.parent))
+                except PermissionError:  # a file system without symbolic links
+                    os.link(file.blob, link)
         (folder / "refs").mkdir(exist_ok=True)
         # A temporary file in refs/ would be taken for a branch.
         write_atomically(folder / ".main", commit.encode())
-        os.replace(folder / ".main", folder / "refs" / "main")
+        with suppress(FileNotFoundError):  # another thread or process has put it there
+            os.replace(folder / ".main", folder / "refs" / "main")
     return snapshot
 
 
-def find_missing(files: Sequence[HubFile], folder: Path, stopped: threading.Event) -> list[HubFile]:
-    """Those of the files that `folder` does not have yet under their paths: those of another size, or of another
-    digest, which is noted when a file is put there or found to be the same. Raises PullError, Stopped."""
-    missing = []
-    with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
-        for file in files:
-            path, is_there = folder / file.path, False
-            if path.is_file() and path.stat().st_size == file.size_bytes:
-                with suppress(OSError):
-                    is_there = _note(file).read_text() == file.etag
-                if not is_there:
-                    with open(path, "rb") as found:
-                        is_there = _Body(found, file, lambda _: None, stopped).is_verified()
-            if is_there:
-                _note(file).write_text(file.etag)
-            else:
-                missing.append(file)
-    return missing
+def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
+    """Those of the files that `folder` does not have under their paths: as links to the cache, or with the same digest;
+    these are linked into the cache. Raises PullError."""
+
+    def is_there(file: HubFile) -> bool:
+        path = folder / file.path
+        if not path.is_file() or path.stat().st_size != file.size_bytes:
+            return False
+        if file.is_cached or not file.is_at(path):
+            return file.is_cached and path.samefile(file.blob)
+        file.blob.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a file system without links: it is read again the next time
+            os.link(path, file.blob)
+        return True
+
+    with disk_errors(f"{str(folder)!r} cannot be used"):
+        return [file for file in files if not is_there(file)]
 
 
-def move_files(files: Sequence[HubFile], folder: Path) -> None:
-    """Moves the blobs to their paths in `folder`. Raises PullError."""
-    moved: dict[str, Path] = {}
+def link_files(files: Sequence[HubFile], folder: Path) -> None:
+    """Gives the blobs, which are in a cache below `folder`, their paths there; drops blobs that no path has any more.
+    Raises PullError."""
     with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
             path = folder / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            _note(file).unlink(missing_ok=True)
-            if file.etag in moved:  # the same content under two paths
-                shutil.copyfile(moved[file.etag], path)
-            else:
+            path.unlink(missing_ok=True)
+            try:
+                os.link(file.blob, path)
+            except PermissionError:  # a file system without links
                 os.replace(file.blob, path)
-            moved[file.etag] = path
-            _note(file).write_text(file.etag)
-
-
-def _note(file: HubFile) -> Path:
-    """Where the digest of the file that was put into a folder is noted, in the cache there."""
-    note = file.folder / "moved" / file.path
-    note.parent.mkdir(parents=True, exist_ok=True)
-    return note
+        for blob in files[0].blob.parent.iterdir() if files else ():
+            if blob.stat().st_nlink == 1 and blob.suffix != ".incomplete":
+                blob.unlink()

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from moegguf.errors import ModelNameError
 
@@ -32,7 +32,11 @@ MAX_HOST = 253
 MAX_PART = 96  # as on the hub
 MAX_TAG = 160  # whole file names are tags
 
-_HUB_HOSTS = {HUB_HOST, "huggingface.co", "www.huggingface.co", "www.hf.co"}
+_URL = re.compile(  # of a repository, or of one of its files, whose name is then the tag
+    r"https?://(?:www\.)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)"
+    r"(?:/(?:blob|resolve)/[^?#]+/([^/?#]+)(?:[?#].*)?|[/?#].*)?",
+    re.IGNORECASE,
+)
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _HOST = re.compile(r"(?=[^/]*[.:]|localhost$)[a-z0-9_][a-z0-9_.-]*(:\d{1,5})?", re.ASCII)
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE | re.ASCII)
@@ -80,15 +84,16 @@ def parse_name(text: str) -> Name:
         raise ModelNameError(f"a model's name must be text, but is {text!r:.40}; {FORMS}.")
     if len(text) > MAX_NAME:
         raise ModelNameError(f"a model's name has at most {MAX_NAME} characters, but this one {len(text)}; {FORMS}.")
-    if "://" in text:
-        return _parse_url(text)
+    if url := _URL.fullmatch(text):
+        repo, file = url.groups()
+        return _name(HUB_HOST, f"{repo.partition(':')[0]}:{unquote(file)}" if file else repo, text)
     prefix, _, rest = text.partition(":")
     if prefix.lower() == "hf":
-        return _name(HUB_HOST, rest, text)
+        return _name(HUB_HOST, rest.removeprefix("//"), text)
     if prefix.lower() == "ollama":
         return _name(OLLAMA_HOST, rest if "/" in rest else f"library/{rest}", text)
     first, slash, rest = text.partition("/")
-    if first.lower() in _HUB_HOSTS:
+    if first.lower() in (HUB_HOST, "huggingface.co"):
         return _name(HUB_HOST, rest, text)
     if rest.count("/") == 1:
         return _name(first.lower(), rest, text)
@@ -106,29 +111,6 @@ def hub_name_of(text: str) -> Name | None:
     """The name of a model on Hugging Face that `text` means, if it does."""
     name = name_or_none(text)
     return name if name and name.is_hub else None
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether `text` names a Hugging Face repository and is not a path, which may look like USER/REPOSITORY."""
-    return hub_name_of(text) is not None and (":" in text or not text.lower().endswith(".gguf"))
-
-
-def _parse_url(text: str) -> Name:
-    """The URL of a repository, or of one of its files, whose name is then the tag."""
-    try:
-        parts = urlsplit(text)
-        host = (parts.hostname or "").lower()
-    except ValueError:
-        raise _bad(text, "is not an address") from None
-    if parts.scheme.lower() == "hf":
-        return _name(HUB_HOST, text.partition("://")[2], text)
-    if parts.scheme.lower() not in ("http", "https") or host not in _HUB_HOSTS:
-        raise _bad(text, "is not an address of huggingface.co")
-    user, repo, *rest = [unquote(part) for part in parts.path.strip("/").split("/")] + [""] * 2
-    rest = [part for part in rest if part]
-    if rest and rest[0] in ("blob", "resolve") and len(rest) > 2:
-        repo = f"{repo.partition(':')[0]}:{rest[-1]}"
-    return _name(HUB_HOST, f"{user}/{repo}", text)
 
 
 def _name(host: str, path: str, text: str) -> Name:
@@ -231,7 +213,8 @@ def fetchable_name(text: str) -> str | None:
     """The name on Hugging Face that `text` means, by itself or in the library; None where it is no such name."""
     if model := find_in_library(text):
         return model.hub_name
-    return text if is_hub_name(text) else None
+    is_path = text.lower().endswith(".gguf") and ":" not in text  # which may look like USER/REPOSITORY
+    return text if hub_name_of(text) and not is_path else None
 
 
 def nearest_names(text: str, others: Sequence[str] = ()) -> list[str]:

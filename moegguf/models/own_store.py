@@ -12,7 +12,6 @@ of a split model beside each other.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -20,11 +19,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -32,7 +30,7 @@ from typing import Any
 from moegguf.atomic_write import locked_temporary, remove_abandoned, write_atomically
 from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, OptionError, PullError
 from moegguf.gguf.experts import read_layout
-from moegguf.models.entry import ModelEntry, blob_name, combined_digest, model_digest, size_of, weights_digest
+from moegguf.models.entry import ModelEntry, blob_name, combined_digest, size_of, weights_digest
 from moegguf.models.names import parse_name
 from moegguf.models.recipe import check_overrides, check_text
 from moegguf.models.selection import select_files
@@ -41,10 +39,8 @@ from moegguf.quantities import format_bytes
 from moegguf.settings import data_folder
 
 VERSION = 1
-MAX_INDEX_BYTES = 64 << 20
 _BESIDE = ("mmproj", "adapter", "draft")  # a file each, or None
 MARGIN_BYTES = 64 << 20  # left free on the disk
-MAX_FILES = 1024
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+() -]{0,199}", re.ASCII)
 
 
@@ -70,22 +66,21 @@ def _path_at(location: str) -> Path:
 
 
 def updated(entry: ModelEntry) -> ModelEntry:
-    """An entry of the index with the sizes and digests of its files now, and in `missing` those no longer there."""
+    """An entry of the index with the sizes and the digest of its files now, and in `missing` those no longer there."""
     there = [path for path in entry.all_files if path.is_file()]
     needed = (*entry.files, *filter(None, (entry.adapter,)))
     missing = tuple(path for path in needed if path not in there)
-    files_digest = entry.files_digest
+    weights = entry.weights
     named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in needed)
-    if not missing and not (named_by_digest and files_digest):  # a file at a path may be another one than when named
+    if not missing and not named_by_digest:  # a file at a path may be another one than when named
         with suppress(OSError):  # not readable
-            files_digest = weights_digest(entry.files, entry.adapter)
+            weights = weights_digest(entry.files, entry.adapter)
     return replace(
         entry,
         size_bytes=size_of(there),
-        digest=entry.digest if files_digest == entry.files_digest else model_digest(files_digest, entry),
+        weights=weights,
         mmproj=entry.mmproj if entry.mmproj in there else None,
         draft=entry.draft if entry.draft in there else None,
-        files_digest=files_digest,
         missing=missing,
     )
 
@@ -112,7 +107,7 @@ class Index:
         self.path = folder / "models.json"
 
     def read(self) -> Contents:
-        """The contents now, to be read only; empty when there is no file. A damaged file is repaired, not an error."""
+        """The contents now; empty when there is no file. A damaged file is repaired, not an error."""
         contents = self._load()
         if not contents.is_intact:
             with suppress(OSError, PullError), self.changed():  # a folder that cannot be written stays as it is
@@ -120,55 +115,42 @@ class Index:
         return contents
 
     @contextmanager
-    def changed(self, after: Callable[[Contents], None] | None = None) -> Iterator[Contents]:
-        """The contents, to be changed inside the `with`; written at its end, unless it raises. Then calls `after` with
-        them.
-
-        Both run under the lock and must not use the index. Raises PullError when the disk fails.
-        """
+    def changed(self) -> Iterator[Contents]:
+        """The contents, to be changed inside the `with`, under the lock; written at its end, unless it raises. Raises
+        PullError when the disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                before = self._load()
-                contents = Contents(dict(before.entries), set(before.hidden))
+                contents = self._load()
+                before = _to_json(contents)
                 yield contents
-                if not before.is_intact:
+                if not contents.is_intact:
                     damaged = self.path.with_name(f"models.json.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
                     os.replace(self.path, damaged)
                     kept = "the index of models was damaged; what could be read is kept, the rest is in"
                     warnings.warn(f"{kept} {damaged}.", stacklevel=2)
-                if contents != before:
+                if not contents.is_intact or _to_json(contents) != before:
                     write_atomically(self.path, _to_json(contents))
-                if after:
-                    after(contents)
 
     def _load(self) -> Contents:
+        """What could be read."""
+        contents = Contents()
         try:
-            info = self.path.stat()
-        except OSError:
-            return Contents()
-        return _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size, (hub_cache(), data_folder()))
-
-
-@lru_cache(maxsize=4)
-def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int, _folders: object) -> Contents:
-    """What could be read; read again only when the file or a folder of locations has changed."""
-    if size_bytes > MAX_INDEX_BYTES:
-        return Contents(is_intact=False)
-    try:
-        data = json.loads(path.read_bytes())
-        listed, hidden = list(data["models"]), set(map(str, data["hidden"]))
-        contents = Contents({}, hidden, data["version"] == VERSION)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Contents(is_intact=False)
-    for values in listed:
-        try:
-            entry = _entry(values)
-            contents.entries[entry.name.lower()] = entry
-        except (KeyError, TypeError, ValueError, AttributeError):
-            contents.is_intact = False
-    return contents
+            data = json.loads(self.path.read_bytes())
+            contents.is_intact = data["version"] == VERSION
+            listed, contents.hidden = list(data["models"]), set(map(str, data["hidden"]))
+        except FileNotFoundError:
+            return contents
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return Contents(is_intact=False)
+        for values in listed:
+            try:
+                entry = _entry(values)
+                contents.entries[entry.name.lower()] = entry
+            except (KeyError, TypeError, ValueError, AttributeError):
+                contents.is_intact = False
+        return contents
 
 
 def _entry(values: dict[str, Any]) -> ModelEntry:
@@ -180,11 +162,10 @@ def _entry(values: dict[str, Any]) -> ModelEntry:
         source="own",
         files=(_path_at(values["files"][0]), *map(_path_at, values["files"][1:])),
         size_bytes=0,
-        digest=str(values["digest"]),
+        weights=str(values.get("weights") or values.get("files_digest") or values["digest"]),  # of older indexes
         modified=modified if modified.tzinfo else modified.replace(tzinfo=UTC),
         **beside,
         parent=str(values.get("parent", "")),
-        files_digest=str(values.get("files_digest", "")),
         **check_overrides(values),
     )
 
@@ -192,10 +173,9 @@ def _entry(values: dict[str, Any]) -> ModelEntry:
 def _to_json(contents: Contents) -> bytes:
     models = [
         entry.overrides
-        | {"name": entry.name, "files": list(map(_location_of, entry.files)), "digest": entry.digest}
-        | {"modified": entry.modified.isoformat()}
+        | {"name": entry.name, "files": list(map(_location_of, entry.files)), "weights": entry.weights}
+        | {"modified": entry.modified.isoformat(), "parent": entry.parent}
         | {name: _location_of(path) if (path := getattr(entry, name)) else None for name in _BESIDE}
-        | {"parent": entry.parent, "files_digest": entry.files_digest}
         for entry in contents.entries.values()
     ]
     data = {"version": VERSION, "models": models, "hidden": sorted(contents.hidden)}
@@ -250,8 +230,6 @@ class BlobStore:
         Raises ModelNotFoundError for a missing blob, ModelFormatError for files that are not a model, OptionError for
         names that are not file names.
         """
-        if len(files) > MAX_FILES:
-            raise OptionError(f"a model has at most {MAX_FILES} files, but these are {len(files)}.")
         named = _named(files)
         selection = select_files(named, repo="the list of files")
         folder = self._folder_of(named)
@@ -320,7 +298,8 @@ class BlobWriter:
         self._path = folder / blob_name(digest)
         check_space(folder, size_bytes or 0, f"the blob {self._path.name[:19]}")
         self._sha = hashlib.sha256()
-        with _writing(self._path):
+        self._failed = f"{self._path.name[:19]} cannot be written to {str(folder)!r}"
+        with disk_errors(self._failed):
             folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned(folder.glob(".*.partial"))
             handle, name = locked_temporary(folder, ".", ".partial")
@@ -339,7 +318,7 @@ class BlobWriter:
         """Appends bytes. Raises PullError when the disk fails, or would have less than MARGIN_BYTES left."""
         check_space(self._path.parent, len(chunk), f"a part of {self._path.name[:19]}")
         self._sha.update(chunk)
-        with _writing(self._path):
+        with disk_errors(self._failed):
             self._file.write(chunk)
 
     def commit(self) -> Path:
@@ -349,7 +328,7 @@ class BlobWriter:
             raise ModelFormatError(
                 f"the digest of the bytes is {found}, but {self._path.name} was announced; send again."
             )
-        with _writing(self._path):
+        with disk_errors(self._failed):
             self._file.flush()
             os.fsync(self._file.fileno())
             os.replace(self._partial, self._path)
@@ -371,19 +350,10 @@ def disk_errors(failed: str) -> Iterator[None]:
     """Raises errors of the disk inside the `with` as PullError, which says what has `failed`."""
     try:
         yield
-    except MoeggufError:
-        raise
     except OSError as error:
-        raise PullError(f"{failed} ({error.strerror or error}).") from error
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raises errors of the disk inside the `with` as PullError."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        step = "delete files and send it again" if full else "check the disk and send it again"
-        reason = error.strerror or error
-        raise PullError(f"{path.name[:19]} cannot be written to {str(path.parent)!r} ({reason}); {step}.") from error
+        if isinstance(error, MoeggufError) or error.errno is None:  # of a library, about something else
+            raise
+        raise PullError(
+            f"{failed} ({error.strerror}); check the disk, or delete files, and try again: what was received of a"
+            " download is kept."
+        ) from error

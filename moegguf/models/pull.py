@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -61,28 +60,25 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
 
 
 def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
-    from moegguf.models.hub import Stopped, fetch_files, link_commit, read_repository
+    from moegguf.models.hub import fetch_files, link_commit, read_repository
 
-    try:
-        report(PullStatus("pulling manifest"))
-        known = read_repository(name.repo, stopped)
-        selection = select_files(known, name.tag, repo=name.repo)
-        files = [known[path] for path in selection.paths]
-        reported: dict[HubFile, PullStatus] = {}
-        for file in files:
-            digest = f"sha256:{file.etag}" if file.is_large else ""
-            reported[file] = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
-            report(reported[file])
-        with closing(fetch_files(files, name.canonical, stopped)) as progress:
-            for received in progress:
-                for file, n_bytes in received.items():
-                    if reported[file].completed_bytes != n_bytes:
-                        reported[file] = replace(reported[file], completed_bytes=n_bytes)
-                        report(reported[file])
-    except Stopped:
-        raise PullError(
-            f"fetching {name.canonical} was stopped; received bytes are kept, pull again to continue."
-        ) from None
+    report(PullStatus("pulling manifest"))
+    known = read_repository(name.repo)
+    selection = select_files(known, name.tag, repo=name.repo)
+    files = [known[path] for path in selection.paths]
+    reported: dict[HubFile, PullStatus] = {}
+    for file in files:
+        digest = f"sha256:{file.etag}" if file.is_large else ""
+        reported[file] = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
+        report(reported[file])
+
+    def report_bytes(received: dict[HubFile, int]) -> None:
+        for file, n_bytes in received.items():
+            if reported[file].completed_bytes != n_bytes:
+                reported[file] = replace(reported[file], completed_bytes=n_bytes)
+                report(reported[file])
+
+    fetch_files(files, name.canonical, stopped, report_bytes)
     report(PullStatus("verifying sha256 digest"))
     report(PullStatus("writing manifest"))
     found = Snapshot(files[0].repo, link_commit(files))
@@ -108,14 +104,14 @@ def fetch(
     """
     from huggingface_hub.utils import tqdm
 
-    from moegguf.models.hub import fetch_files, find_missing, link_commit, move_files, read_repository
+    from moegguf.models.hub import fetch_files, find_missing, link_commit, link_files, read_repository
 
-    folder, stopped = Path(local_dir) if local_dir else None, threading.Event()
+    folder = Path(local_dir) if local_dir else None
     cache = folder / ".cache" / "moegguf" if folder else Path(cache or hub_cache())
     try:
         if hub_offline():
             raise PullError(f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set.")
-        there = read_repository(repo_id, stopped, cache)
+        there = read_repository(repo_id, cache)
     except PullError:
         if here := folder or next((snapshot.folder for snapshot in snapshots(cache, repo_id)), None):
             known = sorted(path.relative_to(here) for path in here.rglob("*") if path.is_file())
@@ -124,17 +120,16 @@ def fetch(
                 return here / _matching(paths, repo_id, filename, others)[0]
         raise
     files = [there[path] for path in _matching(sorted(there), repo_id, filename, others)]
-    missing = find_missing(files, folder, stopped) if folder else files
-    with (
-        closing(fetch_files(missing, repo_id, stopped)) as progress,
-        tqdm(total=sum(file.size_bytes for file in missing), desc=repo_id, unit="B", unit_scale=True) as bar,
-    ):
-        for received in progress:
-            bar.n = sum(received.values())
-            bar.update(0)
+    missing = find_missing(files, folder) if folder else files
+    with tqdm(total=sum(file.size_bytes for file in missing), desc=repo_id, unit="B", unit_scale=True) as bar:
+
+        def report_bytes(received: dict[HubFile, int]) -> None:
+            bar.update(sum(received.values()) - bar.n)
+
+        fetch_files(missing, repo_id, threading.Event(), report_bytes)
     if folder is None:
         return link_commit(files) / files[0].path
-    move_files(missing, folder)
+    link_files(missing, folder)
     return folder / files[0].path
 
 

@@ -55,7 +55,7 @@ _GO_ACTION = re.compile(
 MAX_MODELFILE = 4 << 20  # characters
 MOST_SHOWN_WHOLE = 1_000_000  # smaller whole numbers are written without a fraction, as Ollama does
 
-_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|$)")
+_BLANK = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*(?:[ \t]*(?:#[^\n]*)?\Z)?")  # and comments
 _WORD = re.compile(r"[ \t]*([A-Za-z]+)(?:[ \t]+|(?=\n|$|\"))")
 _FENCED = r'(?P<fence>"{4,})\n(?P<fenced>.*?)\n(?P=fence)[ \t]*(?:\n|$)'
 _BLOCK = r'"""(?P<block>.*?)"""[ \t]*(?:\n|$)'
@@ -208,11 +208,15 @@ def parse(text: str) -> Recipe:
     if len(text) > MAX_MODELFILE:
         raise OptionError(f"a Modelfile has at most {MAX_MODELFILE} characters, but this one {len(text)}.")
     found: dict[str, Any] = {"parameters": {}, "messages": []}
-    for number, instruction, word, value in _instructions(text.replace("\r\n", "\n")):
+    text = text.replace("\r\n", "\n")
+    at = _after_blank(text, 0)
+    while at < len(text):
         try:
-            _apply(found, instruction, word, value)
+            end = _read_instruction(found, text, at)
         except OptionError as error:
+            number = text.count("\n", 0, at) + 1
             raise OptionError(f"Modelfile, line {number}: {error}") from None
+        at = _after_blank(text, end)
     if "from_" not in found:
         raise OptionError("a Modelfile needs a line `FROM name`, or FROM and the path of a GGUF file.")
     return Recipe(**{**found, "messages": tuple(found["messages"])})
@@ -257,32 +261,27 @@ def _parameter_texts(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]
                 yield name, repr(int(value) if is_whole else value)
 
 
-def _instructions(text: str) -> Iterator[tuple[int, str, str, str]]:
-    """(line number, instruction, the word before its value in PARAMETER and MESSAGE, its value)."""
-    at = 0
-    while at < len(text):
-        blank = _LINE.match(text, at)
-        if blank and blank.end() > at:
-            at = blank.end()
-            continue
-        number = text.count("\n", 0, at) + 1
-        line = f"Modelfile, line {number}:"
-        found = _WORD.match(text, at)
-        instruction = found[1].upper() if found else ""
-        if found is None or instruction not in _INSTRUCTIONS:
-            start = text[at:].split("\n", 1)[0]
-            raise OptionError(f"{line} {start!r:.60} starts with none of {', '.join(_INSTRUCTIONS)}.")
-        at, word = found.end(), ""
-        if instruction in ("PARAMETER", "MESSAGE"):
-            first = _FIRST_WORD.match(text, at)
-            if first is None:
-                raise OptionError(f"{line} there must be a word and a value.")
-            at, word = first.end(), first[1]
-        value = _VALUE.match(text, at)
-        if value is None:
-            raise OptionError(f"{line} a quote is not closed at the end of a line.")
-        at = value.end()
-        yield number, instruction, word, _content(value)
+def _after_blank(text: str, at: int) -> int:
+    """Where the next instruction begins."""
+    blank = _BLANK.match(text, at)
+    return blank.end() if blank else at
+
+
+def _read_instruction(found: dict[str, Any], text: str, at: int) -> int:
+    """Adds what the instruction at `at` says to `found`, the keywords of a recipe; returns where it ends."""
+    start = _WORD.match(text, at)
+    instruction = start[1].upper() if start else ""
+    if start is None or instruction not in _INSTRUCTIONS:
+        line = text[at:].split("\n", 1)[0]
+        raise OptionError(f"{line!r:.60} starts with none of {', '.join(_INSTRUCTIONS)}.")
+    first = _FIRST_WORD.match(text, start.end()) if instruction in ("PARAMETER", "MESSAGE") else start
+    if first is None:
+        raise OptionError("there must be a word and a value.")
+    matched = _VALUE.match(text, first.end())
+    if matched is None:
+        raise OptionError("a quote is not closed at the end of a line.")
+    _apply(found, instruction, first[1], _content(matched))
+    return matched.end()
 
 
 def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> None:

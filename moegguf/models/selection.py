@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 
 from moegguf.errors import ModelNotFoundError
 from moegguf.gguf.shards import MAX_SHARDS, ShardName, parse_shard_name, shard_path
@@ -73,11 +72,7 @@ def without_incomplete(paths: Iterable[str]) -> list[str]:
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
     """(tag, files) of every complete model among `paths`; `select_files` finds the files again by the tag."""
-    return _models_in(tuple(without_incomplete(paths)))
-
-
-@lru_cache(maxsize=1024)
-def _models_in(known: tuple[str, ...]) -> tuple[tuple[str, FileSelection], ...]:
+    known = without_incomplete(paths)
     firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
     selections = (FileSelection(_all_shards(path, known, ""), _projector(path, known)) for path in firsts)
     return tuple((tag, selection) for selection in selections if (tag := _tag_of(selection, known)))

@@ -12,7 +12,6 @@ An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list lay
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -62,12 +61,10 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
         )
 
 
-def models_by_name() -> dict[str, Path]:
-    """{name in lower case: file} of the models in MOEGGUF_MODELS and one level of folders below it."""
+def folder_files() -> list[Path]:
+    """The models in MOEGGUF_MODELS and one level of folders below it: first files, one for each name."""
     folder = models_folder()
-    if not folder.is_dir():
-        return {}
-    return _models_in([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
+    return _first_files([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
@@ -76,27 +73,28 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
     Raises ModelNameError and OSError for that one, when it has no name or cannot be read.
     """
-    keys = None if text is None else {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
-    for key, path in models_by_name().items():
-        known = {key, name_key(path.stem)}
-        if keys is None or keys & (known | set(map(_as_name, known))):
-            with suppress(*() if keys else (ModelNameError, OSError)):
-                yield file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
+    wanted = None if text is None else _plain_name(text.lower().removesuffix(f":{DEFAULT_TAG}")).lower()
+    for path in folder_files():
+        name = _plain_name(path.name)
+        if wanted in (None, name.lower()):
+            with suppress(*() if wanted else (ModelNameError, OSError)):
+                yield file_entry(path, "folder", parse_name(name).canonical)
 
 
 def file_name(path: Path) -> str:
     """The name of a model by that of its first file. Raises ModelNameError when that is none."""
-    return parse_name(_as_name(parse_shard_name(path.stem).prefix)).canonical
+    return parse_name(_plain_name(path.name)).canonical
 
 
-def _as_name(text: str) -> str:
-    """With dashes in place of characters that names may not have."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", text)
+def _plain_name(file: str) -> str:
+    """Without ".gguf" and a shard's number, and with dashes in place of characters that names may not have."""
+    stem = file[:-5] if file.lower().endswith(".gguf") else file
+    return re.sub(r"[^A-Za-z0-9._-]", "-", parse_shard_name(stem).prefix)
 
 
 def only_model(folder: Path) -> Path:
     """The model in `folder`. Raises ModelNotFoundError when there is none, or more than one."""
-    files = list(_models_in(folder.glob("*.gguf")).values())
+    files = _first_files(folder.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
     if not files:
@@ -115,19 +113,13 @@ def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
     return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
 
 
-def name_key(name: str) -> str:
-    """Equal for names in MOEGGUF_MODELS that mean the same file."""
-    return name.lower().removesuffix(".gguf")
-
-
-def _models_in(files: Iterable[Path]) -> dict[str, Path]:
-    """{name in lower case: first file}; that of a split model has no shard number."""
+def _first_files(files: Iterable[Path]) -> list[Path]:
+    """The first file of each model; of two with one name the first one."""
     models: dict[str, Path] = {}
     for file in sorted(file for file in files if is_model(file.name) and file.is_file()):
-        shard = parse_shard_name(file.stem)
-        if shard.number == 1:
-            models.setdefault(name_key(shard.prefix), file)
-    return models
+        if parse_shard_name(file.stem).number == 1:
+            models.setdefault(_plain_name(file.name).lower(), file)
+    return list(models.values())
 
 
 def hub_cache() -> Path:
@@ -212,29 +204,21 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
 
 
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
-    """Deletes the entry's files from every cached commit, except `keep`.
+    """Deletes the entry's files from every cached commit, except links to the blobs in `keep`.
 
     A blob that other files of the cache use stays. Raises PullError when a file cannot be deleted.
     """
-    from huggingface_hub import scan_cache_dir  # slow to import
-    from huggingface_hub.errors import CacheNotFound
-
-    inside = [path.relative_to(hub_cache()).parts for path in entry.all_files]
-    wanted = {(hub_cache().resolve() / parts[0], Path(*parts[3:])) for parts in inside}  # (repository, path in it)
+    repository = hub_cache() / entry.path.relative_to(hub_cache()).parts[0]
+    snapshots = repository / "snapshots"
+    paths = {Path(*path.relative_to(snapshots).parts[1:]) for path in entry.all_files}
+    links = {commit / path for commit in snapshots.iterdir() for path in paths}
     try:
-        cache = scan_cache_dir(hub_cache())
-        files = [
-            file
-            for repo in cache.repos
-            for revision in repo.revisions
-            for file in revision.files
-            if (repo.repo_path, file.file_path.relative_to(revision.snapshot_path)) in wanted
-            and file.blob_path.resolve() not in keep
-        ]
-        if not any(repo.repo_path == folder for repo in cache.repos for folder, _ in wanted):
-            raise OSError(next(map(str, cache.warnings), "its folder is not one of huggingface_hub's"))
-        cache.delete_files(*files).execute()
-    except (OSError, CacheNotFound) as error:
+        for link in filter(Path.exists, links):
+            if (blob := link.resolve()) not in keep:
+                link.unlink()
+                if not any(other.resolve() == blob for other in snapshots.rglob("*")):
+                    blob.unlink(missing_ok=True)
+    except OSError as error:
         raise PullError(f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}).") from error
 
 
@@ -275,10 +259,10 @@ def _inside(folder: Path, path: Path) -> Path:
 
 def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
     """The model of a manifest. Raises the errors that `ollama_models` ignores when it cannot be run."""
-    shown, data = _display_name(name), _read(_inside(folder, manifest))
+    shown = _display_name(name)
     files: dict[str, list[Path]] = {"model": [], "projector": [], "adapter": []}
     parts: dict[str, list[str]] = {}
-    for layer in json.loads(data)["layers"]:
+    for layer in json.loads(_read(_inside(folder, manifest)))["layers"]:
         kind = str(layer["mediaType"]).removeprefix(_KIND)
         path = ollama_blob(folder, layer["digest"])
         if kind in files and path.stat().st_size != layer["size"]:
@@ -306,8 +290,7 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
         source="ollama",
         files=(model,),
         size_bytes=size_of((model, *filter(None, (mmproj, adapter)))),
-        digest=hashlib.sha256(data).hexdigest(),
-        files_digest=weights_digest((model,), adapter),
+        weights=weights_digest((model,), adapter),
         modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
         mmproj=mmproj,
         adapter=adapter,

@@ -33,22 +33,10 @@ RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
 Facts = dict[str, Any]
 
 
-class DescribedModel:
-    """A model to describe: its entry and headers, and what is known of its hit rates. fetched: False for a model of
-    Hugging Face of which only the headers are here. Raises ModelNotFoundError, ModelFormatError."""
-
-    def __init__(self, entry: ModelEntry, fetched: bool = True) -> None:
-        self.entry = entry
-        self.fetched = fetched
-        self.layout = read_layout(entry.path)
-        self.hit_rates = HitRates.of(self.layout) if fetched else HitRates(self.layout)
-        self.shown_path = str(entry.path) if fetched else f"{entry.name}, {entry.path.name} (not fetched)"
-
-
 @contextmanager
-def described(model: str) -> Iterator[DescribedModel]:
-    """The model of a path or name; of a Hub name that is not on this machine, the headers are fetched. Raises
-    ModelNotFoundError, ModelNameError, ModelFormatError, PullError."""
+def described(model: str) -> Iterator[tuple[ModelEntry, bool]]:
+    """The model of a path or name, and whether its files are here; of a Hub name that is not on this machine, the
+    headers are fetched. Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError."""
     try:
         entry = Catalog().find(model)
     except ModelNotFoundError:
@@ -58,18 +46,27 @@ def described(model: str) -> Iterator[DescribedModel]:
         from moegguf.models.hub import remote_model
 
         with remote_model(name) as entry:
-            yield DescribedModel(entry, fetched=False)
+            yield entry, False
         return
-    yield DescribedModel(entry)
+    yield entry, True
+
+
+def _shown_path(entry: ModelEntry, is_here: bool) -> str:
+    return str(entry.path) if is_here else f"{entry.name}, {entry.path.name} (not fetched)"
+
+
+def _hit_rates(layout: ExpertLayout, is_here: bool) -> HitRates:
+    """Measured ones where there are any; published ones for a model that is not here."""
+    return HitRates.of(layout) if is_here else HitRates(layout)
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
     """Facts of `moegguf show` about a model given by path or name; `verbose` adds all metadata of the first file, and
     the tensors of all files."""
-    with described(model) as found:
-        facts = facts_of(found)
+    with described(model) as (entry, is_here):
+        facts = facts_of(entry, is_here)
         if verbose:
-            files = [read_gguf(path) for path in found.entry.files]
+            files = [read_gguf(path) for path in entry.files]
             tensors = [tensor for file in files for tensor in file.tensors]
             facts["metadata"] = dict(files[0].metadata)
             facts["tensors"] = [{"name": t.name, "shape": list(t.shape), "type": t.type_name} for t in tensors]
@@ -133,11 +130,11 @@ def estimate_model(
     # llama.cpp takes a quantised V cache with flash attention only.
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
     options: dict[str, Any] = {"type_k": ggml_type(types[0]), "type_v": ggml_type(types[1]), "flash_attn": flash_attn}
-    with described(model) as found:
-        layout = found.layout
-        options |= {"n_ctx": n_ctx, "projector": projector_of(found.entry)}
+    with described(model) as (entry, is_here):
+        layout = read_layout(entry.path)
+        options |= {"n_ctx": n_ctx, "projector": projector_of(entry)}
         plan = plan_here(layout, cache, vram_cache, placement, **options)
-        reads = found.fetched and layout.is_moe and not plan.resident
+        reads = is_here and layout.is_moe and not plan.resident
         disk = expert_read_speed(layout, DISK_SECONDS) if reads else None
         default = "auto" if plan.placement or plan.device else None
         placed = plan.placement
@@ -149,8 +146,8 @@ def estimate_model(
             placed = make_plan(layout, ample, Budgets(sizes=sizes), speeds).placement
         return {
             "name": layout.name,
-            "path": found.shown_path,
-            "fetched": found.fetched,
+            "path": _shown_path(entry, is_here),
+            "fetched": is_here,
             "expert_cache": str(cache),
             "vram_cache": vram_cache or read_environment().vram_cache or default,
             "cache_types": types,
@@ -160,7 +157,7 @@ def estimate_model(
             "token_cycle_bytes": layout.token_cycle_bytes,
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
             "plan": asdict(plan),
-            "expected": _expectation(found.hit_rates, plan, disk),
+            "expected": _expectation(_hit_rates(layout, is_here), plan, disk),
             "placement": _placement(placed),
         }
 
@@ -184,33 +181,18 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
     """The table of placements, what it rests on, and the reason; None where there was nothing to decide."""
     if plan is None:
         return None
-    speeds, in_bytes = plan.speeds, ("device_bytes_per_s", "cpu_bytes_per_s", "disk_bytes_per_s")
-    return {
-        "device_expert_bytes": plan.device_bytes,
-        "speeds": {
-            **{name: round(getattr(speeds, name)) for name in in_bytes},
-            "copies_bytes_per_s": round(speeds.copies.bytes_per_s),
-            "copies_us": speeds.copies.latency_s * 1e6,
-            "stop_us": speeds.stop_s * 1e6,
-            "cpu_layer_us": speeds.cpu_layer_s * 1e6,
-            "source": speeds.source,
-        },
-        "hit_rates": plan.hit_rates,
-        "placements": [asdict(each) | {"text": str(each)} for each in plan.placements],
-        "chosen": plan.chosen.kind,
-        "reason": plan.reason,
-    }
+    return asdict(plan) | {"placements": [asdict(each) | {"text": str(each)} for each in plan.placements]}
 
 
-def facts_of(found: DescribedModel) -> Facts:
+def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
     """Facts of `moegguf show`: from the headers of a model's files, then those of its catalog entry."""
-    layout, entry, known = found.layout, found.entry, details(found.entry)
+    layout, known = read_layout(entry.path), details(entry)
     total, active = parameters(layout)
     own_name = known.metadata.get("general.name") or entry.path.stem
     beside = {"projector": entry.mmproj, "adapter": entry.adapter, "draft": entry.draft}
     return {
         "name": layout.name,
-        "path": found.shown_path,
+        "path": _shown_path(entry, is_here),
         "architecture": layout.arch,
         "parameters": total,
         "active_parameters": active,
@@ -224,7 +206,7 @@ def facts_of(found: DescribedModel) -> Facts:
         "shards": [shard.path.name for shard in layout.shards],
         "types": {name: {"tensors": n, "bytes": size} for name, (n, size) in layout.tensor_types.items()},
         "dense_bytes": layout.dense_bytes,
-        **(_expert_facts(layout, found.hit_rates) if layout.is_moe else {"experts": None, "budgets": []}),
+        **(_expert_facts(layout, _hit_rates(layout, is_here)) if layout.is_moe else {"experts": None, "budgets": []}),
         "title": str(own_name) if entry.source == "path" else f"{entry.name} ({own_name})",
         "capabilities": list(known.capabilities),
         **{name: str(path) if path else None for name, path in beside.items()},

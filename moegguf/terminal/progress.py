@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar for each file of a download, one line or one bar for everything else.
+"""Progress on stderr: a bar for each file of a download, one line for everything else.
 
 Nothing where stderr is not a terminal, or one without cursor control.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 from moegguf.quantities import human_bytes
@@ -15,7 +16,6 @@ from moegguf.quantities import human_bytes
 if TYPE_CHECKING:
     from moegguf.models.entry import PullStatus
 
-BAR_CELLS = 30
 RATE_WINDOW_S = 10.0
 STDOUT = 1  # its descriptor
 
@@ -27,14 +27,11 @@ def _is_ansi_terminal() -> bool:
 
 def short_duration(seconds: float) -> str:
     """A duration in its two largest units: "2m51s", "1h4m", "12s"."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d{hour}h"
-    if hours:
-        return f"{hours}h{minute}m"
-    return f"{minute}m{second}s" if minutes else f"{second}s"
+    left = round(seconds)
+    for (unit, name), (smaller, other) in pairwise(((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))):
+        if left >= unit:
+            return f"{left // unit}{name}{left % unit // smaller}{other}"
+    return f"{left}s"
 
 
 class _Display:
@@ -58,8 +55,7 @@ class _Display:
 class PullProgress(_Display):
     """A line for each step of a download, a bar for each file, and one for all files when there are several."""
 
-    def __enter__(self) -> Self:
-        self._steps: set[str] = set()
+    def __init__(self) -> None:
         self._files: dict[str, Any] = {}  # tasks of rich's Progress
         self._all_files: Any = None
         if _is_ansi_terminal():
@@ -72,29 +68,24 @@ class PullProgress(_Display):
                 console=Console(stderr=True, highlight=False), expand=True, speed_estimate_period=RATE_WINDOW_S,
             )  # fmt: skip
             self._live.start()
-        return self
 
     def report(self, status: PullStatus) -> None:
-        """Shows a status."""
+        """Shows a status. Every file is reported once before the first bytes of any."""
         if self._live is None:
             return
         if not status.total_bytes:
-            if status.status not in self._steps:
-                self._live.console.print(status.status)
-            self._steps.add(status.status)
+            self._live.console.print(status.status)
             return
-        key = status.digest or status.file or status.status
-        if key not in self._files:
-            self._files[key] = self._live.add_task(status.status, total=status.total_bytes)
-            if self._all_files is not None:  # added again below: rich shows tasks in the order they were added
-                self._live.remove_task(self._all_files)
-            n_files = len(self._files)
-            self._all_files = self._live.add_task(f"all {n_files} files", total=1) if n_files > 1 else None
-        self._live.update(self._files[key], completed=status.completed_bytes or 0)
-        if self._all_files is not None:
-            files = [task for task in self._live.tasks if task.id in self._files.values()]
-            total, done = sum(task.total for task in files), sum(task.completed for task in files)
-            self._live.update(self._all_files, total=total, completed=done)
+        if status.file not in self._files:
+            self._files[status.file] = self._live.add_task(status.status, total=status.total_bytes)
+        self._live.update(self._files[status.file], completed=status.completed_bytes or 0)
+        if status.completed_bytes is None or len(self._files) == 1:
+            return
+        files = [task for task in self._live.tasks if task.id in self._files.values()]
+        if self._all_files is None:  # the last line: rich shows tasks in the order they were added
+            total = sum(task.total for task in files)
+            self._all_files = self._live.add_task(f"all {len(files)} files", total=total)
+        self._live.update(self._all_files, completed=sum(task.completed for task in files))
 
 
 class Spinner(_Display):
@@ -102,47 +93,22 @@ class Spinner(_Display):
     a pipe: a pager at its end has the same terminal."""
 
     def __init__(self) -> None:
-        self._terminal = _is_ansi_terminal() and not stat.S_ISFIFO(os.fstat(STDOUT).st_mode)
+        self.visible = _is_ansi_terminal() and not stat.S_ISFIFO(os.fstat(STDOUT).st_mode)
 
-    def show(self, text: str) -> None:
-        """Shows `text` after the spinner."""
-        if not self._terminal:
+    def show(self, text: str, share: float | None = None) -> None:
+        """Shows `text` after the spinner, and `share`, from 0 to 1, of all work, before it."""
+        if not self.visible:
             return
+        from rich.text import Text
+
         if self._live is None:
             from rich.console import Console
             from rich.status import Status
 
             self._live = Status("", console=Console(stderr=True, highlight=False), spinner="dots")
             self._live.start()
-        from rich.text import Text
-
-        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
-
-
-class ProgressBar(_Display):
-    """A bar with a description, cleared when closed."""
-
-    def __init__(self) -> None:
-        if not _is_ansi_terminal():
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=BAR_CELLS), TimeElapsedColumn()
-        self._live = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._live.add_task("", total=1.0)
-        self._live.start()
-
-    @property
-    def visible(self) -> bool:
-        """Whether there is a terminal to show it on."""
-        return self._live is not None
-
-    def show(self, description: str, share: float | None) -> None:
-        """`share` from 0 to 1; None while unknown."""
-        if self._live is not None:
-            total = None if share is None else 1.0
-            self._live.update(self._task, description=description, total=total, completed=share or 0)
+        done = "" if share is None else f"{share:4.0%} "
+        self._live.update(Text(done + text, no_wrap=True, overflow="ellipsis"))
 
 
 def loading_text(name: str, share: float | None, n_bytes: int, seconds: float) -> str:

@@ -22,7 +22,7 @@ from moegguf.terminal.facts import Facts
 PIPE_WIDTH = 400
 SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
 
-Row = tuple[str, str] | tuple[str, str, str]
+Row = tuple[str, ...]
 
 
 def print_json(facts: Any) -> None:
@@ -158,7 +158,8 @@ def print_model(facts: Facts) -> None:
     rows = [(name, format_bytes(t["bytes"]), f"{t['tensors']} tensors") for name, t in types]
     _section(console, "Types", rows, right=(1, 2))
     if facts["budgets"]:
-        _print_budgets(console, facts["budgets"])
+        title = f"Budgets, with hit rates {facts['budgets'][0]['basis']}"
+        _section(console, title, _budget_rows(facts["budgets"]), right=(1, 2, 3))
 
 
 def _expert_rows(facts: Facts) -> Iterator[Row]:
@@ -175,15 +176,11 @@ def _expert_rows(facts: Facts) -> Iterator[Row]:
         yield "not loaded", f"{format_bytes(experts['unused_bytes'])} of multi-token prediction"
 
 
-def _print_budgets(console: Console, budgets: list[Facts]) -> None:
-    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("--expert-cache", "slots", "memory", "hit rate"):
-        table.add_column(name, justify="left" if name.startswith("--") else "right", no_wrap=True)
+def _budget_rows(budgets: list[Facts]) -> Iterator[Row]:
+    yield "--expert-cache", "memory", "hit rate", "slots"
     for row in budgets:
         hits = _range(f"{row['low']:.0%}", f"{row['high']:.0%}")
-        table.add_row(f"{row['share']:.0%}", f"{row['slots']:,}", format_bytes(row["bytes"]), hits)
-    print_renderable(console, Text("  Budgets", style="bold").append(f"  {budgets[0]['basis']}", style="not bold dim"))
-    print_renderable(console, Padding(table, (0, 0, 0, 4)))
+        yield f"{row['share']:.0%}", format_bytes(row["bytes"]), hits, f"{row['slots']:,}"
 
 
 def print_estimate(facts: Facts) -> None:
@@ -244,11 +241,13 @@ def _placement_rows(placement: Facts) -> Iterator[Row]:
     speeds = placement["speeds"]
     for each in placement["placements"]:
         yield each["text"], f"{two_digits(each['tokens_per_s'], each['tokens_per_s'])} tokens/s", ""
-    in_gb = {name: f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "copies", "cpu", "disk")}
-    yield "its memory for experts", format_bytes(placement["device_expert_bytes"]), placement["hit_rates"]
-    yield "kernels", f"{in_gb['device']} there, {in_gb['cpu']} on the CPU", speeds["source"]
-    yield "copies", f"{in_gb['copies']}, {speeds['copies_us']:.0f} us a layer", f"disk {in_gb['disk']}"
-    yield "a stop at a layer", f"{speeds['stop_us']:.0f} us", f"{speeds['cpu_layer_us']:.0f} us to the CPU and back"
+    device, cpu, disk = (f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "cpu", "disk"))
+    link = f"{speeds['copies']['bytes_per_s'] / 1e9:.3g} GB/s, {speeds['copies']['latency_s'] * 1e6:.0f} us a layer"
+    to_cpu = f"{speeds['cpu_layer_s'] * 1e6:.0f} us to the CPU and back"
+    yield "its memory for experts", format_bytes(placement["device_bytes"]), placement["hit_rates"]
+    yield "kernels", f"{device} there, {cpu} on the CPU", speeds["source"]
+    yield "copies", link, f"disk {disk}"
+    yield "a stop at a layer", f"{speeds['stop_s'] * 1e6:.0f} us", to_cpu
 
 
 def _expectation_rows(facts: Facts) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """What is printed on a terminal: the map of the experts, broken lines, progress, statistics, and `moegguf top`."""
 
 import base64
+import io
 import json
 import re
 import threading
@@ -136,26 +137,17 @@ STEPS = [
 
 
 def test_a_terminal_gets_a_line_for_each_file_and_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tty:
+    class Tty(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-        written = ""
-
-        def write(self, text: str) -> int:
-            Tty.written += text
-            return len(text)
-
-        def flush(self) -> None:
-            pass
-
-    monkeypatch.setattr(progress.sys, "stderr", Tty())
+    monkeypatch.setattr(progress.sys, "stderr", terminal := Tty())
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
     with PullProgress() as shown:
         for step in STEPS:
             shown.report(step)
-    written = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", Tty.written)
+    written = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue())
     assert written.index("pulling manifest") < written.index("pulling aaa:") < written.index("success")
     last = written[written.rindex("pulling aaa:") :]
     assert re.search(r"aaa: 100% .* 100/100 bytes .*bbb: +50% .* 150/300 bytes .*all 2 files: +62%", last, re.DOTALL)

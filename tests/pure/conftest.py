@@ -22,6 +22,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     from moegguf.models import hub as downloads
 
     monkeypatch.setattr(downloads, "WAIT_S", 0.01)
+    monkeypatch.setattr(downloads, "POLL_S", 0.01)
     monkeypatch.setattr(downloads, "MAX_WAIT_S", 0.05)
     with hub_in_use(tmp_path) as made:
         yield made

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from catalog_helpers import cache, names
@@ -98,7 +99,7 @@ def test_names_are_file_names_in_the_models_folder(folder: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="has 3 models"):
         find_model(folder)
     for wrong, words in (
-        ("qwen-q4_1", "did you mean 'qwen-q4_0'"), ("xyzzy", "MOEGGUF_MODELS has"), ("", "try 'demo'"),
+        ("qwen-q4_1", "did you mean 'qwen-q4_0'"), ("xyzzy", "`moegguf list` shows"), ("", "try 'demo'"),
         ("dem", "'demo'"), (folder / "Qwen-Q4_O.gguf", r"Qwen-Q4_0\.gguf"),
     ):  # fmt: skip
         with pytest.raises(ModelNotFoundError, match=words):
@@ -237,12 +238,17 @@ def test_entries_are_the_newest_first(catalog: Catalog) -> None:
     assert listed[0].name == "newest:latest"
 
 
-def test_a_damaged_cache_is_said_to_be_and_keeps_the_name(catalog: Catalog) -> None:
+def test_a_file_that_cannot_be_deleted_keeps_its_name(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
-    (folder / "refs" / "other").write_text("f" * 40)
-    with pytest.raises(PullError, match=r"cannot be removed .*missing commit"):
-        catalog.remove("u/r")
+    (folder / "refs" / "other").write_text("f" * 40)  # a damage that does not matter
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", Mock(side_effect=PermissionError(1, "not permitted")))
+        with pytest.raises(PullError, match=r"cannot be removed .*not permitted"):
+            catalog.remove("u/r")
     assert names("hf.co") == ["hf.co/u/r:Q4_0"]
+    catalog.remove("u/r")
+    assert names("hf.co") == []
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "~nobody-of-that-name/x.gguf", f"/{'x' * 300}/x.gguf"])

@@ -313,7 +313,7 @@ async def test_a_cancelled_waiter_is_skipped_and_a_reload_waits_for_the_requests
 async def test_an_entry_whose_files_changed_is_loaded_again(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x")
-        catalog.change("a", digest="f" * 64)
+        catalog.change("a", weights="f" * 64)
         await generate(manager, "a", "say x")
         assert manager.loaded()[0].digest == "f" * 64
     assert len(catalog.loads("a")) == 2
