@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from starlette.routing import Route
 from moegguf.errors import ContextError
 from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
-from moegguf.server.common.body import parse_body, read_body, too_large
+from moegguf.server.common.body import read_body
 from moegguf.server.common.conversation import Json, leases_of
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import Loading, ModelName, are_tokens, find, selected_model
@@ -61,40 +61,36 @@ def _list_of_texts(value: Any) -> list[_Text]:
     return texts
 
 
-class _EmbeddingsBody(Loading):
+class EmbeddingsBody(Loading):
+    """The body of /v1/embeddings."""
+
+    limit: ClassVar[int] = limits.BODY_BYTES
+
     model: ModelName
     input: Annotated[list[_Text], BeforeValidator(_list_of_texts)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     truncate: bool | None = None
 
-
-async def whole_embeddings(state: State, leases: Leases, raw: bytes) -> Json:
-    """The reply of /v1/embeddings to a body as JSON text. Raises MoeggufError."""
-    if len(raw) > limits.BODY_BYTES:
-        raise too_large(limits.BODY_BYTES)
-    return await _embeddings(leases, parse_body(raw, _EmbeddingsBody))
-
-
-async def _embeddings(leases: Leases, body: _EmbeddingsBody) -> Json:
-    """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
-    async with leases.lease(body.model, body.overrides(), body.keep_alive_s()) as lease:
-        found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
-        name = lease.entry.name
-    vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(body.input), -1)
-    n_embd = vectors.shape[1]
-    if body.dimensions is not None and body.dimensions > n_embd:
-        raise HttpError(400, f"dimensions: must be at most {n_embd}, the model's number, but is {body.dimensions}")
-    vectors = _shorten(vectors, body.dimensions)
-    written: list[Any] = vectors.tolist()
-    if body.encoding_format == "base64":
-        written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-    return {
-        "object": "list",
-        "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)],
-        "model": name,
-        "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
-    }
+    async def whole_reply(self, state: State, leases: Leases) -> Json:
+        """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
+        async with leases.lease(self.model, self.overrides(), self.keep_alive_s()) as lease:
+            found = await lease.embed(self.input, truncate=bool(self.truncate), normalize=True)
+            name = lease.entry.name
+        vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
+        n_embd = vectors.shape[1]
+        if self.dimensions is not None and self.dimensions > n_embd:
+            raise HttpError(400, f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}")
+        vectors = _shorten(vectors, self.dimensions)
+        written: list[Any] = vectors.tolist()
+        if self.encoding_format == "base64":
+            written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)],
+            "model": name,
+            "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
+        }
 
 
 # Ollama's
@@ -193,7 +189,7 @@ async def _rerank(request: Request, body: _RerankBody) -> Any:
 
 
 routes = [
-    computed("/v1/embeddings", _EmbeddingsBody, lambda request, body: _embeddings(leases_of(request), body)),
+    computed("/v1/embeddings", EmbeddingsBody, lambda it, body: body.whole_reply(it.app.state, leases_of(it))),
     Route("/api/embed", _embed, methods=["POST"]),
     computed("/api/embeddings", _EmbeddingsRequest, _embedding),
     *(computed(path, _RerankBody, _rerank) for path in RERANK_PATHS),

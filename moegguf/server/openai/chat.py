@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import reduce
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
@@ -34,7 +34,7 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.conversation import Json, Question, Reply, conversation, whole_reply
+from moegguf.server.common.conversation import Json, Question, Reply, conversation
 from moegguf.server.common.options import (
     MAX_TOKEN,
     Function,
@@ -363,9 +363,8 @@ def logprob_objects(logprobs: Iterable[TokenLogprob], no_bytes: list[int] | None
 
 
 def _total(timing: Timing, later: Timing) -> Timing:
-    """The counts and times of two answers to one request."""
-    names = "prompt_tokens cached_tokens disk_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens".split()
-    names += ["n_shifts", "stats"]
+    """What `statistics` tells of two answers to one request."""
+    names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
     return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
 
 
@@ -385,15 +384,18 @@ class ChoicesReply(Reply):
         self._with_progress = bool(body.return_progress)
         self._started = False  # the current choice
         self._choices: list[Json] = []  # the complete ones of a whole reply
-        self._index = 0  # of the current choice
-        self._timing = Timing()  # of all complete choices
-        self._used = Timing()  # the same, with each prompt counted once
+        self._timings: list[Timing] = []  # of the complete choices
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": entry.name,
             "system_fingerprint": f"moegguf-{entry.digest[:12]}",
         }
+
+    @property
+    def index(self) -> int:
+        """Of the current choice."""
+        return len(self._timings)
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events without a name."""
@@ -408,7 +410,7 @@ class ChoicesReply(Reply):
         if not items:
             return b""
         self._started = not isinstance(event, Done)
-        is_end = isinstance(event, Done) and self._index == self.n_choices
+        is_end = isinstance(event, Done) and self.index == self.n_choices
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
@@ -419,16 +421,13 @@ class ChoicesReply(Reply):
         return {**self._head, "object": kind, "choices": choices, **more}
 
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> Json:
-        choices = [{"index": self._index, "finish_reason": None, "logprobs": None, **choice}]
+        choices = [{"index": self.index, "finish_reason": None, "logprobs": None, **choice}]
         if self._include_usage:
             more = {"usage": None, **more}  # as OpenAI: null in all chunks except the last
         return self._object(self.chunk_kind, choices, **more)
 
     def _end_choice(self, done: Done) -> None:
-        is_again = self._index % self.n_answers
-        used = replace(done.timing, prompt_tokens=0, cached_tokens=0) if is_again else done.timing
-        self._timing, self._used = _total(self._timing, done.timing), _total(self._used, used)
-        self._index += 1
+        self._timings.append(done.timing)
         self.n_calls = 0
 
     def _last(self, done: Done) -> list[Json]:
@@ -436,29 +435,33 @@ class ChoicesReply(Reply):
         if requested."""
         chunk = self._chunk({**self.empty, "finish_reason": self._finish(done)})
         self._end_choice(done)
-        if self._index < self.n_choices:
+        if self.index < self.n_choices:
             return [chunk]
         if not self._include_usage:
-            return [{**chunk, **statistics(self._timing)}]
-        return [chunk, self._object(self.chunk_kind, [], usage=self._usage(), **statistics(self._timing))]
+            return [{**chunk, **self._statistics()}]
+        return [chunk, self._object(self.chunk_kind, [], usage=self._usage(), **self._statistics())]
 
     def _add(self, choice: Mapping[str, Any], done: Done) -> None:
         reason = {"finish_reason": self._finish(done)}
-        self._choices.append({"index": self._index, "logprobs": None, **choice, **reason})
+        self._choices.append({"index": self.index, "logprobs": None, **choice, **reason})
         self._end_choice(done)
 
     def whole(self) -> Json:
         """The object of a reply that is not streamed, after `add` of every choice."""
-        return self._object(self.whole_kind, self._choices, usage=self._usage(), **statistics(self._timing))
+        return self._object(self.whole_kind, self._choices, usage=self._usage(), **self._statistics())
+
+    def _statistics(self) -> Json:
+        return statistics(reduce(_total, self._timings))
 
     def _usage(self) -> Json:
-        used = self._used
-        prompt = used.prompt_tokens + used.cached_tokens
+        """Each prompt counts once."""
+        total, prompts = reduce(_total, self._timings), reduce(_total, self._timings[:: self.n_answers])
+        n_prompt = prompts.prompt_tokens + prompts.cached_tokens
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": used.answer_tokens,
-            "total_tokens": prompt + used.answer_tokens,
-            "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+            "prompt_tokens": n_prompt,
+            "completion_tokens": total.answer_tokens,
+            "total_tokens": n_prompt + total.answer_tokens,
+            "prompt_tokens_details": {"cached_tokens": prompts.cached_tokens},
         }
 
 
@@ -501,5 +504,4 @@ class _ChatReply(ChoicesReply):
         self._add({"message": message, "logprobs": logprobs}, done)
 
 
-whole = partial(whole_reply, ChatBody)
 routes = [conversation("/v1/chat/completions", ChatBody)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from heapq import nlargest
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
-from moegguf.server.common.conversation import Json, Reply, conversation, whole_reply
+from moegguf.server.common.conversation import Json, Reply, conversation
 from moegguf.server.common.options import are_tokens
 from moegguf.server.common.replies import MIN_LOGPROB
 from moegguf.server.openai.chat import Choices, ChoicesReply, GenerationBody, TopLogprobs
@@ -43,7 +42,7 @@ def fields_of(prompt: Prompt) -> Json:
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
 
 
-class _CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody):
     """A list of prompts gets `n` choices for each, in their order: of `best_of` answers those whose tokens are the
     likeliest."""
 
@@ -57,7 +56,7 @@ class _CompletionBody(GenerationBody):
     logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
-    def _fields_go_together(self) -> _CompletionBody:
+    def _fields_go_together(self) -> CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:
@@ -129,7 +128,7 @@ class _CompletionReply(ChoicesReply):
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: Mapping[str, Any] = {"text": ""}
 
-    def __init__(self, body: _CompletionBody, entry: ModelEntry) -> None:
+    def __init__(self, body: CompletionBody, entry: ModelEntry) -> None:
         super().__init__(body, entry, logprobs=body.logprobs is not None, n_answers=body.n_answers)
         self.n_choices = self.n_answers * len(body.prompt)
         self._n_sent = body.n or 1  # of the answers to each prompt
@@ -145,7 +144,7 @@ class _CompletionReply(ChoicesReply):
 
     @property
     def _before(self) -> str:
-        return self._prompts[self._index // self.n_answers] if self._index < self.n_choices else ""
+        return self._prompts[self.index // self.n_answers] if self.index < self.n_choices else ""
 
     def _first(self) -> Json:
         return self._chunk({"text": self._before})
@@ -186,5 +185,4 @@ class _CompletionReply(ChoicesReply):
         return super().whole()
 
 
-whole = partial(whole_reply, _CompletionBody)
-routes = [conversation("/v1/completions", _CompletionBody)]
+routes = [conversation("/v1/completions", CompletionBody)]

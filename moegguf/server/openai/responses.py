@@ -15,7 +15,6 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -25,7 +24,7 @@ from moegguf.generate.request import Delta, GenerationRequest, Message, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.conversation import EventReply, Json, Reply, about_prompt, conversation, whole_reply
+from moegguf.server.common.conversation import EventReply, Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import Arguments, FunctionName, content_of, part_of, text_part, tool_message
 from moegguf.server.common.replies import event_line, usage
@@ -141,7 +140,7 @@ class _TextOptions(Body):
 _Item = Annotated[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem, Field(discriminator="type")]
 
 
-class _ResponsesBody(chat.ToolsBody):
+class ResponsesBody(chat.ToolsBody):
     input: Annotated[list[_Item], Field(min_length=1, max_length=limits.MESSAGES), BeforeValidator(_items_of)]
     instructions: str | None = None
     tools: Annotated[chat.Tools, BeforeValidator(_functions_of)] | None = None
@@ -240,7 +239,7 @@ def _new_id(prefix: str) -> str:
 class _ResponseReply(EventReply):
     """The response to one request. `n_ctx` tokens or `max_output_tokens` reached: it is incomplete."""
 
-    def __init__(self, body: _ResponsesBody, model: str, generation: GenerationRequest) -> None:
+    def __init__(self, body: ResponsesBody, model: str, generation: GenerationRequest) -> None:
         self._encrypts = ENCRYPTED_REASONING in (body.include or ())
         self._with_logprobs = generation.n_logprobs is not None
         self._settings = _settings(body, generation)
@@ -341,7 +340,7 @@ class _ResponseReply(EventReply):
         yield self._event(f"response.{status}", response=self._object)
 
 
-def _settings(body: _ResponsesBody, generation: GenerationRequest) -> Json:
+def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:
     text, reasoning, given = body.text, body.reasoning, body.tool_choice
     choice: str | Json = "auto"
     if isinstance(given, chat.ToolChoice):
@@ -381,11 +380,10 @@ def _settings(body: _ResponsesBody, generation: GenerationRequest) -> Json:
     }
 
 
-whole = partial(whole_reply, _ResponsesBody)
 routes = [
-    conversation("/v1/responses", _ResponsesBody),
+    conversation("/v1/responses", ResponsesBody),
     about_prompt(
-        "/v1/responses/input_tokens", _ResponsesBody, "count",
+        "/v1/responses/input_tokens", ResponsesBody, "count",
         lambda n: {"object": "response.input_tokens", "input_tokens": n},
     ),
 ]  # fmt: skip
