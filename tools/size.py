@@ -27,7 +27,7 @@ LIMITS = {
     "moegguf/gguf": 1_800,
     "moegguf/models": 2_770,
     "moegguf/native": 14_100,
-    "moegguf/server": 7_540,
+    "moegguf/server": 7_320,
     "moegguf/serving": 4_080,
     "moegguf/terminal": 1_360,
     "moegguf/trace": 1_970,

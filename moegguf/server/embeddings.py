@@ -15,26 +15,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from starlette.datastructures import State
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from moegguf.errors import ContextError
 from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
-from moegguf.server.common.body import read_body
 from moegguf.server.common.conversation import Json, leases_of
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Loading, ModelName, are_tokens, find, selected_model
-from moegguf.server.common.replies import WholeResponse, computed, to_ns
+from moegguf.server.common.options import Loading, ModelName, Text, Texts, find, selected_model
+from moegguf.server.common.replies import computed, to_ns
 from moegguf.server.ollama.chat import ModelBody
 from moegguf.serving.lease import Leases
 
 RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
-
-_Text = str | list[int]  # a text, or its tokens
 
 
 def _shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.NDArray[np.float32]:
@@ -50,14 +45,9 @@ def _shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.
 # OpenAI's
 
 
-def _list_of_texts(value: Any) -> list[_Text]:
-    texts = value if isinstance(value, list) and not are_tokens(value) else [value]
-    if not texts or not all((isinstance(text, str) and text) or are_tokens(text) for text in texts):
-        raise ValueError(
-            "must be a text, a list of texts, a list of tokens or a list of such lists, none of them empty"
-        )
-    if len(texts) > limits.INPUTS:
-        raise ValueError(f"has {len(texts)} texts, but {limits.INPUTS} are accepted")
+def _not_empty(texts: list[Text]) -> list[Text]:
+    if not all(texts):
+        raise ValueError("a text must not be empty")
     return texts
 
 
@@ -67,7 +57,7 @@ class EmbeddingsBody(Loading):
     limit: ClassVar[int] = limits.BODY_BYTES
 
     model: ModelName
-    input: Annotated[list[_Text], BeforeValidator(_list_of_texts)]
+    input: Annotated[Texts, AfterValidator(_not_empty)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     truncate: bool | None = None
@@ -102,30 +92,25 @@ class _EmbedRequest(ModelBody, Loading):
     dimensions: Annotated[int | None, Field(ge=0, le=1 << 20)] = None
 
 
-async def _embed(request: Request) -> Response:
+async def _embed(request: Request, body: _EmbedRequest) -> Json:
     """A normalized vector per text of a list, empty ones too; without a text, only loads the model."""
     start_ns = time.perf_counter_ns()
-    body = await read_body(request, _EmbedRequest)
     texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
-
-    async def work() -> Json:
-        name, found, load_s = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
-        counts = {
-            "total_duration": time.perf_counter_ns() - start_ns,
-            "load_duration": to_ns(load_s),
-            "prompt_eval_count": found.n_tokens,
-        }
-        vectors = _shorten(np.asarray(found.vectors, np.float32), body.dimensions).tolist()
-        return {"model": name, "embeddings": vectors, **{key: value for key, value in counts.items() if value}}
-
-    return WholeResponse(work())
+    name, found, load_s = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
+    counts = {
+        "total_duration": time.perf_counter_ns() - start_ns,
+        "load_duration": to_ns(load_s),
+        "prompt_eval_count": found.n_tokens,
+    }
+    vectors = _shorten(np.asarray(found.vectors, np.float32), body.dimensions).tolist()
+    return {"model": name, "embeddings": vectors, **{key: value for key, value in counts.items() if value}}
 
 
-class _EmbeddingsRequest(ModelBody, Loading):
+class _EmbeddingRequest(ModelBody, Loading):
     prompt: str | None = None
 
 
-async def _embedding(request: Request, body: _EmbeddingsRequest) -> Json:
+async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
     """One vector, not normalized; empty without text, which only loads the model."""
     texts = [body.prompt] if body.prompt else []
     _, found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
@@ -133,7 +118,7 @@ async def _embedding(request: Request, body: _EmbeddingsRequest) -> Json:
 
 
 async def _compute(
-    request: Request, body: _EmbedRequest | _EmbeddingsRequest, texts: list[str], *, truncate: bool, normalize: bool
+    request: Request, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[str, Embeddings, float]:
     """(name of the model, vectors, load_s). Raises HttpError 404, 400 for a text that is too long."""
     state = request.app.state
@@ -190,7 +175,7 @@ async def _rerank(request: Request, body: _RerankBody) -> Any:
 
 routes = [
     computed("/v1/embeddings", EmbeddingsBody, lambda it, body: body.whole_reply(it.app.state, leases_of(it))),
-    Route("/api/embed", _embed, methods=["POST"]),
-    computed("/api/embeddings", _EmbeddingsRequest, _embedding),
+    computed("/api/embed", _EmbedRequest, _embed),
+    computed("/api/embeddings", _EmbeddingRequest, _embedding),
     *(computed(path, _RerankBody, _rerank) for path in RERANK_PATHS),
 ]

@@ -27,15 +27,8 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits, replies
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Json, Question, Reply, conversation
-from moegguf.server.common.options import (
-    ModelName,
-    Tool,
-    ToolCall,
-    check_capabilities,
-    find,
-    sampling_of,
-    with_entry_messages,
-)
+from moegguf.server.common.messages import Tool, ToolCall, with_entry_messages
+from moegguf.server.common.options import ModelName, check_capabilities, find, sampling_of
 from moegguf.serving.events import Done, Event
 
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that is kept for ever; Ollama gives a similar year
@@ -149,10 +142,7 @@ class ChatRequest(_GenerationBody):
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """The only request."""
-        given = self.messages or ()
-        # Ollama says this before it judges images.
-        check_capabilities(entry, known, {"vision": any(message.images for message in given)})
-        messages = with_entry_messages((message.as_message() for message in given), entry)
+        messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
         return [self.request(entry, messages=messages, tools=tools, template=entry.template)]
 
@@ -182,8 +172,7 @@ class _GenerateRequest(_GenerationBody):
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""
-        needs = {"generate": True, "vision": bool(self.images), "insert": bool(self.suffix)}
-        check_capabilities(entry, known, {**needs, "thinking": bool(self.think)})
+        check_capabilities(entry, known, {"generate": True})
         prompt = self.prompt or ""
         if self.raw or self.suffix:
             return [self.request(entry, prompt=prompt, suffix=self.suffix or None, return_context=not self.raw)]
@@ -200,10 +189,6 @@ class _GenerateRequest(_GenerationBody):
 def time_text(moment: datetime | None) -> str:
     """An aware time as RFC 3339 in UTC; None is NEVER."""
     return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def _token_object(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": max(logprob, replies.MIN_LOGPROB), "bytes": list(text.encode())}
 
 
 def _present(**fields: Any) -> Json:
@@ -259,10 +244,7 @@ class _Reply(Reply):
             {"id": call.id, "function": {"index": index, "name": call.name, "arguments": dict(call.arguments)}}
             for index, call in self.numbered(delta.tool_calls)
         ]
-        logprobs = [
-            _token_object(of.text, of.logprob) | _present(top_logprobs=[_token_object(*other) for other in of.top])
-            for of in delta.logprobs
-        ]
+        logprobs = replies.logprob_objects(delta.logprobs)
         return self._content(delta.text, thinking=delta.thinking, tool_calls=calls) | _present(logprobs=logprobs)
 
     def _end(self, done: Done) -> Json:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moegguf.generate.request import (
     MAX_TOP_LOGPROBS,
@@ -28,27 +28,15 @@ from moegguf.generate.request import (
     PromptProgress,
     Sampling,
     Timing,
-    TokenLogprob,
 )
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Json, Question, Reply, conversation
-from moegguf.server.common.options import (
-    MAX_TOKEN,
-    Function,
-    SamplingOptions,
-    Stop,
-    Tool,
-    ToolCall,
-    content_of,
-    part_of,
-    sampling_of,
-    tool_message,
-    with_entry_messages,
-)
-from moegguf.server.common.replies import MIN_LOGPROB, cut_object, event_line, moe_object
+from moegguf.server.common.messages import ChatMessage, Tool, messages_of, with_entry_messages
+from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, sampling_of
+from moegguf.server.common.replies import cut_object, event_line, logprob_objects, moe_object
 from moegguf.serving.events import Done, Event
 
 EFFORTS: Mapping[str, bool | str] = {
@@ -140,17 +128,10 @@ class ToolChoice(Body):
     names: list[str]
 
 
-class FunctionWithExtras(Function):
-    """A function whose additional keys are passed to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-
 class OpenAITool(Tool):
     """A tool that the model may call."""
 
     type: Literal["function"] = "function"
-    function: FunctionWithExtras
 
 
 Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
@@ -232,42 +213,12 @@ class ToolsBody(GenerationBody):
         )
 
 
-def _read_parts(content: Any) -> Any:
-    """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
-    Raises ValueError for a part that is neither."""
-    if not isinstance(content, list):
-        return content
-    return content_of([part_of(part, {"text": "text", "refusal": "refusal"}, "image_url") for part in content])
-
-
-class _ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_read_parts)] = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def as_message(self, tool_names: Mapping[str, str]) -> Message:
-        """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""
-        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
-        if self.role in ("tool", "function"):
-            name = self.name or tool_names.get(self.tool_call_id or "")
-            message = tool_message(self.content or "", self.tool_call_id, name)
-        if thinking := self.reasoning_content or self.reasoning:
-            message["thinking"] = thinking
-        if self.tool_calls:
-            message["tool_calls"] = [{"id": call.id or "", "function": dict(call.function)} for call in self.tool_calls]
-        return message
-
-
 class ChatBody(ToolsBody):
     """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`. An assistant's message at
     the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
     (vLLM's names)."""
 
-    messages: Annotated[list[_ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
     response_format: Annotated[Format | None, BeforeValidator(_format_of)] = None
     reasoning_effort: Effort | None = None
@@ -285,11 +236,10 @@ class ChatBody(ToolsBody):
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """One for each choice."""
-        names = {call.id or "": call.function.name for message in self.messages for call in message.tool_calls or ()}
         continues, most = self.continue_final_message, self.max_completion_tokens
         request = self.request(
             entry,
-            (message.as_message(names) for message in self.messages),
+            messages_of(self.messages),
             self.response_format,
             bool(self.logprobs),
             think=self._think(),
@@ -346,20 +296,6 @@ def prompt_progress(progress: PromptProgress) -> Json:
         "processed": progress.n_done,
         "time_ms": round(progress.seconds * 1e3),
     }
-
-
-def logprob_objects(logprobs: Iterable[TokenLogprob], no_bytes: list[int] | None = None) -> list[Json]:
-    """The tokens of chat's `logprobs`. `no_bytes`: the bytes of one with part of a character, whose bytes are not
-    available here."""
-
-    def token_object(text: str, logprob: float) -> Json:
-        bytes_ = no_bytes if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
-
-    return [
-        {**token_object(of.text, of.logprob), "top_logprobs": [token_object(*other) for other in of.top]}
-        for of in logprobs
-    ]
 
 
 def _total(timing: Timing, later: Timing) -> Timing:

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.conversation import Json, Reply, conversation
-from moegguf.server.common.options import are_tokens
+from moegguf.server.common.options import Text, Texts
 from moegguf.server.common.replies import MIN_LOGPROB
 from moegguf.server.openai.chat import Choices, ChoicesReply, GenerationBody, TopLogprobs
 from moegguf.serving.events import Done
@@ -21,23 +21,8 @@ from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
-Prompt = str | list[int]
 
-
-def _prompts_of(given: Any) -> list[Prompt]:
-    """The prompts from any of their forms: a text, its tokens, or a list of these. Raises ValueError."""
-    prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
-    if len(prompts) > limits.INPUTS:
-        raise ValueError(f"has {len(prompts)} prompts, but at most {limits.INPUTS} are taken; send several requests")
-    if not all(isinstance(prompt, str) or are_tokens(prompt) for prompt in prompts):
-        raise ValueError("must be a text, the tokens of one, or a list of texts or tokens")
-    return prompts
-
-
-Prompts = Annotated[list[Prompt], BeforeValidator(_prompts_of)]
-
-
-def fields_of(prompt: Prompt) -> Json:
+def fields_of(prompt: Text) -> Json:
     """The fields of a `GenerationRequest` for a prompt."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
 
@@ -48,7 +33,7 @@ class CompletionBody(GenerationBody):
 
     limit = limits.BODY_BYTES
 
-    prompt: Prompts
+    prompt: Texts
     suffix: str | None = None
     echo: bool | None = None
     best_of: Choices | None = None
