@@ -161,8 +161,9 @@ class QuietServer(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn.Server's."""
         await super().startup(sockets=[self._listener])
-        self._listener.listen(BACKLOG)  # asyncio has set its own
-        self._on_start()
+        if self.started:
+            self._listener.listen(BACKLOG)  # asyncio has set its own
+            self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn.Server's."""

@@ -89,16 +89,21 @@ def _messages_of(given: Any) -> Any:
 def _joined(messages: Iterable[Message]) -> list[Message]:
     """The messages where the items of an answer, which begins with its thinking, are one. Instructions in a row are one
     system message: many templates know only one."""
-    found: list[Message] = []
+    groups: list[list[Message]] = []
     for message in messages:
         role = message["role"]
-        if not found or found[-1]["role"] != role or role not in BETWEEN or "thinking" in message:
-            found.append(message)
-            continue
-        texts = (text for text in map(text_of, (found[-1]["content"], message["content"])) if text)
-        calls = [*found[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
-        found[-1] |= {"content": BETWEEN[role].join(texts)} | ({"tool_calls": calls} if calls else {})
-    return found
+        if groups and groups[-1][0]["role"] == role and role in BETWEEN and "thinking" not in message:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [group[0] if len(group) == 1 else _one_of(group) for group in groups]
+
+
+def _one_of(group: Sequence[Message]) -> Message:
+    texts = (text for message in group if (text := text_of(message["content"])))
+    calls = [call for message in group for call in message.get("tool_calls", ())]
+    content = BETWEEN[group[0]["role"]].join(texts)
+    return {**group[0], "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 def _functions_of(tools: Any) -> Any:
