@@ -330,7 +330,7 @@ class ChoicesReply(Reply):
 
     @property
     def index(self) -> int:
-        """Of the current choice."""
+        """Number of the current choice."""
         return len(self._timings)
 
     def lines(self, event: Event) -> bytes:

@@ -84,6 +84,7 @@ class CompletionBody(GenerationBody):
         return [each for request in requests for each in self.repeated(request, self.n_answers)]
 
     def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        """The reply, with the choices of each prompt."""
         return _CompletionReply(self, entry)
 
 

@@ -116,6 +116,8 @@ class _TextOptions(Body):
 
 
 class ResponsesBody(chat.ToolsBody):
+    """The body of /v1/responses."""
+
     messages: Annotated[
         list[ChatMessage], Field(alias="input", min_length=1, max_length=limits.MESSAGES), BeforeValidator(_messages_of)
     ]
@@ -141,6 +143,7 @@ class ResponsesBody(chat.ToolsBody):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """The only request."""
         effort = self.reasoning.effort if self.reasoning else None
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         request = self.request(
@@ -155,6 +158,7 @@ class ResponsesBody(chat.ToolsBody):
         return [request]
 
     def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        """The reply, of which a stream tells the growth."""
         return _ResponseReply(self, entry.name, generations[0])
 
 
