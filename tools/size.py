@@ -27,7 +27,7 @@ LIMITS = {
     "moegguf/gguf": 1_410,
     "moegguf/models": 2_630,
     "moegguf/native": 14_140,
-    "moegguf/server": 7_570,
+    "moegguf/server": 7_320,
     "moegguf/serving": 3_870,
     "moegguf/terminal": 1_300,
     "moegguf/trace": 1_940,

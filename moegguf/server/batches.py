@@ -6,7 +6,7 @@ The requests of a batch were let in already: no access control, and no limit of 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -19,10 +19,11 @@ from starlette.routing import Route
 
 from moegguf.models.catalog import Catalog
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Form, parse_fields, read_body
+from moegguf.server.common.body import Body, Form, parse_body, parse_fields, read_body, too_large
+from moegguf.server.common.conversation import Question
 from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
 from moegguf.server.common.replies import page, usage
-from moegguf.server.embeddings import whole_embeddings
+from moegguf.server.embeddings import EmbeddingsBody
 from moegguf.server.metrics import Totals
 from moegguf.server.openai import chat, completions, responses
 from moegguf.serving.batch.answers import Reply
@@ -37,13 +38,13 @@ TIMES = (
     "created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at",
     "cancelling_at", "cancelled_at",
 )  # fmt: skip
-ENDPOINTS: Mapping[str, Callable[[State, Leases, bytes], Awaitable[Any]]] = {
-    "/v1/chat/completions": chat.whole,
-    "/v1/completions": completions.whole,
-    "/v1/embeddings": whole_embeddings,
-    "/v1/responses": responses.whole,
+ENDPOINTS: Mapping[str, type[Question | EmbeddingsBody]] = {
+    "/v1/chat/completions": chat.ChatBody,
+    "/v1/completions": completions.CompletionBody,
+    "/v1/embeddings": EmbeddingsBody,
+    "/v1/responses": responses.ResponsesBody,
 }
-"""Those that a request of a batch may have."""
+"""Those that a request of a batch may have, and their bodies."""
 
 
 def new_state(manager: Leases, catalog: Catalog | ConfiguredCatalog, share_contexts: bool = False) -> State:
@@ -54,8 +55,11 @@ def new_state(manager: Leases, catalog: Catalog | ConfiguredCatalog, share_conte
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
     """The reply to a POST request, of lower priority. Cancelling it is a client's disconnect."""
+    kind = ENDPOINTS[url]
     try:
-        return Reply(200, await ENDPOINTS[url](state, state.background, body))
+        if len(body) > kind.limit:
+            raise too_large(kind.limit)
+        return Reply(200, await parse_body(body, kind).whole_reply(state, state.background))
     except Exception as error:
         found = http_error(error)
         return Reply(found.status, found.body(url))

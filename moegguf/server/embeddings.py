@@ -11,30 +11,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from starlette.datastructures import State
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from moegguf.errors import ContextError
 from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
-from moegguf.server.common.body import parse_body, read_body, too_large
 from moegguf.server.common.conversation import Json, leases_of
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Loading, ModelName, are_tokens, find, selected_model
-from moegguf.server.common.replies import WholeResponse, computed, to_ns
+from moegguf.server.common.options import Loading, ModelName, Text, Texts, find, selected_model
+from moegguf.server.common.replies import computed, to_ns
 from moegguf.server.ollama.chat import ModelBody
 from moegguf.serving.lease import Leases
 
 RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
-
-_Text = str | list[int]  # a text, or its tokens
 
 
 def _shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.NDArray[np.float32]:
@@ -50,51 +45,42 @@ def _shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.
 # OpenAI's
 
 
-def _list_of_texts(value: Any) -> list[_Text]:
-    texts = value if isinstance(value, list) and not are_tokens(value) else [value]
-    if not texts or not all((isinstance(text, str) and text) or are_tokens(text) for text in texts):
-        raise ValueError(
-            "must be a text, a list of texts, a list of tokens or a list of such lists, none of them empty"
-        )
-    if len(texts) > limits.INPUTS:
-        raise ValueError(f"has {len(texts)} texts, but {limits.INPUTS} are accepted")
+def _not_empty(texts: list[Text]) -> list[Text]:
+    if not all(texts):
+        raise ValueError("a text must not be empty")
     return texts
 
 
-class _EmbeddingsBody(Loading):
+class EmbeddingsBody(Loading):
+    """The body of /v1/embeddings."""
+
+    limit: ClassVar[int] = limits.BODY_BYTES
+
     model: ModelName
-    input: Annotated[list[_Text], BeforeValidator(_list_of_texts)]
+    input: Annotated[Texts, AfterValidator(_not_empty)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     truncate: bool | None = None
 
-
-async def whole_embeddings(state: State, leases: Leases, raw: bytes) -> Json:
-    """The reply of /v1/embeddings to a body as JSON text. Raises MoeggufError."""
-    if len(raw) > limits.BODY_BYTES:
-        raise too_large(limits.BODY_BYTES)
-    return await _embeddings(leases, parse_body(raw, _EmbeddingsBody))
-
-
-async def _embeddings(leases: Leases, body: _EmbeddingsBody) -> Json:
-    """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
-    async with leases.lease(body.model, body.overrides(), body.keep_alive_s()) as lease:
-        found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
-        name = lease.entry.name
-    vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(body.input), -1)
-    n_embd = vectors.shape[1]
-    if body.dimensions is not None and body.dimensions > n_embd:
-        raise HttpError(400, f"dimensions: must be at most {n_embd}, the model's number, but is {body.dimensions}")
-    vectors = _shorten(vectors, body.dimensions)
-    written: list[Any] = vectors.tolist()
-    if body.encoding_format == "base64":
-        written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-    return {
-        "object": "list",
-        "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)],
-        "model": name,
-        "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
-    }
+    async def whole_reply(self, state: State, leases: Leases) -> Json:
+        """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
+        async with leases.lease(self.model, self.overrides(), self.keep_alive_s()) as lease:
+            found = await lease.embed(self.input, truncate=bool(self.truncate), normalize=True)
+            name = lease.entry.name
+        vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
+        n_embd = vectors.shape[1]
+        if self.dimensions is not None and self.dimensions > n_embd:
+            raise HttpError(400, f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}")
+        vectors = _shorten(vectors, self.dimensions)
+        written: list[Any] = vectors.tolist()
+        if self.encoding_format == "base64":
+            written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)],
+            "model": name,
+            "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
+        }
 
 
 # Ollama's
@@ -106,30 +92,25 @@ class _EmbedRequest(ModelBody, Loading):
     dimensions: Annotated[int | None, Field(ge=0, le=1 << 20)] = None
 
 
-async def _embed(request: Request) -> Response:
+async def _embed(request: Request, body: _EmbedRequest) -> Json:
     """A normalized vector per text of a list, empty ones too; without a text, only loads the model."""
     start_ns = time.perf_counter_ns()
-    body = await read_body(request, _EmbedRequest)
     texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
-
-    async def work() -> Json:
-        name, found, load_s = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
-        counts = {
-            "total_duration": time.perf_counter_ns() - start_ns,
-            "load_duration": to_ns(load_s),
-            "prompt_eval_count": found.n_tokens,
-        }
-        vectors = _shorten(np.asarray(found.vectors, np.float32), body.dimensions).tolist()
-        return {"model": name, "embeddings": vectors, **{key: value for key, value in counts.items() if value}}
-
-    return WholeResponse(work())
+    name, found, load_s = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
+    counts = {
+        "total_duration": time.perf_counter_ns() - start_ns,
+        "load_duration": to_ns(load_s),
+        "prompt_eval_count": found.n_tokens,
+    }
+    vectors = _shorten(np.asarray(found.vectors, np.float32), body.dimensions).tolist()
+    return {"model": name, "embeddings": vectors, **{key: value for key, value in counts.items() if value}}
 
 
-class _EmbeddingsRequest(ModelBody, Loading):
+class _EmbeddingRequest(ModelBody, Loading):
     prompt: str | None = None
 
 
-async def _embedding(request: Request, body: _EmbeddingsRequest) -> Json:
+async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
     """One vector, not normalized; empty without text, which only loads the model."""
     texts = [body.prompt] if body.prompt else []
     _, found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
@@ -137,7 +118,7 @@ async def _embedding(request: Request, body: _EmbeddingsRequest) -> Json:
 
 
 async def _compute(
-    request: Request, body: _EmbedRequest | _EmbeddingsRequest, texts: list[str], *, truncate: bool, normalize: bool
+    request: Request, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[str, Embeddings, float]:
     """(name of the model, vectors, load_s). Raises HttpError 404, 400 for a text that is too long."""
     state = request.app.state
@@ -193,8 +174,8 @@ async def _rerank(request: Request, body: _RerankBody) -> Any:
 
 
 routes = [
-    computed("/v1/embeddings", _EmbeddingsBody, lambda request, body: _embeddings(leases_of(request), body)),
-    Route("/api/embed", _embed, methods=["POST"]),
-    computed("/api/embeddings", _EmbeddingsRequest, _embedding),
+    computed("/v1/embeddings", EmbeddingsBody, lambda it, body: body.whole_reply(it.app.state, leases_of(it))),
+    computed("/api/embed", _EmbedRequest, _embed),
+    computed("/api/embeddings", _EmbeddingRequest, _embedding),
     *(computed(path, _RerankBody, _rerank) for path in RERANK_PATHS),
 ]

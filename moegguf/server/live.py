@@ -96,9 +96,10 @@ def _snapshot_object(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]:
-    """A loaded model as JSON; `whole`: with its statistics and plan."""
+    """A loaded model and its budget as JSON; `whole`: with its statistics and plan."""
     found = {
         **vars(loaded),
+        **_budget_object(loaded),
         "expires": loaded.expires and loaded.expires.isoformat(),
         "names": [each.name for each in loaded.names],
         "stats": loaded.stats.as_dict(),
@@ -122,7 +123,8 @@ async def _put_budget(request: Request) -> Response:
     try:
         expert_cache = None if body.expert_cache is None else parse_expert_cache(str(body.expert_cache))
         vram_cache = None if body.vram_cache is None else parse_expert_cache(str(body.vram_cache), "vram_cache")
-        return _budget_response(await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache))
+        loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
+        return JSONResponse(_budget_object(loaded))
     except BudgetError as error:
         raise HttpError(400, str(error)) from None
 
@@ -132,31 +134,29 @@ async def _get_budget(request: Request) -> Response:
     state, name = request.app.state, request.query_params.get("model", "")
     entry = await asyncio.to_thread(state.catalog.find, name)
     if loaded := loaded_of(state, entry):
-        return _budget_response(loaded)
+        return JSONResponse(_budget_object(loaded))
     raise HttpError(404, f"{entry.name} is not loaded; a request loads it.")
 
 
-def _budget_response(loaded: LoadedModel) -> JSONResponse:
+def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
     """What experts of a loaded model have, the most that they can have, and all of its memory, in bytes."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
     most, most_vram = planned_budgets(loaded.plan)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
-    return JSONResponse(
-        {
-            "model": loaded.name,
-            "expert_cache_bytes": loaded.expert_cache_bytes,
-            "n_slots": loaded.expert_cache_bytes // slot_bytes if slot_bytes else 0,
-            "vram_cache_bytes": loaded.vram_cache_bytes,
-            "n_vram_slots": in_vram // slot_bytes if slot_bytes else 0,
-            "staging_bytes": staging_bytes,
-            "slot_bytes": slot_bytes,
-            "n_experts": loaded.stats.n_experts,
-            "max_expert_cache_bytes": most,
-            "max_vram_cache_bytes": most_vram,
-            "size_bytes": loaded.size_bytes,
-            "vram_bytes": loaded.vram_bytes,
-        }
-    )
+    return {
+        "model": loaded.name,
+        "expert_cache_bytes": loaded.expert_cache_bytes,
+        "n_slots": loaded.expert_cache_bytes // slot_bytes if slot_bytes else 0,
+        "vram_cache_bytes": loaded.vram_cache_bytes,
+        "n_vram_slots": in_vram // slot_bytes if slot_bytes else 0,
+        "staging_bytes": staging_bytes,
+        "slot_bytes": slot_bytes,
+        "n_experts": loaded.stats.n_experts,
+        "max_expert_cache_bytes": most,
+        "max_vram_cache_bytes": most_vram,
+        "size_bytes": loaded.size_bytes,
+        "vram_bytes": loaded.vram_bytes,
+    }
 
 
 routes = [

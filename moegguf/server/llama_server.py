@@ -26,10 +26,10 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import MAX_TOKEN, ModelName, loaded_of, look_up, sampling_of, selected_model
-from moegguf.server.common.replies import WholeResponse, computed, event_line
+from moegguf.server.common.options import MAX_TOKEN, ModelName, Texts, loaded_of, look_up, sampling_of, selected_model
+from moegguf.server.common.replies import WholeResponse, computed, event_line, logprob_objects
 from moegguf.server.openai import chat
-from moegguf.server.openai.completions import Prompts, fields_of
+from moegguf.server.openai.completions import fields_of
 from moegguf.serving.events import Done, Event, LoadedModel
 from moegguf.serving.lease import Lease
 
@@ -207,7 +207,7 @@ class _NativeBody(chat.GenerationBody):
 
 
 class _NativeCompletionBody(_NativeBody):
-    prompt: Prompts
+    prompt: Texts
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         return [each for prompt in self.prompt for each in self.requests(entry, **fields_of(prompt))]
@@ -267,7 +267,7 @@ class _NativeReply(Reply):
         return {"index": self._index, "content": content, "tokens": [], "stop": False, "id_slot": -1, **more}
 
     def _chances(self, delta: Delta) -> Json:
-        return {"completion_probabilities": chat.logprob_objects(delta.logprobs)} if self._body.n_probs else {}
+        return {"completion_probabilities": logprob_objects(delta.logprobs)} if self._body.n_probs else {}
 
     def _end(self, content: str, done: Done) -> Json:
         timing, n_prompt = done.timing, done.timing.prompt_tokens + done.timing.cached_tokens

@@ -54,27 +54,23 @@ COUNTS = (
            "late": "prefetch_late", "wasted": "prefetch_wasted", "dropped": "prefetch_dropped"}, "state"),
     CounterSpec("stall_seconds", "Time that computation waited for experts.", {"": "stall_s"}),
     CounterSpec("read_seconds", "Time spent reading, summed over reader threads.", {"": "read_s"}),
-    CounterSpec("staged_bytes", "Bytes of experts that were copied for prompts into staging tensors on a device.",
-          {"": "bytes_staged"}),
+    CounterSpec("staged_bytes", "Bytes of experts copied for prompts into staging tensors.", {"": "bytes_staged"}),
     CounterSpec("staging_copy_seconds", "Time of these copies.", {"": "staging_copy_s"}),
-    CounterSpec("staging_stall_seconds", "The part of it in which a layer waited; the rest overlapped with computing.",
-          {"": "staging_stall_s"}),
+    CounterSpec("staging_stall_seconds", "The part of it in which a layer waited.", {"": "staging_stall_s"}),
     CounterSpec("eval_seconds", "Time in passes through the model, stalls included.", {"": "eval_s"}),
 )  # fmt: skip
 FIELDS = tuple(field for count in COUNTS for field in count.fields.values())
 
 # Of `TierStats`: per model and tier, "vram", "ram" or "cpu", and device.
 TIER_COUNTS = (
-    CounterSpec("tier_lookups", "Experts looked up in a tier: below another one, those that it missed.",
-          {"": "lookups"}),
+    CounterSpec("tier_lookups", "Experts looked up in a tier: below another, its misses.", {"": "lookups"}),
     CounterSpec("tier_hits", "Lookups whose expert was in the tier, or on its way there.",
           {"ready": "hits_ready", "late": "hits_late"}, "kind"),
     CounterSpec("tier_misses", "Lookups whose expert was not.", {"": "misses"}),
     CounterSpec("tier_evictions", "Experts evicted from slots of the tier.", {"": "evictions"}),
     CounterSpec("tier_received_bytes", "Bytes of experts that came into the tier, from wherever.",
           {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
-    CounterSpec("tier_stall_seconds", "Time that computation waited; of RAM below VRAM: while something was still to be"
-          " read.", {"": "stall_s"}),
+    CounterSpec("tier_stall_seconds", "Time that computation waited; below VRAM for the disk.", {"": "stall_s"}),
 )  # fmt: skip
 TIER_FIELDS = tuple(field for count in TIER_COUNTS for field in count.fields.values())
 TIER_LABELS = ("tier", "device")
@@ -149,8 +145,7 @@ GAUGES: tuple[tuple[str, str, Callable[[LoadedModel], float]], ...] = (
     ("slots_used", "Slots that hold an expert.", lambda model: model.stats.slots_used),
     ("experts", "Experts of the model, over all layers.", lambda model: model.stats.n_experts),
     ("expert_cache_bytes", "Memory of the expert cache.", lambda model: model.stats.pool_bytes),
-    ("staging_bytes", "Memory of the tensors that prompts are staged in, on devices: beside the slots, within the"
-     " budget.", lambda model: model.stats.staging_bytes),
+    ("staging_bytes", "Memory of the tensors that prompts are staged in.", lambda model: model.stats.staging_bytes),
     ("planned_bytes", "Memory planned for the model.", lambda model: model.size_bytes),
     ("planned_gpu_bytes", "The part of it on GPUs.", lambda model: model.vram_bytes),
     ("resident_bytes", "Resident memory of the model's process.", lambda model: _resident_bytes(model.pid)),

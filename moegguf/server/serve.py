@@ -12,8 +12,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -42,8 +40,7 @@ HEADERS_S = 30.0  # for a request's headers to arrive
 REFUSED_HEADERS_S = 2.0  # the same on a connection that is refused
 MAX_DESCRIPTORS = 1 << 16
 RESERVED_DESCRIPTORS = 32  # for files and worker processes
-REFUSED_CONNECTIONS = 8  # at once: they get an error; more wait until others end
-ACCEPT_RETRY_S = 0.1
+REFUSED_CONNECTIONS = 8  # at once: they get an error
 
 
 class StartError(MoeggufError, OSError):
@@ -92,19 +89,18 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 class Protocol(H11Protocol):
     """A connection. A slow reader never blocks the model; an inactive client is disconnected. With more than
-    `max_connections` open, it is refused."""
+    `max_connections` open it is refused, or where too many are being refused closed."""
 
+    max_connections = math.inf
     _headers_timer: asyncio.TimerHandle | None = None
-
-    def __init__(self, *arguments: Any, max_connections: float = math.inf, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._max_connections = max_connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # h11's is wider
         """Sets buffer limits and timeouts of the socket."""
         super().connection_made(transport)
-        is_refused = len(self.connections) > self._max_connections
-        if is_refused:
+        n_beyond = len(self.connections) - self.max_connections
+        if n_beyond > REFUSED_CONNECTIONS:
+            return transport.abort()
+        if is_refused := n_beyond > 0:
             self.app = _refuse
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         peer = transport.get_extra_info("socket")
@@ -149,56 +145,32 @@ class Protocol(H11Protocol):
 
 class QuietServer(Server):
     """Calls `on_start` when it listens and `on_end` when its shutdown begins. A signal stops it and, unlike in uvicorn,
-    is not raised again afterwards.
-
-    It accepts connections itself, one at a time: asyncio's servers try BACKLOG times in a row where no descriptor is
-    left, and again after a second, which takes all of a processor.
-    """
+    is not raised again afterwards."""
 
     def __init__(
         self, config: Config, listener: socket.socket, on_start: Callable[[], None], on_end: Callable[[], None]
     ) -> None:
         super().__init__(config)
+        # asyncio accepts so many connections before it looks at the first, and where no descriptor is left as often
+        # tries again, each with an entry in the log.
+        config.backlog = 1
         self._listener = listener
         self._on_start = on_start
         self._on_end = on_end
-        self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn.Server's."""
-        await super().startup(sockets=[])
+        await super().startup(sockets=[self._listener])
         if self.started:
-            self._listener.setblocking(False)
-            self._accepting = asyncio.create_task(self._accept())
+            self._listener.listen(BACKLOG)  # asyncio has set its own
             self._on_start()
-
-    async def _accept(self) -> None:
-        loop, most = asyncio.get_running_loop(), _max_connections()
-        states = {"server_state": self.server_state, "app_state": self.lifespan.state}
-        connection = partial(Protocol, config=self.config, _loop=loop, max_connections=most, **states)
-        while True:
-            if len(self.server_state.connections) >= most + REFUSED_CONNECTIONS:
-                await asyncio.sleep(ACCEPT_RETRY_S)
-                continue
-            try:
-                accepted, _ = await loop.sock_accept(self._listener)
-                await loop.connect_accepted_socket(connection, accepted)
-            except OSError:  # no descriptor is left, or the client has gone
-                await asyncio.sleep(ACCEPT_RETRY_S)
-            except Exception:  # one connection's fault: others are still accepted
-                log.exception("a connection could not be accepted")
-                await asyncio.sleep(ACCEPT_RETRY_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn.Server's."""
         self._on_end()
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
-        self._listener.close()
         # Cancelled requests have got an error: no traceback for them.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        await super().shutdown(sockets)
+        await super().shutdown(sockets=[self._listener])
         if self.server_state.tasks:  # the end of the loop would cancel them again, before they sent their errors
             await asyncio.wait(self.server_state.tasks, timeout=CANCELLED_S)
 
@@ -250,6 +222,7 @@ def run_server(
     catalog = Catalog(paths=False, given=models)  # a path as a name would let clients read any file
     manager = ModelManager(catalog, settings)
     app = make_app(manager, catalog, settings)
+    Protocol.max_connections = _max_connections()
     config = Config(
         app,
         http=Protocol,

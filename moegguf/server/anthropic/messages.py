@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,142 +26,78 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import EventReply, Json, Question, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import (
-    MAX_TOKEN,
-    FunctionName,
-    Part,
-    Stop,
-    content_of,
-    image_of_base64,
-    image_of_url,
-    sampling_of,
-    text_part,
-    tool_message,
-    with_entry_messages,
-)
+from moegguf.server.common.messages import ChatMessage, Tool, messages_of, own_tools, read_parts, with_entry_messages
+from moegguf.server.common.options import MAX_TOKEN, Stop, sampling_of
 from moegguf.server.common.replies import event_line
 from moegguf.serving.events import Done, Event
 
-log = logging.getLogger(__name__)
-
 # Claude Code begins its system prompt with a header for billing whose checksum differs in every request: with it, no
 # part of the prompt could be reused from the request before.
+ROLES = ("user", "assistant", "system")
 _BILLING_HEADER = re.compile(r"x-anthropic-billing-header:(?:\s*\w+=[^;\s]*;)+\s*")
 
 
-def _blocks_of(content: Any) -> Any:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return [] if content is None else content
-
-
-def _image_of(source: Any) -> Part:
-    """The image in a source. Raises ValueError for one that would have to be fetched."""
-    kind = source.get("type") if isinstance(source, dict) else None
-    if kind == "base64" and isinstance(source.get("data"), str):
-        return image_of_base64(source["data"])
-    if kind == "url" and isinstance(source.get("url"), str):
-        return image_of_url(source["url"])
-    raise ValueError('must be {"type": "base64", "media_type": "image/png", "data": "..."}')
+def _blocks_of(content: Any) -> list[Any]:
+    if isinstance(content, list):
+        return content
+    return [] if content is None else [{"type": "text", "text": content}]
 
 
 class _TextBlock(Body):
     type: Literal["text"]
     text: str
 
-    @property
-    def part(self) -> Part:
-        return text_part(self.text)
+
+def _part_of(block: Any) -> Any:
+    """A block as a part of the chat. Raises ValueError for an image or document that would have to be fetched."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind not in ("image", "document"):
+        return block
+    source = block.get("source")
+    match (kind, source if isinstance(source, dict) else {}):
+        case "image", {"type": "base64", "data": str(data)}:
+            return {"type": "image", "data": data}
+        case "image", {"type": "url", "url": str(url)}:
+            return {"type": "image_url", "image_url": url}
+        case "document", {"type": "text", "data": str(data)}:
+            title = block.get("title")
+            return {"type": "text", "text": f"{title}\n{data}" if title else data}
+    form = '{"type": "text", "data": "..."}' if kind == "document" else '{"type": "base64", "data": "..."}'
+    raise ValueError(f"the source of a block of type {kind!r} must be {form}")
 
 
-class _ImageBlock(Body):
-    type: Literal["image"]
-    part: Annotated[Part, BeforeValidator(_image_of), Field(alias="source")]
+def _chat_messages(message: Any) -> list[Any]:
+    """A message as messages of the chat: one for each result of a tool, then one with the rest. Only Anthropic can read
+    thinking that is redacted, and its signature is not needed."""
+    if not isinstance(message, dict):
+        return [message]
+    if message.get("role") not in ROLES:
+        raise ValueError(f"a role must be one of {', '.join(ROLES)}")
+    results: list[Json] = []
+    parts, thinking, calls = [], [], []
+    for block in _blocks_of(message.get("content")):
+        match block:
+            case {"type": "tool_result"}:
+                content = [_part_of(each) for each in _blocks_of(block.get("content"))]
+                error = [{"type": "text", "text": "Error:"}] if block.get("is_error") else []
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": error + content})
+            case {"type": "tool_use"}:
+                calls.append({"id": block.get("id"), "function": {**block, "arguments": block.get("input")}})
+            case {"type": "thinking" | "redacted_thinking"}:
+                thinking += [{"type": "text", "text": block["thinking"]}] if block.get("thinking") else []
+            case _:
+                parts.append(_part_of(block))
+    more = {"reasoning": read_parts(thinking), "tool_calls": calls}
+    found = {key: each for key, each in more.items() if each}
+    return [*results, {"role": message["role"], "content": parts, **found}] if parts or found else results
 
 
-class _TextSource(Body):
-    type: Literal["text"]
-    data: str
-
-
-class _DocumentBlock(Body):
-    type: Literal["document"]
-    source: _TextSource
-    title: str | None = None
-
-    @property
-    def part(self) -> Part:
-        return text_part(f"{self.title}\n{self.source.data}" if self.title else self.source.data)
-
-
-class _ThinkingBlock(Body):
-    """The thinking of an earlier answer; its signature is not needed. Only Anthropic can read what is redacted."""
-
-    type: Literal["thinking", "redacted_thinking"]
-    thinking: str = ""
-
-
-class _ToolUseBlock(Body):
-    type: Literal["tool_use"]
-    id: str
-    name: FunctionName
-    input: dict[str, Any]
-
-
-_ContentBlock = _TextBlock | _ImageBlock | _DocumentBlock
-_Contents = Annotated[list[Annotated[_ContentBlock, Field(discriminator="type")]], BeforeValidator(_blocks_of)]
-
-
-class _ToolResultBlock(Body):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: _Contents = Field(default_factory=list)
-    is_error: bool | None = None
-
-
-_Block = Annotated[_ContentBlock | _ThinkingBlock | _ToolUseBlock | _ToolResultBlock, Field(discriminator="type")]
-
-
-class _MessageParam(Body):
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[_Block], BeforeValidator(_blocks_of)]
-
-    def as_messages(self, tool_names: dict[str, str]) -> Iterable[Message]:
-        """The results of tools in it, then the rest. Adds the names of its calls to `tool_names`, by id."""
-        parts: list[Part] = []
-        thinking: list[str] = []
-        calls: list[Json] = []
-        for block in self.content:
-            if isinstance(block, _ToolResultBlock):
-                found = [text_part("Error:")] if block.is_error else []
-                found += [each.part for each in block.content]
-                yield tool_message(content_of(found), block.tool_use_id, tool_names.get(block.tool_use_id))
-            elif isinstance(block, _ToolUseBlock):
-                tool_names[block.id] = block.name
-                calls.append({"id": block.id, "function": {"name": block.name, "arguments": block.input}})
-            elif isinstance(block, _ThinkingBlock):
-                thinking += [block.thinking] if block.thinking else []
-            else:
-                parts.append(block.part)
-        more = {"thinking": "\n".join(thinking), "tool_calls": calls}
-        message = {"role": self.role, "content": content_of(parts), **{key: each for key, each in more.items() if each}}
-        if parts or len(message) > 2:
-            yield message
+def _messages_of(given: Any) -> Any:
+    return [each for message in given for each in _chat_messages(message)] if isinstance(given, list) else given
 
 
 def _own_tools(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    foreign = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, "custom")]
-    for tool in foreign:
-        log.warning("the tool of type %.60r does not run here and is left out", tool["type"])
-    return [tool for tool in tools if tool not in foreign]
-
-
-class _ToolParam(Body):
-    name: FunctionName
-    description: str | None = None
-    input_schema: dict[str, Any]
+    return own_tools(tools, (None, "custom"), "input_schema")
 
 
 class _ToolChoice(Body):
@@ -190,16 +125,18 @@ class _OutputConfig(Body):
 class _CountBody(Question):
     """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
 
-    messages: Annotated[list[_MessageParam], Field(min_length=1, max_length=limits.MESSAGES)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES), BeforeValidator(_messages_of)
+    ]
     system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = Field(default_factory=list)
-    tools: Annotated[list[_ToolParam], Field(max_length=limits.TOOLS), BeforeValidator(_own_tools)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.TOOLS), BeforeValidator(_own_tools)] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> _CountBody:
-        choice, known = self.tool_choice, {tool.name for tool in self.tools or ()}
+        choice, known = self.tool_choice, {tool.function.name for tool in self.tools or ()}
         if choice and choice.type == "any" and not known:
             raise ValueError("tool_choice 'any' needs tools")
         if choice and choice.type == "tool" and choice.name not in known:
@@ -211,27 +148,20 @@ class _CountBody(Question):
         # A model that cannot think answers without, as in Ollama, since clients ask every model for it.
         thinks = self.thinking and self.thinking.type != "disabled" and "thinking" in known.capabilities
         effort = self.output_config.effort if self.output_config else None
-        tools = []
-        for tool in self.tools or ():
-            described = {"description": tool.description} if tool.description else {}
-            function = {"name": tool.name, **described, "parameters": tool.input_schema}
-            tools.append({"type": "function", "function": function})
         request = GenerationRequest(
             messages=with_entry_messages(self._messages(), entry),
             template=entry.template,
-            tools=tuple(tools),
+            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
             tool_choice=(choice.name or "auto") if choice.type == "tool" else choice.type.replace("any", "required"),
             think=("max" if effort == "xhigh" else effort or True) if thinks else False,
         )
         return [request]
 
     def _messages(self) -> Iterable[Message]:
-        names: dict[str, str] = {}
         texts = [text for block in self.system if (text := _BILLING_HEADER.sub("", block.text, count=1))]
         if texts:
             yield {"role": "system", "content": "\n".join(texts)}
-        for message in self.messages:
-            yield from message.as_messages(names)
+        yield from messages_of(self.messages)
 
 
 class _MessagesBody(_CountBody):

@@ -27,10 +27,7 @@ from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-BODIES, N_BYTES = (
-    "moegguf.bodies",
-    "moegguf.n_bytes",
-)  # keys of a scope: the `Bodies`, and how much it holds of this one
+BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"  # keys of a scope: the `Bodies`, and how much it holds of it
 
 
 class Bodies:
@@ -219,7 +216,7 @@ class Form:
         self._ended = False
         self._write = write
         self._most_bytes = most_bytes
-        self._n_file_bytes = self._n_other_bytes = self._n_parts = 0
+        self._n_file_bytes = self._n_other_bytes = 0
         self._header = bytearray(), bytearray()  # name and value
         self._name = ""  # of the current part
 
@@ -237,7 +234,7 @@ class Form:
             "on_header_end": self._end_header,
             "on_headers_finished": self._end_headers,
             "on_part_data": lambda data, start, end: self._add(bytes(data[start:end])),
-            "on_end": self._end,
+            "on_end": lambda: setattr(self, "_ended", True),
         }
         parser = MultipartParser(boundary, callbacks)
         try:
@@ -253,9 +250,7 @@ class Form:
             raise BodyRefusedError(found.status, str(found), found.code, found.headers) from None
 
     def _begin(self) -> None:
-        self._n_parts += 1
-        if self._n_parts > limits.FORM_PARTS:
-            raise HttpError(400, f"the form has more than {limits.FORM_PARTS} parts")
+        self._count(1)
         self._disposition = b""
 
     def _add_header(self, which: int, data: bytes) -> None:
@@ -291,6 +286,3 @@ class Form:
         if self._n_file_bytes > self._most_bytes:
             raise too_large(self._most_bytes)
         self._write(data)
-
-    def _end(self) -> None:
-        self._ended = True

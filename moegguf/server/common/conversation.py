@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
@@ -25,7 +24,7 @@ from moegguf.generate.images import has_images
 from moegguf.generate.request import Delta, GenerationRequest, ToolCall, join
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.body import parse_body, read_body, too_large
+from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import Loading, ModelName, check_capabilities, loaded_of, look_up
 from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, computed, end, event_line
@@ -44,7 +43,6 @@ class Reply(ABC):
 
     ping_line: ClassVar[bytes] = b": ping\n\n"  # in a stream without other events
     n_calls = 0
-    start_ns = 0  # when the request came, by perf_counter
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
         """Asks the model for what the reply needs besides the answer, before it."""
@@ -155,6 +153,15 @@ class Question(Loading):
         """The reply to what the model is asked, before any event."""
         raise NotImplementedError
 
+    async def respond(self, request: Request) -> Response:
+        """The response to a request that has this body. Raises MoeggufError."""
+        events, reply = await _ask(request.app.state, leases_of(request), self)
+        return reply.streamed(_lines(events, reply)) if self.streams else WholeResponse(_whole(events, reply))
+
+    async def whole_reply(self, state: State, leases: Leases) -> Any:
+        """The object of a reply that is not streamed. Raises MoeggufError."""
+        return await _whole(*await _ask(state, leases, self))
+
 
 Kind = TypeVar("Kind", bound=Question)
 
@@ -163,24 +170,10 @@ def conversation(path: str, kind: type[Question]) -> Route:
     """An endpoint that answers questions."""
 
     async def respond(request: Request) -> Response:
-        start_ns = time.perf_counter_ns()
-        return await respond_to(request, await read_body(request, kind, kind.limit), start_ns)
+        body = await read_body(request, kind, kind.limit)
+        return await body.respond(request)
 
     return Route(path, respond, methods=["POST"])
-
-
-async def respond_to(request: Request, body: Question, start_ns: int) -> Response:
-    """The reply to a question, whole or streamed; `start_ns`: when the request came."""
-    events, reply = await _ask(request.app.state, leases_of(request), body)
-    reply.start_ns = start_ns
-    return reply.streamed(_lines(events, reply)) if body.streams else WholeResponse(_whole(events, reply))
-
-
-async def whole_reply(kind: type[Question], state: State, leases: Leases, raw: bytes) -> Any:
-    """The whole reply to a body as JSON text. Raises MoeggufError."""
-    if len(raw) > kind.limit:
-        raise too_large(kind.limit)
-    return await _whole(*await _ask(state, leases, parse_body(raw, kind)))
 
 
 def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Json]) -> Route:

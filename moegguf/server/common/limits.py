@@ -24,6 +24,5 @@ INPUTS = 2048
 CHOICES = 128  # of one prompt
 NAME_CHARS = 512
 
-FORM_PARTS = 32
 FORM_BYTES = 64 << 10  # of all parts of a form but its file
 FILE_NAME_CHARS = 255

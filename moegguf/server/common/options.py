@@ -1,5 +1,5 @@
-"""What the bodies of every API share: the model that they name, messages and tools, and options for loading and
-sampling with Ollama's names and ranges.
+"""What the bodies of every API share: the model that they name, and options for loading and sampling with Ollama's
+names and ranges.
 
 Unknown options are ignored with a warning in the log; those that Ollama has removed, without one.
 """
@@ -7,19 +7,16 @@ Unknown options are ignored with a warning in the log; those that Ollama has rem
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from starlette.datastructures import State
 
 from moegguf.engine.machine import count_cpus
-from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
-from moegguf.generate.images import image_part
-from moegguf.generate.request import Message, Sampling, sampling_with
+from moegguf.errors import ModelNotFoundError, MoeggufError
+from moegguf.generate.request import Sampling, sampling_with
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry
@@ -33,11 +30,8 @@ from moegguf.serving.events import LoadedModel, LoadOverrides
 log = logging.getLogger(__name__)
 
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
-_DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
 
-Part = dict[str, str]
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
-FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 # Models
 
@@ -82,10 +76,8 @@ async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]
 def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bool]) -> None:
     """Raises HttpError 400 with Ollama's message for the first of `needs` ({operation: needed}) the model lacks."""
     for operation, needed in needs.items():
-        if (
-            needed
-            and {"chat": "completion", "generate": "completion"}.get(operation, operation) not in known.capabilities
-        ):
+        capability = "completion" if operation in ("chat", "generate") else operation
+        if needed and capability not in known.capabilities:
             name = entry.name if operation == "tools" else f'"{entry.name}"'
             raise HttpError(400, f"{name} does not support {operation}")
 
@@ -197,110 +189,23 @@ def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -
     return sampling_with(Sampling(), known | {name: value for name, value in own.items() if value is not None})
 
 
-# Messages and tools
+# Texts
 
 
-def text_part(text: str) -> Part:
-    """The part for a text."""
-    return {"type": "text", "text": text}
-
-
-def image_of_base64(data: str) -> Part:
-    """The part for an image as base64. Raises ValueError when it cannot be used."""
-    try:
-        return image_part(data)
-    except OptionError as error:
-        raise ValueError(str(error)) from None
-
-
-def image_of_url(url: str) -> Part:
-    """The part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
-    found = _DATA_URL.match(url[:100])
-    if found is None:
-        raise ValueError(
-            f"an image is sent as data:image/png;base64,..., but this is {url[:40]!r}; the server fetches nothing"
-        )
-    return image_of_base64(url[found.end() :])
-
-
-def part_of(part: Any, texts: Mapping[str, str], image_kind: str) -> Part:
-    """A part of OpenAI's messages: a text, under {its type: its key}, or an image. Raises ValueError for others."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    first = next(iter(texts))
-    if kind == image_kind:
-        given = part.get("image_url")
-        url = given.get("url") if isinstance(given, dict) else given
-        if not isinstance(url, str):
-            raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
-        return image_of_url(url)
-    if isinstance(kind, str) and kind not in texts:
-        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send {first} or {image_kind}")
-    text = part.get(texts[kind]) if isinstance(kind, str) else None
-    if not isinstance(text, str):
-        raise ValueError(f'a part must be {{"type": "{first}", "text": "..."}}')
-    return text_part(text)
-
-
-def content_of(parts: Sequence[Part]) -> str | list[Part]:
-    """The content of a message: one text, its parts joined by newlines, unless there are images."""
-    if any(part["type"] == "image" for part in parts):
-        return list(parts)
-    return "\n".join(part["text"] for part in parts)
-
-
-def tool_message(content: Any, call_id: str | None, name: str | None) -> Message:
-    """The message with what a tool returned; without the id or name where it is None."""
-    known = {"tool_call_id": call_id, "tool_name": name}
-    return {"role": "tool", "content": content} | {key: value for key, value in known.items() if value is not None}
-
-
-def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
-    """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
-    given = tuple(given)
-    own = [dict(message) for message in entry.messages]
-    if entry.system and not (given and given[0]["role"] == "system"):
-        own.insert(0, {"role": "system", "content": entry.system})
-    return (*own, *given)
-
-
-def are_tokens(given: Any) -> bool:
-    """Whether a value is a text as its tokens, one or more."""
+def _are_tokens(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in given)
 
 
-class Function(Body):
-    """A function and the JSON schema of its arguments."""
-
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    """A tool that the model may call."""
-
-    type: str | None = "function"
-    function: Function
+def _texts_of(given: Any) -> list[Text]:
+    """Texts in any of OpenAI's forms: one, its tokens, or a list of these. Raises ValueError."""
+    texts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    if len(texts) > limits.INPUTS:
+        raise ValueError(f"has {len(texts)} texts, but at most {limits.INPUTS} are taken; send several requests")
+    if not all(isinstance(text, str) or _are_tokens(text) for text in texts):
+        raise ValueError("must be a text, the tokens of one, or a list of texts or tokens")
+    return texts
 
 
-def _arguments(given: Any) -> Any:
-    """The arguments of a call, which OpenAI's clients send as JSON text. Raises ValueError."""
-    try:
-        return json.loads(given or "{}") if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise ValueError("must be the text of a JSON object") from error
-
-
-Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
-
-
-class _CalledFunction(Body):
-    name: FunctionName
-    arguments: Arguments = Field(default_factory=dict)
-
-
-class ToolCall(Body):
-    """A tool call of an earlier answer."""
-
-    id: str | None = None
-    function: _CalledFunction
+Text = str | list[int]
+"""A text, or its tokens."""
+Texts = Annotated[list[Text], BeforeValidator(_texts_of)]

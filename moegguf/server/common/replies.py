@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import BusyError
-from moegguf.generate.request import Timing
+from moegguf.generate.request import Timing, TokenLogprob
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
@@ -148,6 +148,20 @@ def computed(
 def to_ns(seconds: float) -> int:
     """A duration in whole nanoseconds, as Ollama's API gives it."""
     return round(seconds * 1e9)
+
+
+def logprob_objects(logprobs: Iterable[TokenLogprob], no_bytes: list[int] | None = None) -> list[dict[str, Any]]:
+    """The tokens of `logprobs` of a chat. `no_bytes`: the bytes of one with part of a character, whose bytes are not
+    available here."""
+
+    def token_object(text: str, logprob: float) -> dict[str, Any]:
+        bytes_ = no_bytes if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
+
+    return [
+        {**token_object(of.text, of.logprob), "top_logprobs": [token_object(*other) for other in of.top]}
+        for of in logprobs
+    ]
 
 
 def moe_object(stats: Stats) -> dict[str, Any]:

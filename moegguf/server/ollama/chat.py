@@ -18,7 +18,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from moegguf.generate.images import MAX_IMAGES, with_images
 from moegguf.generate.request import MAX_TOP_LOGPROBS, THINK_LEVELS, Delta, GenerationRequest, Message
@@ -26,17 +25,10 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import is_go_template
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits, replies
-from moegguf.server.common.body import Body, read_body
-from moegguf.server.common.conversation import Json, Question, Reply, respond_to
-from moegguf.server.common.options import (
-    ModelName,
-    Tool,
-    ToolCall,
-    check_capabilities,
-    find,
-    sampling_of,
-    with_entry_messages,
-)
+from moegguf.server.common.body import Body
+from moegguf.server.common.conversation import Json, Question, Reply, conversation
+from moegguf.server.common.messages import Tool, ToolCall, with_entry_messages
+from moegguf.server.common.options import ModelName, check_capabilities, find, sampling_of
 from moegguf.serving.events import Done, Event
 
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that is kept for ever; Ollama gives a similar year
@@ -120,6 +112,22 @@ class _GenerationBody(ModelBody, Question):
     def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
         return _Reply(self, entry.name, with_context=generations[0].return_context)
 
+    async def respond(self, request: Request) -> Response:
+        """Without a question: loads the model, or unloads it with `keep_alive` 0, and replies without content."""
+        if self.asks:
+            return await super().respond(request)
+        state, keep_alive_s = request.app.state, self.keep_alive_s()
+        entry = await asyncio.to_thread(find, state.catalog, self.model)
+
+        async def work() -> Json:
+            if keep_alive_s == 0:
+                await state.manager.unload(entry.name)
+            else:
+                await state.manager.load(entry.name, self.overrides(), keep_alive_s)
+            return _Reply(self, entry.name).without_content("unload" if keep_alive_s == 0 else "load")
+
+        return replies.WholeResponse(work())
+
 
 class ChatRequest(_GenerationBody):
     """The body of /api/chat."""
@@ -134,10 +142,7 @@ class ChatRequest(_GenerationBody):
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """The only request."""
-        given = self.messages or ()
-        # Ollama says this before it judges images.
-        check_capabilities(entry, known, {"vision": any(message.images for message in given)})
-        messages = with_entry_messages((message.as_message() for message in given), entry)
+        messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
         return [self.request(entry, messages=messages, tools=tools, template=entry.template)]
 
@@ -167,8 +172,7 @@ class _GenerateRequest(_GenerationBody):
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""
-        needs = {"generate": True, "vision": bool(self.images), "insert": bool(self.suffix)}
-        check_capabilities(entry, known, {**needs, "thinking": bool(self.think)})
+        check_capabilities(entry, known, {"generate": True})
         prompt = self.prompt or ""
         if self.raw or self.suffix:
             return [self.request(entry, prompt=prompt, suffix=self.suffix or None, return_context=not self.raw)]
@@ -187,10 +191,6 @@ def time_text(moment: datetime | None) -> str:
     return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def _token_object(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": max(logprob, replies.MIN_LOGPROB), "bytes": list(text.encode())}
-
-
 def _present(**fields: Any) -> Json:
     """Those that are not empty: Go omits zeros."""
     return {name: value for name, value in fields.items() if value}
@@ -207,6 +207,7 @@ class _Reply(Reply):
         self._is_chat = isinstance(body, ChatRequest)
         self._with_details = bool(body.details)
         self._name, self._with_context = name, with_context
+        self._start_ns = time.perf_counter_ns()
         self._whole: Json = {}
 
     def streamed(self, lines: replies.Lines) -> replies.LineResponse:
@@ -243,10 +244,7 @@ class _Reply(Reply):
             {"id": call.id, "function": {"index": index, "name": call.name, "arguments": dict(call.arguments)}}
             for index, call in self.numbered(delta.tool_calls)
         ]
-        logprobs = [
-            _token_object(of.text, of.logprob) | _present(top_logprobs=[_token_object(*other) for other in of.top])
-            for of in delta.logprobs
-        ]
+        logprobs = replies.logprob_objects(delta.logprobs)
         return self._content(delta.text, thinking=delta.thinking, tool_calls=calls) | _present(logprobs=logprobs)
 
     def _end(self, done: Done) -> Json:
@@ -257,7 +255,7 @@ class _Reply(Reply):
             "done": True,
             "done_reason": timing.finish,
             **_present(context=list(timing.context) if self._with_context else []),
-            "total_duration": time.perf_counter_ns() - self.start_ns,
+            "total_duration": time.perf_counter_ns() - self._start_ns,
             "load_duration": replies.to_ns(done.load_s),
             **_present(
                 prompt_eval_count=timing.prompt_tokens + timing.cached_tokens,
@@ -271,28 +269,4 @@ class _Reply(Reply):
         }
 
 
-def _route(path: str, kind: type[_GenerationBody]) -> Route:
-    async def respond(request: Request) -> Response:
-        start_ns = time.perf_counter_ns()
-        body = await read_body(request, kind, kind.limit)
-        return await (respond_to(request, body, start_ns) if body.asks else _load_only(request, body))
-
-    return Route(path, respond, methods=["POST"])
-
-
-async def _load_only(request: Request, body: _GenerationBody) -> Response:
-    """Loads the model, or unloads it with `keep_alive` 0; replies without content."""
-    state, keep_alive_s = request.app.state, body.keep_alive_s()
-    entry = await asyncio.to_thread(find, state.catalog, body.model)
-
-    async def work() -> Json:
-        if keep_alive_s == 0:
-            await state.manager.unload(entry.name)
-        else:
-            await state.manager.load(entry.name, body.overrides(), keep_alive_s)
-        return _Reply(body, entry.name).without_content("unload" if keep_alive_s == 0 else "load")
-
-    return replies.WholeResponse(work())
-
-
-routes = [_route("/api/chat", ChatRequest), _route("/api/generate", _GenerateRequest)]
+routes = [conversation("/api/chat", ChatRequest), conversation("/api/generate", _GenerateRequest)]

@@ -36,7 +36,6 @@ from moegguf.serving.events import LoadedModel, LoadedName
 OLLAMA_VERSION = "0.33.0"  # of the API; clients parse it as numbers and refuse old ones
 SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
 HIDDEN = ("general.name", "tokenizer.chat_template")  # in other fields of the reply
-CHUNK_BYTES = 1 << 20
 SUCCESS = "success"
 
 Json = dict[str, Any]
@@ -194,12 +193,8 @@ class _CopyRequest(Body):
 async def _copy(request: Request) -> Response:
     body = await read_body(request, _CopyRequest)
     catalog = request.app.state.catalog
-
-    def work() -> None:
-        find(catalog, body.source)
-        catalog.copy(body.source, body.destination)
-
-    await asyncio.to_thread(work)
+    await asyncio.to_thread(find, catalog, body.source)
+    await asyncio.to_thread(catalog.copy, body.source, body.destination)
     return Response()
 
 
@@ -320,15 +315,12 @@ async def _create(request: Request) -> Response:
 
 
 async def _creating(body: _CreateRequest, recipe: Recipe, catalog: Catalog) -> AsyncGenerator[Json]:
-    def make() -> None:
-        if recipe.from_:
-            find(catalog, recipe.from_)
-        try:
-            catalog.create(body.model, recipe)
-        except ModelFormatError as error:
-            raise HttpError(400, str(error)) from None
-
-    await asyncio.to_thread(make)
+    if recipe.from_:
+        await asyncio.to_thread(find, catalog, recipe.from_)
+    try:
+        await asyncio.to_thread(catalog.create, body.model, recipe)
+    except ModelFormatError as error:
+        raise HttpError(400, str(error)) from None
     for digest in (*recipe.files.values(), *recipe.adapters.values()):
         yield {"status": f"using existing layer {digest}"}
     warnings = left_out(recipe)
@@ -354,13 +346,8 @@ async def _add_blob(request: Request) -> Response:
     size_bytes = int(length) if length.isdecimal() and len(length) < 19 else None
     writer = await asyncio.to_thread(catalog.blobs.writer, digest, size_bytes)
     with writer:
-        parts, n_bytes = [], 0
-        async for part in chunks(request):  # written in large parts, off the event loop
-            parts.append(part)
-            n_bytes += len(part)
-            if n_bytes >= CHUNK_BYTES or not part:
-                await asyncio.to_thread(writer.write, b"".join(parts))
-                parts, n_bytes = [], 0
+        async for part in chunks(request):
+            await asyncio.to_thread(writer.write, part)
         try:
             await asyncio.to_thread(writer.commit)
         except ModelFormatError as error:

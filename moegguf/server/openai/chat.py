@@ -15,10 +15,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import reduce
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moegguf.generate.request import (
     MAX_TOP_LOGPROBS,
@@ -28,27 +28,15 @@ from moegguf.generate.request import (
     PromptProgress,
     Sampling,
     Timing,
-    TokenLogprob,
 )
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.conversation import Json, Question, Reply, conversation, whole_reply
-from moegguf.server.common.options import (
-    MAX_TOKEN,
-    Function,
-    SamplingOptions,
-    Stop,
-    Tool,
-    ToolCall,
-    content_of,
-    part_of,
-    sampling_of,
-    tool_message,
-    with_entry_messages,
-)
-from moegguf.server.common.replies import MIN_LOGPROB, cut_object, event_line, moe_object
+from moegguf.server.common.conversation import Json, Question, Reply, conversation
+from moegguf.server.common.messages import ChatMessage, Tool, messages_of, with_entry_messages
+from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, sampling_of
+from moegguf.server.common.replies import cut_object, event_line, logprob_objects, moe_object
 from moegguf.serving.events import Done, Event
 
 EFFORTS: Mapping[str, bool | str] = {
@@ -140,17 +128,10 @@ class ToolChoice(Body):
     names: list[str]
 
 
-class FunctionWithExtras(Function):
-    """A function whose additional keys are passed to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-
 class OpenAITool(Tool):
     """A tool that the model may call."""
 
     type: Literal["function"] = "function"
-    function: FunctionWithExtras
 
 
 Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
@@ -232,42 +213,12 @@ class ToolsBody(GenerationBody):
         )
 
 
-def _read_parts(content: Any) -> Any:
-    """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
-    Raises ValueError for a part that is neither."""
-    if not isinstance(content, list):
-        return content
-    return content_of([part_of(part, {"text": "text", "refusal": "refusal"}, "image_url") for part in content])
-
-
-class _ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_read_parts)] = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def as_message(self, tool_names: Mapping[str, str]) -> Message:
-        """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""
-        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
-        if self.role in ("tool", "function"):
-            name = self.name or tool_names.get(self.tool_call_id or "")
-            message = tool_message(self.content or "", self.tool_call_id, name)
-        if thinking := self.reasoning_content or self.reasoning:
-            message["thinking"] = thinking
-        if self.tool_calls:
-            message["tool_calls"] = [{"id": call.id or "", "function": dict(call.function)} for call in self.tool_calls]
-        return message
-
-
 class ChatBody(ToolsBody):
     """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`. An assistant's message at
     the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
     (vLLM's names)."""
 
-    messages: Annotated[list[_ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
     response_format: Annotated[Format | None, BeforeValidator(_format_of)] = None
     reasoning_effort: Effort | None = None
@@ -285,11 +236,10 @@ class ChatBody(ToolsBody):
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """One for each choice."""
-        names = {call.id or "": call.function.name for message in self.messages for call in message.tool_calls or ()}
         continues, most = self.continue_final_message, self.max_completion_tokens
         request = self.request(
             entry,
-            (message.as_message(names) for message in self.messages),
+            messages_of(self.messages),
             self.response_format,
             bool(self.logprobs),
             think=self._think(),
@@ -348,24 +298,9 @@ def prompt_progress(progress: PromptProgress) -> Json:
     }
 
 
-def logprob_objects(logprobs: Iterable[TokenLogprob], no_bytes: list[int] | None = None) -> list[Json]:
-    """The tokens of chat's `logprobs`. `no_bytes`: the bytes of one with part of a character, whose bytes are not
-    available here."""
-
-    def token_object(text: str, logprob: float) -> Json:
-        bytes_ = no_bytes if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
-
-    return [
-        {**token_object(of.text, of.logprob), "top_logprobs": [token_object(*other) for other in of.top]}
-        for of in logprobs
-    ]
-
-
 def _total(timing: Timing, later: Timing) -> Timing:
-    """The counts and times of two answers to one request."""
-    names = "prompt_tokens cached_tokens disk_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens".split()
-    names += ["n_shifts", "stats"]
+    """What `statistics` tells of two answers to one request."""
+    names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
     return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
 
 
@@ -385,15 +320,18 @@ class ChoicesReply(Reply):
         self._with_progress = bool(body.return_progress)
         self._started = False  # the current choice
         self._choices: list[Json] = []  # the complete ones of a whole reply
-        self._index = 0  # of the current choice
-        self._timing = Timing()  # of all complete choices
-        self._used = Timing()  # the same, with each prompt counted once
+        self._timings: list[Timing] = []  # of the complete choices
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": entry.name,
             "system_fingerprint": f"moegguf-{entry.digest[:12]}",
         }
+
+    @property
+    def index(self) -> int:
+        """Number of the current choice."""
+        return len(self._timings)
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events without a name."""
@@ -408,7 +346,7 @@ class ChoicesReply(Reply):
         if not items:
             return b""
         self._started = not isinstance(event, Done)
-        is_end = isinstance(event, Done) and self._index == self.n_choices
+        is_end = isinstance(event, Done) and self.index == self.n_choices
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
@@ -419,16 +357,13 @@ class ChoicesReply(Reply):
         return {**self._head, "object": kind, "choices": choices, **more}
 
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> Json:
-        choices = [{"index": self._index, "finish_reason": None, "logprobs": None, **choice}]
+        choices = [{"index": self.index, "finish_reason": None, "logprobs": None, **choice}]
         if self._include_usage:
             more = {"usage": None, **more}  # as OpenAI: null in all chunks except the last
         return self._object(self.chunk_kind, choices, **more)
 
     def _end_choice(self, done: Done) -> None:
-        is_again = self._index % self.n_answers
-        used = replace(done.timing, prompt_tokens=0, cached_tokens=0) if is_again else done.timing
-        self._timing, self._used = _total(self._timing, done.timing), _total(self._used, used)
-        self._index += 1
+        self._timings.append(done.timing)
         self.n_calls = 0
 
     def _last(self, done: Done) -> list[Json]:
@@ -436,29 +371,33 @@ class ChoicesReply(Reply):
         if requested."""
         chunk = self._chunk({**self.empty, "finish_reason": self._finish(done)})
         self._end_choice(done)
-        if self._index < self.n_choices:
+        if self.index < self.n_choices:
             return [chunk]
         if not self._include_usage:
-            return [{**chunk, **statistics(self._timing)}]
-        return [chunk, self._object(self.chunk_kind, [], usage=self._usage(), **statistics(self._timing))]
+            return [{**chunk, **self._statistics()}]
+        return [chunk, self._object(self.chunk_kind, [], usage=self._usage(), **self._statistics())]
 
     def _add(self, choice: Mapping[str, Any], done: Done) -> None:
         reason = {"finish_reason": self._finish(done)}
-        self._choices.append({"index": self._index, "logprobs": None, **choice, **reason})
+        self._choices.append({"index": self.index, "logprobs": None, **choice, **reason})
         self._end_choice(done)
 
     def whole(self) -> Json:
         """The object of a reply that is not streamed, after `add` of every choice."""
-        return self._object(self.whole_kind, self._choices, usage=self._usage(), **statistics(self._timing))
+        return self._object(self.whole_kind, self._choices, usage=self._usage(), **self._statistics())
+
+    def _statistics(self) -> Json:
+        return statistics(reduce(_total, self._timings))
 
     def _usage(self) -> Json:
-        used = self._used
-        prompt = used.prompt_tokens + used.cached_tokens
+        """Each prompt counts once."""
+        total, prompts = reduce(_total, self._timings), reduce(_total, self._timings[:: self.n_answers])
+        n_prompt = prompts.prompt_tokens + prompts.cached_tokens
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": used.answer_tokens,
-            "total_tokens": prompt + used.answer_tokens,
-            "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+            "prompt_tokens": n_prompt,
+            "completion_tokens": total.answer_tokens,
+            "total_tokens": n_prompt + total.answer_tokens,
+            "prompt_tokens_details": {"cached_tokens": prompts.cached_tokens},
         }
 
 
@@ -501,5 +440,4 @@ class _ChatReply(ChoicesReply):
         self._add({"message": message, "logprobs": logprobs}, done)
 
 
-whole = partial(whole_reply, ChatBody)
 routes = [conversation("/v1/chat/completions", ChatBody)]

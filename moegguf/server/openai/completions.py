@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from heapq import nlargest
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
-from moegguf.server.common.conversation import Json, Reply, conversation, whole_reply
-from moegguf.server.common.options import are_tokens
+from moegguf.server.common.conversation import Json, Reply, conversation
+from moegguf.server.common.options import Text, Texts
 from moegguf.server.common.replies import MIN_LOGPROB
 from moegguf.server.openai.chat import Choices, ChoicesReply, GenerationBody, TopLogprobs
 from moegguf.serving.events import Done
@@ -22,34 +21,19 @@ from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
-Prompt = str | list[int]
 
-
-def _prompts_of(given: Any) -> list[Prompt]:
-    """The prompts from any of their forms: a text, its tokens, or a list of these. Raises ValueError."""
-    prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
-    if len(prompts) > limits.INPUTS:
-        raise ValueError(f"has {len(prompts)} prompts, but at most {limits.INPUTS} are taken; send several requests")
-    if not all(isinstance(prompt, str) or are_tokens(prompt) for prompt in prompts):
-        raise ValueError("must be a text, the tokens of one, or a list of texts or tokens")
-    return prompts
-
-
-Prompts = Annotated[list[Prompt], BeforeValidator(_prompts_of)]
-
-
-def fields_of(prompt: Prompt) -> Json:
+def fields_of(prompt: Text) -> Json:
     """The fields of a `GenerationRequest` for a prompt."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
 
 
-class _CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody):
     """A list of prompts gets `n` choices for each, in their order: of `best_of` answers those whose tokens are the
     likeliest."""
 
     limit = limits.BODY_BYTES
 
-    prompt: Prompts
+    prompt: Texts
     suffix: str | None = None
     echo: bool | None = None
     best_of: Choices | None = None
@@ -57,7 +41,7 @@ class _CompletionBody(GenerationBody):
     logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
-    def _fields_go_together(self) -> _CompletionBody:
+    def _fields_go_together(self) -> CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:
@@ -100,6 +84,7 @@ class _CompletionBody(GenerationBody):
         return [each for request in requests for each in self.repeated(request, self.n_answers)]
 
     def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        """The reply, with the choices of each prompt."""
         return _CompletionReply(self, entry)
 
 
@@ -129,7 +114,7 @@ class _CompletionReply(ChoicesReply):
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: Mapping[str, Any] = {"text": ""}
 
-    def __init__(self, body: _CompletionBody, entry: ModelEntry) -> None:
+    def __init__(self, body: CompletionBody, entry: ModelEntry) -> None:
         super().__init__(body, entry, logprobs=body.logprobs is not None, n_answers=body.n_answers)
         self.n_choices = self.n_answers * len(body.prompt)
         self._n_sent = body.n or 1  # of the answers to each prompt
@@ -145,7 +130,7 @@ class _CompletionReply(ChoicesReply):
 
     @property
     def _before(self) -> str:
-        return self._prompts[self._index // self.n_answers] if self._index < self.n_choices else ""
+        return self._prompts[self.index // self.n_answers] if self.index < self.n_choices else ""
 
     def _first(self) -> Json:
         return self._chunk({"text": self._before})
@@ -186,5 +171,4 @@ class _CompletionReply(ChoicesReply):
         return super().whole()
 
 
-whole = partial(whole_reply, _CompletionBody)
-routes = [conversation("/v1/completions", _CompletionBody)]
+routes = [conversation("/v1/completions", CompletionBody)]

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -25,21 +23,20 @@ from moegguf.generate.request import Delta, GenerationRequest, Message, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.conversation import EventReply, Json, Reply, about_prompt, conversation, whole_reply
+from moegguf.server.common.conversation import EventReply, Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Arguments, FunctionName, content_of, part_of, text_part, tool_message
-from moegguf.server.common.replies import event_line, usage
+from moegguf.server.common.messages import ChatMessage, messages_of, own_tools, read_parts
+from moegguf.server.common.replies import event_line, logprob_objects, usage
 from moegguf.server.openai import chat
 from moegguf.serving.events import Done, Event
-
-log = logging.getLogger(__name__)
 
 MAX_METADATA = 16
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 REASONING_PREFIX = "moegguf:"  # of our `encrypted_content`, which only carries the text back to us
 SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # of sampling that a response tells
-TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
+BETWEEN = {"assistant": "\n", "system": "\n\n"}  # texts of items that are one message
 
 STATELESS = "responses are not stored; send the whole conversation as input"
 REFUSED = {
@@ -52,85 +49,65 @@ REFUSED = {
 # Bodies
 
 
-def _parts_of(content: Any) -> Any:
-    if isinstance(content, str):
-        return [text_part(content)]
-    return [part_of(part, TEXTS, "input_image") for part in content] if isinstance(content, list) else content
+def _thinking_of(item: Json) -> Any:
+    """The thinking in an item of an earlier answer, in one of three places, depending on what the client kept; "" for
+    the `encrypted_content` of another server."""
+    if parts := item.get("content") or item.get("summary"):
+        return read_parts(parts)
+    _, prefix, text = str(item.get("encrypted_content") or "").partition(REASONING_PREFIX)
+    try:
+        return base64.b64decode(text, validate=True).decode() if prefix else ""
+    except ValueError:
+        return ""
 
 
-_Parts = Annotated[list[dict[str, str]], BeforeValidator(_parts_of)]
+def _message_of(item: Any) -> Any:
+    """The message of the chat with what an item has. Raises ValueError for one that refers to a stored item."""
+    if not isinstance(item, dict):
+        return item
+    match item.get("type") or ("message" if "role" in item else "item_reference"):
+        case "message":
+            return item
+        case "function_call":
+            return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": item}]}
+        case "function_call_output":
+            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        case "reasoning":
+            return {"role": "assistant", "reasoning": _thinking_of(item)}
+        case "item_reference":
+            raise ValueError(f"an item has no type or refers to a stored one, but {STATELESS}")
+        case kind:
+            raise ValueError(f"items of type {str(kind)[:40]!r} are not supported")
 
 
-class _MessageItem(Body):
-    type: Literal["message"]
-    role: Literal["user", "assistant", "system", "developer"]
-    content: _Parts
-
-
-class _CallItem(Body):
-    type: Literal["function_call"]
-    call_id: str
-    name: FunctionName
-    arguments: Arguments
-
-
-class _CallOutputItem(Body):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: _Parts
-
-
-class _ReasoningText(Body):
-    text: str
-
-
-class _ReasoningItem(Body):
-    """The thinking of an earlier answer. Its text is in one of three places, depending on what the client kept."""
-
-    type: Literal["reasoning"]
-    content: list[_ReasoningText] | None = None
-    summary: list[_ReasoningText] | None = None
-    encrypted_content: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The thinking; "" for the `encrypted_content` of another server."""
-        if parts := self.content or self.summary:
-            return "\n".join(part.text for part in parts)
-        _, prefix, text = (self.encrypted_content or "").partition(REASONING_PREFIX)
-        try:
-            return base64.b64decode(text, validate=True).decode() if prefix else ""
-        except ValueError:
-            return ""
-
-
-def _items_of(given: Any) -> Any:
-    """`input` as a list of items. Raises ValueError for one that refers to a stored item."""
+def _messages_of(given: Any) -> Any:
     if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    items = []
-    for item in given if isinstance(given, list) else ():
-        if isinstance(item, dict) and (not isinstance(item.get("type"), str) or item["type"] == "item_reference"):
-            if "role" not in item:
-                raise ValueError(f"an item has no type or refers to a stored one, but {STATELESS}")
-            item = {**item, "type": "message"}
-        items.append(item)
-    return items if isinstance(given, list) else given
+        return [{"role": "user", "content": given}]
+    return [_message_of(item) for item in given] if isinstance(given, list) else given
+
+
+def _joined(messages: Iterable[Message]) -> list[Message]:
+    """The messages where the items of an answer, which begins with its thinking, are one. Instructions in a row are one
+    system message: many templates know only one."""
+    groups: list[list[Message]] = []
+    for message in messages:
+        role = message["role"]
+        if groups and groups[-1][0]["role"] == role and role in BETWEEN and "thinking" not in message:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [group[0] if len(group) == 1 else _one_of(group) for group in groups]
+
+
+def _one_of(group: Sequence[Message]) -> Message:
+    texts = (text for message in group if (text := text_of(message["content"])))
+    calls = [call for message in group for call in message.get("tool_calls", ())]
+    content = BETWEEN[group[0]["role"]].join(texts)
+    return {**group[0], "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 def _functions_of(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    found: list[Any] = []
-    for tool in tools:
-        if not isinstance(tool, dict):
-            found.append(tool)
-        elif tool.get("type") == "function":
-            function = {name: tool.get(name) for name in ("name", "description", "parameters")}
-            found.append({"type": "function", "function": function})
-        else:
-            log.warning("the tool of type %.60r is not a function and left out", tool.get("type"))
-    return found
+    return own_tools(tools, ("function",), "parameters")
 
 
 class _TextOptions(Body):
@@ -138,11 +115,12 @@ class _TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-_Item = Annotated[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem, Field(discriminator="type")]
+class ResponsesBody(chat.ToolsBody):
+    """The body of /v1/responses."""
 
-
-class _ResponsesBody(chat.ToolsBody):
-    input: Annotated[list[_Item], Field(min_length=1, max_length=limits.MESSAGES), BeforeValidator(_items_of)]
+    messages: Annotated[
+        list[ChatMessage], Field(alias="input", min_length=1, max_length=limits.MESSAGES), BeforeValidator(_messages_of)
+    ]
     instructions: str | None = None
     tools: Annotated[chat.Tools, BeforeValidator(_functions_of)] | None = None
     max_output_tokens: chat.Limit | None = None
@@ -165,10 +143,12 @@ class _ResponsesBody(chat.ToolsBody):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """The only request."""
         effort = self.reasoning.effort if self.reasoning else None
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         request = self.request(
             entry,
-            self._messages(),
+            _joined([*instructions, *messages_of(self.messages)]),
             self.text.format if self.text else None,
             self.top_logprobs is not None or LOGPROBS in (self.include or ()),
             think=chat.EFFORTS[effort] if effort else None,
@@ -177,40 +157,8 @@ class _ResponsesBody(chat.ToolsBody):
         )
         return [request]
 
-    def _messages(self) -> list[Message]:
-        """The messages of all items, of which several may belong to one answer. Instructions in a row are one system
-        message: many templates know only one."""
-        names = {item.call_id: item.name for item in self.input if isinstance(item, _CallItem)}
-        messages: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-
-        def last(role: str) -> Message:
-            if not messages or messages[-1]["role"] != role:
-                messages.append({"role": role, "content": ""})
-            return messages[-1]
-
-        def add_text(role: str, text: str, between: str) -> None:
-            message = last(role)
-            message["content"] = f"{message['content']}{between}{text}" if message["content"] else text
-
-        for item in self.input:
-            if isinstance(item, _CallItem):
-                calls = last("assistant").setdefault("tool_calls", [])
-                function = {"name": item.name, "arguments": item.arguments}
-                calls.append({"id": item.call_id, "function": function})
-            elif isinstance(item, _CallOutputItem):
-                messages.append(tool_message(content_of(item.output), item.call_id, names.get(item.call_id)))
-            elif isinstance(item, _ReasoningItem):
-                if text := item.text:
-                    messages.append({"role": "assistant", "content": "", "thinking": text})
-            elif item.role == "user":
-                messages.append({"role": "user", "content": content_of(item.content)})
-            elif item.role == "assistant":
-                add_text("assistant", text_of(item.content), "\n")
-            else:
-                add_text("system", text_of(item.content), "\n\n")
-        return messages
-
     def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        """The reply, of which a stream tells the growth."""
         return _ResponseReply(self, entry.name, generations[0])
 
 
@@ -240,7 +188,7 @@ def _new_id(prefix: str) -> str:
 class _ResponseReply(EventReply):
     """The response to one request. `n_ctx` tokens or `max_output_tokens` reached: it is incomplete."""
 
-    def __init__(self, body: _ResponsesBody, model: str, generation: GenerationRequest) -> None:
+    def __init__(self, body: ResponsesBody, model: str, generation: GenerationRequest) -> None:
         self._encrypts = ENCRYPTED_REASONING in (body.include or ())
         self._with_logprobs = generation.n_logprobs is not None
         self._settings = _settings(body, generation)
@@ -294,7 +242,7 @@ class _ResponseReply(EventReply):
         self._part["text"] += text
         more = {}
         if self._form is MESSAGE:
-            more["logprobs"] = chat.logprob_objects(delta.logprobs, no_bytes=[]) if self._with_logprobs else []
+            more["logprobs"] = logprob_objects(delta.logprobs, no_bytes=[]) if self._with_logprobs else []
             self._part["logprobs"] += more["logprobs"]
         yield self._event(f"response.{self._form.text}.delta", **self._keys, delta=text, **more)
 
@@ -341,51 +289,36 @@ class _ResponseReply(EventReply):
         yield self._event(f"response.{status}", response=self._object)
 
 
-def _settings(body: _ResponsesBody, generation: GenerationRequest) -> Json:
-    text, reasoning, given = body.text, body.reasoning, body.tool_choice
-    choice: str | Json = "auto"
-    if isinstance(given, chat.ToolChoice):
-        named: list[Json] = [{"type": "function", "name": name} for name in given.names]
-        choice = named[0] if given.type == "function" else {"type": given.type, "mode": given.mode, "tools": named}
-    elif given:
-        choice = given
+def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:
+    text, reasoning, choice = body.text, body.reasoning, body.tool_choice or "auto"
+    if isinstance(choice, chat.ToolChoice):
+        named = [{"type": "function", "name": name} for name in choice.names]
+        allowed = {"type": choice.type, "mode": choice.mode, "tools": named}
     form = text.format.model_dump(by_alias=True, exclude_none=True) if text and text.format else {"type": "text"}
-    functions = (tool.function for tool in body.tools or ())
+    functions = (tool.function.model_dump(include={"name", "description", "parameters"}) for tool in body.tools or ())
     return {
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
+        **body.model_dump(include=set(ECHOED)),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_calls,
-        "previous_response_id": None,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
             "summary": (reasoning.summary or reasoning.generate_summary) if reasoning else None,
         },
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "background": False,
         **{name: getattr(generation.sampling, name) for name in SETTINGS},
         "text": {"format": form, "verbosity": text.verbosity if text and text.verbosity else "medium"},
-        "tool_choice": choice,
-        "tools": [
-            {"type": "function", "name": each.name, "description": each.description, "parameters": each.parameters}
-            | {"strict": False}
-            for each in functions
-        ],
+        "tool_choice": choice if isinstance(choice, str) else named[0] if choice.type == "function" else allowed,
+        "tools": [{"type": "function", **function, "strict": False} for function in functions],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
-        "user": body.user,
     }
 
 
-whole = partial(whole_reply, _ResponsesBody)
 routes = [
-    conversation("/v1/responses", _ResponsesBody),
+    conversation("/v1/responses", ResponsesBody),
     about_prompt(
-        "/v1/responses/input_tokens", _ResponsesBody, "count",
+        "/v1/responses/input_tokens", ResponsesBody, "count",
         lambda n: {"object": "response.input_tokens", "input_tokens": n},
     ),
 ]  # fmt: skip

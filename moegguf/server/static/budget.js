@@ -7,7 +7,6 @@ const TIERS = { ram: "expert_cache", vram: "vram_cache" };
 
 export class Budget {
   constructor() {
-    this.pid = null;
     for (const tier of Object.keys(TIERS)) {
       const slider = at(`${tier}-budget`);
       slider.addEventListener("input", () => this.label(tier));
@@ -15,23 +14,14 @@ export class Budget {
     }
   }
 
-  /** Shows the budgets of a model as it is loaded now (`loaded` of a snapshot; null: it is not). */
+  /** Shows the budgets of a model as it is loaded now (`loaded` of a snapshot; null: it is not). A slider that is being moved stays. */
   show(loaded) {
-    if (!loaded) {
-      this.pid = null;
-      at("budgets").hidden = true;
-    } else if (loaded.pid !== this.pid) {
-      this.pid = loaded.pid;
-      this.now = null;
-      json(`budget?model=${encodeURIComponent(loaded.name)}`).then((now) => this.draw(now), () => this.show(null));
-    } else if (this.now && !this.changing && Object.values(TIERS).some((name) => this.now[`${name}_bytes`] !== loaded[`${name}_bytes`])) {
-      this.draw({ ...this.now, ...loaded });
-    }
+    at("budgets").hidden = !loaded?.slot_bytes;
+    if (loaded && !this.changing && keyOf(loaded) !== keyOf(this.now)) this.draw(loaded);
   }
 
   draw(now) {
     this.now = now;
-    at("budgets").hidden = !now.slot_bytes;
     for (const [tier, name] of Object.entries(TIERS)) {
       const staged = tier === "vram" ? now.staging_bytes : 0, most = Math.floor((now[`max_${name}_bytes`] - staged) / now.slot_bytes);
       at(`for-${tier}-budget`).hidden = !(most > 0);
@@ -68,4 +58,8 @@ export class Budget {
     this.changing = false;
     this.draw(this.now);
   }
+}
+
+function keyOf({ pid, expert_cache_bytes: inRam, vram_cache_bytes: inVram } = {}) {
+  return [pid, inRam, inVram].join();
 }

@@ -1,11 +1,10 @@
 // Conversations: trees of messages, as an edited question and an answer asked for again stand beside the one before. This browser's
 // database keeps their heads (title, model, settings) in one store and their messages in another, so that the list is read without
-// pictures and answers. Other tabs are told of changes.
+// pictures and answers.
 
 const SENT = ["role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"];
 const TITLE_CHARS = 60;
 const HEADS = "heads", MESSAGES = "messages";
-const channel = new BroadcastChannel("moegguf.conversations");
 
 export class Conversation {
   /** `kept`: what `store` has of one. `messages` are in order of arrival, each with the index of the one before as `parent`;
@@ -81,15 +80,8 @@ export async function load(id) {
 /** Saves a conversation; without its messages where only the head has changed. */
 export async function save({ messages, ...head }) {
   await transact("readwrite", (heads, bodies) => [heads.put(head), ...(messages ? [bodies.put({ id: head.id, messages })] : [])]);
-  channel.postMessage(head.id);
 }
 
 export async function remove(id) {
   await transact("readwrite", (heads, messages) => [heads.delete(id), messages.delete(id)]);
-  channel.postMessage(id);
-}
-
-/** Calls `listener(id)` when another tab has saved or removed a conversation. */
-export function onChange(listener) {
-  channel.addEventListener("message", ({ data }) => listener(data));
 }

@@ -13,7 +13,6 @@ const DECAY_S = [0.45, 0.9]; // of each
 const COLD = 0.012;
 const SHADES = 64;
 const FRAME_MS = 40; // leaves the processor to the model
-const MAX_INTERVAL_MS = 400;
 const GUTTER = { left: 26, bottom: 18 };
 const MAX_CELL_WIDTH = 26;
 const MAX_CELL_ASPECT = 1.8; // times its width
@@ -21,7 +20,7 @@ const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowD
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class ExpertMap {
-  /** `swatches`: elements whose background is the colour of absent, loading, ram, vram, hit and loaded cells;
+  /** `swatches`: elements whose background is the colour of cells in each state, then of those used and of those fetched just now;
    *  `onPoint(cell)` is called with the info of the pointed cell, or null. */
   constructor(canvas, swatches, onPoint) {
     Object.assign(this, { canvas, swatches, onPoint, context: canvas.getContext("2d"), layers: null, pointed: null, timer: 0, cooled: 0 });
@@ -46,58 +45,39 @@ export class ExpertMap {
   }
 
   /** Shows a snapshot; another model shape starts a new map. */
-  update({ layers, n_expert: nExpert, ...snapshot }) {
+  update({ layers, n_expert: nExpert, state, uses, loads }) {
+    this.state = bytes(state);
     if (this.nExpert !== nExpert || this.layers?.join() !== layers.join()) {
       this.point(null);
       const n = layers.length * nExpert;
-      Object.assign(this, { layers, nExpert, updated: performance.now(), used: new Uint32Array(n), fetched: new Uint32Array(n) });
-      Object.assign(this, { heat: new Float32Array(n), kind: new Uint8Array(n), due: new Float64Array(n), dueHeat: new Float32Array(n), dueKind: new Uint8Array(n) });
+      Object.assign(this, { layers, nExpert, used: new Uint32Array(n), fetched: new Uint32Array(n), heat: new Float32Array(n), kind: new Uint8Array(n) });
       this.resize();
     }
-    this.state = bytes(snapshot.state);
-    const uses = bytes(snapshot.uses), loads = bytes(snapshot.loads), now = performance.now();
-    const most = [uses, loads].map((values) => Math.log1p(values.reduce((a, b) => Math.max(a, b), 0)));
-    const since = Math.min(now - this.updated, MAX_INTERVAL_MS);
-    this.updated = now;
     if (reducedMotion.matches) this.heat.fill(0);
-    for (let i = 0; i < uses.length; i += 1) {
-      if (!uses[i] && !loads[i]) continue;
-      this.used[i] += uses[i];
-      this.fetched[i] += loads[i];
-      const kind = 2 * loads[i] > uses[i] ? LOAD : HIT, share = Math.log1p(kind === LOAD ? loads[i] : uses[i]) / most[kind];
-      this.dueKind[i] = kind; // one colour per cell: mixed colours are hard to read
-      this.dueHeat[i] = 0.35 + 0.65 * share;
-      // A snapshot covers the time since the one before: cells light up at random times in it, not all at once.
-      this.due[i] = reducedMotion.matches ? now : now + Math.random() * since;
+    const used = bytes(uses), fetched = bytes(loads);
+    for (let i = 0; i < used.length; i += 1) {
+      if (!used[i] && !fetched[i]) continue;
+      this.used[i] += used[i];
+      this.fetched[i] += fetched[i];
+      this.kind[i] = 2 * fetched[i] > used[i] ? LOAD : HIT; // one colour per cell: mixed colours are hard to read
+      this.heat[i] = 1;
     }
     if (this.pointed !== null) this.onPoint(this.info(this.pointed));
     this.wake();
   }
 
-  /** Applies due heat and lets the rest decay; returns whether any is left. */
-  cool(now, seconds) {
-    const { heat, kind, due } = this, factors = DECAY_S.map((decay) => Math.exp(-seconds / decay));
-    let hot = false;
-    for (let i = 0; i < heat.length; i += 1) {
-      if (!reducedMotion.matches) heat[i] = heat[i] > COLD ? heat[i] * factors[kind[i]] : 0;
-      if (due[i] && due[i] <= now) {
-        heat[i] = kind[i] === this.dueKind[i] ? Math.max(heat[i], this.dueHeat[i]) : this.dueHeat[i];
-        kind[i] = this.dueKind[i];
-        due[i] = 0;
-      }
-      hot ||= heat[i] > 0 || due[i] > 0;
-    }
-    return hot && !reducedMotion.matches; // no animation between snapshots
+  /** Lets heat decay; returns whether any is left. Without animation it stays until the next snapshot. */
+  cool(seconds) {
+    if (reducedMotion.matches) return false;
+    const { heat, kind } = this, factors = DECAY_S.map((decay) => Math.exp(-seconds / decay));
+    for (let i = 0; i < heat.length; i += 1) heat[i] = heat[i] > COLD ? heat[i] * factors[kind[i]] : 0;
+    return heat.some((left) => left > 0);
   }
 
   readColours() {
-    const rgb = (element) => getComputedStyle(element).backgroundColor.match(/[\d.]+/g).slice(0, 3).map(Number);
-    const { absent, loading, ram, vram, hit, loaded } = this.swatches;
-    const mixed = (from, to, step) => from.map((value, channel) => Math.round(value + ((to[channel] - value) * step) / SHADES));
-    const heats = [rgb(hit), rgb(loaded)];
-    this.shades = [absent, loading, ram, vram].map((element) => heats.map((to) => Array.from({ length: SHADES + 1 }, (_, step) => `rgb(${mixed(rgb(element), to, step)})`)));
+    const colours = this.swatches.map((element) => getComputedStyle(element).backgroundColor);
     const { color, fontFamily } = getComputedStyle(this.canvas);
-    Object.assign(this, { ink: color, font: fontFamily });
+    Object.assign(this, { states: colours.slice(0, 4), heats: colours.slice(4), ink: color, font: fontFamily });
     this.redraw();
   }
 
@@ -127,6 +107,7 @@ export class ExpertMap {
   redraw() {
     if (!this.layers) return;
     this.painted = new Int16Array(this.heat.length).fill(-1); // the shade of each cell
+    this.paintNumbers();
     this.wake();
   }
 
@@ -138,9 +119,8 @@ export class ExpertMap {
   step(now) {
     this.timer = 0;
     if (!this.layers) return;
-    const hot = this.cool(now, Math.min((now - this.cooled) / 1000, 0.25));
+    const hot = this.cool(Math.min((now - this.cooled) / 1000, 0.25));
     this.cooled = now;
-    if (this.painted.every((shade) => shade < 0)) this.paintNumbers();
     for (let i = 0; i < this.heat.length; i += 1) this.paintCell(i);
     if (this.pointed !== null) this.paintPointer();
     if (hot) this.wake();
@@ -163,16 +143,18 @@ export class ExpertMap {
     const [column, row] = this.position(i), { context, gap } = this;
     const x = this.left + Math.round(column * this.pitchX), y = row * this.pitchY;
     const width = Math.max(1, Math.round((column + 1) * this.pitchX) - Math.round(column * this.pitchX) - gap), height = this.pitchY - gap;
-    const fill = (colour, edge) => {
+    const fill = (colour, alpha = 1, edge = 0) => {
+      context.globalAlpha = alpha;
       context.fillStyle = colour;
       context.beginPath();
       context.roundRect(x + edge, y + edge, width - 2 * edge, height - 2 * edge, Math.max(0, Math.min(4 * this.dpr, Math.floor(width / 6)) - edge));
       context.fill();
     };
     context.clearRect(x, y, width, height);
-    fill(this.shades[state][this.kind[i]][step], 0);
+    fill(this.states[state]);
     const edge = Math.round(1.5 * this.dpr);
-    if (state === LOADING && !step && width > 3 * edge) fill(this.shades[ABSENT][HIT][0], edge);
+    if (step) fill(this.heats[this.kind[i]], step / SHADES);
+    else if (state === LOADING && width > 3 * edge) fill(this.states[ABSENT], 1, edge);
   }
 
   /** Clears the canvas and writes the numbers of layers and experts. */
@@ -180,6 +162,7 @@ export class ExpertMap {
     const { context, dpr, layers, canvas } = this;
     const [columnName, rowName] = this.across ? [(e) => e, (il) => layers[il]] : [(il) => layers[il], (e) => e];
     context.clearRect(0, 0, canvas.width, canvas.height);
+    context.globalAlpha = 1;
     context.fillStyle = this.ink;
     context.font = `${11 * dpr}px ${this.font}`;
     context.textAlign = "right";
@@ -197,6 +180,7 @@ export class ExpertMap {
   paintPointer() {
     const { context, dpr, pitchX, pitchY } = this, [column, row] = this.position(this.pointed);
     const grow = dpr + Math.max(0, 5 * dpr - pitchX) / 2; // visible also around the smallest cell
+    context.globalAlpha = 1;
     context.strokeStyle = this.ink;
     context.lineWidth = 1.5 * dpr;
     context.strokeRect(this.left + column * pitchX - grow, row * pitchY - grow, pitchX + 2 * grow - dpr, pitchY + 2 * grow - dpr);

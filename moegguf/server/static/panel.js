@@ -15,7 +15,7 @@ export class Panel {
   /** `onLoaded(names)` is called with the models in memory. */
   constructor(onLoaded) {
     const [absent, loading, loaded, ram, vram, hit] = document.querySelectorAll(".legend .key");
-    this.map = new ExpertMap(at("map"), { absent, loading, ram, vram, hit, loaded }, showCell);
+    this.map = new ExpertMap(at("map"), [absent, loading, ram, vram, hit, loaded], showCell);
     this.charts = {
       hit: new Chart(at("hit-chart"), percent, 1),
       bytes: new Chart(at("bytes-chart"), size),

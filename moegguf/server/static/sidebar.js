@@ -1,7 +1,7 @@
 // The list of conversations: beside the chat on a wide screen, before it on a narrow one.
 
 import { at, iconButton, make } from "./dom.js";
-import { list, load, onChange, remove, save } from "./conversations.js";
+import { list, load, remove, save } from "./conversations.js";
 
 const OPEN = "moegguf.list";
 const WIDE = matchMedia("(min-width: 1100px)");
@@ -16,7 +16,7 @@ export class Sidebar {
     this.element.addEventListener("click", ({ target }) => target.closest("a") && this.leave());
     this.element.addEventListener("close", () => this.onToggle());
     WIDE.addEventListener("change", () => this.element.close());
-    onChange(() => this.refresh());
+    addEventListener("focus", () => this.refresh()); // another tab may have changed them
     if (WIDE.matches && localStorage.getItem(OPEN)) this.toggle();
   }
 

@@ -1,0 +1,176 @@
+"""A conversation as every API gives it: messages of texts and images, tools and their calls.
+
+OpenAI's chat has the common form: responses and Anthropic's API translate theirs into it, and one model checks all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from moegguf.errors import OptionError
+from moegguf.generate.images import image_part
+from moegguf.generate.request import Message
+from moegguf.models.entry import ModelEntry
+from moegguf.server.common.body import Body
+
+log = logging.getLogger(__name__)
+
+_DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+_IMAGES = ("image_url", "input_image")
+
+Part = dict[str, str]
+FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+
+# Messages
+
+
+def _image_of_url(url: Any) -> Part:
+    """The part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
+    if not isinstance(url, str):
+        raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
+    found = _DATA_URL.match(url[:100])
+    if found is None:
+        raise ValueError(
+            f"an image is sent as data:image/png;base64,..., but this is {url[:40]!r}; the server fetches nothing"
+        )
+    return _image_of_base64(url[found.end() :])
+
+
+def _image_of_base64(data: str) -> Part:
+    """The part for an image as base64. Raises ValueError when it cannot be used."""
+    try:
+        return image_part(data)
+    except OptionError as error:
+        raise ValueError(str(error)) from None
+
+
+def part_of(part: Any) -> Part:
+    """A part of a message: a text, or an image as a data URL or (`image`) as base64. Raises ValueError for others."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image" and isinstance(part.get("data"), str):
+        return _image_of_base64(part["data"])
+    if kind in _IMAGES:
+        given = part.get("image_url")
+        return _image_of_url(given.get("url") if isinstance(given, dict) else given)
+    if isinstance(kind, str) and kind not in _TEXTS:
+        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text or images")
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise ValueError('a part must be {"type": "text", "text": "..."}')
+    return {"type": "text", "text": text}
+
+
+def read_parts(content: Any) -> Any:
+    """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
+    Raises ValueError for a part that is neither."""
+    if not isinstance(content, list):
+        return content
+    parts = [part_of(part) for part in content]
+    return parts if any(part["type"] == "image" for part in parts) else "\n".join(part["text"] for part in parts)
+
+
+def _arguments(given: Any) -> Any:
+    """The arguments of a call, which OpenAI's clients send as JSON text. Raises ValueError."""
+    try:
+        return json.loads(given or "{}") if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise ValueError("must be the text of a JSON object") from error
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class _CalledFunction(Body):
+    name: FunctionName
+    arguments: Arguments = Field(default_factory=dict)
+
+
+class ToolCall(Body):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    function: _CalledFunction
+
+
+class ChatMessage(Body):
+    """A message of OpenAI's chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | list[Part] | None, BeforeValidator(read_parts)] = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def as_message(self, tool_names: Mapping[str, str]) -> Message:
+        """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""
+        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        if self.role in ("tool", "function"):
+            name = self.name or tool_names.get(self.tool_call_id or "")
+            known = {"tool_call_id": self.tool_call_id, "tool_name": name}
+            message |= {"role": "tool", **{key: value for key, value in known.items() if value is not None}}
+        if thinking := self.reasoning_content or self.reasoning:
+            message["thinking"] = thinking
+        if self.tool_calls:
+            message["tool_calls"] = [{"id": call.id or "", "function": dict(call.function)} for call in self.tool_calls]
+        return message
+
+
+def messages_of(given: Sequence[ChatMessage]) -> Iterator[Message]:
+    """The messages for `GenerationRequest`; results of tools have the names of the calls before."""
+    names = {call.id or "": call.function.name for message in given for call in message.tool_calls or ()}
+    return (message.as_message(names) for message in given)
+
+
+def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
+    """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
+    given = tuple(given)
+    own = [dict(message) for message in entry.messages]
+    if entry.system and not (given and given[0]["role"] == "system"):
+        own.insert(0, {"role": "system", "content": entry.system})
+    return (*own, *given)
+
+
+# Tools
+
+
+class Function(Body):
+    """A function and the JSON schema of its arguments; additional keys are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: str | None = "function"
+    function: Function
+
+
+def own_tools(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
+    """The tools of these kinds in the form of OpenAI's chat; `schema`: the key of their parameters. Others run at
+    OpenAI or Anthropic, whose clients offer them beside their own: they are left out, with a warning in the log."""
+    if not isinstance(tools, list):
+        return tools
+    found: list[Any] = []
+    keys = {"name": "name", "description": "description", schema: "parameters"}
+    for tool in tools:
+        if not isinstance(tool, dict):
+            found.append(tool)
+        elif tool.get("type") in kinds:
+            found.append({"type": "function", "function": {ours: tool.get(name) for name, ours in keys.items()}})
+        else:
+            log.warning("the tool of type %.60r does not run here and is left out", tool.get("type"))
+    return found
