@@ -14,7 +14,6 @@ from gguf_builder import F32, U32, moe
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models.catalog import Catalog, find_model
 from moegguf.models.details import parameters_of
-from moegguf.models.entry import ModelEntry
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
 from moegguf.models.sources import hub_cache
@@ -229,24 +228,9 @@ def test_the_hub_s_settings_are_read_at_each_call(tmp_path: Path, monkeypatch: p
     assert hub_cache() == tmp_path / "cache" / "huggingface" / "hub"
 
 
-def test_entries_are_the_newest_first(catalog: Catalog) -> None:
-    cache("u/r", {"x-Q4_0.gguf": b"4"})
-    catalog.copy("demo", "newest")
-    listed: list[ModelEntry] = catalog.entries()
-    assert [entry.modified for entry in listed] == sorted((e.modified for e in listed), reverse=True)
-    assert listed[0].name == "newest:latest"
-
-
 def test_a_damaged_cache_is_said_to_be_and_keeps_the_name(catalog: Catalog) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
     (folder / "refs" / "other").write_text("f" * 40)
     with pytest.raises(PullError, match=r"cannot be removed .*missing commit"):
         catalog.remove("u/r")
     assert names("hf.co") == ["hf.co/u/r:Q4_0"]
-
-
-@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "~nobody-of-that-name/x.gguf", f"/{'x' * 300}/x.gguf"])
-def test_paths_that_cannot_be_are_not_found(catalog: Catalog, path: str) -> None:
-    for find in (catalog.find, find_model):
-        with pytest.raises(ModelNotFoundError):
-            find(path)

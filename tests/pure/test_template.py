@@ -83,10 +83,6 @@ def test_a_conversation_reaches_the_template(kind: str) -> None:
     assert expected in f"^{render(template, messages, **options)}$"
 
 
-def test_the_date_is_todays() -> None:
-    assert re.search(r"Today Date: \d\d \w{3} \d{4}\n", render(templates.LLAMA, QUESTION))
-
-
 @pytest.mark.parametrize("kind", [kind for kind in templates.TEMPLATES if kind != "plain"])
 def test_every_family_takes_a_conversation_with_tools(kind: str) -> None:
     prompt = render(templates.TEMPLATES[kind], CHAT, tools=[TOOL], bos="<s>", eos="</s>")
