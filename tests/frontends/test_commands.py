@@ -279,11 +279,6 @@ def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
         assert failed.returncode == 1 and words in failed.stderr
 
 
-def test_a_negative_keep_alive_keeps_a_model_for_ever(loaded: Server, mine: Mine) -> None:
-    loaded.call("/api/generate", {"model": "demo", "keep_alive": -1})
-    assert re.search(r"Forever$", mine("ps", MOEGGUF_HOST=loaded.url).stdout, re.MULTILINE)
-
-
 def test_the_library_says_what_runs_here(mine: Mine) -> None:
     header, *rows = mine("library", "gpt-oss").stdout.splitlines()
     assert header.startswith("NAME") and [row.split()[0] for row in rows] == ["gpt-oss:20b", "gpt-oss:120b"]
