@@ -203,20 +203,6 @@ def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
     assert alone.parts() == [Part(7, Phase.PREFILL, slice(0, 4))]
 
 
-def test_every_request_of_a_batch_has_the_reams_it_has_alone() -> None:
-    trace, together, alone = batched(), History(SMALL), {s: History(SMALL) for s in range(5)}
-    for event in trace.events():
-        if isinstance(event, RoutingEvent):
-            together.update(event)
-    for event in separated(trace).events():
-        if isinstance(event, RoutingEvent):
-            alone[event.sequence].update(event)
-    assert sorted(together.requests) == [0, 1, 2, 3, 4]
-    for sequence, request in together.requests.items():
-        np.testing.assert_array_equal(request.prefill, alone[sequence].prefill)
-        np.testing.assert_array_equal(request.decode, alone[sequence].decode)
-
-
 def test_the_eams_of_a_pass_are_those_of_its_requests_together_and_the_collection_learns_each() -> None:
     trace, history = batched(), History(SMALL)
     for event in trace.events():
