@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_360,
     "moegguf/trace": 1_970,
     "predictors": 8_080,
-    "tests": 35_590,
+    "tests": 35_560,
     "tools": 5_860,
 }
 
