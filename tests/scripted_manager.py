@@ -1,12 +1,11 @@
 """A `ModelManager` over scripted workers (fake_worker.py) and a catalog of models that have only a size."""
 
 import asyncio
-import functools
 import gc
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,16 +24,6 @@ from moegguf.serving.memory_budget import RAM, ModelSize, Room
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test that is a coroutine."""
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **fixtures: Any) -> None:
-        asyncio.run(test(*arguments, **fixtures))
-
-    return run
 
 
 async def until(condition: Callable[[], object]) -> None:

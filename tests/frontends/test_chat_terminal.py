@@ -13,10 +13,6 @@ from chat_terminal import ECHO, echo_chat
 from servers import environment
 from terminal import ENTER, Terminal, control
 
-from moegguf.chat.conversation import load_options_with, parse_parameter
-from moegguf.errors import MoeggufError
-from moegguf.generate.request import Sampling, sampling_with
-
 SMALL_ECHO = f"{sys.executable} {ECHO} run demo -t 1 -c 512 --expert-cache 50%"
 
 
@@ -128,21 +124,6 @@ def test_the_editor_writes_the_message(tmp_path: Path) -> None:
         chat.send(ENTER)
         chat.expect("[user: messages and")
         chat.prompt()
-
-
-def test_keys_that_move_and_delete(chat: Terminal) -> None:
-    chat.type("one two three")
-    chat.send(control("w") + "x" + control("a") + "0" + control("e") + "y" + "\x1bb" + control("k"))
-    chat.send("z" + control("b") + control("f") + ENTER)
-    chat.expect("0one two z")
-    chat.prompt()
-    chat.type("gone")
-    chat.send(control("u") + "kept" + control("l"))
-    chat.wait(lambda: chat.screen.cursor.y == 0 and chat.line == ">>> kept", "an empty screen")
-    chat.send(control("u") + control("p"))
-    chat.wait(lambda: chat.line == ">>> 0one two z", "the message before")
-    chat.send(control("n"))
-    chat.prompt()
 
 
 def test_ctrl_z_suspends_and_fg_resumes(tmp_path: Path) -> None:
@@ -268,13 +249,9 @@ def shared(home: Path) -> Iterator[Terminal]:
 
 @pytest.mark.parametrize(("command", "words"), [
     ("/?", "  /load <model>   Load a session or model"),
-    ("/help", "Use \"\"\" to begin a multi-line message."),
     ("/? set", "  /set parameter ...     Set a parameter"),
-    ("/? /set", "  /set nothink           Disable thinking"),
     ("/? show", "  /show modelfile    Show Modelfile for this model"),
     ("/help shortcuts", "  Ctrl + c            Stop the model from responding"),
-    ("/set", "  /set nohistory         Disable history"),
-    ("/show", "  /show license      Show model license"),
     ("/set parameter", "  /set parameter num_ctx <int>          Set the context size"),
     ("/show info", "architecture"),
     ("/show license", "No license was specified for this model."),
@@ -284,11 +261,8 @@ def shared(home: Path) -> Iterator[Terminal]:
     ("/show template", "<|im_start|>"),
     ("/list", "demo:latest"),
     ("/show nothing", "Unknown command '/show nothing'. Type /? for help"),
-    ("/set nothing", "Unknown command '/set nothing'. Type /? for help"),
     ("/nothing at all", "Unknown command '/nothing'. Type /? for help"),
-    ("/clearly", "Unknown command '/clearly'. Type /? for help"),
     ("/home/me/cat.png what is this", "Unknown command '/home/me/cat.png'. Type /? for help"),
-    ("/load", "Usage:\n  /load <modelname>"),
     ("/save", "Usage:\n  /save <modelname>"),
     ("/read", "Usage:\n  /read <file>"),
     ("/read /nowhere/at-all", "error: [Errno 2] No such file or directory"),
@@ -299,7 +273,6 @@ def shared(home: Path) -> Iterator[Terminal]:
     ("/set parameter nonsense 1", "Couldn't set parameter: unknown parameter 'nonsense'"),
     ("/set parameter temperature hot", "Couldn't set parameter: the parameter 'temperature' must be a number"),
     ("/set parameter top_p 7", "Couldn't set parameter: top_p takes 0 to 1, but is 7"),
-    ("/set history", "Set 'history' mode."),
 ])  # fmt: skip
 def test_the_output_of_a_command(shared: Terminal, command: str, words: str) -> None:
     assert words in shared.ask(command)
@@ -390,21 +363,3 @@ def test_bye_and_exit_end_the_chat(home: Path, shared: Terminal) -> None:
         assert other.exit_code() == 0
     shared.enter("/bye")
     assert shared.exit_code() == 0
-
-
-@pytest.mark.parametrize(("name", "word"), [
-    ("num_ctx", "-5"), ("num_ctx", "1.5"), ("temperature", "nan"), ("temperature", "1e999"), ("top_k", "many"),
-    ("seed", "99999999999999999999999"), ("expert_cache", "lots"), ("nonsense", "1"), ("num_predict", "true"),
-])  # fmt: skip
-def test_invalid_values_of_parameters(name: str, word: str) -> None:
-    with pytest.raises(MoeggufError):
-        parse_parameter(name, [word])
-
-
-def test_parameters_set_sampling_and_load_options() -> None:
-    parameters = {"seed": -1, "num_predict": 9, "stop": ["x"], "num_ctx": 512, "numa": True, "top_k": 3}
-    assert sampling_with(Sampling(seed=4), parameters) == Sampling(max_tokens=9, stop=("x",), top_k=3)
-    options = {"expert_cache": "50%", "n_threads": 2}
-    assert load_options_with(options, parameters) == {**options, "n_ctx": 512}
-    assert load_options_with(options, {"num_thread": 0, "num_gpu": -1}) == {"expert_cache": "50%"}
-    assert load_options_with(options, {"num_gpu": 0})["n_gpu_layers"] == 0

@@ -212,22 +212,6 @@ def test_an_error_before_the_first_byte_has_its_own_status(
 
 
 @EACH
-@pytest.mark.parametrize("fault", [errors.WorkerError("the process has ended."), RuntimeError("a bug")], ids=repr)
-def test_an_error_in_mid_stream_is_the_last_object(
-    ask: Ask, manager: FakeManager, dialect: Dialect, fault: Exception
-) -> None:
-    manager.script = [Delta(text="Hel"), fault]
-    response = ask(dialect, stream=True)
-    last = objects(response.text)[-1]
-    assert response.status_code == 200 and '"Hel"' in response.text
-    assert dialect.end not in response.text and "a bug" not in response.text
-    if dialect.path == "/v1/responses":
-        assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
-    else:
-        check_error(dialect, last, 500)
-
-
-@EACH
 @WHOLE_OR_STREAM
 def test_a_disconnect_cancels_the_answer(url: str, manager: FakeManager, dialect: Dialect, stream: bool) -> None:
     manager.script = [PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), asyncio.Event()]  # which nobody sets
@@ -249,15 +233,6 @@ def test_defaults_of_the_name_yield_to_the_request(ask: Ask, manager: FakeManage
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 7, 0.5)
     if request.messages is not None:
         assert request.messages == ({"role": "system", "content": "Be kind."}, *HI)
-
-
-@EACH
-def test_a_file_says_how_it_is_sampled(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
-    """The demo's file asks for temperature 0."""
-    warmer = {"options": {"temperature": 0.5}} if dialect.form == "ollama" else {"temperature": 0.5}
-    for more in ({}, warmer):
-        assert ask(dialect, **more).status_code == 200
-    assert [request.sampling.temperature for request in manager.requests] == [0.0, 0.5]
 
 
 @EACH

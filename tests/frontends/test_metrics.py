@@ -77,10 +77,3 @@ def test_counters_survive_unloading_and_reloading() -> None:
     assert before["moegguf_expert_misses_total", "demo:latest"] == 8 + 4 + 1
     assert before["moegguf_expert_misses_total", "b:latest"] == 2
     assert ("moegguf_slots", "b:latest") not in before
-
-
-def test_names_that_need_escapes_stay_one_line_each() -> None:
-    name = 'a\\b"c\nd:latest'
-    totals, loaded = Totals(), [model(name)]
-    totals.update(loaded)
-    assert samples(exposition(totals, loaded))["moegguf_expert_misses_total", name] == 0

@@ -103,16 +103,6 @@ def test_each_conversation_goes_back_to_the_replica_that_holds_it(application: R
         assert second["timings"]["cache_n"] >= answer["usage"]["prompt_tokens"]
 
 
-def test_after_an_exact_answer_a_replica_that_computes_several_holds_nothing(application: RayApplication) -> None:
-    question, scaled = "What is an expert?", {"model": "scaled:b"}
-    first = chat(application, question, **scaled).json
-    turns = [question, first["choices"][0]["message"]["content"], "Why?"]
-    assert chat(application, *turns, **scaled).json["timings"]["cache_n"] >= first["usage"]["prompt_tokens"]
-    assert chat(application, "Who are you?", exact=True, **scaled).status == 200
-    assert chat(application, *turns, **scaled).json["timings"]["cache_n"] == 0
-    assert chat(application, *turns, **scaled).json["timings"]["cache_n"] > 0, "it goes on as before"
-
-
 def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:
     tokens = call(f"{application.url}/tokenize", {"model": "demo", "content": "What is a hit?"}).json["tokens"]
     text = call(f"{application.url}/detokenize", {"model": "demo", "tokens": tokens}).json["content"]

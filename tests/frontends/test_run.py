@@ -27,16 +27,6 @@ from moegguf.settings import Host, Settings, parse_host
 QUICK = ("-t", "1", "-c", "256")
 DEMO = ("--temperature", "0", "-t", "1", "-c", "512")
 
-OLLAMA_LINES = """\
-total duration:       X
-load duration:        X
-prompt eval count:    N token(s)
-prompt eval duration: X
-prompt eval rate:     R tokens/s
-eval count:           N token(s)
-eval duration:        X
-eval rate:            R tokens/s"""
-
 
 def test_the_answer_is_all_of_stdout_and_repeats_at_temperature_0(moegguf: Command, tiny: TinyModel) -> None:
     ask = ("run", tiny(), "hello", "there", "--temperature", 0, "-n", 12, "--expert-cache", "50%", *QUICK)
@@ -54,24 +44,6 @@ def test_llama_cpps_names_of_options_are_known(here: Command, tiny: TinyModel) -
     done = here("run", "-m", tiny(), "-p", "hello", "-n", 4, *sampling, *loading)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-
-
-def test_verbose_prints_ollamas_lines_and_then_ours(here: Command, tiny: TinyModel) -> None:
-    done = here("run", tiny(), "hello", "--temperature", 0, "-n", 6, "-v", "--expert-cache", "50%", *QUICK)
-    lines = done.stderr.strip().splitlines()
-    shape = [re.sub(r"\d+(?= token)", "N", re.sub(r"[\d.]+(?= tokens/s)", "R", line)) for line in lines[:8]]
-    shape = [re.sub(r"(?<= )(\d+m)?[\d.]+(ns|µs|ms|s)$", "X", line) for line in shape]
-    assert "\n".join(shape) == OLLAMA_LINES
-    labels = [line.partition(":")[0] for line in lines[8:]]
-    decided = ["policy", "predictor", "prefetch", "controller"]
-    assert labels == [
-        "time to first token", "threads", "expert cache", "hit rate", "moved", "evictions", "stall", *decided,
-    ]  # fmt: skip
-    assert lines[9].split() == ["threads:", "1"]
-    assert "32 of 64 experts (50%)" in lines[10]
-    assert re.search(r"ram \d+\.\d%( in flight \d+\.\d%)? disk \d+\.\d% of \d+ lookups", lines[11])
-    assert re.search(r"\d+\.\d\d MB from disk \(\d+\.\d\d MB/token\)", lines[12])
-    assert re.search(r"\d+% of decode, \d+\.\d\d ms/token", lines[14])
 
 
 def test_piped_input_goes_before_the_prompt(here: Command) -> None:

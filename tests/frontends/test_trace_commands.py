@@ -179,7 +179,7 @@ def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_pat
     process = subprocess.Popen(
         [sys.executable, "-m", "moegguf.cli.app", *command], env=environment(), stderr=subprocess.PIPE, text=True
     )
-    until(partial.exists, 60)
+    until(lambda: partial.exists() and partial.stat().st_size, 60)  # passes are recorded: the model is loaded
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from moegguf.controller.controller import Controller
 from moegguf.engine.live_controller import LiveController
@@ -86,15 +86,9 @@ def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) ->
 @contextmanager
 def hooks_off() -> Iterator[None]:
     """Models loaded here run plain llama.cpp."""
-    before = os.environ.get("MOEGGUF_HOOKS")
-    os.environ["MOEGGUF_HOOKS"] = "0"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEGGUF_HOOKS", "0")
         yield
-    finally:
-        if before is None:
-            del os.environ["MOEGGUF_HOOKS"]
-        else:
-            os.environ["MOEGGUF_HOOKS"] = before
 
 
 def controller_of(llm: Llama) -> Controller:
@@ -145,28 +139,6 @@ class Meddler:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-
-
-def in_threads(*calls: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
-    """Results of the calls, all running at once; an exception in one is raised here."""
-    results: list[Any] = [None] * len(calls)
-    errors: list[BaseException] = []
-
-    def run(i: int) -> None:
-        try:
-            results[i] = calls[i]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
-    return results
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:

@@ -121,11 +121,6 @@ def test_a_stop_string_ends_an_answer_within_a_draft(llm: Llama, eager: None) ->
     check_recalled(llm, [request(**options, stop=(text[-12:-8],))])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_is_the_same_with_drafts(llm: Llama, eager: None, kind: str) -> None:
-    check_recalled(llm, [request(**KINDS[kind])])
-
-
 def test_answers_together_are_the_same_each_with_drafts_of_its_own(llm: Llama, eager: None) -> None:
     requests = [request(number, **options) for number, options in enumerate([*KINDS.values(), *KINDS.values()])]
     check_recalled(llm, requests)

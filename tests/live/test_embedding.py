@@ -51,11 +51,6 @@ def test_vectors_have_length_one_unless_asked_otherwise(model: Llama) -> None:
         assert np.allclose(np.array(a) / np.linalg.norm(a), b)
 
 
-def test_tokens_are_as_good_as_text(model: Llama) -> None:
-    tokens = model.tokenize(TEXTS[0].encode(), special=True)
-    assert embed(model, [tokens]).vectors == embed(model, [TEXTS[0]]).vectors
-
-
 def test_a_long_input_is_cut_or_refused(model: Llama) -> None:
     cut = embed(model, [LONG])
     assert cut.n_tokens == 512

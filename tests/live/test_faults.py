@@ -4,11 +4,10 @@ usual. Faults come through the library's shim, "fail the Nth operation", over N 
 import os
 import re
 import shutil
-import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -285,39 +284,6 @@ def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load
     with pytest.raises(KeyError, match="mine"):
         list(llm.generate([1, 2, 3], stopping_criteria=stop))
     assert len(list(zip(range(3), llm.generate([1, 2, 3]), strict=False))) == 3
-
-
-TENSOR = b"blk.1.ffn_up_exps.weight"
-EXPERT_COUNT = b"qwen2moe.expert_count"
-
-Change = Callable[[bytearray], object]
-
-
-def after(data: bytearray, name: bytes, n_bytes: int = 0) -> int:
-    """Where the bytes after a length-prefixed name begin, and `n_bytes` further on."""
-    return data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + n_bytes
-
-
-BAD_FILES: dict[str, Change] = {  # the reader's own tests have every rule
-    "cut in the data": lambda data: data.__delitem__(slice(len(data) // 2, None)),
-    "wrong magic": lambda data: data.__setitem__(slice(0, 4), b"GGML"),
-    "offset of 2^63": lambda data: struct.pack_into("<Q", data, after(data, TENSOR, 4 + 24 + 4), 1 << 63),
-    "another number of experts": lambda data: struct.pack_into("<I", data, after(data, EXPERT_COUNT, 4), 8),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_a_format_error_and_the_next_good_one_loads(
-    tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path, name: str
-) -> None:
-    data = bytearray(tiny().read_bytes())
-    BAD_FILES[name](data)
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(data)
-    with pytest.raises(errors.ModelFormatError, match=r"bad\.gguf"):
-        Llama(bad, verbose=False)
-    llm = load(tiny(), expert_cache="40%")
-    assert np.array_equal(greedy_logits(llm), reference(tiny()))
 
 
 def cut_experts_off(path: Path) -> None:

@@ -217,12 +217,9 @@ def crafted(path: Path, index: int) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
-    "its last half missing": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "deleted": lambda path: path.unlink(),
     "a crafted type": lambda path: crafted(path, 0),
     "a crafted number of cells": lambda path: crafted(path, 1),
     "a crafted position": lambda path: crafted(path, 2),
-    "a crafted end": lambda path: ContextStore(default_folder(), GIB).write(path.name, About("", 0, 0), [b"x" * 5000]),
 }
 
 

@@ -12,12 +12,13 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads
+from running import Llama, Load, Reference, TinyModel, greedy_logits
 from waiting import status_of
 
 from moegguf import errors
@@ -242,8 +243,9 @@ def test_two_threads_that_complete_on_one_model_get_their_own_text(tiny: TinyMod
         return "".join(part["choices"][0]["text"] for part in (answer if stream else [answer]))
 
     alone = [text(prompt) for prompt in prompts]
-    for _ in range(3):
-        assert in_threads(*(lambda p=p: text(p) for p in prompts)) == alone
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        for _ in range(3):
+            assert list(threads.map(text, prompts)) == alone
 
 
 def test_a_new_request_ends_the_stream_that_the_same_thread_left(tiny: TinyModel, load: Load) -> None:
@@ -260,7 +262,8 @@ def test_a_stream_that_is_dropped_lets_other_threads_in(tiny: TinyModel, load: L
     llm = load(tiny(), expert_cache="40%")
     for _ in llm("experts", max_tokens=50, stream=True):
         break
-    assert in_threads(lambda: llm("a", max_tokens=2)["choices"][0]["finish_reason"], timeout_s=20)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(llm, "a", max_tokens=2).result()["choices"][0]["finish_reason"]
 
 
 @pytest.fixture

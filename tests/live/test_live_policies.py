@@ -298,22 +298,6 @@ class FailingPredictor(Predictor):
         return self.answer(self.shape)
 
 
-def fails(shape: MoeShape) -> Any:
-    raise IndexError("expert 1000000")
-
-
-def test_a_failing_predictor_is_one_warning(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
-    predictor = FailingPredictor(MoeShape.of(read_layout(own())), fails)
-    llm = load(own(), policy="lfu", predictor=predictor, prefetch=EAGER, lockstep=True, **TIGHT)
-    given = count_scores(llm)
-    with pytest.warns(UserWarning, match="the predictor failing .*; going on without it") as caught:
-        assert np.array_equal(logits_of(llm), expected())
-    assert len(caught) == predictor.calls == 1
-    figures = llm.decisions()
-    assert (figures["policy"], figures["predictor"], figures["prefetch"]) == ("lfu", "none", "off")
-    assert sum(given) > 0  # the policy goes on
-
-
 def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
     class Wrong(FailingPredictor):
         def observe(self, event: RoutingEvent) -> None:

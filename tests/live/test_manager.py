@@ -27,7 +27,6 @@ from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.worker_process import device_failure
 from moegguf.settings import Settings
 from tools.models import PRESETS, write_model
 
@@ -278,14 +277,6 @@ async def test_four_answers_at_once_from_slots(tiny: TinyModel, monkeypatch: pyt
         (loaded,) = manager.loaded()
         assert loaded.plan["device"] == "RPC0"
         assert loaded.stats.passes < sum(24 + len(question.prompt) for question in asked)  # some were for several
-
-
-def test_a_devices_failure_is_found_in_a_log() -> None:
-    log = (
-        "loading\nmoegguf: the device failed: CUDA error. This process ends; run again.\n/x/ggml-cuda.cu:98: CUDA error"
-    )
-    assert device_failure(log) == "CUDA error"
-    assert device_failure("/x/ggml.c:5: GGML_ASSERT(n > 0) failed") == ""
 
 
 async def test_a_server_without_the_gpu_of_its_budget_says_so(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,11 +289,3 @@ def test_a_damaged_file_is_one_warning(own: Own, load: Load, content: bytes) -> 
     with pytest.warns(UserWarning, match="going on without it"):
         llm.close()
     assert saved(path).any()
-
-
-def test_most_used_leaves_out_what_was_never_used() -> None:
-    uses = np.array([[0, 3, 1], [2, 0, 0]], np.float32)
-    il, experts = most_used(uses, 5)
-    assert list(zip(il.tolist(), experts.tolist(), strict=True)) == [(0, 1), (1, 0), (0, 2)]
-    il, experts = most_used(uses, 1)
-    assert list(zip(il.tolist(), experts.tolist(), strict=True)) == [(0, 1)]

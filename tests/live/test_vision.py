@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from answering import Answer
-from pictures import deep_png, interlaced_png, jpeg_header, message, png, png_bomb, png_of
+from pictures import deep_png, interlaced_png, message, png, png_of
 
 from moegguf.engine import context as engine
 from moegguf.engine.llama import Llama
@@ -95,15 +95,6 @@ def test_an_image_of_one_pass_needs_slots_for_it(tiny: Tiny, projector: Projecto
         load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), expert_cache="10%", store=StoreOptions(overlap=False))
     llm = load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), n_ubatch=8, n_batch=8)
     assert llm.plan.n_ubatch == 64 and llm.plan.projector_bytes > 0
-    assert answer(llm, [message(png(), "what is it?")])[0]
-
-
-def test_what_cannot_be_read_is_an_error_and_the_model_goes_on(tiny: Tiny, projector: Projector, load: Load) -> None:
-    llm = load(tiny(), mmproj=projector())
-    cut = png(64, 64)[:-3000]
-    for data in (cut, png_bomb(64, 64), jpeg_header(64, 64), png()[:60]):
-        with pytest.raises(OptionError):
-            answer(llm, [message(data, "what is it?")])
     assert answer(llm, [message(png(), "what is it?")])[0]
 
 

@@ -4,8 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -159,17 +157,6 @@ def test_a_measurement_of_another_model_is_skipped_and_a_damaged_one_is_one_warn
     assert len(caught) == 1
 
 
-def test_a_collection_is_kept_and_found_again(artifacts: Artifacts) -> None:
-    assert artifacts.collection(SHAPE) is None
-    artifacts.save_collection(SHAPE, pair(3).weights())
-    found = artifacts.collection(SHAPE)
-    assert (found.prefill.n_entries, found.decode.n_entries) == (3, 3)
-    artifacts.save_collection(SHAPE, pair(4).weights())
-    again = artifacts.collection(SHAPE)
-    assert again.decode.n_entries == 4
-    assert [path.name for path in artifacts.model_folder.iterdir()] == [COLLECTION]
-
-
 def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(artifacts: Artifacts) -> None:
     artifacts.user_folder.mkdir(parents=True)
     weights.save(artifacts.user_folder / COLLECTION, "eamc", artifacts.fingerprint, SHAPE, pair(2).weights())
@@ -186,24 +173,6 @@ def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> 
     with pytest.warns(UserWarning, match="was not saved"):
         artifacts.save_collection(SHAPE, pair(1).weights())
     assert artifacts.model_folder.read_bytes() == b"in the way"
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from moegguf import atomic_write
-atomic_write.os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
-atomic_write.write_atomically(Path(sys.argv[1]), b"new")
-"""
-
-
-def test_the_file_of_a_killed_writer_is_removed_by_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "eamc.safetensors"
-    path.write_bytes(b"old")
-    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=60).returncode == -9
-    assert len(list(tmp_path.iterdir())) == 2 and path.read_bytes() == b"old"
-    write_atomically(path, b"newer")
-    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"newer"
 
 
 def test_the_file_of_a_live_writer_stays(tmp_path: Path) -> None:

@@ -110,24 +110,6 @@ async def test_a_cancelled_batch_has_what_was_answered(tmp_path: Path) -> None:
         assert codes == [None, *["batch_cancelled"] * 9]
 
 
-async def test_a_batch_is_cancelled_while_it_waits_for_its_turn(tmp_path: Path) -> None:
-    endpoint = Endpoint()
-    async with batches_in(tmp_path, endpoint) as found:
-        first = found.create(CHAT, stored(found, [request("a", "hold")]))
-        second = found.create(CHAT, stored(found, [request("b", "second")]))
-        third = found.create(CHAT, stored(found, [request("c", "third")]))
-        await until(lambda: third.status == "in_progress" and endpoint.running)
-        for batch in (second, third):
-            assert batch.status == "in_progress"
-        found.cancel(second)
-        await ended(found, second)
-        assert (second.status, endpoint.texts) == ("cancelled", ["hold"])
-        endpoint.released.set()
-        await ended(found, first)
-        await ended(found, third)
-        assert (first.status, third.status, endpoint.texts) == ("completed", "completed", ["hold", "third"])
-
-
 async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, window_s=0.3) as found:

@@ -90,17 +90,12 @@ def test_nesting_is_limited_and_brackets_in_strings_do_not_count() -> None:
 MIB = 1 << 20
 HOSTILE = {
     "deep lists": b"[" * 8 * MIB,
-    "deep objects": b'{"a":' * MIB,
     "many values": b'{"x":[' + b"0," * 4 * MIB + b"0]}",
-    "many empty lists": b'{"x":[' + b"[]," * 2 * MIB + b"[]]}",
     "many empty texts": b'"' * 8 * MIB,
-    "many keys": b"{" + b'"a":1,' * MIB + b'"a":1}',
     "escapes without end": b'"' + b"\\" * 8 * MIB,
-    "quotes that are escaped": b'"\\' * 4 * MIB,
     "a text that does not end": b'{"text":"' + b'\\"' * 3 * MIB,
     "digits": b'{"n":' + b"9" * 8 * MIB + b"}",
     "an exponent": b'{"n":1e' + b"9" * 8 * MIB + b"}",
-    "blanks": b" " * 8 * MIB,
 }
 
 

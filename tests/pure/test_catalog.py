@@ -15,7 +15,6 @@ from gguf_builder import F32, U32, moe
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models.catalog import Catalog, find_model
 from moegguf.models.details import parameters_of
-from moegguf.models.entry import ModelEntry
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
 from moegguf.models.sources import hub_cache
@@ -230,14 +229,6 @@ def test_the_hub_s_settings_are_read_at_each_call(tmp_path: Path, monkeypatch: p
     assert hub_cache() == tmp_path / "cache" / "huggingface" / "hub"
 
 
-def test_entries_are_the_newest_first(catalog: Catalog) -> None:
-    cache("u/r", {"x-Q4_0.gguf": b"4"})
-    catalog.copy("demo", "newest")
-    listed: list[ModelEntry] = catalog.entries()
-    assert [entry.modified for entry in listed] == sorted((e.modified for e in listed), reverse=True)
-    assert listed[0].name == "newest:latest"
-
-
 def test_a_file_that_cannot_be_deleted_keeps_its_name(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
     (folder / "refs" / "other").write_text("f" * 40)  # a damage that does not matter
@@ -249,10 +240,3 @@ def test_a_file_that_cannot_be_deleted_keeps_its_name(catalog: Catalog, monkeypa
     assert names("hf.co") == ["hf.co/u/r:Q4_0"]
     catalog.remove("u/r")
     assert names("hf.co") == []
-
-
-@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "~nobody-of-that-name/x.gguf", f"/{'x' * 300}/x.gguf"])
-def test_paths_that_cannot_be_are_not_found(catalog: Catalog, path: str) -> None:
-    for find in (catalog.find, find_model):
-        with pytest.raises(ModelNotFoundError):
-            find(path)

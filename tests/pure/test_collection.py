@@ -60,12 +60,6 @@ def test_empty_entries_are_never_stored() -> None:
     assert eamc.n_entries == 0
 
 
-def test_a_state_makes_an_equal_collection_or_its_last_entries() -> None:
-    eamc = collection(P1, P2, P3)
-    np.testing.assert_array_equal(Eamc.from_state(eamc.state).state, eamc.state)
-    np.testing.assert_array_equal(Eamc.from_state(eamc.state, capacity=2).state, [P2, P3])
-
-
 def test_prefill_and_decode_are_kept_apart() -> None:
     pair = EamcPair.empty(3, 2)
     pair.add(P1, np.zeros((3, 2), np.float32))  # cancelled before its first token

@@ -97,21 +97,6 @@ def test_after_stop_events_are_ignored_and_an_error_is_no_warning() -> None:
     assert store.named("scores") == [1.0, 2.0]
 
 
-def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
-    for saved_ns, stays in ((300, True), (-300, False)):
-        store = RecordingStore()
-        controller = with_watchdog(store)
-        assert controller.prefetching
-        options = controller.watchdog.options
-        n_trial = options.warm_tokens + options.periods * (options.off_tokens + options.on_tokens)
-        for pass_ in range(n_trial + 10):
-            run_pass(controller, pass_=pass_)
-            store.clock_ns += 1000 - saved_ns * controller.prefetching
-        assert controller.watchdog.trials == 1
-        assert controller.prefetching == stays
-        assert controller.may_prefetch
-
-
 def test_periods_without_prefetching_differ_in_acting_only() -> None:
     store = RecordingStore()
     native = NativePolicy("next-use", takes_forecast=True)

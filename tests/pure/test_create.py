@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from moegguf.models.details import details
 from moegguf.models.entry import ModelEntry
 from moegguf.models.own_store import Index
 from moegguf.models.recipe import Recipe, parse
-from moegguf.models.sources import hub_cache
 from moegguf.settings import data_folder
 from moegguf.terminal.tables import print_model_list
 
@@ -289,17 +287,6 @@ def named(name: str, **values: Any) -> ModelEntry:
     return ModelEntry(name, "own", (demo,), 0, "0" * 64, datetime.now(UTC), **values)
 
 
-def test_the_index_keeps_everything(tmp_path: Path) -> None:
-    index = Index(tmp_path / "deep" / "folder")
-    full = named(
-        "Me:v1", system="é\n\"", template="{{ x }}", parameters={"stop": ["a"], "top_k": 3, "temperature": 0.25},
-        messages=({"role": "user", "content": "x"},), license="MIT", parent="demo:latest", mmproj=hub_cache() / "x",
-    )  # fmt: skip
-    with index.changed() as contents:
-        contents.entries["me:v1"] = full
-    assert Index(index.folder).read().entries == {"me:v1": full}
-
-
 OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"', '"what:x"', '"x.gguf"')
 
 
@@ -360,34 +347,6 @@ def test_many_who_write_lose_nothing(tmp_path: Path) -> None:
         thread.join()
     assert [worker.wait(60) for worker in workers] == [0, 0, 0] and not faults
     assert len(names("p")) == 24 and len(names("t")) == 16
-
-
-@pytest.fixture
-def killed() -> Iterator[subprocess.Popen[str]]:
-    """Copies, makes and removes names until it is killed."""
-    code = (
-        "from moegguf.models.catalog import Catalog\nfrom moegguf.models.recipe import Recipe\nc = Catalog()\n"
-        "for n in range(10_000):\n"
-        " c.create('same', Recipe(from_='demo', system='x' * 50_000, parameters={'top_k': n}))\n"
-        " print(n, flush=True)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    yield process
-    process.kill()
-    process.wait(20)
-    process.stdout.close()
-
-
-@pytest.mark.parametrize("n_lines", [1, 2, 5, 9])
-def test_killed_while_it_writes_the_index_is_old_or_new(killed: subprocess.Popen[str], n_lines: int) -> None:
-    for _ in range(n_lines):
-        last = int(killed.stdout.readline())
-    killed.kill()
-    killed.wait(20)
-    entry = Catalog().find("same")
-    assert entry.parameters["top_k"] >= last and entry.system == "x" * 50_000
-    Catalog().copy("same", "after")  # no lock is left behind
-    assert len(names("same")) == len(names("after")) == 1
 
 
 def test_killed_at_any_change_names_are_whole(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf_builder as build
 import pytest
-from gguf_builder import F32, F32_T, I32, Q4_0_T, Q4_K_T, Q6_K_T, STR, U32, Gguf, moe
+from gguf_builder import F32, F32_T, I32, Q4_0_T, STR, U32, Gguf, moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,22 +71,6 @@ def test_how_a_file_asks_to_be_sampled(tmp_path: Path) -> None:
     assert read_layout(write(moe(), tmp_path)).sampling == {}
 
 
-def test_slices_hold_the_bytes_of_their_expert(tmp_path: Path) -> None:
-    path = write(moe(types=(Q4_K_T, Q4_K_T, Q6_K_T), n_embd=256, n_ff=256), tmp_path)
-    layout = read_layout(path)
-    data = bytearray(path.read_bytes())
-    for i, matrix in enumerate(layout.matrices):
-        for e in range(matrix.n_expert):
-            at = matrix.offset + e * matrix.expert_bytes
-            mark = bytes([i * 8 + e]) * matrix.expert_bytes
-            data[at : at + matrix.expert_bytes] = mark
-    for i, matrix in enumerate(layout.matrices):  # no two ranges overlap, all lie in the file
-        for e in range(matrix.n_expert):
-            at = matrix.offset + e * matrix.expert_bytes
-            assert set(data[at : at + matrix.expert_bytes]) == {i * 8 + e}
-    assert len(data) == path.stat().st_size
-
-
 def test_layers_that_are_fused_gateless_or_dense_and_tensors_that_stay_dense(tmp_path: Path) -> None:
     layout = read_layout(write(moe(fused=True), tmp_path))
     assert layout.kinds == ("down", "gate_up") and layout.layers[0].matrices[1].ne1 == 64
@@ -136,19 +120,15 @@ def latent(**changed: int) -> Gguf:
     return g
 
 
-UP, DOWN, GATE = (f"blk.1.ffn_{kind}_exps.weight" for kind in ("up", "down", "gate"))
+UP, GATE = (f"blk.1.ffn_{kind}_exps.weight" for kind in ("up", "gate"))
 BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "used > count": (moe(n_used=5), "expert_used_count.*5 of 4"),
-    "used 0": (moe(n_used=0), "expert_used_count.*above zero"),
     "used missing": (moe(skip_kv=("expert_used_count",)), "expert_used_count.*above zero"),
-    "count missing": (moe(skip_kv=("expert_count",)), "expert_used_count"),
     "both missing": (moe(skip_kv=("expert_count", "expert_used_count")), "holds 4 experts, but .* is 0"),
     "count too large": (moe(n_expert=1025), "expert_count.*1024"),
     "count != ne2": (replaced(moe(), UP, shape=(64, 32, 5)), f"'{UP}'.*holds 5 experts, but .* is 4"),
     "no up": (without(moe(), UP), "layer 1 has no ffn_up_exps"),
-    "no down": (without(moe(), DOWN), "layer 1 has no ffn_down_exps"),
     "gate is not up": (replaced(moe(), GATE, shape=(64, 64, 4)), "layer 1 has gate experts of 64x64"),
-    "up does not fit down": (replaced(moe(), DOWN, shape=(64, 64, 4)), "layer 1 has up experts"),
     "two dimensions": (replaced(moe(), UP, shape=(64, 128)), "3 dimensions"),
     "fused does not fit": (
         replaced(moe(fused=True), "blk.1.ffn_gate_up_exps.weight", shape=(64, 32, 4)),
@@ -159,8 +139,6 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "no layers": (moe(n_layer=0), "block_count.*from 1"),
     "too many layers": (moe(n_layer=513, il_range=range(1)), "block_count.*512"),
     "no block_count": (moe(skip_kv=("block_count",)), "block_count.*missing"),
-    "no width": (moe(skip_kv=("embedding_length",)), "embedding_length.*missing"),
-    "no context": (moe(skip_kv=("context_length",)), "context_length.*missing"),
     "8 GiB for every text": (
         moe(skip_kv=("context_length",)).add("qwen2moe.context_length", U32, (1 << 31) - 1),
         "context_length",
@@ -172,7 +150,6 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "group used": (moe().add("qwen2moe.expert_group_count", U32, 2), "expert_group_used_count"),
     "no architecture": (Gguf().tensor("t", 4), "general.architecture"),
     "odd architecture": (Gguf().add("general.architecture", STR, "a\n").tensor("t", 4), "general.architecture"),
-    "architecture number": (Gguf().add("general.architecture", U32, 4).tensor("t", 4), "general.architecture"),
     "no tensors": (Gguf().add("general.architecture", STR, "llama"), "no tensors"),
 }
 

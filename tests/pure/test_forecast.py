@@ -128,19 +128,6 @@ def requests_of(prefetcher: Prefetcher, forecast: Forecast, resident: Float32s |
 SOME = probabilities(l1=[0, 0.9, 0.8, 0.7, 0, 0], l2=[0.3, 0, 0, 0, 0.6, 0], l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
 
 
-def test_the_nearest_layer_comes_first_and_in_it_the_likeliest_as_many_as_a_token_uses() -> None:
-    assert requests_of(Prefetcher(FOUR, PrefetchOptions(budget_bytes=10_000)), forecast_of(SOME)) == [
-        (1, 1),
-        (1, 2),
-        (2, 4),
-        (2, 0),
-    ]
-    assert requests_of(Prefetcher(FOUR, PrefetchOptions(budget_bytes=10_000)), forecast_of(SOME, il=1)) == [
-        (2, 4),
-        (2, 0),
-    ]
-
-
 def test_by_proximity_a_probable_expert_of_a_far_layer_comes_before_an_improbable_one_of_the_nearest() -> None:
     table = probabilities(l2=[0.2, 0.9, 0, 0, 0, 0], l3=[0, 0, 0.9, 0, 0, 0], l4=[0, 0, 0, 0.9, 0.5, 0])
     ordered = PrefetchOptions(budget_bytes=10_000, least_probability=0, by_proximity=True)
@@ -159,14 +146,6 @@ def test_by_proximity_what_is_still_absent_is_requested_again_in_its_new_order()
     resident[4, 3] = 1
     table[3, 0] = 0.7
     assert requests_of(prefetcher, forecast_of(table, il=2), resident) == [(3, 0), (3, 2)]
-
-
-def test_the_budget_is_that_of_a_token() -> None:
-    prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=399))
-    assert len(requests_of(prefetcher, forecast_of(SOME, window=1))) == 2
-    assert len(requests_of(prefetcher, forecast_of(SOME, il=1))) == 1
-    prefetcher.begin_pass()
-    assert len(requests_of(prefetcher, forecast_of(SOME))) == 3
 
 
 def test_by_default_half_of_what_a_token_uses() -> None:

@@ -31,13 +31,9 @@ def test_dimensions_are_read_without_decoding(data: bytes, size: tuple[int, int]
     ("data", "reason"),
     [
         (png_bomb(60000, 60000), "pixels"),
-        (png_bomb(0, 1), "pixels"),
         (deep_png(5000, 4000)[:64], "12582912 pixels"),
-        (jpeg_header(65535, 65535), "pixels"),
         (png_bomb(6500, 100), "as long as wide"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "PNG, JPEG or GIF"),
-        (b"BM" + bytes(60), "PNG, JPEG or GIF"),
-        (bytes(8), "PNG, JPEG or GIF"),
         (b"", "PNG, JPEG or GIF"),
         (png()[:20], "PNG, JPEG or GIF"),
         (b"\xff\xd8" + b"\xff\xe0\0\x02" * 10000, "PNG, JPEG or GIF"),

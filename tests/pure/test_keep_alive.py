@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_of, until
 
-from moegguf.errors import BudgetError
 from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
 from moegguf.serving.events import LoadOverrides
@@ -46,16 +45,6 @@ async def test_each_request_sets_the_keep_alive_time(catalog: FakeCatalog) -> No
             assert 48 < left_s(manager) <= 50, "loading a loaded model restarts the time"
         await generate(manager, "a", "say x", keep_alive_s=0.0)
         await until(lambda: not manager.loaded())
-
-
-async def test_an_idle_model_is_unloaded_after_its_keep_alive_time(catalog: FakeCatalog) -> None:
-    catalog.add("a")
-    catalog.add("b")
-    async with manager_of(catalog) as manager:
-        await manager.load("b", keep_alive_s=math.inf)
-        await generate(manager, "a", "say x", keep_alive_s=0.05)
-        assert names(manager) == {"a", "b"}
-        await until(lambda: names(manager) == {"b"})
 
 
 async def test_the_time_does_not_run_while_a_model_is_used(catalog: FakeCatalog, tmp_path: Path) -> None:
@@ -148,17 +137,6 @@ async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
     assert done == ["held", "many0", "many1", "other", "later"]
     assert len(catalog.loads("a")) == 2
     assert len(catalog.loads("b")) == 1
-
-
-async def test_a_model_that_never_fits_is_an_error_with_numbers(catalog: FakeCatalog) -> None:
-    catalog.add("a", 2000, 1500)
-    catalog.add("b")
-    async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
-        await generate(manager, "b", "say x")
-        with pytest.raises(BudgetError, match=r"the model needs at least 1.46GiB.* 1000MiB.*MOEGGUF_MEMORY"):
-            await generate(manager, "a", "say x")
-        assert names(manager) == {"b"}, "no model was unloaded for it"
-        assert await generate(manager, "b", "say x") == "x"
 
 
 class Queue:

@@ -11,14 +11,11 @@ from gguf import GGUFReader
 from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 
-from tools.models import PRESET_LOCALITY, PRESETS, QUANTS, Shape, model_size_bytes, write_model
+from tools.models import PRESETS, QUANTS, Shape, model_size_bytes, write_model
 from tools.models.blocks import BLOCK_MAKERS, random_blocks
-from tools.models.locality import LOCALITIES
-from tools.models.tensors import tensors
 from tools.models.vocabulary import SPECIALS, build_vocabulary, byte_characters
 
 MAKE_MODEL = Path(__file__).parents[2] / "tools" / "make_model.py"
-TINY = [name for name in PRESETS if name.startswith("tiny-")]
 
 
 def tensor_bytes(paths: list[Path]) -> dict[str, bytes]:
@@ -66,20 +63,6 @@ def test_no_two_experts_are_equal(tmp_path: Path, quant: str) -> None:
     assert len(set(experts)) == len(experts)
 
 
-def test_mix_follows_llama_cpp() -> None:
-    types = {t.name: t.qtype for t in tensors(PRESETS["qwen1.5-moe-a2.7b"], "q4_k_m")}
-    assert types["output.weight"] == QType.Q6_K
-    assert types["token_embd.weight"] == types["blk.0.ffn_gate_exps.weight"] == QType.Q4_K
-    # rows of 1408 are no multiple of 256: Q6_K falls back to Q8_0 (in layer 0), Q4_K to Q5_0 (in layer 3)
-    assert types["blk.0.ffn_down_exps.weight"] == QType.Q8_0
-    assert types["blk.3.ffn_down_exps.weight"] == QType.Q5_0
-    assert types["blk.0.attn_v.weight"] == QType.Q6_K
-    assert types["blk.3.attn_v.weight"] == QType.Q4_K
-    mixtral = {t.name: t.qtype for t in tensors(PRESETS["mixtral-8x7b"], "q4_k_m")}
-    assert mixtral["blk.0.attn_output.weight"] == QType.Q5_K
-    assert mixtral["blk.0.attn_k.weight"] == mixtral["blk.0.attn_v.weight"] == QType.Q8_0
-
-
 @pytest.mark.parametrize(
     ("preset", "gigabytes"),
     [("qwen1.5-moe-a2.7b", 8.06), ("qwen3-30b-a3b", 17.2), ("mixtral-8x7b", 26.3), ("deepseek-v2-lite", 8.85)],
@@ -100,30 +83,6 @@ def test_vocabulary_has_bytes_unique_tokens_and_reachable_merges(n_vocab: int) -
         assert left in known and right in known
         known.add(left + right)
     assert known <= set(vocabulary.tokens)
-
-
-@pytest.mark.parametrize(("preset", "quant", "width"), [("tiny-qwen3moe", "q4_0", 32), ("tiny-mix", "q8_0", 32)])
-def test_with_locality_only_the_first_attention_writes_what_routers_read(
-    tmp_path: Path, preset: str, quant: str, width: int
-) -> None:
-    shape = PRESETS[preset]
-    [path] = write_model(tmp_path / "m.gguf", shape, quant, locality="glm")
-    values = {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
-    embedding = values["token_embd.weight"]
-    assert (embedding[:, :width] == embedding[0, :width]).all() and embedding[0, :width].std() > 0.5
-    assert not embedding[:, width : 2 * width].any()
-    written = {name: np.abs(v).sum(axis=-1) for name, v in values.items() if "_output." in name or "ffn_down" in name}
-    for name, rows in written.items():
-        memory = name == "blk.0.attn_output.weight"
-        assert rows[..., : 3 * width].any() == memory, name
-        assert rows[..., 3 * width :].all() == (not memory), name
-    assert not values["blk.1.ffn_gate_inp.weight"][:, 3 * width :].any()
-    assert GGUFReader(path).fields["moegguf.locality"].contents() == "glm"
-
-
-def test_locality_is_the_default_of_large_presets_only() -> None:
-    assert set(PRESET_LOCALITY) == set(PRESETS) - set(TINY)
-    assert set(PRESET_LOCALITY.values()) <= set(LOCALITIES)
 
 
 def test_impossible_shapes_are_refused(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ ANSWERS = {
     "plain": (templates.QWEN, "Hello, <b>world</b> [1]", ("Hello, <b>world</b> [1]", "", [])),
     "thinking": (templates.QWEN, "<think>\nHm, <i>.\n</think>\n\nYes.", ("Yes.", "Hm, <i>.", [])),
     "unclosed thinking": (templates.QWEN, "<think>\nHm", ("", "Hm", [])),
-    "hermes": (templates.QWEN, f"<tool_call>\n{JSON}\n</tool_call>", ("", "", [CALL])),
     "hermes, two after text": (
         templates.QWEN,
         f"Let me look.\n<tool_call>\n{JSON}\n</tool_call>\n<tool_call>\n{JSON}\n</tool_call>\n",
@@ -76,7 +75,6 @@ ANSWERS = {
         ("", "", [CALL, CALL]),
     ),
     "mistral, malformed": (templates.MISTRAL, "Well [TOOL_CALLS]what?", ("Well [TOOL_CALLS]what?", "", [])),
-    "llama": (templates.LLAMA, JSON.replace("arguments", "parameters"), ("", "", [CALL])),
     "llama, two": (templates.LLAMA, f"{JSON}; {JSON}", ("", "", [CALL, CALL])),
     "llama, python tag": (templates.LLAMA, f"<|python_tag|>{JSON}", ("", "", [CALL])),
     "llama, JSON that is no call": (templates.LLAMA, '{"city": 1}', ('{"city": 1}', "", [])),

@@ -24,13 +24,13 @@ from moegguf.controller.policies import (
     ram_policy,
 )
 from moegguf.controller.predictors import PREDICTORS
-from moegguf.controller.prefetch import NO_LIMIT, PrefetchOptions
+from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.strategies import EVERY_LAYER, OWN, STRATEGIES, find_strategy
+from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s, Phase, RoutingEvent
-from moegguf.native.store import NativePolicy, StoreOptions
+from moegguf.native.store import NativePolicy
 from moegguf.settings import read_environment
 
 TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
@@ -136,28 +136,6 @@ def test_strategies_are_those_of_the_papers_and_their_baselines_of_parts_that_ex
     for strategy in STRATEGIES.values():
         assert strategy.policy in ("auto", *policy_names())
         assert strategy.predictor in (None, *PREDICTORS)
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_a_papers_prefetching_has_no_limits(name: str) -> None:
-    prefetch = STRATEGIES[name].prefetch
-    assert isinstance(prefetch, PrefetchOptions)
-    assert (prefetch.watchdog, prefetch.budget_bytes, prefetch.least_probability) == (False, NO_LIMIT, 0)
-
-
-def test_what_the_papers_differ_in() -> None:
-    def windows(name: str) -> tuple[int, bool, bool]:
-        prefetch = STRATEGIES[name].prefetch
-        assert isinstance(prefetch, PrefetchOptions)
-        return prefetch.window, prefetch.again, prefetch.by_proximity
-
-    assert windows("moe-infinity") == (EVERY_LAYER, True, True)
-    assert windows("promoe") == (4, False, False)
-    assert windows("expertflow") == (EVERY_LAYER, False, False)
-    assert windows("duoserve") == (1, True, False)
-    assert [name for name in PAPERS if STRATEGIES[name].store.chunked] == ["promoe"]
-    assert STRATEGIES["none"].store == StoreOptions(overlap=False, sweep=False)
-    assert STRATEGIES[OWN].store == STRATEGIES["lru"].store == StoreOptions()
 
 
 def test_parts_named_by_themselves_replace_the_systems() -> None:

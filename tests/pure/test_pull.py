@@ -61,16 +61,6 @@ def test_an_unchanged_model_is_there_at_once(repo: FakeHub) -> None:
     assert {s.completed_bytes for s in told if s.file == "x-Q4_K_M.gguf"} == {None, len(DATA)}
 
 
-def test_all_shards_in_a_folder_come_at_once(hub: FakeHub) -> None:
-    shards = {f"BF16/y-BF16-{n:05d}-of-00007.gguf": os.urandom(70_000 + n) for n in range(1, 8)}
-    hub.add("u/r", {**shards, "mmproj-F16.gguf": b"m"})
-    entry, told = fetch("u/r:bf16")
-    assert [path.read_bytes() for path in entry.files] == list(shards.values())
-    assert entry.name == "hf.co/u/r:BF16" and len(entry.digest) == 64
-    assert entry.path.parent.name == "BF16"
-    assert len({s.file for s in told if s.file}) == 8
-
-
 def test_small_files_without_a_sha256_are_checked_by_git_s_hash(hub: FakeHub) -> None:
     hub.add("u/r", {"y-Q8_0.gguf": b"tiny"}, large=False)
     entry, _ = fetch("u/r")
@@ -275,14 +265,13 @@ def test_killed_at_any_change_there_is_the_old_or_the_new_version(hub: FakeHub, 
     "faults",
     [
         [cut_after(2 << 20)],
-        [cut_after(100)] * 3,
         [cut_after(1 << 20), cut_after(0), status(503), cut_after(5)],
         [status(429, Retry_After="0")],
         [status(500), status(502)],
         [cut_after(1 << 20), without_ranges],
         [cut_after(1 << 20), status(416)],
     ],
-    ids=["cut", "cut often", "cut and busy", "too many", "server errors", "no ranges", "range refused"],
+    ids=["cut", "cut and busy", "too many", "server errors", "no ranges", "range refused"],
 )
 def test_a_fault_that_passes_is_no_fault(repo: FakeHub, faults: list[Fault]) -> None:
     repo.faults["x-Q4_K_M.gguf"] = list(faults)
@@ -320,12 +309,10 @@ def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub, monkeypatch: pyt
         (endless, "sends more"),
         (redirect_loop, "redirects"),
         (status(403), "licence"),
-        (status(410), "410"),
         (status(429), "rate limit is reached"),
-        (status(416), "416"),
         (cut_after(10), "failed"),
     ],
-    ids=["sha", "size", "endless", "redirect loop", "403", "410", "429", "416", "cut"],
+    ids=["sha", "size", "endless", "redirect loop", "403", "429", "cut"],
 )
 def test_a_fault_that_stays_names_itself_and_leaves_nothing_behind_it(repo: FakeHub, fault: Fault, words: str) -> None:
     repo.faults["x-Q4_K_M.gguf"] = [fault] * 20

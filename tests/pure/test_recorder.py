@@ -80,20 +80,6 @@ def test_a_trace_has_the_passes_of_its_events(
     assert trace.pass_ns.tolist() == sorted(trace.pass_ns.tolist()) and trace.n_pass == len(expert_ids[0])
 
 
-def test_one_announcement_may_become_several_passes(tmp_path: Path) -> None:
-    trace = record(
-        tmp_path / "t.npz",
-        announcement([7, 8, 9]),
-        routed(1, 0, [[0, 1], [1, 2]]),
-        routed(2, 0, [[2, 3]], first=2),
-        routed(3, 0, [[2, 3]], first=-1),
-        announcement([4]),
-        routed(4, 0, [[0, 1], [1, 2]]),
-    )
-    assert trace.tokens.tolist() == [7, 8, 9, -1, 4, -1], "unknown where nothing was announced"
-    assert trace.pass_first_token.tolist() == [0, 2, -1, 0] and trace.pass_start.tolist() == [0, 2, 3, 4, 6]
-
-
 def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
     ids, weights, inputs = np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.zeros((1, 2), np.float32)
     tokens = np.zeros(1, np.int32)

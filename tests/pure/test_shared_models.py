@@ -9,7 +9,6 @@ import pytest
 from scripted_manager import FakeCatalog, begun, generate, manager_of, until
 
 from moegguf.engine.stats import Stats
-from moegguf.errors import WorkerError
 from moegguf.server.metrics import Totals
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.model_manager import ModelManager
@@ -165,11 +164,3 @@ async def test_counts_are_of_the_process_and_counted_once(catalog: FakeCatalog) 
         totals.update([replace(model, pid=1, name="b:latest", stats=Stats(tokens=3))])
         counted = {name: counts[(), "tokens"] for name, counts in totals.counts().items()}
         assert counted == {"a:latest": 10, "b:latest": 8}
-
-
-async def test_an_error_does_not_name_the_persona_that_was_loaded_first(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        await generate(manager, "a", "say x")
-        with pytest.raises(WorkerError) as caught:
-            await generate(manager, "b", "die")
-        assert "the model's worker process has ended" in str(caught.value) and "a:latest" not in str(caught.value)

@@ -84,10 +84,6 @@ def test_a_conversation_reaches_the_template(kind: str) -> None:
     assert expected in f"^{render(template, messages, **options)}$"
 
 
-def test_the_date_is_todays() -> None:
-    assert re.search(r"Today Date: \d\d \w{3} \d{4}\n", render(templates.LLAMA, QUESTION))
-
-
 @pytest.mark.parametrize("kind", [kind for kind in templates.TEMPLATES if kind != "plain"])
 def test_every_family_takes_a_conversation_with_tools(kind: str) -> None:
     prompt = render(templates.TEMPLATES[kind], CHAT, tools=[TOOL], bos="<s>", eos="</s>")
@@ -171,65 +167,25 @@ ATTACKS = {
         f"{{% for i in {RANGE} %}}{{% for j in {RANGE} if false %}}{{% endfor %}}{{% endfor %}}"
     ),
     "filters in a loop": f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | list %}}{{% endfor %}}",
-    "lazy filters": f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | select('odd') | list %}}{{% endfor %}}",
-    "lazy filters that give nothing": (
-        f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | select('string') | list %}}{{% endfor %}}"
-    ),
-    "mapped filters": f"{{% for i in {RANGE} %}}{{% set x = {RANGE} | map('string') | list %}}{{% endfor %}}",
     "straight-line work": "{% set x = 'a' * 9999999 %}" + "{{ x.title() == 'b' }}" * 5000,
     "a long text": "{{ 'a' * 10**10 }}",
-    "a long text, reversed": "{{ 10**10 * 'a' }}",
     "a long list": "{{ [0] * 10**10 }}",
     "doubling": DOUBLE + "{{ x | length }}",
-    "doubling by ~": DOUBLE.replace("+", "~") + "{{ x | length }}",
-    "doubling lists": DOUBLE.replace("'a'", "[1]") + "{{ x | length }}",
     "joining": "{% set x = 'a' * 999999 %}{{ ([x] * 99999) | join | length }}",
-    "joining by method": "{% set x = 'a' * 999999 %}{{ ''.join([x] * 99999) | length }}",
-    "replacing": "{% set x = 'a' * 99999 %}{{ x | replace('a', x) | length }}",
-    "replacing by method": "{% set x = 'a' * 99999 %}{{ x.replace('a', x) | length }}",
-    "sorting": "{% set x = 'a' * 999999 %}{{ ([x] * 99999) | sort | length }}",
-    "mapping": "{% set x = 'a' * 999999 %}{{ ([x] * 99999) | map('upper') | list | length }}",
     "padding": "{{ '%999999999d' % 1 }}",
-    "padding by format": "{{ '{:>999999999}'.format(1) }}",
-    "padding by filter": "{{ '%999999999d' | format(1) }}",
-    "padding by method": "{{ 'a'.ljust(10**10) }}",
     "padding by a computed width": "{{ '%*d' % (10**9, 1) }}",
-    "padding by a nested field": "{{ '{:{}}'.format(1, 999999999) }}",
-    "repeated fields": "{% set x = 'a' * 999999 %}{{ ('%(x)s' * 9999) % {'x': x} }}",
     "powers": "{{ 9 ** (9 ** 9) }}",
-    "factors": "{% set ns = namespace(x=9**999) %}" + "{% set ns.x = ns.x * ns.x %}" * 60,
     "nested output": NEST + "{{ x }}",
-    "nested JSON": NEST + "{{ x | tojson }}",
-    "nested text": NEST + "{{ x | string | length }}",
     "nested comparison": TUPLES + "{{ x == y }}",
-    "nested key": TUPLES + "{{ {x: 1} | length }}",
-    "nested item": TUPLES + "{{ messages[0][x] }}",
-    "nested get": TUPLES + "{{ messages[0].get(x) }}",
-    "nested in": TUPLES + "{{ x in [y] }}",
-    "nested view": NEST + "{{ {'a': x}.items() }}",
-    "nested namespace": NEST + "{{ namespace(x=x) }}",
     "itself": "{% set l = [] %}{% set _ = l.append(l) %}{{ l }}{{ l | tojson }}",
-    "a growing list": "{% set l = [1] %}{% for i in l %}{% set _ = l.append(i) %}{% endfor %}",
     "macros without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "macros that double": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "a block in itself": "{% block b %}{{ self.b() }}{{ self.b() }}{% endblock %}",
-    "recursive loops": f"{{% for i in {RANGE} recursive %}}{{{{ loop({RANGE}) }}}}{{% endfor %}}",
     "much text in a loop": f"{{% for i in {RANGE} %}}{'a' * 9999}{{% endfor %}}",
-    "much text in a captured loop": f"{{% set x %}}{{% for i in {RANGE} %}}{'a' * 9999}{{% endfor %}}{{% endset %}}",
-    "constants in a captured loop": (
-        f"{{% set x %}}{{% for i in {RANGE} %}}{{{{ '{'a' * 9999}' }}}}{{% endfor %}}{{% endset %}}"
-    ),
-    "much text in a macro": (
-        f"{{% macro m(i) %}}{{{{ i }}}}{'a' * 9999}{{% endmacro %}}"
-        f"{{% set x = [] %}}{{% for i in {RANGE} %}}{{% set _ = x.append(m(i)) %}}{{% endfor %}}"
-    ),
-    "much indentation": "{{ ('\\n' * 999999) | indent(10**9) }}",
     "indented JSON": "{{ messages | tojson(indent=10**9) }}",
     "deep parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "a deep sum": "{{ " + "1+" * 30000 + "1 }}",
     "deep ifs": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
     "too long": "a" * (129 << 10),
-    "slices": "{% set x = 'a' * 9999999 %}" + "{% set y = x[1:] %}" * 5000,
     "lipsum": "{{ lipsum(n=10**6) }}",
 }  # fmt: skip
 

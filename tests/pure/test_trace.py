@@ -203,20 +203,6 @@ def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
     assert alone.parts() == [Part(7, Phase.PREFILL, slice(0, 4))]
 
 
-def test_every_request_of_a_batch_has_the_reams_it_has_alone() -> None:
-    trace, together, alone = batched(), History(SMALL), {s: History(SMALL) for s in range(5)}
-    for event in trace.events():
-        if isinstance(event, RoutingEvent):
-            together.update(event)
-    for event in separated(trace).events():
-        if isinstance(event, RoutingEvent):
-            alone[event.sequence].update(event)
-    assert sorted(together.requests) == [0, 1, 2, 3, 4]
-    for sequence, request in together.requests.items():
-        np.testing.assert_array_equal(request.prefill, alone[sequence].prefill)
-        np.testing.assert_array_equal(request.decode, alone[sequence].decode)
-
-
 def test_the_eams_of_a_pass_are_those_of_its_requests_together_and_the_collection_learns_each() -> None:
     trace, history = batched(), History(SMALL)
     for event in trace.events():
@@ -261,6 +247,17 @@ def test_a_request_of_a_batch_ends_when_it_takes_no_part_for_long(monkeypatch: p
     assert sorted(history.requests) == [1, 2]
 
 
+def test_requests_that_end_together_each_count_until_the_collection_is_saved() -> None:
+    saved, history, live = [], SimpleNamespace(finished=[None] * 3), object.__new__(LiveController)
+    parts = {"history": history, "predictor": EamcPredictor(SMALL), "policy": None, "shape": SMALL}
+    live.controller = SimpleNamespace(observe=lambda event: None, **parts)
+    live.artifacts = SimpleNamespace(layout=None, save_collection=lambda *given: saved.append(given))
+    live._n_ended, live._writer = CHECKPOINT_REQUESTS - 2, None
+    live.observe(decoded([1, 2, 3], 0, [0, 1, 2]))
+    live._writer.join()
+    assert len(saved) == 1
+
+
 def test_a_group_that_waits_goes_on_with_its_own_ream_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     history = History(SMALL)
     for pass_ in range(10):
@@ -271,17 +268,6 @@ def test_a_group_that_waits_goes_on_with_its_own_ream_and_memory_is_bounded(monk
     for pass_ in range(10, 30):
         history.update(decoded([2 * pass_, 2 * pass_ + 1], pass_, [0, 1]))
         assert len(history.requests) <= 4
-
-
-def test_requests_that_end_together_each_count_until_the_collection_is_saved() -> None:
-    saved, history, live = [], SimpleNamespace(finished=[None] * 3), object.__new__(LiveController)
-    parts = {"history": history, "predictor": EamcPredictor(SMALL), "policy": None, "shape": SMALL}
-    live.controller = SimpleNamespace(observe=lambda event: None, **parts)
-    live.artifacts = SimpleNamespace(layout=None, save_collection=lambda *given: saved.append(given))
-    live._n_ended, live._writer = CHECKPOINT_REQUESTS - 2, None
-    live.observe(decoded([1, 2, 3], 0, [0, 1, 2]))
-    live._writer.join()
-    assert len(saved) == 1
 
 
 def test_cutting_keeps_the_batches_of_what_is_left_and_phases_are_checked(tmp_path: Path) -> None:

@@ -34,14 +34,6 @@ class Run:
             self.dog.token(self.stall_ns)
 
 
-def test_a_trial_takes_periods_that_begin_without_prefetching() -> None:
-    run = Run(1000, 500)
-    run.tokens(TRIAL)
-    periods = np.array(run.was_on).reshape(-1, SHORT.off_tokens)
-    assert (periods == np.array([[False], [True]] * SHORT.periods)).all()
-    assert run.dog.trials == 1
-
-
 def test_the_tokens_before_the_first_trial_prefetch_and_do_not_count() -> None:
     warm = replace(WHOLE, warm_tokens=10)
     run = Run(1000, 5000, options=warm)
@@ -74,17 +66,6 @@ def test_equals_hardly_ever_end_a_trial_early() -> None:
         run.tokens(whole - 1)
         early += run.dog.trials
     assert early <= 3
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_lowers_the_stall_stays_on_and_what_raises_it_is_stopped(seed: int) -> None:
-    for on, gain in ((0.7e6, 0.3), (1.4e6, -0.4)):
-        run = Run(1e6, on, noise=0.3, seed=seed)
-        run.tokens(TRIAL)
-        assert run.dog.last_gain is not None
-        assert 0.15 < run.dog.last_gain < 0.45 if gain > 0 else run.dog.last_gain < 0
-        run.tokens(SHORT.pause_tokens - 1)
-        assert set(run.was_on[TRIAL:]) == {gain > 0}
 
 
 @pytest.mark.parametrize(("off", "on"), [(1000, 1000), (1000, 980), (0, 0), (0, 500)])
@@ -150,17 +131,6 @@ def test_it_tries_again_after_rests_that_grow_up_to_the_longest() -> None:
     rests = (np.diff(begun) - TRIAL).tolist()
     assert rests == [100, 200, 400]
     assert begun[0] == TRIAL
-
-
-@pytest.mark.parametrize(("before", "after"), [(1100, 600), (600, 1100)])
-def test_the_next_trial_decides_anew(before: int, after: int) -> None:
-    run = Run(1000, before)
-    run.tokens(TRIAL)
-    assert run.dog.on == (before < 1000)
-    run.on = after
-    run.tokens(SHORT.pause_tokens + TRIAL)
-    assert run.dog.on == (after < 1000)
-    assert run.dog.trials == 2
 
 
 class Watched(Run):
