@@ -69,15 +69,15 @@ int Residency::victim(const LayerStep & now) {
     int best[2] = {-1, -1}; // of layers at their floor, above it
     std::tuple<float, int, uint64_t> best_rank[2];
     for (int il : set_.moe_layers) {
-        const EvictionOrder::Entry * first = order_.first(il, ordered);
-        if (!first) { continue; }
-        const float score = ordered ? first->score + policy.layer_offset(il, now) : 0.0f;
-        const int distance = (il - now.il + n_layer) % n_layer;
+        const EvictionOrder::First first = ordered ? order_.lowest(il) : order_.least_recent(il);
+        if (first.slot < 0) { continue; }
+        const float score = ordered ? first.score + policy.layer_offset(il, now) : 0.0f;
+        const int distance = !now.sweep ? 0 : (il - now.il + n_layer) % n_layer;
         const int order = !now.sweep ? 0 : -(distance == 0 ? n_layer : distance);
-        const std::tuple rank(score, order, first->last_use);
+        const std::tuple rank(score, order, first.last_use);
         const bool above_floor = count_[il] > floor_[il];
         if (best[above_floor] < 0 || rank < best_rank[above_floor]) {
-            best[above_floor] = first->slot;
+            best[above_floor] = first.slot;
             best_rank[above_floor] = rank;
         }
     }

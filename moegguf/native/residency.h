@@ -58,22 +58,25 @@ class FreeSlots {
     int n_free_ = 0;
 };
 
-// The experts that may be evicted, by layer, and which of a layer is the first to go: by recency, or by the policy's
-// score. A slot is in here while its expert may be evicted. The first of a layer in either order is found in one pass
-// over its slots when it is asked for, and is known until it is taken or, by score, the policy's scores of the layer
-// change.
+// The experts that may be evicted, by layer, and which of a layer is the first to go. A slot is in here while its expert
+// may be evicted. By recency, a list of the layer's slots has it at every moment. By the policy's score, it is found in
+// one pass over them when it is asked for, and is known until it is taken or the policy's scores of the layer change.
 class EvictionOrder {
   public:
-    struct Entry {
-        int slot;
-        int expert;
+    struct First {
+        int slot; // -1: the layer has none
+        float score;
         uint64_t last_use;
-        float score; // holds while the layer is scored
     };
 
-    EvictionOrder(const Layout & layout, int n_slots) : at_(n_slots, -1), layers_(layout.layers.size()) {
-        for (size_t il = 0; il < layers_.size(); il++) {
+    EvictionOrder(const Layout & layout, int n_slots)
+        : n_slots_(n_slots),
+          at_(n_slots, -1),
+          nodes_(n_slots + layout.layers.size()),
+          layers_(layout.layers.size()) {
+        for (int il = 0; il < (int)layers_.size(); il++) {
             layers_[il].entries.reserve(std::min(n_slots, layout.layers[il].n_expert)); // never allocates later
+            nodes_[end(il)] = {end(il), end(il), 0};
         }
     }
 
@@ -81,61 +84,77 @@ class EvictionOrder {
         policy_ = policy;
         for (size_t il = 0; il < layers_.size(); il++) { scores_changed((int)il); }
     }
-    void scores_changed(int il) {
-        layers_[il].is_scored = false;
-        layers_[il].first[true] = -1;
-    }
+    void scores_changed(int il) { layers_[il].is_scored = false; }
 
     bool contains(int s) const { return at_[s] >= 0; }
     void insert(int s, int il, int expert, uint64_t last_use) {
+        int older = nodes_[end(il)].older; // slots come back in the order of their last use, nearly: the walk is short
+        while (nodes_[older].last_use > last_use) { older = nodes_[older].older; }
+        nodes_[s] = {older, nodes_[older].newer, last_use};
+        nodes_[nodes_[s].newer].older = nodes_[older].newer = s;
         LayerOrder & layer = layers_[il];
-        const int at = at_[s] = (int)layer.entries.size();
-        layer.entries.push_back({s, expert, last_use, layer.is_scored ? policy_->score(il, expert) : 0.0f});
-        for (const bool by_score : {false, true}) {
-            int & first = layer.first[by_score];
-            if (first >= 0 && before(layer.entries[at], layer.entries[first], by_score)) { first = at; }
-        }
+        at_[s] = (int)layer.entries.size();
+        layer.entries.push_back({layer.is_scored ? policy_->score(il, expert) : 0.0f, s, last_use, expert});
+        if (layer.lowest >= 0 && before(layer.entries.back(), layer.entries[layer.lowest])) { layer.lowest = at_[s]; }
     }
     void remove(int s, int il) {
+        nodes_[nodes_[s].older].newer = nodes_[s].newer;
+        nodes_[nodes_[s].newer].older = nodes_[s].older;
         LayerOrder & layer = layers_[il];
         const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry takes its place
-        for (int & first : layer.first) { first = first == at ? -1 : first == end ? at : first; }
+        layer.lowest = layer.lowest == at ? -1 : layer.lowest == end ? at : layer.lowest;
         layer.entries[at] = layer.entries[end];
         at_[layer.entries[at].slot] = at;
         layer.entries.pop_back();
         at_[s] = -1;
     }
 
-    // The least recently used, by_score of those with the lowest score; nullptr: the layer has none.
-    const Entry * first(int il, bool by_score) {
+    First least_recent(int il) const {
+        const int s = nodes_[end(il)].newer;
+        return {s < n_slots_ ? s : -1, 0.0f, nodes_[s].last_use};
+    }
+    First lowest(int il) { // the least recently used of those with the lowest score
         LayerOrder & layer = layers_[il];
-        if (layer.entries.empty()) { return nullptr; }
-        if (by_score && !layer.is_scored) {
+        if (layer.entries.empty()) { return {-1, 0.0f, 0}; }
+        if (!layer.is_scored) {
             for (Entry & entry : layer.entries) { entry.score = policy_->score(il, entry.expert); }
             layer.is_scored = true;
+            layer.lowest = -1;
         }
-        int & first = layer.first[by_score];
-        if (first < 0) {
-            const auto is_before = [by_score](const Entry & a, const Entry & b) { return before(a, b, by_score); };
-            first =
-                int(std::min_element(layer.entries.begin(), layer.entries.end(), is_before) - layer.entries.begin());
+        if (layer.lowest < 0) {
+            layer.lowest =
+                int(std::min_element(layer.entries.begin(), layer.entries.end(), before) - layer.entries.begin());
         }
-        return &layer.entries[first];
+        const Entry & lowest = layer.entries[layer.lowest];
+        return {lowest.slot, lowest.score, lowest.last_use};
     }
 
   private:
+    struct Node {
+        int older, newer; // at the ends of a list: end(il)
+        uint64_t last_use;
+    };
+    struct Entry {
+        float score; // holds while the layer is scored
+        int slot;
+        uint64_t last_use;
+        int expert;
+    };
     struct LayerOrder {
         std::vector<Entry> entries;
         bool is_scored = false;
-        int first[2] = {-1, -1}; // the entry that goes first by recency, by score; -1: not known
+        int lowest = -1; // the entry that goes first by score, of a scored layer; -1: not known
     };
 
-    static bool before(const Entry & a, const Entry & b, bool by_score) {
-        return by_score && a.score != b.score ? a.score < b.score : a.last_use < b.last_use;
+    static bool before(const Entry & a, const Entry & b) {
+        return a.score != b.score ? a.score < b.score : a.last_use < b.last_use;
     }
+    int end(int il) const { return n_slots_ + il; }
 
+    const int n_slots_;
     const EvictionPolicy * policy_ = nullptr;
     std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here
+    std::vector<Node> nodes_;        // [n_slots + n_layer], a circular list of each layer
     std::vector<LayerOrder> layers_; // [n_layer]
 };
 
