@@ -23,13 +23,13 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
       floor_(layout.layers.size(), 0),
       uses_(layout.n_keys(), 0),
       loads_(layout.n_keys(), 0),
-      free_(numbering.n_slots()),
       order_(layout, numbering.n_slots()),
       policy_(make_policy(layout, "lru")),
       scores_(layout),
       forecast_(layout.n_keys(), 0.0f),
       forecast_known_(layout.layers.size(), 0),
-      n_usable_(numbering.n_slots()) {
+      n_usable_(numbering.n_slots()),
+      n_free_(numbering.n_slots()) {
     order_.set_policy(policy_.get());
     set_floors();
 }
@@ -89,13 +89,17 @@ int Residency::choose(int il, int expert, const LayerStep & now, const Worth & w
         const int s = numbering_.own_slot(il, expert);
         return slots_[s].pins == 0 && slots_[s].reading == 0 ? s : -1;
     }
-    int s = free_.lowest();
-    if (s >= 0 && s < n_usable_) { return s; }
-    s = victim(now);
+    if (n_free_ > 0) { return lowest_free(); }
+    const int s = victim(now);
     if (s < 0) { return -1; }
     const Slot & slot = slots_[s];
     const bool cheap = !ordered(now) || score(slot.il, slot.expert, now) < worth.score;
     return cheap && chance(slot.il, slot.expert) < worth.chance ? s : -1;
+}
+
+int Residency::lowest_free() {
+    while (slots_[first_free_].il >= 0) { first_free_ += 1; }
+    return first_free_;
 }
 
 // The slot is free: vacate() has left nothing in it.
@@ -125,7 +129,8 @@ void Residency::vacate(int s) {
         count_[slot.il] -= 1;
     }
     uncount(counters_.slots_used);
-    free_.add(s);
+    n_free_ += s < n_usable_;
+    first_free_ = std::min(first_free_, s);
     slot.generation += 1;
     slot.il = -1;
     slot.expert = -1;
@@ -139,7 +144,7 @@ void Residency::reserve(int s, int il) {
     slot.generation += 1;
     slot.il = il;
     count(counters_.slots_used);
-    free_.remove(s);
+    n_free_ -= s < n_usable_;
 }
 
 void Residency::keep(int s, int expert) {
@@ -257,6 +262,7 @@ float Residency::score(int il, int expert, const LayerStep & now) const {
 
 void Residency::set_usable(int n) {
     n_usable_ = n;
+    n_free_ = (int)std::count_if(slots_.begin(), slots_.begin() + n, [](const Slot & slot) { return slot.il < 0; });
     set_floors();
     for (int s = 0; s < n_slots(); s++) { update_order(s); }
 }

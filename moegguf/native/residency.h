@@ -28,39 +28,10 @@ struct Slot {
     bool streams() const { return il >= 0 && expert < 0; }
 };
 
-// A bit for each slot that is free.
-class FreeSlots {
-  public:
-    explicit FreeSlots(int n) : words_((size_t)n / 64 + 1, 0) {
-        for (int s = 0; s < n; s++) { add(s); }
-    }
-
-    void add(int s) {
-        words_[s / 64] |= bit(s);
-        first_ = std::min(first_, s / 64);
-        n_free_ += 1;
-    }
-    void remove(int s) {
-        words_[s / 64] &= ~bit(s);
-        n_free_ -= 1;
-    }
-    int lowest() const { // -1: none is free
-        if (n_free_ == 0) { return -1; }
-        while (words_[first_] == 0) { first_ += 1; }
-        return first_ * 64 + __builtin_ctzll(words_[first_]);
-    }
-
-  private:
-    static uint64_t bit(int s) { return uint64_t(1) << (s % 64); }
-
-    std::vector<uint64_t> words_;
-    mutable int first_ = 0; // no word before it has a bit
-    int n_free_ = 0;
-};
-
-// The experts that may be evicted, by layer, and which of a layer is the first to go. A slot is in here while its expert
-// may be evicted. By recency, a list of the layer's slots has it at every moment. By the policy's score, it is found in
-// one pass over them when it is asked for, and is known until it is taken or the policy's scores of the layer change.
+// The experts that may be evicted, by layer, and which of a layer is the first to go. A slot is in here while its
+// expert may be evicted. By recency, a list of the layer's slots has it at every moment. By the policy's score, it is
+// found in one pass over them when it is asked for, and is known until it is taken or the policy's scores of the layer
+// change.
 class EvictionOrder {
   public:
     struct First {
@@ -167,7 +138,7 @@ class Residency {
     const Slot & slot(int s) const { return slots_[s]; }
     int n_slots() const { return (int)slots_.size(); }
     int n_usable() const { return n_usable_; }
-    bool has_free() const { return numbering_.resident() || (free_.lowest() >= 0 && free_.lowest() < n_usable_); }
+    bool has_free() const { return numbering_.resident() || n_free_ > 0; }
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
     // Which matrices of a slot are there. Any thread: bytes written before publish() are seen after ready().
@@ -222,6 +193,7 @@ class Residency {
     static constexpr uint8_t ready_bits = (1 << MOEGGUF_MAX_KINDS) - 1, failed_bit = 1 << 7;
 
     EvictionPolicy & policy() const { return scores_.set() ? (EvictionPolicy &)scores_ : *policy_; }
+    int lowest_free();
     int victim(const LayerStep & now);
     void own(int s, int expert);
     bool evictable(int s) const;
@@ -239,7 +211,6 @@ class Residency {
     std::vector<int> floor_;                  // [n_layer] slots that other layers may not take
     std::vector<uint32_t> uses_;
     std::vector<uint32_t> loads_;
-    FreeSlots free_;
     EvictionOrder order_;
     std::unique_ptr<EvictionPolicy> policy_;
     mutable ScoreTable scores_;
@@ -248,6 +219,8 @@ class Residency {
     std::vector<uint8_t> forecast_known_;        // [n_layer]
     uint64_t tick_ = 0;
     int n_usable_;
+    int n_free_;         // of those usable
+    int first_free_ = 0; // none before it is free
 };
 
 } // namespace moegguf
