@@ -1,13 +1,23 @@
 #include "residency.h"
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 namespace moegguf {
 namespace {
 
 constexpr float use_half_life_tokens = 64.0f;
+
+struct Rank { // of a victim; the lowest goes first
+    float score;
+    int turn;
+    uint64_t last_use;
+
+    bool before(const Rank & other) const {
+        if (score != other.score) { return score < other.score; }
+        return turn != other.turn ? turn < other.turn : last_use < other.last_use;
+    }
+};
 
 } // namespace
 
@@ -67,16 +77,18 @@ int Residency::victim(const LayerStep & now) {
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     int best[2] = {-1, -1}; // of layers at their floor, above it
-    std::tuple<float, int, uint64_t> best_rank[2];
+    Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
         const EvictionOrder::First first = ordered ? order_.lowest(il) : order_.least_recent(il);
         if (first.slot < 0) { continue; }
-        const float score = ordered ? first.score + policy.layer_offset(il, now) : 0.0f;
-        const int distance = !now.sweep ? 0 : (il - now.il + n_layer) % n_layer;
-        const int order = !now.sweep ? 0 : -(distance == 0 ? n_layer : distance);
-        const std::tuple rank(score, order, first.last_use);
+        Rank rank = {first.score, 0, first.last_use};
+        if (ordered) { rank.score += policy.layer_offset(il, now); }
+        if (now.sweep) {
+            const int distance = (il - now.il + n_layer) % n_layer;
+            rank.turn = -(distance == 0 ? n_layer : distance);
+        }
         const bool above_floor = count_[il] > floor_[il];
-        if (best[above_floor] < 0 || rank < best_rank[above_floor]) {
+        if (best[above_floor] < 0 || rank.before(best_rank[above_floor])) {
             best[above_floor] = first.slot;
             best_rank[above_floor] = rank;
         }
