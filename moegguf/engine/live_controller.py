@@ -236,10 +236,7 @@ class LiveController:
             controller.pause()
 
     def update(self, n_slots: int) -> None:
-        """Listens while there is something to decide: call it when the pool gets `n_slots` slots.
-
-        A pool that was resident applies its new size at the next routing event only.
-        """
+        """Listens while there is something to decide: call it when the pool got `n_slots` slots."""
         info = self.session.store.info()
         self._tight = not info["resident"] or n_slots < info["n_experts"]
         self._listen()

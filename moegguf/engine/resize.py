@@ -45,7 +45,7 @@ def set_budget(
             if on_device:
                 library.llama_cpp().llama_synchronize(llm.ctx)
             for (tier, device), n_slots in reversed(wanted.items()):  # at once: nothing computes under this lock
-                store.resize(n_slots, tier, device, at_once=True)
+                store.resize(n_slots, tier, device)
         finally:
             if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
                 _shorten_passes(llm, plan)

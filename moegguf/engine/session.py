@@ -245,7 +245,7 @@ class Session:
             return False
         unload()
         fewer = max(least, n_slots // 2)
-        self.store.resize(fewer, at_once=True)
+        self.store.resize(fewer)
         warnings.warn(
             f"{self.plan.device} has no memory for weights and a context beside {n_slots} expert slots; going on with"
             f" {fewer}, which is slower; give a smaller vram_cache, or lower n_ctx.",

@@ -139,11 +139,6 @@ bool changes_size(const Tier & tier, int n_slots) {
     return !(computes && tier.numbering.resident()) || n_slots < most;
 }
 
-void apply_resize(Tier & tier) {
-    tier.resize(tier.resize_to);
-    tier.resize_to = 0; // after the numbering: idle() looks here first
-}
-
 } // namespace
 
 // The barrier.
@@ -170,9 +165,8 @@ void Acquire::acquire(Context & context, const Choice & choice) {
     count(store_.shared.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
 }
 
-// What the layer before held is free; pools get the size that was asked for meanwhile.
+// What the layer before held is free.
 void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock) {
-    computing_ = true;
     const bool has_experts = store_.layout.has_experts(choice.il);
     const int32_t * wrong = context.event.begin(choice, has_experts ? store_.layout.layers[choice.il].n_expert : 0);
     if (!has_experts) {
@@ -186,12 +180,6 @@ void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock)
     context.note_failures(store_.shared);
     end_layer(context);
     count_pass(context, choice.il, choice.n_tokens);
-    for (auto & tier : store_.tiers.compute) {
-        if (tier->resize_to > 0) {
-            store_.staged->drop_ahead();
-            apply_resize(*tier);
-        }
-    }
 }
 
 // The context, its tokens and its failures.
@@ -233,9 +221,8 @@ bool Acquire::awaits_tokens(Context & context, int sequence, int phase) {
     announced.phase = phase;
     announced.next = announced.n_tokens = 0;
     context.pass.il = Pass::none;
-    return store_.shared.forked() || store_.events.on() || store_.tiers.any([](const Tier & tier) {
-        return tier.resize_to != 0 || !tier.numbering.resident() || !tier.complete();
-    });
+    return store_.shared.forked() || store_.events.on() ||
+           store_.tiers.any([](const Tier & tier) { return !tier.numbering.resident() || !tier.complete(); });
 }
 
 void Acquire::announce_tokens(Context & context, const moegguf_tokens_event & event) {
@@ -260,52 +247,29 @@ void Acquire::announce_tokens(Context & context, const moegguf_tokens_event & ev
 
 void Acquire::resize(Tier & tier, int n_slots) {
     Lock lock(store_.shared.mutex);
-    if (!changes_size(tier, n_slots)) {
-        tier.resize_to = 0;
-        return;
-    }
-    if (tier.id != TierId::compute) {
-        tier.resize(n_slots);
-        return;
-    }
-    tier.resize_to = n_slots;
-    if (!computing_) {
-        apply_resize(tier); // later, only at a routing event is it certain that no layer is being computed
-    }
-}
-
-void Acquire::reallocate(Tier & tier, int n_slots) {
-    Lock lock(store_.shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
     end_layer(store_.context); // pins of the last layer of a pass that has ended
     store_.staged->drop_ahead();
-    tier.resize_to = 0;
-    tier.resize(std::min(n_slots, tier.residency.n_usable()));
     store_.transfers.forget(Cause::request);
     store_.transfers.hold_prefetches(true);
     const auto quiet = [&] {
-        const auto reading = [](const auto & of) { return of && of->reading(); };
-        return std::none_of(store_.tiers.compute.begin(), store_.tiers.compute.end(), reading) &&
-               !reading(store_.tiers.ram) &&
-               std::none_of(store_.tiers.staging.begin(), store_.tiers.staging.end(), reading);
+        const auto busy = [](const auto & of) { return of && of->busy(); };
+        return std::none_of(store_.tiers.compute.begin(), store_.tiers.compute.end(), busy) &&
+               !busy(store_.tiers.ram) && std::none_of(store_.tiers.staging.begin(), store_.tiers.staging.end(), busy);
     };
     const bool ended = store_.shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
     store_.transfers.hold_prefetches(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
+    tier.resize(std::min(n_slots, tier.residency.n_usable())); // what is to go is not kept in new memory
     tier.resize(tier.reallocate(n_slots));
 }
 
 // Layers of which every expert is there.
 
-// computing_ before resize_to, which resize() does the other way round: one of the two sees the other. And resize_to
-// before the numbering, which apply_resize() changes first.
-bool Acquire::idle(int il) {
-    if (store_.shared.forked()) { return false; }
-    if (!computing_) { computing_ = true; }
-    if (!store_.layout.has_experts(il)) { return false; }
+bool Acquire::idle(int il) const {
+    if (store_.shared.forked() || !store_.layout.has_experts(il)) { return false; }
     const Tier & tier = store_.tiers.of(il);
-    return tier.resize_to == 0 && tier.numbering.resident() && tier.complete() && !store_.events.on() && !watched_ &&
-           !store_.shared.cancelled;
+    return tier.numbering.resident() && tier.complete() && !store_.events.on() && !watched_ && !store_.shared.cancelled;
 }
 
 void Acquire::count_idle(Context & context, int il, int n_expert_used, int n_tokens) {

@@ -378,13 +378,11 @@ int moegguf_store_cancel(moegguf_store * store, int cancel) {
     });
 }
 
-int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, int at_once) {
+int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots) {
     return on(store, [&](Store & s) {
         const std::vector<Tier *> of = resized_at(s, tier);
         const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
-        for (size_t i = 0; i < of.size(); i++) {
-            at_once ? s.acquire.reallocate(*of[i], shares[i]) : s.acquire.resize(*of[i], shares[i]);
-        }
+        for (size_t i = 0; i < of.size(); i++) { s.acquire.resize(*of[i], shares[i]); }
     });
 }
 

@@ -2,8 +2,8 @@
 //
 // Its memory lies in RAM, but nobody else may touch it: ggml takes it for a device's. It computes as the CPU backend
 // does, with as many threads or a number of its own, which makes it faster or slower than the CPU. A copy between it
-// and the host takes the link's latency, and then its bytes over the bandwidth, which all copies under way in that
-// direction share; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its
+// and the host takes the link's latency, and then its bytes over the bandwidth, in each direction one copy after
+// another; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its
 // own, events connect streams, a copy from or to memory that is not pinned keeps the caller waiting, and where memory
 // cannot be pinned the host buffer type gives ordinary memory.
 //
@@ -129,7 +129,7 @@ struct LinkDevice {
                std::prev(after)->first + std::prev(after)->second >= (uint8_t *)data + n;
     }
 
-    void copy(SharedBandwidth & direction, void * to, const void * from, size_t n) {
+    void copy(LinkDirection & direction, void * to, const void * from, size_t n) {
         constexpr double reserve = 1.25; // its time varies, and early costs less than late
         direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
             const uint64_t start = now_ns();
@@ -165,7 +165,7 @@ struct LinkDevice {
     const int n_threads; // 0: as told
     const bool strict;
     std::atomic<size_t> used_bytes{0};
-    SharedBandwidth to_device, to_host;
+    LinkDirection to_device, to_host;
     std::atomic<double> copy_bytes_per_ns{4}; // of this machine's own memory
     std::mutex mutex;                         // of the two below
     std::map<const uint8_t *, size_t> pinned_ranges;
@@ -265,7 +265,7 @@ Backend & of(ggml_backend_t backend) { return *(Backend *)backend->context; }
 
 void synchronize(ggml_backend_t backend) { of(backend).queue.mark().wait(); }
 
-void copy_async(ggml_backend_t backend, SharedBandwidth & direction, void * to, const void * from, size_t n,
+void copy_async(ggml_backend_t backend, LinkDirection & direction, void * to, const void * from, size_t n,
                 const void * host) {
     LinkDevice & device = of(backend).device;
     of(backend).queue.push([&device, &direction, to, from, n] { device.copy(direction, to, from, n); });

@@ -42,7 +42,7 @@
 //                      of an event under way may be of before and after it.
 //
 // One lock belongs to the store: residency, numbering, queues and policies are read and changed under it. Atomics of
-// their own: a slot's READY bits, counters, and the switches (cancel, resize, watch, listening).
+// their own: a slot's READY bits, counters, and the switches (cancel, watch, listening).
 //
 // No exception crosses this boundary; calls return a moegguf_status and leave the reason in moegguf_last_error().
 #pragma once
@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 21
+#define MOEGGUF_ABI_VERSION 22
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -408,7 +408,7 @@ MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, co
 MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
 MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
-MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, int at_once);
+MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // CANCELLED: it takes longer
 // Plain slots, and behind them places of staging tensors: for tests.
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n);

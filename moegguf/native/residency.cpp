@@ -1,13 +1,23 @@
 #include "residency.h"
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 namespace moegguf {
 namespace {
 
 constexpr float use_half_life_tokens = 64.0f;
+
+struct Rank { // of a victim; the lowest goes first
+    float score;
+    int turn;
+    uint64_t last_use;
+
+    bool before(const Rank & other) const {
+        if (score != other.score) { return score < other.score; }
+        return turn != other.turn ? turn < other.turn : last_use < other.last_use;
+    }
+};
 
 } // namespace
 
@@ -23,13 +33,13 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
       floor_(layout.layers.size(), 0),
       uses_(layout.n_keys(), 0),
       loads_(layout.n_keys(), 0),
-      free_(numbering.n_slots()),
       order_(layout, numbering.n_slots()),
       policy_(make_policy(layout, "lru")),
       scores_(layout),
       forecast_(layout.n_keys(), 0.0f),
       forecast_known_(layout.layers.size(), 0),
-      n_usable_(numbering.n_slots()) {
+      n_usable_(numbering.n_slots()),
+      n_free_(numbering.n_slots()) {
     order_.set_policy(policy_.get());
     set_floors();
 }
@@ -67,17 +77,19 @@ int Residency::victim(const LayerStep & now) {
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     int best[2] = {-1, -1}; // of layers at their floor, above it
-    std::tuple<float, int, uint64_t> best_rank[2];
+    Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
-        const EvictionOrder::Entry * first = order_.first(il, ordered);
-        if (!first) { continue; }
-        const float score = ordered ? first->score + policy.layer_offset(il, now) : 0.0f;
-        const int distance = (il - now.il + n_layer) % n_layer;
-        const int order = !now.sweep ? 0 : -(distance == 0 ? n_layer : distance);
-        const std::tuple rank(score, order, first->last_use);
+        const EvictionOrder::First first = ordered ? order_.lowest(il) : order_.least_recent(il);
+        if (first.slot < 0) { continue; }
+        Rank rank = {first.score, 0, first.last_use};
+        if (ordered) { rank.score += policy.layer_offset(il, now); }
+        if (now.sweep) {
+            const int distance = (il - now.il + n_layer) % n_layer;
+            rank.turn = -(distance == 0 ? n_layer : distance);
+        }
         const bool above_floor = count_[il] > floor_[il];
-        if (best[above_floor] < 0 || rank < best_rank[above_floor]) {
-            best[above_floor] = first->slot;
+        if (best[above_floor] < 0 || rank.before(best_rank[above_floor])) {
+            best[above_floor] = first.slot;
             best_rank[above_floor] = rank;
         }
     }
@@ -89,13 +101,17 @@ int Residency::choose(int il, int expert, const LayerStep & now, const Worth & w
         const int s = numbering_.own_slot(il, expert);
         return slots_[s].pins == 0 && slots_[s].reading == 0 ? s : -1;
     }
-    int s = free_.lowest();
-    if (s >= 0 && s < n_usable_) { return s; }
-    s = victim(now);
+    if (n_free_ > 0) { return lowest_free(); }
+    const int s = victim(now);
     if (s < 0) { return -1; }
     const Slot & slot = slots_[s];
     const bool cheap = !ordered(now) || score(slot.il, slot.expert, now) < worth.score;
     return cheap && chance(slot.il, slot.expert) < worth.chance ? s : -1;
+}
+
+int Residency::lowest_free() {
+    while (slots_[first_free_].il >= 0) { first_free_ += 1; }
+    return first_free_;
 }
 
 // The slot is free: vacate() has left nothing in it.
@@ -125,7 +141,8 @@ void Residency::vacate(int s) {
         count_[slot.il] -= 1;
     }
     uncount(counters_.slots_used);
-    free_.add(s);
+    n_free_ += s < n_usable_;
+    first_free_ = std::min(first_free_, s);
     slot.generation += 1;
     slot.il = -1;
     slot.expert = -1;
@@ -139,7 +156,7 @@ void Residency::reserve(int s, int il) {
     slot.generation += 1;
     slot.il = il;
     count(counters_.slots_used);
-    free_.remove(s);
+    n_free_ -= s < n_usable_;
 }
 
 void Residency::keep(int s, int expert) {
@@ -257,6 +274,7 @@ float Residency::score(int il, int expert, const LayerStep & now) const {
 
 void Residency::set_usable(int n) {
     n_usable_ = n;
+    n_free_ = (int)std::count_if(slots_.begin(), slots_.begin() + n, [](const Slot & slot) { return slot.il < 0; });
     set_floors();
     for (int s = 0; s < n_slots(); s++) { update_order(s); }
 }

@@ -28,52 +28,26 @@ struct Slot {
     bool streams() const { return il >= 0 && expert < 0; }
 };
 
-// A bit for each slot that is free.
-class FreeSlots {
-  public:
-    explicit FreeSlots(int n) : words_((size_t)n / 64 + 1, 0) {
-        for (int s = 0; s < n; s++) { add(s); }
-    }
-
-    void add(int s) {
-        words_[s / 64] |= bit(s);
-        first_ = std::min(first_, s / 64);
-        n_free_ += 1;
-    }
-    void remove(int s) {
-        words_[s / 64] &= ~bit(s);
-        n_free_ -= 1;
-    }
-    int lowest() const { // -1: none is free
-        if (n_free_ == 0) { return -1; }
-        while (words_[first_] == 0) { first_ += 1; }
-        return first_ * 64 + __builtin_ctzll(words_[first_]);
-    }
-
-  private:
-    static uint64_t bit(int s) { return uint64_t(1) << (s % 64); }
-
-    std::vector<uint64_t> words_;
-    mutable int first_ = 0; // no word before it has a bit
-    int n_free_ = 0;
-};
-
-// The experts that may be evicted, by layer, and which of a layer is the first to go: by recency, or by the policy's
-// score. A slot is in here while its expert may be evicted. The first of a layer in either order is found in one pass
-// over its slots when it is asked for, and is known until it is taken or, by score, the policy's scores of the layer
+// The experts that may be evicted, by layer, and which of a layer is the first to go. A slot is in here while its
+// expert may be evicted. By recency, a list of the layer's slots has it at every moment. By the policy's score, it is
+// found in one pass over them when it is asked for, and is known until it is taken or the policy's scores of the layer
 // change.
 class EvictionOrder {
   public:
-    struct Entry {
-        int slot;
-        int expert;
+    struct First {
+        int slot; // -1: the layer has none
+        float score;
         uint64_t last_use;
-        float score; // holds while the layer is scored
     };
 
-    EvictionOrder(const Layout & layout, int n_slots) : at_(n_slots, -1), layers_(layout.layers.size()) {
-        for (size_t il = 0; il < layers_.size(); il++) {
+    EvictionOrder(const Layout & layout, int n_slots)
+        : n_slots_(n_slots),
+          at_(n_slots, -1),
+          nodes_(n_slots + layout.layers.size()),
+          layers_(layout.layers.size()) {
+        for (int il = 0; il < (int)layers_.size(); il++) {
             layers_[il].entries.reserve(std::min(n_slots, layout.layers[il].n_expert)); // never allocates later
+            nodes_[end(il)] = {end(il), end(il), 0};
         }
     }
 
@@ -81,61 +55,77 @@ class EvictionOrder {
         policy_ = policy;
         for (size_t il = 0; il < layers_.size(); il++) { scores_changed((int)il); }
     }
-    void scores_changed(int il) {
-        layers_[il].is_scored = false;
-        layers_[il].first[true] = -1;
-    }
+    void scores_changed(int il) { layers_[il].is_scored = false; }
 
     bool contains(int s) const { return at_[s] >= 0; }
     void insert(int s, int il, int expert, uint64_t last_use) {
+        int older = nodes_[end(il)].older; // slots come back in the order of their last use, nearly: the walk is short
+        while (nodes_[older].last_use > last_use) { older = nodes_[older].older; }
+        nodes_[s] = {older, nodes_[older].newer, last_use};
+        nodes_[nodes_[s].newer].older = nodes_[older].newer = s;
         LayerOrder & layer = layers_[il];
-        const int at = at_[s] = (int)layer.entries.size();
-        layer.entries.push_back({s, expert, last_use, layer.is_scored ? policy_->score(il, expert) : 0.0f});
-        for (const bool by_score : {false, true}) {
-            int & first = layer.first[by_score];
-            if (first >= 0 && before(layer.entries[at], layer.entries[first], by_score)) { first = at; }
-        }
+        at_[s] = (int)layer.entries.size();
+        layer.entries.push_back({layer.is_scored ? policy_->score(il, expert) : 0.0f, s, last_use, expert});
+        if (layer.lowest >= 0 && before(layer.entries.back(), layer.entries[layer.lowest])) { layer.lowest = at_[s]; }
     }
     void remove(int s, int il) {
+        nodes_[nodes_[s].older].newer = nodes_[s].newer;
+        nodes_[nodes_[s].newer].older = nodes_[s].older;
         LayerOrder & layer = layers_[il];
         const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry takes its place
-        for (int & first : layer.first) { first = first == at ? -1 : first == end ? at : first; }
+        layer.lowest = layer.lowest == at ? -1 : layer.lowest == end ? at : layer.lowest;
         layer.entries[at] = layer.entries[end];
         at_[layer.entries[at].slot] = at;
         layer.entries.pop_back();
         at_[s] = -1;
     }
 
-    // The least recently used, by_score of those with the lowest score; nullptr: the layer has none.
-    const Entry * first(int il, bool by_score) {
+    First least_recent(int il) const {
+        const int s = nodes_[end(il)].newer;
+        return {s < n_slots_ ? s : -1, 0.0f, nodes_[s].last_use};
+    }
+    First lowest(int il) { // the least recently used of those with the lowest score
         LayerOrder & layer = layers_[il];
-        if (layer.entries.empty()) { return nullptr; }
-        if (by_score && !layer.is_scored) {
+        if (layer.entries.empty()) { return {-1, 0.0f, 0}; }
+        if (!layer.is_scored) {
             for (Entry & entry : layer.entries) { entry.score = policy_->score(il, entry.expert); }
             layer.is_scored = true;
+            layer.lowest = -1;
         }
-        int & first = layer.first[by_score];
-        if (first < 0) {
-            const auto is_before = [by_score](const Entry & a, const Entry & b) { return before(a, b, by_score); };
-            first =
-                int(std::min_element(layer.entries.begin(), layer.entries.end(), is_before) - layer.entries.begin());
+        if (layer.lowest < 0) {
+            layer.lowest =
+                int(std::min_element(layer.entries.begin(), layer.entries.end(), before) - layer.entries.begin());
         }
-        return &layer.entries[first];
+        const Entry & lowest = layer.entries[layer.lowest];
+        return {lowest.slot, lowest.score, lowest.last_use};
     }
 
   private:
+    struct Node {
+        int older, newer; // at the ends of a list: end(il)
+        uint64_t last_use;
+    };
+    struct Entry {
+        float score; // holds while the layer is scored
+        int slot;
+        uint64_t last_use;
+        int expert;
+    };
     struct LayerOrder {
         std::vector<Entry> entries;
         bool is_scored = false;
-        int first[2] = {-1, -1}; // the entry that goes first by recency, by score; -1: not known
+        int lowest = -1; // the entry that goes first by score, of a scored layer; -1: not known
     };
 
-    static bool before(const Entry & a, const Entry & b, bool by_score) {
-        return by_score && a.score != b.score ? a.score < b.score : a.last_use < b.last_use;
+    static bool before(const Entry & a, const Entry & b) {
+        return a.score != b.score ? a.score < b.score : a.last_use < b.last_use;
     }
+    int end(int il) const { return n_slots_ + il; }
 
+    const int n_slots_;
     const EvictionPolicy * policy_ = nullptr;
     std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here
+    std::vector<Node> nodes_;        // [n_slots + n_layer], a circular list of each layer
     std::vector<LayerOrder> layers_; // [n_layer]
 };
 
@@ -148,7 +138,7 @@ class Residency {
     const Slot & slot(int s) const { return slots_[s]; }
     int n_slots() const { return (int)slots_.size(); }
     int n_usable() const { return n_usable_; }
-    bool has_free() const { return numbering_.resident() || (free_.lowest() >= 0 && free_.lowest() < n_usable_); }
+    bool has_free() const { return numbering_.resident() || n_free_ > 0; }
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
     // Which matrices of a slot are there. Any thread: bytes written before publish() are seen after ready().
@@ -203,6 +193,7 @@ class Residency {
     static constexpr uint8_t ready_bits = (1 << MOEGGUF_MAX_KINDS) - 1, failed_bit = 1 << 7;
 
     EvictionPolicy & policy() const { return scores_.set() ? (EvictionPolicy &)scores_ : *policy_; }
+    int lowest_free();
     int victim(const LayerStep & now);
     void own(int s, int expert);
     bool evictable(int s) const;
@@ -220,7 +211,6 @@ class Residency {
     std::vector<int> floor_;                  // [n_layer] slots that other layers may not take
     std::vector<uint32_t> uses_;
     std::vector<uint32_t> loads_;
-    FreeSlots free_;
     EvictionOrder order_;
     std::unique_ptr<EvictionPolicy> policy_;
     mutable ScoreTable scores_;
@@ -229,6 +219,8 @@ class Residency {
     std::vector<uint8_t> forecast_known_;        // [n_layer]
     uint64_t tick_ = 0;
     int n_usable_;
+    int n_free_;         // of those usable
+    int first_free_ = 0; // none before it is free
 };
 
 } // namespace moegguf

@@ -40,7 +40,7 @@ class StagedSupply final : public Supply {
             drop_ahead();
             for (const auto & tier : tiers_.staging) {
                 if (tier) {
-                    shared_.wait(lock, [&] { return !tier->reading(); });
+                    shared_.wait(lock, [&] { return !tier->busy(); });
                 }
             }
             ahead_ = false;

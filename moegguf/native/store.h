@@ -14,7 +14,7 @@ void free_reserved_buft(ggml_backend_buffer_type * buft);
 
 // The barrier between the router's choice and the multiplication. When it ends, every chosen expert is where the
 // layer's kernels find it, or the context says why not and the ids are safe to compute with. It chooses a supply for
-// each routing event and tells observers of it; it changes the sizes of pools between layers. It neither moves bytes
+// each routing event and tells observers of it; it changes the sizes of pools between passes. It neither moves bytes
 // nor changes a slot itself.
 class Acquire {
   public:
@@ -34,21 +34,18 @@ class Acquire {
     bool must_abort(Context & context);
 
     // Nothing to do or to report at this layer: every expert is in its own slot. No lock.
-    bool idle(int il);
+    bool idle(int il) const;
     // The ids are not known: choices count as distinct ones, as many as the layer has experts at most.
     void count_idle(Context & context, int il, int n_expert_used, int n_tokens);
 
     void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
-    void resize(Tier & tier, int n_slots); // from the next routing event on; the tier in RAM at once
-    // The same at once with memory of its own size, on any device; no pass is under way.
-    void reallocate(Tier & tier, int n_slots);
+    void resize(Tier & tier, int n_slots); // no pass is under way
 
   private:
     void begin_event(Context & context, const Choice & choice, Lock & lock);
 
     Store & store_;
     std::atomic<bool> watched_{false};
-    std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed
 };
 
 class Store {

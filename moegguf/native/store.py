@@ -448,20 +448,17 @@ class Store:
         """Ends passes in flight and to come as cancelled, until called with False."""
         self._library.moegguf_store_cancel(self.handle, on)
 
-    def resize(
-        self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None, *, at_once: bool = False
-    ) -> None:
-        """Uses n_slots slots of a tier, up to those it was opened with, from the next routing event on; in RAM at once.
+    def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
+        """Uses n_slots slots of a tier, up to those it was opened with; while no pass is under way.
 
-        Memory of the others goes back to the system where it is pageable host memory. device: of this one of `devices`
-        alone; without it, slots that several have are shared out in proportion to what they were opened with, and those
-        that the CPU has beside devices stay as they are. at_once: while no pass is under way; on devices memory is
-        allocated anew, so that the rest is free, and slots are emptied first where there is too little for both. Raises
-        AllocationError where the device refuses more, and there are as many slots as before; OptionError for a number
-        that there cannot be.
+        Memory of the others goes back to the system where it is pageable host memory; elsewhere it is allocated anew,
+        and slots are emptied first where there is too little for both. device: of this one of `devices` alone; without
+        it, slots that several have are shared out in proportion to what they were opened with, and those that the CPU
+        has beside devices stay as they are. Raises AllocationError where the device refuses more, and there are as many
+        slots as before; OptionError for a number that there cannot be.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
-        self._library.moegguf_store_resize(self.handle, index, n_slots, at_once)
+        self._library.moegguf_store_resize(self.handle, index, n_slots)
 
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""

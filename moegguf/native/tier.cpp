@@ -123,10 +123,7 @@ int Tier::reserve_slot(int il, const LayerStep & now) {
 
 int Tier::empty_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
     const int s = residency.choose(il, expert, now, worth);
-    if (s >= 0 && residency.slot(s).il >= 0) {
-        count(counters.evictions);
-        release_slot(s);
-    }
+    if (s >= 0) { evict(s); }
     return s;
 }
 
@@ -142,9 +139,6 @@ void Tier::unpin(int s) {
     const bool abandoned = slot.queued == 0 && slot.reading == 0 && slot.il >= 0 && !residency.complete(s);
     if (residency.failed(s) || slot.streams() || abandoned) { // the layer that it was taken for did not come to an end
         retire(s);
-    } else if (!usable(s) && slot.reading == 0) {
-        count(counters.evictions);
-        retire(s);
     }
 }
 
@@ -155,10 +149,6 @@ void Tier::tidy(int s) {
     if (!slot.streams() && residency.complete(s)) {
         give_back(s);
     } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || residency.failed(s))) {
-        retire(s);
-    }
-    if (slot.il >= 0 && slot.pins == 0 && slot.reading == 0 && !usable(s)) {
-        count(counters.evictions);
         retire(s);
     }
 }
@@ -185,11 +175,7 @@ void Tier::give_back(int s) {
 }
 
 void Tier::retire(int s) {
-    if (residency.slot(s).reading) {
-        return; // its reader retires it
-    }
-    release_slot(s);
-    if (!usable(s) && pool_) { pool_->release(s, s + 1); }
+    if (!residency.slot(s).reading) { release_slot(s); } // else its reader retires it
 }
 
 void Tier::release_slot(int s) {
@@ -223,19 +209,13 @@ void Tier::resize(int n_slots) {
         spin_shortly();
     }
     residency.set_usable(n_slots);
-    for (int s = n_slots; s < residency.n_slots(); s++) {
-        if (residency.slot(s).il >= 0 && residency.slot(s).pins == 0 && residency.slot(s).reading == 0) {
-            count(counters.evictions);
-            retire(s);
-        }
-    }
+    for (int s = n_slots; s < residency.n_slots(); s++) { evict(s); }
+    if (pool_) { pool_->release(n_slots, residency.n_slots()); }
 }
 
-bool Tier::reading() const {
-    for (int s = 0; s < residency.n_slots(); s++) {
-        if (residency.slot(s).reading) { return true; }
-    }
-    return false;
+void Tier::evict(int s) {
+    count(counters.evictions, residency.slot(s).il >= 0);
+    release_slot(s);
 }
 
 bool Tier::busy() const {
@@ -257,12 +237,7 @@ int Tier::reallocate(int n_slots) {
                                         " expert slots; there are " + std::to_string(residency.n_usable()) +
                                         " as before");
     }
-    for (int s = 0; s < residency.n_slots();
-         s++) { // there is too little for both: experts come again when they are used
-        if (residency.slot(s).il < 0) { continue; }
-        count(counters.evictions);
-        release_slot(s);
-    }
+    for (int s = 0; s < residency.n_slots(); s++) { evict(s); } // too little for both: they come again when used
     for (int n = n_slots; n > 0; n /= 2) {
         if (pool_->reallocate(n, false)) { return n; }
     }

@@ -79,15 +79,14 @@ class Tier {
     Tier * staging = nullptr;           // the other way round
     int slot_tokens = 0;                // with staging: passes of more tokens are staged
     int pass_slots = 0;                 // that a pass may need at once: the pool gets no smaller
-    std::atomic<int> resize_to{0};      // slots from the next routing event on; 0: no resize is due
 
     int take_slot(int il, int expert, const LayerStep & now, const Worth & worth = {}); // -1: none
     int reserve_slot(int il, const LayerStep & now); // for experts that are streamed; -1: none
     void keep(int s, int expert);                    // which is in such a slot, whole
-    void retire(int s);                 // empties a slot, and gives its memory back when it is no longer usable
-    void publish(int s, uint8_t kinds); // bytes are there
-    void unpin(int s);                  // and what was put off while it was pinned
-    void tidy(int s);                   // after a transfer to it has ended
+    void retire(int s);                              // empties a slot
+    void publish(int s, uint8_t kinds);              // bytes are there
+    void unpin(int s);                               // and what was put off while it was pinned
+    void tidy(int s);                                // after a transfer to it has ended
 
     // The slot of another tier that a slot is filled from keeps its expert until every matrix is here, or none is
     // wanted any more.
@@ -97,14 +96,13 @@ class Tier {
     void borrow(int s, Tier & from, int source);                 // not as a use
     void give_back(int s);
     const std::vector<int> & borrowers() const { return borrowers_; } // slots that have a source
-    void resize(int n_slots);                                         // no layer computes meanwhile
-    // The memory of n_slots slots, where those of the others is not given back by itself. Nothing is read, copied or
-    // computed meanwhile. Returns how many there are. Throws Error(MEMORY): more is refused, and it stays as it was.
+    // Nothing is read, copied or computed meanwhile. The memory of other slots goes back where the system takes pages.
+    void resize(int n_slots);
+    // Elsewhere: the memory of n_slots slots. Returns how many there are. Throws Error(MEMORY): more is refused, and it
+    // stays as it was.
     int reallocate(int n_slots);
-    bool reading() const;                                   // something is on its way into a slot
-    bool busy() const;                                      // or is to come into one
+    bool busy() const;                                      // something is on its way into a slot, or is to come
     bool complete() const { return n_absent_chunks_ == 0; } // any thread: every expert is there, in a slot of its own
-    bool usable(int s) const { return s < residency.n_usable(); }
 
   private:
     struct Source {
@@ -113,6 +111,7 @@ class Tier {
     };
 
     int empty_slot(int il, int expert, const LayerStep & now, const Worth & worth);
+    void evict(int s);
     void release_slot(int s);
     void spin_shortly();
 

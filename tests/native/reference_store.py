@@ -41,8 +41,7 @@ class ReferenceStore:
         self.il, self.pass_tokens = BETWEEN_PASSES, 0  # of the pass under way
         self.scores: Float32s | None = None
         self.moment = (0, False, False)  # il, sweep, token
-        self.resize_to = self.tick = 0
-        self.computing = False
+        self.tick = 0
         names = "lookups", "hits_ready", "misses", "evictions", "bytes_missed", "bytes_prefetched"
         self.counters = dict.fromkeys(names, 0)
         self.set_policy("lru")
@@ -64,8 +63,6 @@ class ReferenceStore:
             slot = self.slots[s]
             if slot is not None and slot.broken:
                 self.slots[s] = None
-            elif s >= self.n_usable:
-                self._evict(s)
 
     def end_pass(self) -> None:
         self.il = BETWEEN_PASSES
@@ -76,10 +73,7 @@ class ReferenceStore:
         if il <= self.il:
             self.pass_tokens = n_tokens
         self.il = il
-        self.computing = True
         self.unpin()
-        if self.resize_to:
-            self._resize()
 
     def acquire(self, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False) -> list[list[int]]:
         """The slot of each id (n_tokens, n_expert_used).
@@ -129,10 +123,10 @@ class ReferenceStore:
                 self.slots[s] = None if reads_fail else self.slots[s]
 
     def resize(self, n_slots: int) -> None:
-        """With the next routing event; at once before the first one."""
-        self.resize_to = n_slots
-        if not self.computing:
-            self._resize()
+        """Between passes."""
+        self.n_usable = n_slots
+        for s in range(n_slots, len(self.slots)):
+            self._evict(s)
 
     def residency(self) -> npt.NDArray[np.uint8]:
         """(n_layer, n_expert): 2 there, 0 not."""
@@ -144,11 +138,6 @@ class ReferenceStore:
 
     def find(self, expert: Expert) -> int:
         return next((s for s, slot in enumerate(self.slots) if slot is not None and slot.expert == expert), -1)
-
-    def _resize(self) -> None:
-        self.n_usable, self.resize_to = self.resize_to, 0
-        for s in set(range(self.n_usable, len(self.slots))) - self.pinned:
-            self._evict(s)
 
     def _evict(self, s: int) -> None:
         self.counters["evictions"] += self.slots[s] is not None

@@ -80,7 +80,7 @@ class StoreMachine(RuleBasedStateMachine):
             n_devices = switches.draw(st.integers(1, min(2, len(self.layout.layers))), "devices")
         self.layers = [[layer.il for layer in self.layout.layers[d::n_devices]] for d in range(n_devices)]
         self.slots = [self.n_of(share, len(layers)) for layers in self.layers]
-        self.usable = list(self.slots)  # the fewest that may be in use from the next event on
+        self.usable = list(self.slots)  # those that may be in use
         link = switches.draw(st.sampled_from([0.0, 1e9]), "link") if simulate else 0.0
         self.n_ram, self.simulate = n_ram, simulate
         self.staging = staging if n_ram and share < 1 else 0
@@ -262,17 +262,16 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(OptionError, match="slots, not"):
                 self.store.resize(n_slots, device=d)
             return
+        self.end_pass()
         self.store.resize(n_slots, device=d)
         self.model.resize(n_slots)
         self.usable[d] = n_slots
 
     @precondition(lambda self: self.n_ram)
-    @rule(share=shares, at_once=st.booleans())
-    def resize_below(self, share: float, at_once: bool) -> None:
-        n_slots = max(1, round(share * self.n_ram))
-        if at_once:
-            self.end_pass()
-        self.store.resize(n_slots, Tier.RAM, at_once=at_once)
+    @rule(share=shares)
+    def resize_below(self, share: float) -> None:
+        self.end_pass()
+        self.store.resize(max(1, round(share * self.n_ram)), Tier.RAM)
 
     @precondition(lambda self: self.simulate)
     @rule(us=st.integers(0, 20))
