@@ -378,13 +378,12 @@ def decisions(path: Path) -> dict[str, Any]:
     link_device(Link(1e9, 20e-6))
     files = cache_folder() / "placements"
     found = Llama.estimate(path, placement="auto", n_ctx=512)
-    file = files / f"{header_digest(read_layout(path).shards)}.json"
-    known = json.loads(file.read_text())
-    for speeds in known["facts"].values():  # also of devices of other tests
-        speeds["cpu_bytes_per_s"] = 1e12
-    file.write_text(json.dumps(known))
+    known = list(files.glob(f"{header_digest(read_layout(path).shards)}-*.json"))  # also of devices of other tests
+    for file in known:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"cpu_bytes_per_s": 1e12}))
     again = Llama.estimate(path, n_ctx=512, placement="auto")
-    file.write_text("{")
+    for file in known:
+        file.write_text("{")
     assert found.placement is not None and again.placement is not None
     mended = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512).placement
     with pytest.raises(OptionError, match="none of auto, layers, slots, cpu"):
