@@ -58,12 +58,13 @@ class TierStats(Lookups):
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(Lookups):
-    """Figures of one model. A lookup is one distinct (layer, expert) in one pass; while every expert is in memory,
-    choices are not looked at, and those of several tokens count as distinct.
+    """Cumulative figures of one model, in seconds and bytes; `n_slots`, `slots_used`, `pool_bytes`, `n_experts`,
+    `staging_bytes` and `n_threads`, those that compute, are present values. A lookup is one distinct (layer, expert) in
+    one pass; while every expert is in memory, choices are not looked at, and those of several tokens count as distinct.
+    `hit_rate`: the share of lookups that found their expert there, or on its way.
 
-    `n_experts`, `staging_bytes` and `n_threads`, those that compute, are present values, too. Where layers compute on a
-    device, look-ups and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first.
-    Prompts there are staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which
+    Where layers compute on a device, look-ups and slots are those of its tier; `tiers` has the figures of each, the
+    nearest to the layers first. Prompts there are staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which
     layers waited `staging_stall_s`, that for reads behind the copies included. `draft_passes`: evaluations of a
     sequence with a draft; `drafted_tokens`: their tokens, of which `accepted_tokens` were sampled, too. A prefetched
     expert that was looked up counts as useful where all of it was there, and as late where some was still to come.
