@@ -64,10 +64,11 @@ class Stats(Lookups):
     `hit_rate`: the share of lookups that found their expert there, or on its way.
 
     Where layers compute on a device, look-ups and slots are those of its tier; `tiers` has the figures of each, the
-    nearest to the layers first. Prompts there are staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which
-    layers waited `staging_stall_s`, that for reads behind the copies included. `draft_passes`: evaluations of a
-    sequence with a draft; `drafted_tokens`: their tokens, of which `accepted_tokens` were sampled, too. A prefetched
-    expert that was looked up counts as useful where all of it was there, and as late where some was still to come.
+    nearest to the layers first. Prompts there are staged: `bytes_staged` were copied into tensors of `staging_bytes` in
+    `staging_copy_s`, of which layers waited `staging_stall_s`, that for reads behind the copies included.
+    `draft_passes`: evaluations of a sequence with a draft; `drafted_tokens`: their tokens, of which `accepted_tokens`
+    were sampled, too. A prefetched expert that was looked up counts as useful where all of it was there, and as late
+    where some was still to come.
     """
 
     tokens: int = 0
