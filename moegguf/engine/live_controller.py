@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass, field, replace
-from threading import Thread
 from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
@@ -88,7 +87,6 @@ class LiveController:
     _paused: bool = field(init=False, default=False)
     _tight: bool = field(init=False, default=True)  # experts can be absent
     _n_ended: int = field(init=False, default=0)  # requests
-    _writer: Thread | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._choose_tiers()
@@ -192,23 +190,11 @@ class LiveController:
         controller.observe(event)
         ended = controller.history.finished
         if ended and self._keeps and isinstance(controller.predictor, EamcPredictor):
-            self._checkpoint(controller.shape, controller.predictor.eamcs, len(ended))
-
-    def _checkpoint(self, shape: MoeShape, eamcs: EamcPair, n_ended: int) -> None:
-        """Saves the collections after every CHECKPOINT_REQUESTS requests (MoE-Infinity, appendix B.2), on a thread of
-        its own: a killed process loses little. The event thread copies the counts only. While they are being written,
-        the next time is left out."""
-        before, self._n_ended = self._n_ended, self._n_ended + n_ended
-        is_due = self._n_ended // CHECKPOINT_REQUESTS > before // CHECKPOINT_REQUESTS
-        if not is_due or (self._writer is not None and self._writer.is_alive()):
-            return
-        states = eamcs.states()
-        self._writer = Thread(
-            target=lambda: self.artifacts.save_collection(shape, EamcPair.packed(states)),
-            name="moegguf-checkpoint",
-            daemon=True,
-        )
-        self._writer.start()
+            # Saved after each CHECKPOINT_REQUESTS (MoE-Infinity, appendix B.2): a killed process loses little.
+            before, self._n_ended = self._n_ended, self._n_ended + len(ended)
+            if self._n_ended // CHECKPOINT_REQUESTS > before // CHECKPOINT_REQUESTS:
+                states = EamcPair.packed(controller.predictor.eamcs.states())
+                self.artifacts.save_collection(controller.shape, states)
 
     @property
     def _keeps(self) -> bool:
@@ -293,8 +279,6 @@ class LiveController:
         self.session.listeners.remove(self)  # until here events may come
         controller, self.controller = self.controller, None
         self._listening = False
-        if self._writer is not None:
-            self._writer.join()
         if controller.n_events > 0 and self._keeps and isinstance(controller.predictor, EamcPredictor):
             learned = controller.predictor.learned(controller.history)
             self.artifacts.save_collection(controller.shape, learned.weights())

@@ -58,9 +58,7 @@ def make_plan(
     kinds, reasons, placement = _allowed(budgets, plans, refused), list[str](), None
     found = plans[kinds[0]]
     if budgets.divided and budgets.choice == "auto" and kinds[0] != "cpu":
-        reasons.append(
-            "placement 'auto' is slots where layers are divided, or a GPU is chosen: no other one was compared"
-        )
+        reasons.append("placement 'auto' is slots where layers are divided: no other one was compared")
     elif speeds is not None and not budgets.divided:
         device_bytes = max(0, expert_bytes_on(layout, machine.devices[0], on_devices))
         hits = hits or published_curve(layout.n_expert, layout.n_expert_used)
