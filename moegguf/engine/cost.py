@@ -175,16 +175,20 @@ def format_speed(number: float) -> str:
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def request_cost(layout: ExpertLayout, slot_bytes: int, n_slots: int, n_ubatch: int) -> float:
-    """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch, which find the share of
-    the experts that has slots, and ANSWER_TOKENS one by one; and, in the same unit, from memory."""
+def request_cost(
+    layout: ExpertLayout, slot_bytes: int, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False
+) -> float:
+    """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch and ANSWER_TOKENS one by
+    one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
+    of the experts that has slots."""
     n_pass = -(-PROMPT_TOKENS // n_ubatch)
     touched = 0.0  # bytes of the experts that independent tokens of a pass use, on average
     for layer in layout.layers:
         touched += slot_bytes * layer.n_expert * (1 - (1 - layer.n_expert_used / layer.n_expert) ** n_ubatch)
-    missing = 1 - n_slots / layout.n_expert_total
+    hit_rate = typical_hit_rate(layout, n_slots)
+    missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
     prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
-    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - typical_hit_rate(layout, n_slots))
+    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from moegguf.engine.budgets import AUTO, Budgets
+from moegguf.engine.cost import request_cost
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import F16, row_bytes
 from moegguf.engine.plan import NO_LIMIT, DevicePlan, Plan, allowed_ubatch, staging_bytes
@@ -97,9 +98,9 @@ def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan
 
 
 def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetError) -> bool:
-    """Whether prompts are to be staged in n tensors, which saves reading most experts for every few tokens of them:
-    several within STAGING_SHARE of the memory for experts; one where a token's experts over all layers keep their slots
-    if there are as many without."""
+    """Whether prompts are to be staged in n tensors: several within STAGING_SHARE of the memory for experts; one where
+    a typical request costs less so than with prompts in passes that slots are exact for, and a token's experts over all
+    layers keep their slots where there are as many without."""
     if staged.total_bytes > staged.available_bytes:
         return False
     if n > 1:
@@ -107,7 +108,13 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetErro
         return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.slot_bytes)
     if isinstance(without, BudgetError):
         return True
-    return not staged.device_slots < layout.token_cycle_slots <= without.device_slots
+    if staged.device_slots < layout.token_cycle_slots <= without.device_slots:
+        return False
+    cost, otherwise = (
+        request_cost(layout, plan.slot_bytes, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without)
+        for plan in (staged, without)
+    )
+    return cost < otherwise
 
 
 class _DevicePlanner:

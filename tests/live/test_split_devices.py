@@ -127,7 +127,7 @@ def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
     alone = {"split_mode": 0, "main_gpu": 1, "n_gpu_layers": -1}
     with hooks_off(), Llama(path, n_ubatch=1, **OPTIONS, **alone) as llm:
         plain = greedy_logits(llm, n_new=8)
-    with Llama(path, vram_cache="40%", expert_cache="50%", store=StoreOptions(staging=0), **OPTIONS, **alone) as llm:
+    with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS, **alone) as llm:
         assert llm.plan.n_ubatch == 1  # nothing is staged
         assert np.array_equal(greedy_logits(llm, n_new=8), plain)
         assert list(devices_of(llm)) == ["RPC1"]

@@ -86,7 +86,7 @@ def test_prompts_are_staged_where_that_takes_little_of_the_memory_for_experts(la
         plan(layout, "90%", "auto", staging=3)
 
 
-def test_small_budgets_are_staged_where_a_tokens_experts_keep_their_slots(tmp_path: Path) -> None:
+def test_small_budgets_are_staged_where_a_request_costs_less_so(tmp_path: Path) -> None:
     layout = read_layout(moe(n_layer=12, n_expert=16, n_used=2).write(tmp_path / "m.gguf"))
     size, tensor_bytes = slot_bytes(layout), staging_bytes(layout, 1)
     n_staged = math.ceil(tensor_bytes / size)
