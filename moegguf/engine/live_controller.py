@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
@@ -70,25 +70,19 @@ class ControllerOptions:
         return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 
-@dataclass
 class LiveController:
-    """One model's controller. `controller` is None where the store decides by itself, by `native_policy`."""
+    """One model's controller. `controller` is None where the store decides by itself, by `native_policy`;
+    `policy_below` is that of slots in RAM, where a device computes. n_sequences: of the context."""
 
-    session: Session
-    artifacts: Artifacts
-    options: ControllerOptions
-    n_sequences: int = 1  # of the context
-    controller: Controller | None = field(init=False, default=None)
-    native_policy: str = field(init=False, default=LRU.name)
-    policy_below: str = field(init=False, default=LRU.name)  # of slots in RAM, where a device computes
-    choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
-    _measured: Measured | None = field(init=False, default=None)
-    _listening: bool = field(init=False, default=False)
-    _paused: bool = field(init=False, default=False)
-    _tight: bool = field(init=False, default=True)  # experts can be absent
-    _n_ended: int = field(init=False, default=0)  # requests
-
-    def __post_init__(self) -> None:
+    def __init__(self, session: Session, artifacts: Artifacts, options: ControllerOptions, n_sequences: int) -> None:
+        self.session, self.artifacts, self.options, self.n_sequences = session, artifacts, options, n_sequences
+        self.controller: Controller | None = None
+        self.native_policy = self.policy_below = LRU.name
+        self.choice = ControllerChoice()
+        self._measured: Measured | None = None
+        self._listening = self._paused = False
+        self._tight = True  # experts can be absent
+        self._n_ended = 0  # requests
         self._choose_tiers()
         if self.options.is_plain:
             return
