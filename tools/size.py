@@ -17,12 +17,12 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_120,
+    "moegguf": 1_110,
     "moegguf/bench": 1_380,
     "moegguf/chat": 1_580,
     "moegguf/cli": 2_230,
     "moegguf/controller": 2_200,
-    "moegguf/engine": 7_230,
+    "moegguf/engine": 7_130,
     "moegguf/generate": 4_170,
     "moegguf/gguf": 1_800,
     "moegguf/models": 2_770,
@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_360,
     "moegguf/trace": 1_970,
     "predictors": 8_080,
-    "tests": 36_560,
+    "tests": 36_550,
     "tools": 5_860,
 }
 
