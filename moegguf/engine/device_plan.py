@@ -173,7 +173,7 @@ class _DevicePlanner:
         ]
 
     def plan(self) -> Plan:
-        """The plan."""
+        """The plan. Lists of parts have the CPU's last."""
         joint, size, names = self._joint, self._slot_bytes, [*(device.name for device in self._devices), None]
         tensor_split, on = (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
         order = (*range(len(self._devices)), ON_CPU)
