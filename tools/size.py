@@ -22,7 +22,7 @@ LIMITS = {
     "moegguf/chat": 1_580,
     "moegguf/cli": 2_230,
     "moegguf/controller": 2_200,
-    "moegguf/engine": 7_130,
+    "moegguf/engine": 7_140,
     "moegguf/generate": 4_170,
     "moegguf/gguf": 1_800,
     "moegguf/models": 2_770,

@@ -62,6 +62,21 @@ def count_layers(layout: ExpertLayout) -> int:
     return n_layer if isinstance(n_layer, int) else layout.n_layer
 
 
+def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
+    """`total` slots of several devices in proportion to `shares`, none with more than its `most`, and none with fewer
+    than `least`, where it can have as many and there are; what is over goes to the others."""
+    least = min(least, total // max(1, sum(of > 0 for of in most)))
+    given = [min(of, least) for of in most]
+    while (left := total - sum(given)) > 0 and (free := [d for d in range(len(most)) if given[d] < most[d]]):
+        weight = sum(shares[d] for d in free)
+        more = {d: min(most[d] - given[d], left * shares[d] // weight if weight else 0) for d in free}
+        if not any(more.values()):
+            more = {free[0]: 1}
+        for d, n in more.items():
+            given[d] += n
+    return given
+
+
 def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
     """The plan with slots on the machine's devices, and others below them in RAM. Weights that every token uses, the
     context, the buffers of a pass and staging tensors are on the devices, too.
@@ -260,17 +275,16 @@ class _DevicePlanner:
         return self._bytes_of(layers) + output + self._joint.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Slots of each device, with these layers. One budget for all is divided in proportion to their experts; what
-        the memory of one does not hold stays free."""
-        size, least, counts = self._slot_bytes, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
-        total, slots = min(self._joint.n_slots, sum(counts)), list[int]()
-        for d, n in enumerate(counts):
-            free = self._devices[d].free_bytes - self._beside_bytes(layers[d])
-            if self._is_shared:
-                slots.append(min(total * n // sum(counts), max(least, free // size)))
-            else:
-                slots.append(min(n, self._slots_bytes(d, max(0, free - VRAM_MARGIN_BYTES)) // size))
-        return slots
+        """Slots of each device, with these layers. Of one budget for all, what the memory of one does not hold goes to
+        the others."""
+        size, least, most = self._slot_bytes, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
+        left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
+        if not self._is_shared:
+            own = (self._slots_bytes(d, max(0, free - VRAM_MARGIN_BYTES)) // size for d, free in enumerate(left))
+            return [min(pair) for pair in zip(most, own, strict=True)]
+        total = min(self._joint.n_slots, sum(most))
+        held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
+        return share_out(total, most, held if sum(held) >= total else most, least)
 
     def _allowed(self, n_slots: int, device: str | None, n_experts: int) -> int:
         """Tokens of a pass on a device, or on the CPU, whose layers have so many experts.
