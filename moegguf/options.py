@@ -37,9 +37,6 @@ LOAD_PARAMETERS = {
 }  # fmt: skip
 """{parameter of a Modelfile or a request that changes how a model is loaded: the option}"""
 
-OLD_NAMES = {"system": "strategy"}
-"""{keyword: the new keyword}; flags (--system) and environment variables (MOEGGUF_SYSTEM) follow it."""
-
 Kind = Literal[
     "text", "budget", "size", "duration", "timeout", "whole", "number", "switch", "off switch", "level",
     "trial", "choice", "threads", "address", "networks", "list", "path", "store size",
@@ -229,42 +226,36 @@ TO_WORKERS = (
 """Options of loading that a server, or a batch, has flags for, and hands to its workers."""
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _warn(old: str, new: str) -> None:
     warnings.warn(f"{old} is called {new} now; the old name goes with the next release.", FutureWarning, stacklevel=4)
 
 
 def take_old_keywords(options: MutableMapping[str, Any]) -> dict[str, Any]:
     """Takes keywords by old names out of `options`; returns them by their new names."""
-    found = {old: options.pop(old) for old in OLD_NAMES if old in options}
-    for old in found:
-        _warn(f"{old}=", f"{OLD_NAMES[old]}=")
-    return {OLD_NAMES[old]: value for old, value in found.items()}
+    if "system" not in options:
+        return {}
+    _warn("system=", "strategy=")
+    return {"strategy": options.pop("system")}
 
 
 def with_new_flags(arguments: Sequence[str], own: Set[str]) -> list[str]:
     """A command line with the new flags in place of old ones, of a command that has `own` flags: an old name may be
     one of them. Words after `--` are not changed."""
     words = list(arguments)
-    new_flags = {_flag(old): _flag(new) for old, new in OLD_NAMES.items() if _flag(old) not in own}
     for at, word in enumerate(words[: words.index("--") if "--" in words else None]):
         name, equals, value = word.partition("=")
-        if name in new_flags:
-            _warn(name, new_flags[name])
-            words[at] = new_flags[name] + equals + value
+        if name == "--system" and name not in own:
+            _warn(name, "--strategy")
+            words[at] = "--strategy" + equals + value
     return words
 
 
 def old_variable(environ: Mapping[str, str], variable: str) -> str:
     """The text of the old name of MOEGGUF_`variable`; "" where there is none."""
-    for old in (old.upper() for old, new in OLD_NAMES.items() if new.upper() == variable):
-        if text := environ.get(f"MOEGGUF_{old}", "").strip():
-            _warn(f"MOEGGUF_{old}", f"MOEGGUF_{variable}")
-            return text
-    return ""
+    text = environ.get("MOEGGUF_SYSTEM", "").strip() if variable == "STRATEGY" else ""
+    if text:
+        _warn("MOEGGUF_SYSTEM", "MOEGGUF_STRATEGY")
+    return text
 
 
 def page() -> Iterator[str]:

@@ -61,13 +61,6 @@ def shows_tracebacks() -> bool:
     return os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0")
 
 
-def parse_choice(name: str, text: str) -> str:
-    """One of the option's choices. Raises OptionError."""
-    if text not in (choices := OPTIONS[name].choices):
-        raise OptionError(f"{name}={text[:60]!r} is none of {', '.join(choices)}.")
-    return text
-
-
 def data_folder() -> Path:
     """The folder of names, history and learnt data of models: MOEGGUF_HOME, or the user's data folder."""
     import platformdirs

@@ -17,22 +17,22 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_120,
+    "moegguf": 1_110,
     "moegguf/bench": 1_360,
     "moegguf/chat": 1_560,
     "moegguf/cli": 2_140,
     "moegguf/controller": 2_170,
-    "moegguf/engine": 7_210,
+    "moegguf/engine": 7_110,
     "moegguf/generate": 4_010,
     "moegguf/gguf": 1_410,
     "moegguf/models": 2_630,
-    "moegguf/native": 14_140,
+    "moegguf/native": 14_050,
     "moegguf/server": 7_320,
     "moegguf/serving": 3_870,
     "moegguf/terminal": 1_300,
     "moegguf/trace": 1_940,
     "predictors": 8_080,
-    "tests": 35_310,
+    "tests": 35_300,
     "tools": 5_860,
 }
 

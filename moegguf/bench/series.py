@@ -26,7 +26,7 @@ from moegguf.gguf.reader import ggml_type
 from moegguf.native.store import STAGING_TENSORS
 from moegguf.options import DRAFTS, PLACEMENTS
 from moegguf.quantities import parse_link
-from moegguf.settings import parse_choice
+from moegguf.settings import parse_option
 
 SYSTEMS = ("moegguf", "stock", "mmap", "resident")
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # as in llama.cpp's parameters
@@ -128,7 +128,7 @@ class Spec:
         if self.simulate_link is not None:
             parse_link(self.simulate_link)
         if self.placement is not None:
-            parse_choice("placement", self.placement)
+            parse_option("placement", self.placement, "--placement")
         if self.draft is not None and self.feed != "greedy":
             raise OptionError("--draft measures the model's own answers; give --greedy, and a prompt's length with -d.")
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):

@@ -158,6 +158,7 @@ class _DevicePlanner:
             given = sum(cache.n_bytes or round(cache.fraction * layout.expert_bytes) for cache in vram)
             has_auto = any(cache.mode == "auto" for cache in vram)
             joint_budget = AUTO if has_auto else ExpertCache("bytes", n_bytes=given)
+        self._is_shared = len(vram) == 1 and vram[0].mode != "auto"  # a budget for all devices together
         self._n_staging, self._staging_bytes = n_staging, staging_bytes(layout, n_staging)  # of each device
         total, free = (sum(getattr(d, name) for d in machine.devices) for name in ("total_bytes", "free_bytes"))
         self._slot_tokens = min(slot_tokens(device.name) for device in machine.devices)
@@ -173,7 +174,6 @@ class _DevicePlanner:
         embedding_bytes = layout.n_vocab * row_bytes(F16, layout.hparams.n_embd)
         self._output_bytes = min(self._joint.dense_bytes, max(layout.tied_output_bytes, embedding_bytes))
         self._layer_bytes = self._bytes_by_layer()
-        self._limits = [self._limit_bytes(vram[d if len(vram) > 1 else 0]) for d in range(n_devices)]
 
     def _bytes_by_layer(self) -> list[int]:
         """Bytes of each layer: its own weights but experts, its part of the KV cache, and of what belongs to none."""
@@ -187,40 +187,31 @@ class _DevicePlanner:
             for dense, n in zip(own, heads, strict=True)
         ]
 
-    def _limit_bytes(self, cache: ExpertCache) -> int | None:
-        """The budget of a device for slots; None where it has none of its own, but what is free or a part of one."""
-        if cache.mode == "auto":
-            return cache.n_bytes or None
-        if len(self._budgets.vram) == 1:
-            return None
-        n_bytes = cache.n_bytes or budget_slots(cache, self._layout, self._slot_bytes) * self._slot_bytes
-        return max(0, n_bytes - self._staging_bytes) if self._budgets.staging is None else n_bytes
-
     def plan(self) -> Plan:
-        """The plan."""
-        joint, size, devices = self._joint, self._slot_bytes, self._devices
+        """The plan. Lists of parts have the CPU's last."""
+        joint, size, names = self._joint, self._slot_bytes, [*(device.name for device in self._devices), None]
         tensor_split, on = (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
-        layers = [tuple(il for il, d in enumerate(on) if d == index) for index in range(len(devices))]
-        cpu_layers = tuple(il for il, d in enumerate(on) if d == ON_CPU)
-        counts, n_on_cpu = [self._experts_of(of) for of in layers], self._experts_of(cpu_layers)
-        slots = [joint.n_slots] if self._is_alone else self._slots(layers)
-        below = sum(n for n, n_slots in zip(counts, slots, strict=True) if n_slots < n)
-        n_cpu, n_ram = self._ram_slots(cpu_layers, n_on_cpu, below)
-        allowed = [self._allowed(slots[d], devices[d].name, n) for d, n in enumerate(counts) if n]
-        allowed += [self._allowed(n_cpu, None, n_on_cpu)] if n_cpu else []
+        order = (*range(len(self._devices)), ON_CPU)
+        layers = [tuple(il for il, d in enumerate(on) if d == index) for index in order]
+        counts, on_cpu = [self._experts_of(of) for of in layers], layers[-1]
+        slots = [joint.n_slots] if self._is_alone else self._slots(layers[:-1])
+        below = sum(n for n, n_slots in zip(counts, slots, strict=False) if n_slots < n)
+        n_cpu, n_ram = self._ram_slots(on_cpu, counts[-1], below)
+        slots.append(n_cpu)
+        allowed = [self._allowed(*part) for part in zip(slots, names, counts, strict=True) if part[-1]]
         n_ubatch = min(joint.n_ubatch, *allowed)
-        total_bytes = [self._beside_bytes(of) + n * size for of, n in zip(layers, slots, strict=True)]
+        host = host_bytes(self._layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(on_cpu)
+        on_devices = [self._beside_bytes(of) + n * size for of, n in zip(layers, slots[:-1], strict=False)]
         if self._is_alone:
-            total_bytes = [joint.total_bytes]
+            on_devices = [joint.total_bytes]
         parts = [
-            DevicePlan(device.name, of, n_slots, n_bytes)
-            for device, of, n_slots, n_bytes in zip(devices, layers, slots, total_bytes, strict=True)
+            DevicePlan(*part)
+            for part in zip(names, layers, slots, (*on_devices, host - n_ram * size), strict=True)
+            if part[0] or n_cpu
         ]
-        host = host_bytes(self._layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(cpu_layers)
-        of_cpu = [DevicePlan(None, cpu_layers, n_cpu, host - n_ram * size)] if n_cpu else []
-        n_slots = sum(slots) + n_cpu
+        n_slots = sum(slots)
         warnings = [*cycle_warnings(self._layout, n_slots, size), *short_of(host, self._memory, " of RAM")]
-        for device, n_bytes in zip(devices, total_bytes, strict=True):
+        for device, n_bytes in zip(self._devices, on_devices, strict=True):
             warnings += short_of(n_bytes, device.memory, f" on {device.name}")
         return replace(
             joint,
@@ -229,30 +220,28 @@ class _DevicePlanner:
             resident=n_slots == self._layout.n_expert_total,
             n_ubatch=n_ubatch,
             slot_tokens=self._slot_tokens,
-            total_bytes=sum(total_bytes),
+            total_bytes=sum(on_devices),
             streams=self._cpu_streams if n_cpu else self._n_staging > 0,
-            reasons=(*joint.reasons[:-1], *self._reasons([*parts, *of_cpu], n_ram)),
+            reasons=(*joint.reasons[:-1], *self._reasons(parts, n_ram)),
             warnings=tuple(warnings),
             device=self._names,
-            devices=() if self._is_alone else (*parts, *of_cpu),
+            devices=() if self._is_alone else tuple(parts),
             n_ram_slots=n_ram,
             host_bytes=host,
             n_staging=self._n_staging,
-            staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
+            staging_bytes=self._staging_bytes * sum(n > 0 for n in slots[:-1]),
             n_gpu_layers=self._budgets.n_gpu_layers,
             tensor_split=tensor_split,
         )
 
     def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
         """The tensor_split with which llama.cpp does as planned, given or by the memory that devices have for layers,
-        and the device of each layer. Raises BudgetError for a budget below a token's experts."""
+        and the device of each layer."""
         n_gpu_layers, rooms = self._budgets.n_gpu_layers, list[int]()
         beside = VRAM_MARGIN_BYTES + self._joint.compute_bytes + self._staging_bytes
-        for device, limit in zip(self._devices, self._limits, strict=True):
+        for d, device in enumerate(self._devices):
             free = max(1, device.free_bytes - beside)
-            rooms.append(free if limit is None else min(free, limit))
-            if limit is not None and not self._budgets.tensor_split:
-                self._check_holds_a_token(limit // self._slot_bytes, device.name)
+            rooms.append(min(free, self._slots_bytes(d, free)))
         split = tuple(map(float, self._budgets.tensor_split or rooms))
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
         if not any(d != ON_CPU and n for d, n in zip(on, self._n_experts, strict=True)):
@@ -261,6 +250,17 @@ class _DevicePlanner:
                 " experts on one; give more, or leave vram_cache out."
             )
         return split, on
+
+    def _slots_bytes(self, d: int, free_bytes: int) -> int:
+        """What a device has for slots: its own budget, or what is free there."""
+        vram, size = self._budgets.vram, self._slot_bytes
+        cache = vram[0] if len(vram) == 1 else vram[d]
+        if self._is_shared:
+            return free_bytes
+        if cache.mode == "auto":
+            return min(free_bytes, cache.n_bytes or free_bytes)
+        n_bytes = cache.n_bytes or budget_slots(cache, self._layout, size) * size
+        return max(0, n_bytes - self._staging_bytes) if self._budgets.staging is None else n_bytes
 
     def _experts_of(self, layers: Iterable[int]) -> int:
         return sum(self._n_experts[il] for il in layers)
@@ -279,36 +279,26 @@ class _DevicePlanner:
         the others."""
         size, least, most = self._slot_bytes, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
-        vram = self._budgets.vram
-        if len(vram) == 1 and vram[0].mode != "auto":
-            total = min(self._joint.n_slots, sum(most))
-            held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
-            within = share_out(total, most, held, least)
-            return within if sum(within) >= total else share_out(total, most, most, least)
-        slots = []
-        for d, n in enumerate(most):
-            limit, free = self._limits[d], max(0, left[d] - VRAM_MARGIN_BYTES)
-            if limit is None or vram[d if len(vram) > 1 else 0].mode == "auto":
-                limit = min(free, limit or free)
-            slots.append(min(n, limit // size))
-        return slots
+        if not self._is_shared:
+            own = (self._slots_bytes(d, max(0, free - VRAM_MARGIN_BYTES)) // size for d, free in enumerate(left))
+            return [min(pair) for pair in zip(most, own, strict=True)]
+        total = min(self._joint.n_slots, sum(most))
+        held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
+        return share_out(total, most, held if sum(held) >= total else most, least)
 
     def _allowed(self, n_slots: int, device: str | None, n_experts: int) -> int:
         """Tokens of a pass on a device, or on the CPU, whose layers have so many experts.
 
         Raises BudgetError for fewer slots than a token needs.
         """
-        self._check_holds_a_token(n_slots, device)
-        if n_slots >= n_experts:
-            return NO_LIMIT
-        streams = self._cpu_streams if device is None else self._n_staging > 0
-        return allowed_ubatch(self._layout, n_slots, streams, slot_tokens(device))
-
-    def _check_holds_a_token(self, n_slots: int, device: str | None) -> None:
         least = self._layout.n_expert_used
         if n_slots < least:
             option, where = ("vram_cache", device) if device else ("expert_cache", "the CPU")
             raise too_few(option, n_slots, least, self._slot_bytes, f" on {where}")
+        if n_slots >= n_experts:
+            return NO_LIMIT
+        streams = self._cpu_streams if device is None else self._n_staging > 0
+        return allowed_ubatch(self._layout, n_slots, streams, slot_tokens(device))
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
         """(slots of the layers that the CPU computes, slots below those of devices): in proportion to their experts.

@@ -61,20 +61,13 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _package(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _versions() -> Facts:
     return {
         "version": __version__,
         "folder": str(package_folders()[0].resolve()),
         "python": f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
         "system": _fact(platform.platform),
-        "packages": {name: _fact(partial(_package, name)) for name in PACKAGES},
+        "packages": {name: _fact(partial(importlib.metadata.version, name)) for name in PACKAGES},
     }
 
 

@@ -1,13 +1,10 @@
-"""What was found out about a model here, kept in the cache folder, so that it is found out once.
-
-A file for each model, by its header, has a fact under a key of everything else that it depends on; facts of another
-build of the native library are forgotten. Where the folder cannot be written, facts are kept in this process.
-"""
+"""What was found out about a model here, each fact in a file of the cache folder, so that it is found out once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,39 +16,33 @@ from moegguf.processor import read_processor
 from moegguf.settings import cache_folder
 
 Fact = TypeVar("Fact")
-_unwritten: dict[tuple[str, str], Any] = {}  # of this process
 
 
 class KnownFact:
-    """One fact of a kind. about: what it depends on beside the model, the build and the processor, as JSON has it."""
+    """One fact of a kind. about: what it depends on, as JSON has it, beside the model's headers, the build of the
+    native library and the processor: a home folder may be shared between machines."""
 
     def __init__(self, kind: str, layout: ExpertLayout, about: Any) -> None:
-        self._path = cache_folder() / kind / f"{header_digest(layout.shards)}.json"
-        processor = read_processor()  # a home folder may be shared between machines
-        text = json.dumps([about, processor.model, sorted(processor.flags)], sort_keys=True)
-        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        processor, model = read_processor(), header_digest(layout.shards)
+        depends = [library.build_identity(), about, processor.model, sorted(processor.flags)]
+        key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+        self._path = cache_folder() / kind / f"{model}-{key}.json"
 
     def read(self, of: type[Fact]) -> Fact | None:
         """The fact, of a type; None where it is not known, or the file is damaged."""
-        fact = _unwritten.get((str(self._path), self._key), self._load().get(self._key))
-        return fact if isinstance(fact, of) else None
+        with suppress(OSError, ValueError, RecursionError):
+            fact = json.loads(self._path.read_bytes())
+            return fact if isinstance(fact, of) else None
+        return None
 
-    def _load(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            data = json.loads(self._path.read_bytes())
-            if data["library"] == library.build_identity():
-                return dict(data["facts"])
-        return {}
-
-    def write(self, fact: Any) -> OSError | None:
-        """Keeps a fact; returns why only this process does, the first time that this is so."""
-        data = {"library": library.build_identity(), "facts": {**self._load(), self._key: fact}}
-        _unwritten.pop((str(self._path), self._key), None)
+    def write(self, fact: Any) -> None:
+        """Keeps a fact. Warns where the folder cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(data).encode())
+            write_atomically(self._path, json.dumps(fact).encode())
         except OSError as error:
-            is_first = not _unwritten
-            _unwritten[str(self._path), self._key] = fact
-            return error if is_first else None
-        return None
+            warnings.warn(
+                f"what was found out about this model cannot be kept ({error}), so it is found out again before each"
+                " load; make that folder writable, or set MOEGGUF_HOME to another.",
+                stacklevel=2,
+            )

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass, field, replace
-from threading import Thread
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
@@ -71,26 +70,19 @@ class ControllerOptions:
         return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 
-@dataclass
 class LiveController:
-    """One model's controller. `controller` is None where the store decides by itself, by `native_policy`."""
+    """One model's controller. `controller` is None where the store decides by itself, by `native_policy`;
+    `policy_below` is that of slots in RAM, where a device computes. n_sequences: of the context."""
 
-    session: Session
-    artifacts: Artifacts
-    options: ControllerOptions
-    n_sequences: int = 1  # of the context
-    controller: Controller | None = field(init=False, default=None)
-    native_policy: str = field(init=False, default=LRU.name)
-    policy_below: str = field(init=False, default=LRU.name)  # of slots in RAM, where a device computes
-    choice: ControllerChoice = field(init=False, default_factory=ControllerChoice)
-    _measured: Measured | None = field(init=False, default=None)
-    _listening: bool = field(init=False, default=False)
-    _paused: bool = field(init=False, default=False)
-    _tight: bool = field(init=False, default=True)  # experts can be absent
-    _n_ended: int = field(init=False, default=0)  # requests
-    _writer: Thread | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
+    def __init__(self, session: Session, artifacts: Artifacts, options: ControllerOptions, n_sequences: int) -> None:
+        self.session, self.artifacts, self.options, self.n_sequences = session, artifacts, options, n_sequences
+        self.controller: Controller | None = None
+        self.native_policy = self.policy_below = LRU.name
+        self.choice = ControllerChoice()
+        self._measured: Measured | None = None
+        self._listening = self._paused = False
+        self._tight = True  # experts can be absent
+        self._n_ended = 0  # requests
         self._choose_tiers()
         if self.options.is_plain:
             return
@@ -192,23 +184,11 @@ class LiveController:
         controller.observe(event)
         ended = controller.history.finished
         if ended and self._keeps and isinstance(controller.predictor, EamcPredictor):
-            self._checkpoint(controller.shape, controller.predictor.eamcs, len(ended))
-
-    def _checkpoint(self, shape: MoeShape, eamcs: EamcPair, n_ended: int) -> None:
-        """Saves the collections after every CHECKPOINT_REQUESTS requests (MoE-Infinity, appendix B.2), on a thread of
-        its own: a killed process loses little. The event thread copies the counts only. While they are being written,
-        the next time is left out."""
-        before, self._n_ended = self._n_ended, self._n_ended + n_ended
-        is_due = self._n_ended // CHECKPOINT_REQUESTS > before // CHECKPOINT_REQUESTS
-        if not is_due or (self._writer is not None and self._writer.is_alive()):
-            return
-        states = eamcs.states()
-        self._writer = Thread(
-            target=lambda: self.artifacts.save_collection(shape, EamcPair.packed(states)),
-            name="moegguf-checkpoint",
-            daemon=True,
-        )
-        self._writer.start()
+            # Saved after each CHECKPOINT_REQUESTS (MoE-Infinity, appendix B.2): a killed process loses little.
+            before, self._n_ended = self._n_ended, self._n_ended + len(ended)
+            if self._n_ended // CHECKPOINT_REQUESTS > before // CHECKPOINT_REQUESTS:
+                states = EamcPair.packed(controller.predictor.eamcs.states())
+                self.artifacts.save_collection(controller.shape, states)
 
     @property
     def _keeps(self) -> bool:
@@ -290,8 +270,6 @@ class LiveController:
         self.session.listeners.remove(self)  # until here events may come
         controller, self.controller = self.controller, None
         self._listening = False
-        if self._writer is not None:
-            self._writer.join()
         if controller.n_events > 0 and self._keeps and isinstance(controller.predictor, EamcPredictor):
             learned = controller.predictor.learned(controller.history)
             self.artifacts.save_collection(controller.shape, learned.weights())

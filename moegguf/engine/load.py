@@ -31,7 +31,7 @@ from moegguf.models.catalog import find_model
 from moegguf.native.store import StoreOptions
 from moegguf.options import KV_CACHE_TYPES
 from moegguf.quantities import ExpertCache, parse_expert_cache
-from moegguf.settings import parse_choice, read_environment
+from moegguf.settings import parse_option, read_environment
 
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
@@ -205,14 +205,13 @@ def given_budgets(
             f" (n_gpu_layers {n_gpu_layers}, tensor_split {tensor_split}); take placement 'slots', or choose one GPU"
             f" (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
         )
-    one_of_several = len(devices) > 0 and choice == "auto" and mode == NO_SPLIT and name is None and len(gpus()) > 1
     return Budgets(
         parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache),
         vram,
         choice,
         n_gpu_layers=-1 if whole or n_gpu_layers is None else n_gpu_layers,
         tensor_split=None if tensor_split is None else tuple(tensor_split),
-        divided=not whole or one_of_several,
+        divided=not whole,
         refuses_cpu=n_gpu_layers is not None and choice != "cpu",
     )
 
@@ -224,7 +223,7 @@ def _asked(
     whether GPUs are to compute a part of the layers only."""
     environment, n_gpu_layers = read_environment(), options.get("n_gpu_layers")
     vram_cache = environment.vram_cache or None if vram_cache is None else vram_cache
-    choice = parse_choice("placement", environment.placement if placement is None else placement)
+    choice = parse_option("placement", environment.placement if placement is None else placement, "placement")
     if choice == "cpu" and n_gpu_layers:
         raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
     some_layers = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER

@@ -1,7 +1,7 @@
 """Memory that this process may still take, CPUs that it may use, read speed of the disk.
 
-Free memory is the least that /proc/meminfo and every level of every memory cgroup (v1 and v2, nested, mixed) allow.
-All files are read below `root`, so that tests can use a machine made of files.
+Free memory is the least that the machine has and every level of every memory cgroup (v1 and v2, nested, mixed) allows.
+Files of cgroups are read below `root`, so that tests can use a machine made of files.
 """
 
 from __future__ import annotations
@@ -101,13 +101,9 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines such as "MemTotal:  24684096 kB" or "inactive_file 4096" as {name: bytes}."""
-    table: dict[str, int] = {}
-    for line in _text(path).splitlines():
-        fields = line.replace(":", " ").split()
-        if len(fields) >= 2 and fields[1].isascii() and fields[1].isdigit():
-            table[fields[0]] = int(fields[1]) * (1024 if fields[-1] == "kB" else 1)
-    return table
+    """Lines such as "inactive_file 4096" as {name: bytes}."""
+    pairs = (line.partition(" ")[::2] for line in _text(path).splitlines())
+    return {name: int(value) for name, value in pairs if value.isascii() and value.isdigit()}
 
 
 def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
@@ -151,13 +147,8 @@ def _cgroup_free(version: int, folder: Path) -> int | None:
 
 def read_memory(root: Path = ROOT) -> Memory:
     """The memory this process may still take: the least of the machine's and every cgroup's."""
-    meminfo = _table(root / "proc/meminfo")
-    if "MemAvailable" in meminfo:
-        total, available = meminfo.get("MemTotal", 0), meminfo["MemAvailable"]
-    else:
-        virtual = psutil.virtual_memory()
-        total, available = int(virtual.total), int(virtual.available)
-    limited_by = MACHINE
+    machine = psutil.virtual_memory()
+    total, available, limited_by = int(machine.total), int(machine.available), MACHINE
     for version, folder in cgroup_levels("memory", root):
         free = _cgroup_free(version, folder)
         if free is not None and free < available:

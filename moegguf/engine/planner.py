@@ -58,13 +58,11 @@ def make_plan(
     kinds, reasons, placement = _allowed(budgets, plans, refused), list[str](), None
     found = plans[kinds[0]]
     if budgets.divided and budgets.choice == "auto" and kinds[0] != "cpu":
-        reasons.append(
-            "placement 'auto' is slots where layers are divided, or a GPU is chosen: no other one was compared"
-        )
+        reasons.append("placement 'auto' is slots where layers are divided: no other one was compared")
     elif speeds is not None and not budgets.divided:
         device_bytes = max(0, expert_bytes_on(layout, machine.devices[0], on_devices))
         hits = hits or published_curve(layout.n_expert, layout.n_expert_used)
-        placement = _compare(layout, plans, kinds, budgets.choice, speeds, hits, device_bytes)
+        placement = _compare(layout, plans, kinds, speeds, hits, device_bytes)
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
     reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[budgets.choice]]
@@ -112,7 +110,6 @@ def _compare(
     layout: ExpertLayout,
     plans: Mapping[Kind, Plan],
     allowed: Sequence[Kind],
-    choice: str,
     speeds: Speeds,
     hits: HitCurve,
     device_bytes: int,
@@ -126,8 +123,6 @@ def _compare(
         reason += f", against {format_speed(other.tokens_per_s)} with {other}"
     if "slots" in predicted:
         reason += f" (hit rates {hits.source})"
-    if choice != "auto":
-        reason += f"; placement {choice!r} was asked for"
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
     return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)

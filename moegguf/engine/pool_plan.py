@@ -148,8 +148,6 @@ class Pool:
         n_slots = min(n_total, n_held)
         beside = f" beside {format_bytes(self.staging_bytes)} for staging" if n_staged else ""
         reasons.append(f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{beside}")
-        if n_held > n_total:
-            reasons.append(f"the budget is cut to {format_bytes(n_total * size)}, all experts of the model")
         if n_slots < layout.n_expert_used:
             raise too_few(budget, n_slots, layout.n_expert_used, size)
         allowed, one_pass = self._allowed(n_slots), sizes.one_pass_tokens

@@ -1,7 +1,7 @@
 """Speeds of this machine with a model's own experts, by which its placements are compared: measured once, and kept.
 
 The CPU's, a device's, and those of the link between them are measured in place, by the native library. They are kept
-(`known_facts`) for the device, its driver, the number of threads and the file system that the model lies on.
+(`known_facts`) for the device, the number of threads and the file system that the model lies on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from moegguf.child import child_command, child_environment
@@ -40,7 +39,6 @@ GRAPH_SHARE = 0.85  # of the speed of experts' kernels alone that all of a model
 DISK_S = 0.15
 MEASURING_S = 120  # at most, of a process that does nothing else
 MOST_BLOCK_BYTES = 8 << 20
-DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"), Path("/proc/version"))
 SUPPOSED_LINK = Link(12e9)  # of a device that could not be measured: half of PCIe 4 x16
 SUPPOSED_MEMORY_BYTES_PER_S = 270e9  # the slowest card of those that were published
 MOST_READ_THREADS = 16  # of the memory read to suppose a speed
@@ -95,12 +93,11 @@ class KnownSpeeds:
         return None
 
     def _fact(self, device: Device) -> KnownFact:
-        drivers = [path.read_text(errors="replace") for path in DRIVERS if path.is_file()]
         file_system = 0
         with suppress(OSError):  # of a model of which only the headers are here
             file_system = self._layout.shards[0].path.stat().st_dev
-        about = [device.name, device.description, device.total_bytes, drivers, file_system]
-        return KnownFact("placements", self._layout, [*about, self._n_threads, self._repack])
+        about = [device.name, device.description, device.total_bytes, file_system, self._n_threads, self._repack]
+        return KnownFact("placements", self._layout, about)
 
     def _measure(self, device: Device) -> Speeds:
         layout = self._layout

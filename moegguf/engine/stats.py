@@ -15,19 +15,11 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-@dataclass(frozen=True)
-class TierStats:
-    """Cumulative figures of one tier: slots in the memory of a device (`name` "VRAM") or of the host ("RAM"), also
-    those with which the CPU computes the layers that a device leaves to it ("CPU").
+@dataclass(frozen=True, kw_only=True)
+class Lookups:
+    """Cumulative figures of slots. Bytes are those that came into them. `stall_s`: seconds that computing waited.
+    `slots_used`, `n_slots` and `pool_bytes`, of the slots in use, are present values, all others counters."""
 
-    `device`: ggml's name of what computes with the slots, or copies from them. Below another tier, a lookup is one that
-    missed there. Bytes are those that came into the slots, from wherever; sizes in bytes. `stall_s`: seconds that
-    computing waited; below, those in which something was still to be read from the file. `slots_used`, `n_slots` and
-    `pool_bytes`, of the slots in use, are present values, all others counters.
-    """
-
-    name: str
-    device: str = ""
     lookups: int = 0
     hits_ready: int = 0
     hits_late: int = 0
@@ -52,28 +44,35 @@ class TierStats:
 
 
 @dataclass(frozen=True)
-class Stats:
-    """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass; while every expert is
-    in memory, choices are not looked at, and those of several tokens count as distinct.
+class TierStats(Lookups):
+    """Figures of one tier: slots in the memory of a device (`name` "VRAM") or of the host ("RAM"), also those with
+    which the CPU computes the layers that a device leaves to it ("CPU").
 
-    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used`, `pool_bytes`, `staging_bytes` and
-    `n_threads`, those that compute, are present values, all others counters. Where layers compute on a device, look-ups
-    and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first. Prompts there are
-    staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which layers waited
-    `staging_stall_s`, that for reads behind the copies included. `draft_passes`: evaluations of a
-    sequence with a draft; `drafted_tokens`: their tokens, of which `accepted_tokens` were sampled, too. A prefetched
-    expert that was looked up counts as useful where all of it was there, and as late where some was still to come.
+    `device`: ggml's name of what computes with the slots, or copies from them. Below another tier, a lookup is one that
+    missed there, and `stall_s` the time in which something was still to be read from the file.
+    """
+
+    name: str
+    device: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(Lookups):
+    """Cumulative figures of one model, in seconds and bytes; `n_slots`, `slots_used`, `pool_bytes`, `n_experts`,
+    `staging_bytes` and `n_threads`, those that compute, are present values. A lookup is one distinct (layer, expert) in
+    one pass; while every expert is in memory, choices are not looked at, and those of several tokens count as distinct.
+    `hit_rate`: the share of lookups that found their expert there, or on its way.
+
+    Where layers compute on a device, look-ups and slots are those of its tier; `tiers` has the figures of each, the
+    nearest to the layers first. Prompts there are staged: `bytes_staged` were copied into tensors of `staging_bytes` in
+    `staging_copy_s`, of which layers waited `staging_stall_s`, that for reads behind the copies included.
+    `draft_passes`: evaluations of a sequence with a draft; `drafted_tokens`: their tokens, of which `accepted_tokens`
+    were sampled, too. A prefetched expert that was looked up counts as useful where all of it was there, and as late
+    where some was still to come.
     """
 
     tokens: int = 0
     passes: int = 0
-    lookups: int = 0
-    hits_ready: int = 0
-    hits_late: int = 0
-    misses: int = 0
-    evictions: int = 0
-    bytes_missed: int = 0
-    bytes_prefetched: int = 0
     reads: int = 0
     read_retries: int = 0
     read_errors: int = 0
@@ -84,15 +83,11 @@ class Stats:
     prefetch_wasted: int = 0
     prefetch_dropped: int = 0
     events_dropped: int = 0
-    stall_s: float = 0.0
     hook_s: float = 0.0
     read_s: float = 0.0
     upload_s: float = 0.0
     eval_s: float = 0.0
-    n_slots: int = 0
     n_experts: int = 0
-    slots_used: int = 0
-    pool_bytes: int = 0
     n_threads: int = 0
     staging_bytes: int = 0
     bytes_staged: int = 0
@@ -111,11 +106,6 @@ class Stats:
 
     def __sub__(self, earlier: Stats) -> Stats:
         return _combined(self, earlier, sub)
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of lookups that found their expert resident or in flight."""
-        return _ratio(self.hits_ready + self.hits_late, self.lookups)
 
     @property
     def in_vram(self) -> bool:

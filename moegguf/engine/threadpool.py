@@ -17,25 +17,12 @@ from moegguf.engine.machine import ProcessorUse
 from moegguf.errors import AllocationError
 from moegguf.native import library
 
-GGML_MAX_N_THREADS = 512
+PARAMS_BYTES = 1024  # of a struct ggml_threadpool_params (ggml.h), which ggml alone writes and reads: 528, or more
 PERIOD_S = 0.25  # between decisions; the system counts processor time in steps of 0.01 s
 IDLE_S = 0.25  # without a pass: what others did meanwhile says nothing about now
 MEMORY_S = 10.0  # a time per token is compared for so long, and then measured again
 GAIN = 0.95  # another number than the free processors suggest has to be faster by this factor
 LOWER_AT, RAISE_AT = 0.4, 0.25  # of a processor in use by others; between the two nothing changes
-
-
-class _Params(c.Structure):
-    """struct ggml_threadpool_params (ggml.h)."""
-
-    _fields_ = [
-        ("cpumask", c.c_bool * GGML_MAX_N_THREADS),
-        ("n_threads", c.c_int),
-        ("prio", c.c_int),
-        ("poll", c.c_uint32),
-        ("strict_cpu", c.c_bool),
-        ("paused", c.c_bool),
-    ]
 
 
 class Threadpool:
@@ -54,11 +41,11 @@ class Threadpool:
         llama.llama_attach_threadpool(context, single, batch)
 
     def _create(self, n_threads: int) -> int:
-        new = c.CFUNCTYPE(c.c_void_p, c.POINTER(_Params))(library.cpu_function("ggml_threadpool_new"))
-        base, params = c.CDLL(str(next(Path(library.find_library()).glob("libggml-base.*")))), _Params()
-        base.ggml_threadpool_params_init.argtypes = [c.POINTER(_Params), c.c_int]
-        base.ggml_threadpool_params_init(c.byref(params), n_threads)
-        pool: int | None = new(c.byref(params))
+        new = c.CFUNCTYPE(c.c_void_p, c.c_void_p)(library.cpu_function("ggml_threadpool_new"))
+        base = c.CDLL(str(next(Path(library.find_library()).glob("libggml-base.*"))))
+        params = c.create_string_buffer(PARAMS_BYTES)
+        base.ggml_threadpool_params_init(params, n_threads)
+        pool: int | None = new(c.addressof(params))
         if not pool:
             self.close()
             raise AllocationError(f"{n_threads} compute threads cannot be created; give a smaller n_threads.")

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,12 +107,8 @@ def try_first(
             reason, is_lasting = _run(_request(layout, tried, projector), waiting)
         except (AllocationError, ExpertIOError) as error:
             raise type(error)(f"{name}: {error}, or {again}.") from None
-        if is_lasting and (unwritten := verdict.write(reason)):
-            warnings.warn(
-                f"the verdict of a trial load cannot be written ({unwritten}), so each new process tries its models"
-                " again before it loads them; make that folder writable, or set MOEGGUF_HOME to another.",
-                stacklevel=2,
-            )
+        if is_lasting:
+            verdict.write(reason)
     if reason:
         raise ModelFormatError(f"{name}: {reason}; {NO_DAMAGE if reason.startswith(TOO_LONG) else again}.")
 

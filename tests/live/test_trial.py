@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +157,7 @@ def test_damaged_verdicts_and_those_of_another_library_do_not_count(
     load(tiny())
     [path] = verdicts()
     whole = path.read_bytes()
-    for damaged in (b"", b"{", b"[]", b'{"library": 1}', whole[:-9], whole.replace(b'""', b"17")):
+    for damaged in (b"", b"{", b"[]", whole[:-1], b"17"):
         path.write_bytes(damaged)
         assert trial.is_due(read_layout(tiny()), {}), damaged
     path.write_bytes(whole)
@@ -178,24 +177,16 @@ def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch:
     assert not trial.is_due(read_layout(tiny()), {}), "machines that share a home forget each other's verdicts"
 
 
-def test_verdicts_that_cannot_be_written_last_as_long_as_the_process(
+def test_verdicts_that_cannot_be_written_are_told_and_the_next_load_tries_again(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_facts, "_unwritten", {})
     folder().parent.mkdir(parents=True)
     folder().write_bytes(b"no folder")
-    with pytest.warns(UserWarning, match="cannot be written.*MOEGGUF_HOME"):
+    with pytest.warns(UserWarning, match="cannot be kept.*trials.*MOEGGUF_HOME"):
         load(tiny())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load(tiny("tiny-qwen3moe"))
     use(ABORT, monkeypatch)
-    load(tiny())
-    monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "again")
-    for _ in range(2):
-        with pytest.raises(ModelFormatError):
-            load(tiny())
-        monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "1")
+    with pytest.warns(UserWarning, match="cannot be kept"), pytest.raises(ModelFormatError):
+        load(tiny())
 
 
 def test_projectors_are_tried_too(tiny: TinyModel, projector: Callable[..., Path], load: Load, tmp_path: Path) -> None:
@@ -205,7 +196,7 @@ def test_projectors_are_tried_too(tiny: TinyModel, projector: Callable[..., Path
     write_file(replace(header, tensors=kept), bad)  # libmtmd reads the pointer that is not there
     load(tiny(), mmproj=good)
     [path] = verdicts()
-    assert list(json.loads(path.read_bytes())["facts"].values()) == [""]
+    assert json.loads(path.read_bytes()) == ""
     layout = read_layout(tiny())
     assert not trial.is_due(layout, {}, read_projector(good)) and trial.is_due(layout, {}, read_projector(bad))
     for _ in range(2):

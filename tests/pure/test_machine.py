@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from moegguf.engine import machine
@@ -32,9 +33,13 @@ V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,me
 class FakeMachine:
     """A root folder with 16 GiB of memory, 10 GiB of it free, and no cgroups yet."""
 
+    MEMORY = {"MemTotal": 16 << 20, "MemAvailable": 10 << 20} | dict.fromkeys(
+        ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab"), 1
+    )
+
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.write("proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable:  {10 << 20} kB\n")
+        self.write("proc/meminfo", "".join(f"{name}: {n} kB\n" for name, n in self.MEMORY.items()))
         self.write("proc/self/cgroup", "")
         self.write("proc/self/mountinfo", "")
 
@@ -58,7 +63,8 @@ class FakeMachine:
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeMachine:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "proc"))
     return FakeMachine(tmp_path)
 
 

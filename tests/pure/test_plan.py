@@ -65,7 +65,6 @@ def test_everything_fits_and_the_reason_counts_what_the_plan_counts(layout: Expe
         assert p.n_slots == 96 and p.resident and p.n_ubatch == 512 and not p.warnings
         assert p.budget_bytes == 96 * p.slot_bytes
         assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
-    assert any("cut to" in reason for reason in plan(layout, "1GiB").reasons)
     made = plan(layout, "auto")
     beside = made.total_bytes - made.budget_bytes
     assert made.compute_bytes > memory_needs(layout, made.n_ctx, made.n_ubatch).compute_bytes, "slots have work memory"
