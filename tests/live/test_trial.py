@@ -1,7 +1,9 @@
 """A model's first load begins with a trial in another process, whose end by a signal is a typed error."""
 
 import json
+import math
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import ggml_type
 from moegguf.processor import Processor
 from moegguf.settings import cache_folder
+from tools.models import write_projector
 from tools.mutants import read_header, write_file
 from tools.mutants.header import Item
 
@@ -203,6 +206,20 @@ def test_projectors_are_tried_too(tiny: TinyModel, projector: Callable[..., Path
         with pytest.raises(ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*SIGSEGV"):
             load(tiny(), mmproj=bad)
     load(tiny())
+
+
+@pytest.mark.parametrize(
+    ("key", "new"),
+    [("patch_size", struct.pack("<I", 1)), ("attention.layer_norm_epsilon", struct.pack("<f", math.nan))],
+)
+def test_a_header_on_which_libmtmd_aborts_ends_the_trial(
+    tiny: TinyModel, load: Load, tmp_path: Path, key: str, new: bytes
+) -> None:
+    path = write_projector(tmp_path / "mmproj-bad.gguf", "gemma3", 128)
+    before, name, after = path.read_bytes().partition(f"clip.vision.{key}".encode())
+    path.write_bytes(before + name + after[:4] + new + after[8:])
+    with pytest.raises(ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*ASSERT"):
+        load(tiny(), mmproj=path)
 
 
 def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
