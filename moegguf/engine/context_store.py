@@ -104,7 +104,7 @@ class KVBlocks:
 
     def __init__(self) -> None:
         self._library = library.load()
-        self._handle = self._library.moegguf_kv_blocks_open(0)  # the seed of digests
+        self._handle = self._library.moegguf_kv_blocks_open()
 
     def __enter__(self) -> KVBlocks:
         return self

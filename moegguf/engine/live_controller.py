@@ -98,7 +98,7 @@ class LiveController:
                     stacklevel=2,
                 )
         if self.controller is not None:
-            self.update(self.session.plan.n_slots)
+            self.update()
 
     def _build(self, plain: bool = False) -> None:
         """Makes what is chosen. Raises a MoeggufError, whatever fails."""
@@ -215,10 +215,9 @@ class LiveController:
             self._listen()
             controller.pause()
 
-    def update(self, n_slots: int) -> None:
-        """Listens while there is something to decide: call it when the pool got `n_slots` slots."""
-        info = self.session.store.info()
-        self._tight = not info["resident"] or n_slots < info["n_experts"]
+    def update(self) -> None:
+        """Listens while there is something to decide: call it when pools got another size."""
+        self._tight = not self.session.store.info()["resident"]
         self._listen()
 
     def _listen(self) -> None:

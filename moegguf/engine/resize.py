@@ -50,7 +50,7 @@ def set_budget(
             if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
                 _shorten_passes(llm, plan)
             if controller is not None and any(tier is Tier.COMPUTE for tier, _ in wanted):
-                controller.update(store.info()["n_slots_usable"] if on_device else wanted[EVERY_DEVICE])
+                controller.update()
 
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:

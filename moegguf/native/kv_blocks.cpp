@@ -50,10 +50,10 @@ struct Block {
 };
 
 // Its bytes go to their tensors.
-void fill(Block & block, uint64_t seed) {
+void fill(Block & block) {
     std::vector<uint8_t> chunk(chunk_bytes);
     XXH3_state_t digest;
-    XXH3_128bits_reset_withSeed(&digest, seed);
+    XXH3_128bits_reset(&digest);
     XXH3_128bits_update(&digest, block.prefix.data(), block.prefix.size());
     auto part = block.parts.begin();
     for (uint64_t at = block.begin; at < block.end;) {
@@ -79,9 +79,6 @@ void fill(Block & block, uint64_t seed) {
 } // namespace
 
 struct moegguf_kv_blocks {
-    explicit moegguf_kv_blocks(uint64_t seed) : seed(seed) {}
-
-    const uint64_t seed;
     std::vector<Block> blocks;
     std::unique_ptr<uint8_t[]> addresses; // of the last state, and never touched, so that they take no memory
 
@@ -101,7 +98,7 @@ thread_local moegguf_kv_blocks * current = nullptr; // llama.cpp takes a state o
 
 extern "C" {
 
-moegguf_kv_blocks * moegguf_kv_blocks_open(uint64_t seed) { return new (std::nothrow) moegguf_kv_blocks(seed); }
+moegguf_kv_blocks * moegguf_kv_blocks_open() { return new (std::nothrow) moegguf_kv_blocks; }
 
 void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks) {
     current = nullptr;
@@ -122,8 +119,7 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
         current = nullptr;
         std::vector<Block> & blocks = given(given_blocks).blocks;
         const auto fill_some = [&](size_t begin, size_t end) {
-            std::for_each(blocks.begin() + begin, blocks.begin() + end,
-                          [&](Block & block) { fill(block, given_blocks->seed); });
+            std::for_each(blocks.begin() + begin, blocks.begin() + end, fill);
         };
         // Halves, as neighbours lie in the same huge pages, which only one thread should touch first.
         const size_t middle = blocks.size() / 2;

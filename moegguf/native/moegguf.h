@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 22
+#define MOEGGUF_ABI_VERSION 23
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -464,10 +464,10 @@ struct moegguf_kv_block {
     size_t n_prefix;
     uint8_t digest[16];
 };
-// Blocks of KV cache that are read together; seed: of their digests. add: an address for llama_state_seq_set_data,
+// Blocks of KV cache that are read together. add: an address for llama_state_seq_set_data,
 // called next on the same thread, at which that finds the state. What it puts into tensors is written by fill, which
 // says how many of the first blocks have their digest; parts of others are zero then. Need no store.
-MOEGGUF_API moegguf_kv_blocks * moegguf_kv_blocks_open(uint64_t seed); // NULL: out of memory
+MOEGGUF_API moegguf_kv_blocks * moegguf_kv_blocks_open(void); // NULL: out of memory
 MOEGGUF_API void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks);
 MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct moegguf_kv_block * block,
                                       const void ** state);
