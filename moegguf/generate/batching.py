@@ -298,8 +298,9 @@ class BatchLoop:
             return []
         self._n_steps += 1
         with self._together():
-            for (answer, n), row in zip(evaluated, rows, strict=True):
-                self._advance(answer, n, row)
+            kept = [self._advance(*part, row) for part, row in zip(evaluated, rows, strict=True)]
+        for (answer, _), (n_new, goes_on) in zip(evaluated, kept, strict=True):  # once tokens are on their way
+            self._slots.keep(answer, n_new, goes_on=goes_on)
         return evaluated
 
     def _evaluate(self, parts: Sequence[Part]) -> tuple[list[Part], list[int]]:
@@ -358,9 +359,10 @@ class BatchLoop:
         self._is_full = True
         return True
 
-    def _advance(self, answer: BatchedAnswer, n_tokens: int, row: int) -> None:
+    def _advance(self, answer: BatchedAnswer, n_tokens: int, row: int) -> tuple[int, bool]:
         """After a pass with so many of its tokens: samples, and goes on after each token of the draft that is the one
-        sampled before it; the others leave the KV cache."""
+        sampled before it; the others leave the KV cache. How many are new there, and whether more of the prompt or the
+        answer follow."""
         slot, draft = answer.held, answer.draft
         is_prompt, n_done = not answer.generated, len(slot.tokens)
         slot.tokens += answer.context[n_done : n_done + n_tokens]
@@ -384,8 +386,7 @@ class BatchLoop:
                 self._slots.truncate(slot, len(slot.tokens))
             self._drafter.verified(answer, slot, n_accepted)
             answer.draft = ()
-        n_new = max(0, len(slot.tokens) - n_done)
-        self._slots.keep(answer, n_new, goes_on=not (is_prompt and answer.n_pending < 2))
+        return max(0, len(slot.tokens) - n_done), not (is_prompt and answer.n_pending < 2)
 
     def _sample(self, answer: BatchedAnswer, row: int) -> None:
         error = answer.sample(row, self._stats_now)
