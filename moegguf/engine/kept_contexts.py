@@ -48,7 +48,6 @@ Images = Sequence[ImageSpan]
 MakeRoom = Callable[[int], object]
 
 BLOCK_TOKENS = 64
-READ_TOGETHER = 64  # blocks
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
 MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
 WHOLE_STEP_TOKENS = 512  # between two whole states of a prompt; half of its tokens where these are more
@@ -232,20 +231,16 @@ class KeptContexts:
             return n_held
         if not self._context.truncate(wanted[0].begin, sequence):  # all or nothing
             wanted = [*blocks[:there], *rests]
-        begin, n_done = wanted[0].begin, 0
+        begin = wanted[0].begin
         make_room(wanted[-1].end - begin)
-        while n_done < len(wanted):
-            some = wanted[n_done : n_done + READ_TOGETHER]
-            with KVBlocks() as read:
-                n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add_part(read, sequence, part), some))
-                n_right = min(n_added, read.fill())
-            n_done += n_right
-            if n_right < len(some):
-                first_wrong = int(wanted[n_done].positions[0])
-                self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first_wrong, -1)
-                for unusable in wanted[n_done:]:  # so that they are written again
-                    self._store.delete(unusable.name)
-                break
+        with KVBlocks() as read:
+            n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add_part(read, sequence, part), wanted))
+            n_done = min(n_added, read.fill())
+        if n_done < len(wanted):
+            first_wrong = int(wanted[n_done].positions[0])
+            self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first_wrong, -1)
+            for unusable in wanted[n_done:]:  # so that they are written again
+                self._store.delete(unusable.name)
         self._pool.submit(self._store.touch, [part.name for part in wanted[:n_done]])
         return wanted[n_done - 1].end if n_done else begin
 

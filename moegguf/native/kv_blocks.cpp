@@ -13,15 +13,19 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <future>
 #include <memory>
+#include <mutex>
 
 using namespace moegguf;
 
 namespace {
 
 constexpr size_t chunk_bytes = 256u << 10; // still in a core's cache when they are digested and copied
+constexpr size_t n_together = 8; // blocks of one thread: neighbours lie in a huge page, which one should touch first
 
 struct Part { // of a state, for a tensor; it begins at `at` in the file
     ggml_tensor * tensor;
@@ -31,17 +35,14 @@ struct Part { // of a state, for a tensor; it begins at `at` in the file
 
 struct Block {
     explicit Block(const moegguf_kv_block & b)
-        : file(new Descriptor(open(b.path, O_RDONLY | O_CLOEXEC))),
+        : path(b.path),
           prefix((const uint8_t *)b.prefix, (const uint8_t *)b.prefix + b.n_prefix),
           begin(b.begin),
           end(b.begin + b.n_bytes) {
         memcpy(digest, b.digest, sizeof(digest));
-#ifdef POSIX_FADV_WILLNEED
-        posix_fadvise(file->fd, 0, 0, POSIX_FADV_WILLNEED); // llama.cpp looks at some bytes here and there first
-#endif
     }
 
-    std::unique_ptr<Descriptor> file;
+    std::string path;
     std::vector<uint8_t> prefix;
     uint64_t begin, end; // of the state in the file
     uint8_t digest[16];
@@ -52,13 +53,13 @@ struct Block {
 // Its bytes go to their tensors.
 void fill(Block & block) {
     std::vector<uint8_t> chunk(chunk_bytes);
+    const Descriptor file(open(block.path.c_str(), O_RDONLY | O_CLOEXEC));
     XXH3_state_t digest;
     XXH3_128bits_reset(&digest);
     XXH3_128bits_update(&digest, block.prefix.data(), block.prefix.size());
     auto part = block.parts.begin();
     for (uint64_t at = block.begin; at < block.end;) {
-        const ssize_t n =
-            pread(block.file->fd, chunk.data(), std::min(chunk_bytes, (size_t)(block.end - at)), (off_t)at);
+        const ssize_t n = pread(file.fd, chunk.data(), std::min(chunk_bytes, (size_t)(block.end - at)), (off_t)at);
         if (n <= 0) { return; }
         XXH3_128bits_update(&digest, chunk.data(), (size_t)n);
         const uint64_t next = at + (uint64_t)n;
@@ -79,8 +80,34 @@ void fill(Block & block) {
 } // namespace
 
 struct moegguf_kv_blocks {
-    std::vector<Block> blocks;
-    std::unique_ptr<uint8_t[]> addresses; // of the last state, and never touched, so that they take no memory
+    ~moegguf_kv_blocks() {
+        end([&] { return n_begun; });
+        if (filling.valid()) { filling.get(); }
+    }
+
+    void add(const moegguf_kv_block & block) {
+        auto opened = std::make_unique<Descriptor>(open(block.path, O_RDONLY | O_CLOEXEC));
+#ifdef POSIX_FADV_WILLNEED
+        posix_fadvise(opened->fd, 0, 0, POSIX_FADV_WILLNEED); // llama.cpp looks at some bytes here and there first
+#endif
+        if (block.n_bytes > n_addresses) { addresses.reset(new uint8_t[n_addresses = block.n_bytes]); }
+        file = std::move(opened);
+        const std::lock_guard<std::mutex> lock(mutex);
+        n_known = blocks.size();
+        blocks.emplace_back(block);
+        if (!filling.valid()) {
+            filling = std::async(std::launch::async | std::launch::deferred, [this] { fill_some(); });
+        } else if (n_known >= n_begun + n_together) {
+            changed.notify_one();
+        }
+    }
+
+    // Fills what is left, beside the other thread, and waits for that.
+    void fill_all() {
+        end([&] { return blocks.size(); });
+        fill_some();
+        if (filling.valid()) { filling.get(); }
+    }
 
     // Where n bytes at this address are in the last block's file; 0: it is no address of its state.
     uint64_t position(const void * address, size_t n) const {
@@ -88,6 +115,43 @@ struct moegguf_kv_blocks {
         const uintptr_t first = (uintptr_t)addresses.get(), here = (uintptr_t)address;
         return first <= here && here + n <= first + (block.end - block.begin) ? block.begin + (here - first) : 0;
     }
+
+    std::deque<Block> blocks;             // whose elements stay where they are
+    std::unique_ptr<Descriptor> file;     // of the last one
+    std::unique_ptr<uint8_t[]> addresses; // of its state, and never touched, so that they take no memory
+    size_t n_addresses = 0;
+
+  private:
+    // No more blocks are filled than these.
+    template <typename F>
+    void end(F n_blocks) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        n_known = n_blocks();
+        is_complete = true;
+        changed.notify_one();
+    }
+
+    // Fills blocks until there will be no more.
+    void fill_some() {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (true) {
+            changed.wait(lock, [&] { return is_complete || n_known >= n_begun + n_together; });
+            const size_t begin = n_begun, end = std::min(n_known, begin + n_together);
+            if (begin == end) { return; }
+            n_begun = end;
+            std::vector<Block *> some;
+            for (size_t i = begin; i < end; ++i) { some.push_back(&blocks[i]); }
+            lock.unlock();
+            for (Block * block : some) { fill(*block); }
+            lock.lock();
+        }
+    }
+
+    std::mutex mutex; // of what follows, and of the number of blocks
+    std::condition_variable changed;
+    size_t n_known = 0, n_begun = 0; // blocks whose parts are known, and those that a thread fills or has filled
+    bool is_complete = false;
+    std::future<void> filling; // the other thread
 };
 
 namespace {
@@ -107,8 +171,7 @@ void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks) {
 
 int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const moegguf_kv_block * block, const void ** state) {
     return guarded([&] {
-        given(blocks).blocks.emplace_back(given(block));
-        blocks->addresses.reset(new uint8_t[block->n_bytes]);
+        given(blocks).add(given(block));
         given(state) = blocks->addresses.get();
         current = blocks;
     });
@@ -117,16 +180,9 @@ int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const moegguf_kv_block * b
 int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) {
     return guarded([&] {
         current = nullptr;
-        std::vector<Block> & blocks = given(given_blocks).blocks;
-        const auto fill_some = [&](size_t begin, size_t end) {
-            std::for_each(blocks.begin() + begin, blocks.begin() + end, fill);
-        };
-        // Halves, as neighbours lie in the same huge pages, which only one thread should touch first.
-        const size_t middle = blocks.size() / 2;
-        auto first = std::async(std::launch::async | std::launch::deferred, fill_some, 0, middle);
-        fill_some(middle, blocks.size());
-        first.get();
-        for (const Block & block : blocks) {
+        moegguf_kv_blocks & all = given(given_blocks);
+        all.fill_all();
+        for (const Block & block : all.blocks) {
             for (const Part & part : block.parts) {
                 if (!block.is_right) { // a NaN in a cell that is not used makes others of it
                     ggml_backend_tensor_memset(part.tensor, 0, part.offset, part.n);
@@ -134,13 +190,14 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
             }
         }
         const auto wrong = [](const Block & block) { return !block.is_right; };
+        const auto & blocks = all.blocks;
         given(n_right) = (int32_t)(std::find_if(blocks.begin(), blocks.end(), wrong) - blocks.begin());
     });
 }
 
 bool moegguf_state_read(void * to, const void * at, size_t n) {
     const uint64_t position = current ? current->position(at, n) : 0;
-    if (position && pread(current->blocks.back().file->fd, to, n, (off_t)position) != (ssize_t)n) {
+    if (position && pread(current->file->fd, to, n, (off_t)position) != (ssize_t)n) {
         memset(to, 0, n); // the digest will not be right
     }
     return position != 0;
