@@ -164,9 +164,9 @@ class Llama(UpstreamLlama):
         try:
             self._loader = loader = Loader(load_plan, given, store, progress)
             self.session, self._closed = loader.session, False
-            loader.start_controller(chosen)
             kept = ContextStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
             recent = RecentExperts(self.session, kept) if kept and self.session else None
+            loader.start_controller(chosen)
             n_ubatch, base = load_plan.n_ubatch, super().__init__
             loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload)
             self.input_ids.fill(PLACEHOLDER)
