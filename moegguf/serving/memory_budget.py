@@ -28,6 +28,7 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.models.details import projector_of
 from moegguf.models.entry import ModelEntry
+from moegguf.native.slot_sizes import padded
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import LoadConfig
@@ -129,10 +130,11 @@ def _size(
         wanted = plan_with(here, budgets)
     except BudgetError:  # of the budgets themselves, or else `admit` says what is short
         wanted = plan_with(replace(here, memory=_memory(_UNLIMITED)), budgets)
-    least = wanted if not layout.is_moe else _least(layout, here, budgets, wanted)
+    slots = padded(layout, [gpu.name for gpu in here.devices if wanted.on_device])
+    least = wanted if not layout.is_moe else _least(slots, here, budgets, wanted)
     smaller = replace(
-        budgets, choice="slots" if wanted.on_device else "cpu", ram=_at_most(layout, budgets.ram),
-        vram=(_at_most(layout, budgets.vram[0]),),
+        budgets, choice="slots" if wanted.on_device else "cpu", ram=_at_most(slots, budgets.ram),
+        vram=(_at_most(slots, budgets.vram[0]),),
     )  # fmt: skip
 
     def plan_within(room: Room) -> Plan:
@@ -154,7 +156,7 @@ def _size(
 
 
 def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan) -> Plan:
-    """The plan that takes the least, on the device that `wanted` is on."""
+    """The plan that takes the least, on the device that `wanted` is on, for whose slots the layout is padded."""
     if (wanted.layers_on and budgets.choice == "layers") or (wanted.on_device and budgets.divided):
         return wanted
     one_slot, sizes = slot_bytes(layout), budgets.sizes

@@ -1,6 +1,7 @@
 """Which models are unloaded so that another fits, and when it has to wait."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -9,13 +10,18 @@ import pytest
 from gguf_builder import moe
 from hypothesis import given
 from hypothesis import strategies as st
+from own_process import in_own_process
 
 from moegguf.engine.cost import Speeds
+from moegguf.engine.devices import find_gpus
 from moegguf.engine.machine import Device, Memory
-from moegguf.engine.plan import Plan
+from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
+from moegguf.gguf.experts import read_layout
 from moegguf.models.sources import file_entry
+from moegguf.native.link_device import add_link_device
+from moegguf.native.slot_sizes import padded
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadOverrides
@@ -259,3 +265,21 @@ def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(path: Path) ->
     assert ample == (8 * 4096, 8 * one[1]) and one[0] == 4096, "a context of one sequence fits always"
     assert kv_tokens(64 * GIB, kv_tokens=10_000)[0] == 10_240
     assert kv_tokens(64 * GIB, kv_tokens=1 << 20)[0] == 8 * 4096, "no more than all can use"
+
+
+def least_on_a_padding_device(path: Path) -> None:
+    name = add_link_device(Link(1e9), memory_bytes=GIB, strict_seed=1)
+    (gpu,) = find_gpus(name)
+    layout = read_layout(path)
+    slot = slot_bytes(padded(layout, [name]))
+    assert slot > slot_bytes(layout)
+    for placement in ("slots", "auto"):
+        settings = Settings(n_ctx=512, loading={"placement": placement, "vram_cache": "50%"})
+        found = measure(file_entry(path, "path", "a"), LoadOverrides(), settings, GIB, gpu)
+        least = found.plan_within(found.minimum)
+        assert least.device == name and least.slot_bytes == slot and least.device_slots >= layout.n_expert_used
+
+
+@pytest.mark.parametrize("preset", ["tiny-mix", "tiny-qwen2moe"])
+def test_the_least_of_a_device_is_in_its_own_slots(preset: str, tiny: Callable[..., Path]) -> None:
+    in_own_process(least_on_a_padding_device, tiny(preset, "q4_k_m"))
