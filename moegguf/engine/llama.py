@@ -166,9 +166,8 @@ class Llama(UpstreamLlama):
             self.session, self._closed = loader.session, False
             kept = ContextStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
             recent = RecentExperts(self.session, kept) if kept and self.session else None
-            loader.start_controller(chosen)
             n_ubatch, base = load_plan.n_ubatch, super().__init__
-            loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload)
+            loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload, chosen)
             self.input_ids.fill(PLACEHOLDER)
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)

@@ -11,6 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ class Loader:
         self._bindings = library.llama_cpp()
         self._progress = progress
         self._ended_by: MoeggufError | None = None
+        self._deciding: Future[LiveController] | None = None
         self._callback: Any = self._bindings.llama_progress_callback(self._report)
         self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._repack, plan = store.repack, load_plan.plan
@@ -65,6 +67,9 @@ class Loader:
             self.session.store.hold_fill(True)  # until llama.cpp has read
 
     def _report(self, share: float, _user: int = 0) -> bool:
+        if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
+            self._ended_by = error  # before the first weight is read
+            return False
         try:
             if self._progress is not None and self._progress(share) is False:
                 self._ended_by = GenerationCancelled("loading was stopped by the progress callback.")
@@ -79,23 +84,13 @@ class Loader:
         if self._ended_by is not None:
             raise self._ended_by
 
-    def start_controller(self, options: ControllerOptions) -> None:
-        """Before the context exists: what decides on experts."""
-        session, load_plan = self.session, self.load_plan
-        if session is None:
-            return
-        self.controller = LiveController(session, self._artifacts, options, self.n_seq_max)
-        for warning in load_plan.plan.warnings:
-            warnings.warn(warning, stacklevel=3)
-
     def attach_model(self, params: c.Structure) -> None:
         """Sets the experts' buffer type and the progress callback in struct llama_model_params."""
         params.load_mtp = self.load_plan.layout.loads_heads
         params.use_extra_bufts = params.use_extra_bufts and self._repack
         if self.session is not None:
             self.session.attach_model(params)
-        if self._progress is not None:
-            params.progress_callback = self._callback
+        params.progress_callback = self._callback
         if self.load_plan.no_device:
             params.devices = c.addressof(self._no_devices)
 
@@ -111,9 +106,22 @@ class Loader:
         if self.session is not None:
             self.session.attach_context(params)
 
-    def read(self, construct: Callable[[], None], unload: Callable[[], None]) -> None:
-        """Has `construct` make llama.cpp's model and context. Where a device has no memory for these, again with fewer
-        slots, after `unload`."""
+    def read(self, construct: Callable[[], None], unload: Callable[[], None], options: ControllerOptions) -> None:
+        """Has `construct` make llama.cpp's model and context; while that reads headers and the vocabulary, what decides
+        on experts is made."""
+        session = self.session
+        if session is None:
+            self._construct(construct, unload)
+            return
+        for warning in self.load_plan.plan.warnings:
+            warnings.warn(warning, stacklevel=3)
+        with ThreadPoolExecutor(1, "moegguf-controller") as beside:
+            self._deciding = beside.submit(LiveController, session, self._artifacts, options, self.n_seq_max)
+            self._construct(construct, unload)
+        self.controller, self._deciding = self._deciding.result(), None
+
+    def _construct(self, construct: Callable[[], None], unload: Callable[[], None]) -> None:
+        """`construct`, and where a device has no memory for it, again with fewer slots, after `unload`."""
         while True:
             llama_log().forget()
             try:

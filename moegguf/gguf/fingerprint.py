@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 
 from moegguf.errors import ExpertIOError
-from moegguf.gguf.experts import ExpertLayout, RouterTensor, Shard
+from moegguf.gguf.experts import ExpertLayout, Shard
 
 HEX_DIGITS = 32
 _CHUNK_BYTES = 1 << 20
@@ -24,18 +24,13 @@ def fingerprint(layout: ExpertLayout) -> str:
 
     Raises ExpertIOError when the file cannot be read.
     """
+    digest = hashlib.sha256()
     sizes = (layout.hparams.n_embd, layout.n_vocab, layout.n_layer, layout.n_expert, layout.n_expert_used)
-    model = repr((layout.arch, *sizes, [layer.il for layer in layout.layers]))
-    return _router_digest(model, layout.shards, layout.routers)
-
-
-@functools.lru_cache(maxsize=16)
-def _router_digest(model: str, shards: tuple[Shard, ...], routers: tuple[RouterTensor, ...]) -> str:
-    digest = hashlib.sha256(model.encode())
-    for router in routers:
+    digest.update(repr((layout.arch, *sizes, [layer.il for layer in layout.layers])).encode())
+    for router in layout.routers:
         tensor = router.tensor
         digest.update(repr((router.il, tensor.ggml_type, tensor.shape)).encode())
-        _hash_bytes(digest, shards[router.shard].path, tensor.offset, tensor.n_bytes, repr(tensor.name))
+        _hash_bytes(digest, layout.shards[router.shard].path, tensor.offset, tensor.n_bytes, repr(tensor.name))
     return digest.hexdigest()[:HEX_DIGITS]
 
 

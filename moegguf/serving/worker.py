@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from io import BufferedReader
 from typing import Any
 
-from moegguf.controller.artifacts import Artifacts
 from moegguf.engine.llama import Llama
 from moegguf.engine.load import plan_here
 from moegguf.engine.vocabulary import to_utf8
@@ -153,13 +152,13 @@ class Worker:
         self._start_s = self._watched_until_s = time.monotonic()
 
     def run(self, expected: Sequence[str] = ()) -> None:
-        """Loads the model of the first message, then runs requests until the socket closes. expected: files that are
-        looked at before, while nobody waits: their headers, and what was measured of these models."""
+        """Loads the model of the first message, then runs requests until the socket closes. expected: files whose
+        headers are read before, while nobody waits."""
         lines = self._connection.makefile("rb")
         limited.start()
         for path in expected:
             with suppress(MoeggufError):
-                Artifacts(read_layout(path)).measured()
+                read_layout(path)
         first = lines.readline(wire.MAX_MESSAGE_BYTES)
         threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
