@@ -1,4 +1,4 @@
-"""The scheduler's callback as llama.cpp calls it, on the nodes of one layer with the ids and before its down matrices."""
+"""The scheduler's callback as llama.cpp calls it, on a layer's nodes with the ids and before its down matrices."""
 
 from fake_model import FakeModel, Open
 from product import Product, aborts, check_failure
