@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from batch_files import CHAT, Endpoint, entries, jsonl, request
@@ -153,41 +154,30 @@ async def test_a_server_that_ends_goes_on_where_it_stopped(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", ["validating", "finalizing", "cancelling"])
-def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, status: str) -> None:
-    async def run() -> None:
-        async with batches_in(tmp_path, Endpoint()) as found:
-            batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
-            await until(lambda: batch.counts.done == 1)
-            found._update(batch, status=status)
-        endpoint = Endpoint()
-        endpoint.released.set()
-        async with batches_in(tmp_path, endpoint) as found:
-            again = await ended(found, found.get(batch.id))
-            expected = {"validating": "completed", "finalizing": "completed", "cancelling": "cancelled"}[status]
-            assert again.status == expected
-            assert content(found, again.output_file_id)[0]["custom_id"] == "a"
-            assert "hi" not in endpoint.texts
-            assert left_in(tmp_path) == []
-
-    asyncio.run(run())
+async def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, status: str) -> None:
+    async with batches_in(tmp_path, Endpoint()) as found:
+        batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
+        await until(lambda: batch.counts.done == 1)
+        found._update(batch, status=status)
+    endpoint = Endpoint()
+    endpoint.released.set()
+    async with batches_in(tmp_path, endpoint) as found:
+        again = await ended(found, found.get(batch.id))
+        assert again.status == ("cancelled" if status == "cancelling" else "completed")
+        assert content(found, again.output_file_id)[0]["custom_id"] == "a"
+        assert "hi" not in endpoint.texts
+        assert left_in(tmp_path) == []
 
 
 async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
-    write, full = os.write, [True]
-
-    def limited(handle: int, data: Any) -> int:
-        if full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(handle, data)
-
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b")]))
-        monkeypatch.setattr(answers.os, "write", limited)
-        await until(lambda: len(endpoint.calls) > 4)
-        assert batch.status == "in_progress"
-        full[0] = False
+        with monkeypatch.context() as full:
+            full.setattr(answers.os, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+            await until(lambda: len(endpoint.calls) > 4)
+            assert batch.status == "in_progress"
         await ended(found, batch)
         assert (batch.status, batch.counts.completed) == ("completed", 2)
         assert len(content(found, batch.output_file_id)) == 2
@@ -312,10 +302,7 @@ async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, m
             await ended(found, batch)
         stored(found, [b"y" * 10_000])
 
-    def no_links(*_: object) -> None:
-        raise OSError(errno.EPERM, "no links")
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links")))
     async with batches_in(tmp_path / "other", endpoint, max_bytes=40_000) as found:
         input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):

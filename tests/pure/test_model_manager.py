@@ -7,7 +7,8 @@ import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_of, until
@@ -52,10 +53,7 @@ async def test_the_last_event_has_the_timing_and_the_manager_the_state(catalog: 
 async def test_a_budget_that_a_request_asks_for_is_its_own_error_and_one_of_the_server_is_not(
     catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> NoReturn:
-        raise BudgetError("it holds 1 experts")
-
-    monkeypatch.setattr(catalog, "measure", refuse)
+    monkeypatch.setattr(catalog, "measure", Mock(side_effect=BudgetError("it holds 1 experts")))
     async with manager_of(catalog) as manager:
         with pytest.raises(BudgetError, match="1 experts"):
             await manager.load("a")
