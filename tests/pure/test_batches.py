@@ -21,15 +21,7 @@ from moegguf.serving.batch.batches import FINAL, Batch, Batches
 from moegguf.serving.batch.files import DESCRIPTION_BYTES
 from moegguf.serving.clients import current_owner
 
-
-class Clock:
-    """Seconds since 1970, as the test sets them."""
-
-    def __init__(self) -> None:
-        self.s = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.s
+NOW_S = 1_800_000_000.0
 
 
 @asynccontextmanager
@@ -246,15 +238,15 @@ async def test_two_servers_do_not_have_one_folder_and_one_that_stores_nothing_le
 
 
 async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
-    clock = Clock()
-    async with batches_in(tmp_path, Endpoint(), now=clock) as found:
+    now = Mock(return_value=NOW_S)
+    async with batches_in(tmp_path, Endpoint(), now=now) as found:
         with found.files.new() as file:
             file.write(b"x")
             short = file.finish("short", "batch", 3600)
         long = stored(found, [b"y"])
         with found.files.new() as file:
             file.write(b"never finished")
-        clock.s += 3601
+        now.return_value += 3601
         with pytest.raises(UnknownIdError):
             found.files.get(short.id)
         assert [file.id for file in found.files.all()] == [long]
@@ -272,14 +264,14 @@ async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> 
 
 
 async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> None:
-    clock = Clock()
-    async with batches_in(tmp_path, Endpoint(), max_bytes=30_000, now=clock) as found:
+    now = Mock(return_value=NOW_S)
+    async with batches_in(tmp_path, Endpoint(), max_bytes=30_000, now=now) as found:
         with found.files.new() as file:
             file.write(b"x" * 20_000)
             file.finish("short", "batch", 3600)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 20_000])
-        clock.s += 3601
+        now.return_value += 3601
         long = stored(found, [b"y" * 20_000])
         assert [path.stem for path in (tmp_path / "batches" / "files").glob("*.data")] == [long]
 
