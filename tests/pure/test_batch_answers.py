@@ -54,6 +54,10 @@ async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "requests"]
     with requests_in(tmp_path / "requests", lines) as requests:
         counts = finished_counts(tmp_path / "answers", requests)
+        assert finished_counts(tmp_path / "others", requests) is None
+        (tmp_path / "answers").write_bytes(jsonl(found[:4]))
+        with pytest.raises(BatchFileError, match="not the answers"):
+            finished_counts(tmp_path / "answers", requests)
     assert (counts.completed, counts.failed, counts.output_tokens, counts.cached_tokens) == (2, 3, 6, 2)
 
 
@@ -129,20 +133,6 @@ async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkey
     found = await answered(tmp_path, lines, endpoint)
     assert not endpoint.calls and [entry["custom_id"] for entry in found] == [f"{i}" for i in range(10)]
     assert {json.dumps(entry) for entry in kept} <= {json.dumps(entry) for entry in found}
-
-
-def test_a_finished_file_is_known(tmp_path: Path) -> None:
-    target = tmp_path / "answers"
-    with requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests:
-        assert finished_counts(target, requests) is None
-        journal = journal_of(tmp_path, requests)
-        for line in reversed(requests.lines):
-            journal.append(line.number, response_entry(requests, line, 200, {}))
-        journal.finish(target)
-        assert finished_counts(target, requests) is not None
-        target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
-        with pytest.raises(BatchFileError, match="not the answers"):
-            finished_counts(target, requests)
 
 
 BAD: list[tuple[str, Any]] = [

@@ -7,7 +7,7 @@ import re
 import resource
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -328,23 +328,16 @@ def test_many_who_write_lose_nothing(tmp_path: Path) -> None:
         "for n in range(8): Catalog().copy('demo', f'{sys.argv[1]}-{n}')\n"
     )
     workers = [subprocess.Popen([sys.executable, "-c", code, f"p{n}"]) for n in range(3)]
-    faults: list[BaseException] = []
 
     def work(n: int) -> None:
-        try:
-            for i in range(8):
-                Catalog().copy("demo", f"t{n}-{i}")
-                if i % 2:
-                    Catalog().remove(f"t{n}-{i}")
-        except BaseException as error:
-            faults.append(error)
+        for i in range(8):
+            Catalog().copy("demo", f"t{n}-{i}")
+            if i % 2:
+                Catalog().remove(f"t{n}-{i}")
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [worker.wait(60) for worker in workers] == [0, 0, 0] and not faults
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert [worker.wait(60) for worker in workers] == [0, 0, 0]
     assert len(names("p")) == 24 and len(names("t")) == 16
 
 
