@@ -3,6 +3,7 @@ tell them apart, ubatch by ubatch, also in the last layer."""
 
 import ctypes as c
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -150,7 +151,7 @@ def test_announced_tokens_come_before_events_and_a_pass_knows_its_place(fake: Fa
 
 def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, simulate=True)
-    heard, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    heard, go_on = threading.Event(), threading.Event()
 
     def on_routing(event: RoutingEvent) -> None:
         heard.set()
@@ -161,16 +162,14 @@ def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel
     def events() -> None:
         for n in range(100):
             context.acquire(n % 4, [n % 8, (n + 1) % 8])
-        done.set()
 
-    thread = threading.Thread(target=events)
-    thread.start()
-    assert heard.wait(30)
-    assert not done.is_set()
-    go_on.set()
-    store.listen()
-    thread.join(10)
-    assert done.is_set()
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(events)
+        assert heard.wait(30)
+        assert not sent.done()
+        go_on.set()
+        store.listen()
+        sent.result(10)
 
 
 def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_store: Open) -> None:
