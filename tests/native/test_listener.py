@@ -27,6 +27,7 @@ CAPACITY = 4096  # events of the ring, native/events.h
 
 
 def test_events_come_in_order_with_the_experts_chosen_on_their_own_thread(fake: FakeModel, open_store: Open) -> None:
+    """Where callbacks may ask the store and tell it what to do."""
     store, context = open_store(fake, 8)
     seen: list[tuple[int, int, list[int]]] = []
     threads: set[int] = set()
@@ -34,6 +35,8 @@ def test_events_come_in_order_with_the_experts_chosen_on_their_own_thread(fake: 
     def on_routing(event: RoutingEvent) -> None:
         seen.append((event.pass_, event.il, event.expert_ids.ravel().tolist()))
         threads.add(threading.get_ident())
+        store.set_scores(store.residency().astype(np.float32))
+        store.prefetch([(event.il + 1) % 4] * 2, [0, 1])
 
     store.listen(on_routing=on_routing)
     rng = np.random.default_rng(0)
@@ -43,7 +46,9 @@ def test_events_come_in_order_with_the_experts_chosen_on_their_own_thread(fake: 
         context.acquire(n % 4, ids)
         sent.append((n // 4 + 1, n % 4, ids.ravel().tolist()))
     store.listen()  # returns after the last callback
+    store.raise_callback_error()
     assert seen == sent
+    assert store.counters()["prefetch_requested"] == 2 * len(sent)
     assert len(threads) == 1
     assert threading.get_ident() not in threads
     assert store.counters()["events_dropped"] == 0
