@@ -64,11 +64,12 @@ class Product:
         self.ids = self._base.ggml_new_tensor_2d(c.c_void_p(self._context), I32, c.c_int64(n_used), c.c_int64(n_tokens))
         self._base.ggml_set_name(c.c_void_p(self.ids), b"ffn_moe_slot_ids-0")
         pool = library.load().moegguf_pool_tensor(w, self.ids)
-        self._out = self._base.ggml_mul_mat_id(
+        self.out = self._base.ggml_mul_mat_id(
             c.c_void_p(self._context), c.c_void_p(pool), c.c_void_p(self._x), c.c_void_p(self.ids)
         )
+        self._base.ggml_set_name(c.c_void_p(self.out), b"ffn_moe_down_in-0")  # as what down matrices multiply
         self._graph = self._base.ggml_new_graph(c.c_void_p(self._context))
-        self._base.ggml_build_forward_expand(c.c_void_p(self._graph), c.c_void_p(self._out))
+        self._base.ggml_build_forward_expand(c.c_void_p(self._graph), c.c_void_p(self.out))
         self._buffer = allocate(c.c_void_p(self._context), c.c_void_p(self._base.ggml_backend_cpu_buffer_type()))
         self._set(self._x, np.asarray(x, np.float32))
         self._set(self.ids, ids)
@@ -79,6 +80,16 @@ class Product:
         self._base.ggml_backend_tensor_set(
             c.c_void_p(tensor), values.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(values.nbytes)
         )
+
+    def _get(self, tensor: int, into: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        self._base.ggml_backend_tensor_get(
+            c.c_void_p(tensor), into.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(into.nbytes)
+        )
+        return into
+
+    def slot_ids(self) -> npt.NDArray[np.int32]:
+        """[n_tokens][n_used]: the router's choice, and once that is acquired its slots."""
+        return self._get(self.ids, np.empty(self._shape[:2], np.int32))
 
     def set_ids(self, expert_ids: npt.ArrayLike) -> None:
         """The router's choice anew: acquire replaces it by slots."""
@@ -91,11 +102,7 @@ class Product:
     def compute(self) -> bytes:
         """The product's bits, [n_tokens][n_used][ne1]."""
         self._base.ggml_backend_graph_compute(c.c_void_p(self._backend), c.c_void_p(self._graph))
-        out = np.zeros(self._shape, np.float32)
-        self._base.ggml_backend_tensor_get(
-            c.c_void_p(self._out), out.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(out.nbytes)
-        )
-        return out.tobytes()
+        return self._get(self.out, np.zeros(self._shape, np.float32)).tobytes()
 
     def close(self) -> None:
         self._base.ggml_backend_free(c.c_void_p(self._backend))

@@ -131,25 +131,17 @@ def test_a_store_that_cannot_be_is_refused(
         Store(make_model(tmp_path, n_used=n_used).layout, n_slots, replace(QUIET, **options))
 
 
-@pytest.mark.parametrize(
-    ("il", "ids", "words"),
-    [
-        *((2, ids, "of 8") for ids in ([-1, 0], [0, 8], [1 << 30, 0], [-(1 << 31), 1], [[0, 1], [2, 8]])),
-        *((il, [0, 1], "layer without experts") for il in (-1, 1, 4, 1 << 30)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("il", [-1, 1, 4, 1 << 30])
 @pytest.mark.parametrize("n_slots", [4, 24], ids=["shared", "resident"])
-def test_an_expert_or_a_layer_that_does_not_exist_ends_the_pass_and_the_next_one_works(
-    tmp_path: Path, open_store: Open, n_slots: int, il: int, ids: list[int], words: str
+def test_a_layer_without_experts_ends_the_pass_and_the_next_one_works(
+    tmp_path: Path, open_store: Open, n_slots: int, il: int
 ) -> None:
     fake = make_model(tmp_path, dense_layers=[1])
     store, context = open_store(fake, n_slots)
     fake.acquire(store, context, 0, [0, 1])
-    with pytest.raises(MoeggufError, match=words):
-        context.acquire(il, ids)
-    failure = context.take_failure()
-    assert failure is not None and (words != "of 8" or failure.status == abi.ROUTING)
+    with pytest.raises(MoeggufError, match="layer without experts"):
+        context.acquire(il, [0, 1])
+    assert context.take_failure() is not None
     fake.token(store, context, [0, 1])
 
 

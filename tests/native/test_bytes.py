@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -34,35 +34,16 @@ MIXED: tuple[Types, ...] = (
 )
 
 
-class Meddler(threading.Thread):
+def meddle(store: Store, seed: int, over: threading.Event) -> None:
     """Writes random scores, changes the policy and asks for random experts, existing or not, until told to stop."""
-
-    def __init__(self, store: Store, seed: int) -> None:
-        super().__init__()
-        self.store, self.rng, self.error = store, np.random.default_rng(seed), None
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        try:
-            while not self.over.wait(0.0005):
-                self.store.set_scores(self.rng.random(self.store.shape) if self.rng.random() < 0.8 else None)
-                if self.rng.random() < 0.2:
-                    self.store.set_policy(str(self.rng.choice(("lru", "slru", "lfu-decay", "next-use"))))
-                wanted = self.rng.integers(-1, [[N_LAYER + 1], [N_EXPERT + 1]], (2, 6))
-                self.store.prefetch(wanted[0], wanted[1])
-                self.store.residency()
-        except Exception as error:
-            self.error = error
-
-    def __enter__(self) -> Meddler:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.over.set()
-        self.join()
-        if self.error is not None:
-            raise self.error
+    rng = np.random.default_rng(seed)
+    while not over.wait(0.0005):
+        store.set_scores(rng.random(store.shape) if rng.random() < 0.8 else None)
+        if rng.random() < 0.2:
+            store.set_policy(str(rng.choice(("lru", "slru", "lfu-decay", "next-use"))))
+        wanted = rng.integers(-1, [[N_LAYER + 1], [N_EXPERT + 1]], (2, 6))
+        store.prefetch(wanted[0], wanted[1])
+        store.residency()
 
 
 def routing(rng: np.random.Generator, most: int) -> npt.NDArray[np.int32]:
@@ -77,12 +58,17 @@ def test_random_routing_among_random_prefetches_and_scores_gets_the_files_bytes(
     fake: FakeModel, open_store: Open, n_slots: int, switches: dict[str, Any]
 ) -> None:
     store, context = open_store(fake, n_slots, **switches)
-    rng = np.random.default_rng(n_slots)
-    with Meddler(store, n_slots):
-        for n in range(160):
-            il = n % N_LAYER
-            fake.acquire(store, context, il, routing(rng, n_slots))
-            store.prefetch([(il + 1) % N_LAYER] * 3, rng.permutation(N_EXPERT)[:3])
+    rng, over = np.random.default_rng(n_slots), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        meddler = pool.submit(meddle, store, n_slots, over)
+        try:
+            for n in range(160):
+                il = n % N_LAYER
+                fake.acquire(store, context, il, routing(rng, n_slots))
+                store.prefetch([(il + 1) % N_LAYER] * 3, rng.permutation(N_EXPERT)[:3])
+        finally:
+            over.set()
+    meddler.result()
     store.drain(10)
     counters = store.counters()
     check_counters(counters, n_slots)

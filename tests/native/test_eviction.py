@@ -24,13 +24,9 @@ def there(store: Store, il: int = 0) -> set[int]:
     return set(np.flatnonzero(store.residency()[il] == 2).tolist())
 
 
-def scores(**by_expert: float) -> list[list[float]]:
-    return [[by_expert.get(f"e{expert}", 0.0) for expert in range(8)]]
-
-
 def test_scores_that_are_not_numbers_count_as_zero(layer: FakeModel, open_store: Open) -> None:
     store, context = open_store(layer, 4)
-    store.set_scores(scores(e0=float("nan"), e1=float("inf"), e2=1, e3=-float("inf")))
+    store.set_scores([[np.nan, np.inf, 1, -np.inf, 0, 0, 0, 0]])
     for chosen in ([3, 2], [1, 0], [4, 5]):
         layer.acquire(store, context, 0, chosen)
     assert there(store) == {0, 2, 4, 5}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes as c
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import F16, IQ4_NL, MXFP4, Q4_0, Q8_0, Open, Types, make_model
-from product import F32, N_THREADS, InitParams, Product, load
+from product import N_THREADS, Product
+
+from tools.width_check import Ggml
 
 TYPES = {"q4_0": Q4_0, "q8_0": Q8_0, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}
 
@@ -55,33 +55,9 @@ OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.d
 
 def computed(operation: str, x: npt.NDArray[np.float32], y: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """ggml's result for x [n_tokens, n_rows, n] and y [n_tokens, n_rows, 1 or n]."""
-    base = load("ggml-base", (
-        "ggml_init", "ggml_new_tensor_3d", "ggml_new_graph", f"ggml_{operation}", "ggml_backend_cpu_buffer_type",
-        "ggml_backend_alloc_ctx_tensors_from_buft",
-    ))  # fmt: skip
-    cpu = load("ggml-cpu", ("ggml_backend_cpu_init",))
-    context = c.c_void_p(base.ggml_init(InitParams(1 << 20, None, True)))
-
-    def tensor(values: npt.NDArray[np.float32]) -> Any:
-        return c.c_void_p(base.ggml_new_tensor_3d(context, F32, *(c.c_int64(n) for n in reversed(values.shape))))
-
-    inputs = [(tensor(values), values) for values in (x, y)]
-    result = c.c_void_p(getattr(base, f"ggml_{operation}")(context, inputs[0][0], inputs[1][0]))
-    graph = c.c_void_p(base.ggml_new_graph(context))
-    base.ggml_build_forward_expand(graph, result)
-    buffer_type = c.c_void_p(base.ggml_backend_cpu_buffer_type())
-    buffer = c.c_void_p(base.ggml_backend_alloc_ctx_tensors_from_buft(context, buffer_type))
-    for into, values in inputs:
-        pointer = values.ctypes.data_as(c.c_void_p)
-        base.ggml_backend_tensor_set(into, pointer, c.c_size_t(0), c.c_size_t(values.nbytes))
-    backend = c.c_void_p(cpu.ggml_backend_cpu_init())
-    cpu.ggml_backend_cpu_set_n_threads(backend, N_THREADS)
-    base.ggml_backend_graph_compute(backend, graph)
-    out = np.empty(x.shape, np.float32)
-    base.ggml_backend_tensor_get(result, out.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(out.nbytes))
-    base.ggml_backend_free(backend)
-    base.ggml_backend_buffer_free(buffer)
-    base.ggml_free(context)
+    graph = Ggml(N_THREADS).graph()
+    out = graph.compute(graph.op(operation, graph.array(x), graph.array(y)), x.shape)
+    graph.close()
     return out
 
 

@@ -4,9 +4,9 @@ Times are only bounded from below: a copy may be late on a busy machine, and is 
 """
 
 import ctypes as c
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +157,8 @@ def copy_times() -> list[float]:
     first, second, stream = rig.tensor(n_bytes), rig.tensor(n_bytes), rig.backend()
 
     def both(*calls: tuple[str, int, int]) -> None:
-        threads = [threading.Thread(target=rig.call, args=(*call, 0, n_bytes)) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda call: rig.call(*call, 0, n_bytes), calls))
 
     def one_after_another() -> None:
         for tensor in (first, second):

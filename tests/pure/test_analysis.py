@@ -67,17 +67,6 @@ def test_all_is_every_available_name_and_warns_about_the_others(analysis: Study)
         assert set(analysis.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
 
 
-def test_a_predictor_of_inputs_needs_them_in_the_trace(analysis: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reader:
-        needs_inputs = True
-
-    monkeypatch.setattr("moegguf.trace.analysis.make_predictor", lambda *_: Reader())
-    assert analysis.predictors(["skip"]) == ["skip"]
-    without = replace(analysis, trace=replace(analysis.trace, inputs=None))
-    with pytest.raises(OptionError, match=r"'skip' reads .* record the trace with --inputs"):
-        without.predictors(["skip"])
-
-
 def test_scores_come_one_predictor_after_the_other(analysis: Study) -> None:
     reported: list[tuple[str, float]] = []
     names, link = ["previous-token", "none"], LinkModel(1e9, 5, 100)

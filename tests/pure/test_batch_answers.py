@@ -2,11 +2,7 @@
 
 import errno
 import json
-import math
 import os
-import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,6 @@ import pytest
 from batch_files import CHAT, Endpoint, entries, jsonl, request, requests_in
 
 from moegguf import atomic_write
-from moegguf.child import child_environment
 from moegguf.errors import BatchFileError, StorageError
 from moegguf.serving.batch import answers
 from moegguf.serving.batch.answers import (
@@ -25,8 +20,6 @@ from moegguf.serving.batch.answers import (
     open_journal,
     response_entry,
 )
-
-PROGRAM = Path(__file__).resolve().parents[1] / "answer_batch.py"
 
 
 def journal_of(tmp_path: Path, requests: Requests) -> Journal:
@@ -61,6 +54,10 @@ async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "requests"]
     with requests_in(tmp_path / "requests", lines) as requests:
         counts = finished_counts(tmp_path / "answers", requests)
+        assert finished_counts(tmp_path / "others", requests) is None
+        (tmp_path / "answers").write_bytes(jsonl(found[:4]))
+        with pytest.raises(BatchFileError, match="not the answers"):
+            finished_counts(tmp_path / "answers", requests)
     assert (counts.completed, counts.failed, counts.output_tokens, counts.cached_tokens) == (2, 3, 6, 2)
 
 
@@ -87,46 +84,6 @@ async def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path: Path) 
             assert list(again.answered) == [1, 2, 3][:n_whole]
             assert journal.path.stat().st_size == ([0, *ends][n_whole])
             again.close()
-
-
-def size_of(path: Path) -> float:
-    """Bytes of a file; inf of one that is gone."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return math.inf
-
-
-def test_a_process_that_is_killed_anywhere_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    lines = [request(f"{i}", "0123456789"[i % 10]) for i in range(400)]
-    with requests_in(tmp_path / "r.jsonl", lines) as requests:
-        fingerprint = requests.fingerprint
-    target, partial, n_kills = tmp_path / "a.jsonl", tmp_path / "a.partial", 0
-    environment = child_environment(PYTHONPATH=os.pathsep.join([str(PROGRAM.parent), *sys.path]))
-    draw = random.Random(7)
-    seen: dict[str, bytes] = {}  # what was on disk, whole, after a kill
-    while not target.exists():
-        process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(tmp_path / "r.jsonl"), str(target)],
-            env=environment,
-            stdout=subprocess.PIPE,
-        )
-        with process:
-            assert process.stdout and process.stdout.readline()
-            wanted = size_of(partial) + draw.randrange(3_000_000)
-            while process.poll() is None and size_of(partial) < wanted:
-                pass
-            n_kills += process.poll() is None
-            process.kill()
-        if partial.exists() and not target.exists():
-            now = {line[:60].decode(): line for line in partial.read_bytes().splitlines(keepends=True)[:-1]}
-            assert all(now[key] == line for key, line in seen.items())
-            seen = now
-    found = entries(target)
-    assert n_kills >= 1
-    assert [entry["custom_id"] for entry in found] == [f"{i}" for i in range(400)]
-    assert [entry["id"] for entry in found] == [f"batch_req_{fingerprint}_{i + 1}" for i in range(400)]
-    assert all(entry["response"]["body"]["text"] == "0123456789"[i % 10] * 20_000 for i, entry in enumerate(found))
 
 
 def test_answers_to_other_requests_are_refused_and_kept(tmp_path: Path) -> None:
@@ -176,20 +133,6 @@ async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkey
     found = await answered(tmp_path, lines, endpoint)
     assert not endpoint.calls and [entry["custom_id"] for entry in found] == [f"{i}" for i in range(10)]
     assert {json.dumps(entry) for entry in kept} <= {json.dumps(entry) for entry in found}
-
-
-def test_a_finished_file_is_known(tmp_path: Path) -> None:
-    target = tmp_path / "answers"
-    with requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests:
-        assert finished_counts(target, requests) is None
-        journal = journal_of(tmp_path, requests)
-        for line in reversed(requests.lines):
-            journal.append(line.number, response_entry(requests, line, 200, {}))
-        journal.finish(target)
-        assert finished_counts(target, requests) is not None
-        target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
-        with pytest.raises(BatchFileError, match="not the answers"):
-            finished_counts(target, requests)
 
 
 BAD: list[tuple[str, Any]] = [

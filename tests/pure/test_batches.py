@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from batch_files import CHAT, Endpoint, entries, jsonl, request
@@ -20,15 +21,7 @@ from moegguf.serving.batch.batches import FINAL, Batch, Batches
 from moegguf.serving.batch.files import DESCRIPTION_BYTES
 from moegguf.serving.clients import current_owner
 
-
-class Clock:
-    """Seconds since 1970, as the test sets them."""
-
-    def __init__(self) -> None:
-        self.s = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.s
+NOW_S = 1_800_000_000.0
 
 
 @asynccontextmanager
@@ -153,41 +146,30 @@ async def test_a_server_that_ends_goes_on_where_it_stopped(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", ["validating", "finalizing", "cancelling"])
-def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, status: str) -> None:
-    async def run() -> None:
-        async with batches_in(tmp_path, Endpoint()) as found:
-            batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
-            await until(lambda: batch.counts.done == 1)
-            found._update(batch, status=status)
-        endpoint = Endpoint()
-        endpoint.released.set()
-        async with batches_in(tmp_path, endpoint) as found:
-            again = await ended(found, found.get(batch.id))
-            expected = {"validating": "completed", "finalizing": "completed", "cancelling": "cancelled"}[status]
-            assert again.status == expected
-            assert content(found, again.output_file_id)[0]["custom_id"] == "a"
-            assert "hi" not in endpoint.texts
-            assert left_in(tmp_path) == []
-
-    asyncio.run(run())
+async def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, status: str) -> None:
+    async with batches_in(tmp_path, Endpoint()) as found:
+        batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
+        await until(lambda: batch.counts.done == 1)
+        found._update(batch, status=status)
+    endpoint = Endpoint()
+    endpoint.released.set()
+    async with batches_in(tmp_path, endpoint) as found:
+        again = await ended(found, found.get(batch.id))
+        assert again.status == ("cancelled" if status == "cancelling" else "completed")
+        assert content(found, again.output_file_id)[0]["custom_id"] == "a"
+        assert "hi" not in endpoint.texts
+        assert left_in(tmp_path) == []
 
 
 async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
-    write, full = os.write, [True]
-
-    def limited(handle: int, data: Any) -> int:
-        if full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(handle, data)
-
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b")]))
-        monkeypatch.setattr(answers.os, "write", limited)
-        await until(lambda: len(endpoint.calls) > 4)
-        assert batch.status == "in_progress"
-        full[0] = False
+        with monkeypatch.context() as full:
+            full.setattr(answers.os, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+            await until(lambda: len(endpoint.calls) > 4)
+            assert batch.status == "in_progress"
         await ended(found, batch)
         assert (batch.status, batch.counts.completed) == ("completed", 2)
         assert len(content(found, batch.output_file_id)) == 2
@@ -256,15 +238,15 @@ async def test_two_servers_do_not_have_one_folder_and_one_that_stores_nothing_le
 
 
 async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
-    clock = Clock()
-    async with batches_in(tmp_path, Endpoint(), now=clock) as found:
+    now = Mock(return_value=NOW_S)
+    async with batches_in(tmp_path, Endpoint(), now=now) as found:
         with found.files.new() as file:
             file.write(b"x")
             short = file.finish("short", "batch", 3600)
         long = stored(found, [b"y"])
         with found.files.new() as file:
             file.write(b"never finished")
-        clock.s += 3601
+        now.return_value += 3601
         with pytest.raises(UnknownIdError):
             found.files.get(short.id)
         assert [file.id for file in found.files.all()] == [long]
@@ -282,14 +264,14 @@ async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> 
 
 
 async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> None:
-    clock = Clock()
-    async with batches_in(tmp_path, Endpoint(), max_bytes=30_000, now=clock) as found:
+    now = Mock(return_value=NOW_S)
+    async with batches_in(tmp_path, Endpoint(), max_bytes=30_000, now=now) as found:
         with found.files.new() as file:
             file.write(b"x" * 20_000)
             file.finish("short", "batch", 3600)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 20_000])
-        clock.s += 3601
+        now.return_value += 3601
         long = stored(found, [b"y" * 20_000])
         assert [path.stem for path in (tmp_path / "batches" / "files").glob("*.data")] == [long]
 
@@ -312,10 +294,7 @@ async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, m
             await ended(found, batch)
         stored(found, [b"y" * 10_000])
 
-    def no_links(*_: object) -> None:
-        raise OSError(errno.EPERM, "no links")
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links")))
     async with batches_in(tmp_path / "other", endpoint, max_bytes=40_000) as found:
         input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):

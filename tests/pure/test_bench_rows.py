@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_machine import GIB, V1_MOUNT, V2_MOUNT
 
 from moegguf.bench import memory_limit as limits
 from moegguf.bench.memory_limit import LimitError, cached_bytes, drop_page_cache, make_group, memory_limit
@@ -188,10 +189,7 @@ def test_what_was_killed_is_not_run_again() -> None:
     assert "  killed by the memory limit" in said
 
 
-# --- rows
-
-
-# --- formats
+# --- rows and formats
 
 
 def test_markdown_also_of_synthetic_routing_and_of_policies() -> None:
@@ -231,11 +229,6 @@ def test_csv_can_be_read_back_and_json_and_jsonl_say_the_same() -> None:
     assert list(objects[0])[: len(FIELDS)] == list(FIELDS)
     assert objects[0]["samples_ns"] == [5 * 10**8, 5 * 10**8, 10**9, 10**9]
     assert objects[3]["against"]["mmap"]["ratio"] == 7.0
-
-
-GIB = 1 << 30
-V2_MOUNT = "30 23 0:27 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
-V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
 
 
 def write(path: Path, text: str) -> None:

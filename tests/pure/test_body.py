@@ -148,35 +148,32 @@ def test_an_unknown_option_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "temprature" in caplog.text
 
 
-def test_all_bodies_together_are_bounded_until_their_requests_end() -> None:
-    async def scenario() -> None:
-        go, most = asyncio.Event(), 3 << 20
+async def test_all_bodies_together_are_bounded_until_their_requests_end() -> None:
+    go, most = asyncio.Event(), 3 << 20
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await read_bytes(Request(scope, receive, send))
-            await go.wait()
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_bytes(Request(scope, receive, send))
+        await go.wait()
 
-        bodies = Bodies(app, most)
+    bodies = Bodies(app, most)
 
-        def request(n_bytes: int) -> asyncio.Task[None]:
-            parts = iter([b"x" * (n_bytes // 2)] * 2)
+    def request(n_bytes: int) -> asyncio.Task[None]:
+        parts = iter([b"x" * (n_bytes // 2)] * 2)
 
-            async def receive() -> dict[str, Any]:
-                part = next(parts, None)
-                return {"type": "http.request", "body": part or b"", "more_body": part is not None}
+        async def receive() -> dict[str, Any]:
+            part = next(parts, None)
+            return {"type": "http.request", "body": part or b"", "more_body": part is not None}
 
-            scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-            return asyncio.create_task(bodies(scope, receive, Mock()))
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        return asyncio.create_task(bodies(scope, receive, Mock()))
 
-        waiting = [request(1 << 20), request(2 << 20)]
-        await until(lambda: bodies.n_bytes == most)
-        with pytest.raises(HttpError, match=r"server busy.*3 MiB") as caught:
-            await request(2)
-        assert (caught.value.status, caught.value.headers["retry-after"]) == (503, "1")
-        assert bodies.n_bytes == most, "what was refused is freed"
-        go.set()
-        await asyncio.gather(*waiting)
-        assert bodies.n_bytes == 0
-        await request(3 << 20)
-
-    asyncio.run(scenario())
+    waiting = [request(1 << 20), request(2 << 20)]
+    await until(lambda: bodies.n_bytes == most)
+    with pytest.raises(HttpError, match=r"server busy.*3 MiB") as caught:
+        await request(2)
+    assert (caught.value.status, caught.value.headers["retry-after"]) == (503, "1")
+    assert bodies.n_bytes == most, "what was refused is freed"
+    go.set()
+    await asyncio.gather(*waiting)
+    assert bodies.n_bytes == 0
+    await request(3 << 20)

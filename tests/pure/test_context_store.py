@@ -2,12 +2,10 @@
 
 import errno
 import os
-import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,11 +127,7 @@ def test_a_disk_that_refuses_turns_it_off_with_one_warning(
     store: ContextStore, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     store.write(NAMES[0], ABOUT, [b"one"])
-
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(context_store.os, "replace", refuse)
+    monkeypatch.setattr(context_store.os, "replace", Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.warns(UserWarning, match=f"not kept on disk: .*{os.strerror(code)}") as warned:
         assert not any(store.write(name, ABOUT, [b"two"]) for name in NAMES[1:3])
     assert len(warned) == 1
@@ -154,27 +148,8 @@ def test_a_folder_that_cannot_be_made_or_is_anothers_turns_it_off(
         assert ContextStore(folder, GIB).is_off
 
 
-WRITER = """
-import os, sys
-from pathlib import Path
-from moegguf.engine.context_store import About, ContextStore
-store = ContextStore(Path(sys.argv[1]), 1 << 30)
-for i in range(10**9):
-    name = os.urandom(16).hex()
-    store.write(name, About(name, i, i), [bytes.fromhex(name) * 4096])
-    print(name, flush=True)
-"""
-
-
-def test_writers_that_are_killed_leave_whole_blocks_or_none(folder: Path) -> None:
-    for turn in range(3):
-        with subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True) as child:
-            written = [child.stdout.readline() for _ in range(1 + turn * 3)]
-            child.send_signal(signal.SIGKILL)  # at some moment of the next one
-            written += child.stdout.read().splitlines(keepends=True)
-        store = ContextStore(folder, GIB)
-        assert not list(folder.glob(".block.*"))
-        for name in (line.strip() for line in written if line.endswith("\n")):
-            assert bytes(store.read(name) or b"") == bytes.fromhex(name) * 4096
-        for block in list(stored_blocks(folder)):
-            assert store.read(block.path.name) is not None
+def test_what_a_killed_writer_has_left_is_removed(folder: Path) -> None:
+    folder.mkdir()
+    (folder / ".block.x").write_bytes(b"half of one")
+    ContextStore(folder, GIB)
+    assert not list(folder.glob(".block.*"))

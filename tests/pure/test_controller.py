@@ -78,12 +78,6 @@ FOUR_PERIODS = WatchdogOptions(
 )
 
 
-def with_watchdog(store: RecordingStore) -> Controller:
-    prefetch = replace(AMPLE, watchdog=True)
-    predictor = ScriptedPredictor(first_two)
-    return make_controller(None, predictor, store, prefetch=prefetch, clock_ns=lambda: store.clock_ns)
-
-
 def test_after_stop_events_are_ignored_and_an_error_is_no_warning() -> None:
     store, policy = RecordingStore(), CountingPolicy()
     controller = make_controller(policy, ScriptedPredictor(first_two, store), store, prefetch=AMPLE)
@@ -178,7 +172,13 @@ def test_the_store_predicts_with_requests_that_the_controller_has_collected() ->
 
 def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
     store = RecordingStore()
-    controller = with_watchdog(store)
+    controller = make_controller(
+        None,
+        ScriptedPredictor(first_two),
+        store,
+        prefetch=replace(AMPLE, watchdog=True),
+        clock_ns=lambda: store.clock_ns,
+    )
     for request in range(60):
         run_pass(controller, Phase.PREFILL, pass_=9 * request, sequence=request)
         store.clock_ns += 10**9
@@ -278,13 +278,6 @@ def test_a_bad_predictor_is_dropped_with_its_forecast_and_one_warning(
     assert not controller.may_prefetch
 
 
-class Foretold(ScriptedPredictor):
-    """One that the store computes."""
-
-    def native(self) -> NativePredictor:
-        return NativePredictor("previous-token")
-
-
 def test_a_store_that_cannot_begin_to_predict_again_is_one_warning() -> None:
     class Full(RecordingStore):
         def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
@@ -294,7 +287,7 @@ def test_a_store_that_cannot_begin_to_predict_again_is_one_warning() -> None:
 
     store = Full()
     options = ActingOptions(prefetch=PrefetchOptions())
-    controller = build_controller(SHAPE, LRU, Foretold(first_two), store, options)
+    controller = build_controller(SHAPE, LRU, previous_token(SHAPE), store, options)
     assert controller.native
     brief = WatchdogOptions(off_tokens=2, on_tokens=2, periods=1, warm_tokens=0, gain=0.9, pause_tokens=4)
     controller.watchdog = Watchdog(brief)
@@ -303,7 +296,7 @@ def test_a_store_that_cannot_begin_to_predict_again_is_one_warning() -> None:
         for token in range(30):
             controller.count_token(Phase.DECODE, token)
 
-    with pytest.warns(UserWarning, match="the predictor scripted .*thread; going on without it") as caught:
+    with pytest.warns(UserWarning, match="the predictor previous-token .*thread; going on without it") as caught:
         decode()
     assert len(caught) == 1
     assert store.named("predictor") == ["previous-token", None, "previous-token", None]

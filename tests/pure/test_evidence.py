@@ -151,8 +151,6 @@ def test_a_collection_has_the_last_requests(tmp_path: Path) -> None:
     assert len(windows) == 12 and windows[0].sum() == 12 * trace.shape.n_expert_used * len(trace.shape.layers)
 
 
-NO_LAB = "needs tokenizers of the laboratory"
-
 ANSWERS = sorted(set(questions.answers().values()))
 OPTIONS = (questions.ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 COMMANDS = help_of()
@@ -187,7 +185,7 @@ def test_commands_and_options_in_answers_exist(answer: str) -> None:
 
 
 def test_the_template_of_the_file_is_the_recipe_s() -> None:
-    pytest.importorskip("tokenizers", reason=NO_LAB)
+    pytest.importorskip("tokenizers", reason="needs tokenizers of the laboratory")
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details
     from predictors.models.demo.tokenizer import CHAT_TEMPLATE

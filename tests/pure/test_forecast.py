@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.controller.forecast import Forecast
-from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
@@ -70,9 +69,6 @@ def test_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
     late = ByDistance(by_distance)
     Forecast(FIVE, 4).advance(late, 4)
     assert late.calls == [(5, 1)]
-    without = Forecast(FIVE, 4)
-    without.begin_pass(NoPrediction(FIVE))
-    assert without.known() == []
 
 
 def test_a_prediction_stays_valid_until_its_layer_is_routed_or_a_pass_begins() -> None:
