@@ -86,9 +86,9 @@ def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
     return text_of(answer.deltas()), answer.timing
 
 
-def ends_of(llm: Llama) -> list[int]:
-    """The tokens that end an answer."""
-    return [token for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)]
+def endless(llm: Llama, bias: float = -1000.0) -> dict[int, float]:
+    """The bias against tokens that end an answer."""
+    return {token: bias for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)}
 
 
 TIMEOUT_S = 60.0

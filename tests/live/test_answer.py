@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply, text_of
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, endless, reply, text_of
 from running import random_prompt
 
 from moegguf.engine.llama import Llama
@@ -170,10 +170,6 @@ def test_a_chat_goes_on_after_its_context_was_full_and_reuses_what_stays(demo: L
     assert sum(n > 60 for n in in_full_context) >= len(in_full_context) // 2, cached
 
 
-def endless(llm: Llama) -> dict[int, float]:
-    return dict.fromkeys(ends_of(llm), -1000.0)
-
-
 @pytest.mark.parametrize(("n_keep", "n_shifts"), [(4, 1), (-1, 1)])
 def test_an_answer_goes_on_in_a_full_context(demo: Llama, n_keep: int, n_shifts: int) -> None:
     text, timing = reply(demo, QUESTION, max_tokens=560, num_keep=n_keep, logit_bias=endless(demo))
@@ -193,11 +189,6 @@ def test_what_stays_after_a_shift_is_computed_again_before_it_is_continued(demo:
     after_shift = continued(first)
     demo.reset()
     assert after_shift == continued(first)
-
-
-def test_without_a_shift_the_answer_ends_with_the_context(demo: Llama) -> None:
-    _, timing = reply(demo, QUESTION, logit_bias=endless(demo), shift=False)
-    assert (timing.prompt_tokens + timing.answer_tokens, timing.finish, timing.n_shifts) == (512, "length", 0)
 
 
 def test_an_answer_without_end_has_one(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
