@@ -2,7 +2,6 @@
 
 import inspect
 import multiprocessing
-import os
 import pickle
 import pydoc
 import re
@@ -38,17 +37,6 @@ def test_a_model_is_opened_by_name(tiny: TinyModel, load: Load, monkeypatch: pyt
     assert load(tiny().stem).layout.shards[0].path == tiny()
     with pytest.raises(ModelNotFoundError, match="dem"):
         load("dmeo")
-
-
-def test_a_model_in_the_hubs_cache_is_opened_by_its_name(
-    tiny: TinyModel, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "models--someone--tiny-GGUF" / "snapshots" / ("0" * 40)
-    folder.mkdir(parents=True)
-    os.link(tiny(), folder / "tiny-Q4_K_M.gguf")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    for name in ("hf.co/someone/tiny-GGUF:Q4_K_M", "someone/tiny-gguf:q4_k_m"):
-        assert load(name).layout.shards[0].path.name == "tiny-Q4_K_M.gguf"
 
 
 def test_what_known_wrappers_pass_is_accepted_and_typing_errors_are_not(load: Load) -> None:

@@ -142,16 +142,6 @@ def test_what_the_store_carries_out_itself_needs_no_lockstep_at_any_budget(
     assert_equal(trace, simulated(trace, policy, "none", model, n_slots))
 
 
-def test_policies_differ_so_that_equal_counts_mean_something(
-    path: Callable[[str], Path], load: Load, tmp_path: Path
-) -> None:
-    model = path("tiny-qwen2moe")
-    trace = live(load, model, tmp_path / "t", "lru", "none", 22)
-    names = ("lru", "lfu", "static", "next-use")
-    misses = {name: simulated(trace, name, "none", model, 22).counters["misses"] for name in names}
-    assert len(set(misses.values())) == len(names)
-
-
 def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int) -> dict[str, TierSpan]:
     """What each tier of a device has counted when the trace was written."""
     shares = dict(zip(("vram_cache", "expert_cache"), (share_for(path, n) for n in n_slots), strict=True))
@@ -308,15 +298,6 @@ def test_a_failed_or_cancelled_pass_does_not_break_the_file(tiny: TinyModel, loa
     assert (whole.expert_ids >= 0).all()
     for _ in trace.events():
         pass
-
-
-def test_closed_in_the_middle_of_a_pass(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
-    llm, _ = load_recording(load, tiny(), tmp_path / "t")
-    steps = llm.generate(random_prompt(llm, 9), temp=0)
-    next(steps)
-    llm.close()
-    assert read(tmp_path / "t").n_tokens >= 9
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 def test_a_trace_that_cannot_be_completed_is_an_error_and_the_model_is_freed(

@@ -1,6 +1,5 @@
 """Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged; and the warm start from them."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,11 @@ import pytest
 from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_of, greedy_logits, random_prompt
 from waiting import until
 
-from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import COLLECTION, MEASURED, USES, Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import Weights
 from moegguf.engine.live_controller import CHECKPOINT_REQUESTS
 from moegguf.engine.warm_start import HALF_LIFE_PASSES, most_used
 from moegguf.errors import AllocationError, MoeggufError
@@ -26,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("user")
 
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "lockstep": True}
 N_PROMPT, N_NEW = 12, 6
-OTHER = "cd" * 16
 
 
 @pytest.fixture
@@ -94,35 +90,6 @@ def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> N
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
     load(path, predictor="eamc", **TIGHT).close()
     assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
-
-
-def save_collection(path: Path, fingerprint: str) -> None:
-    shape = MoeShape.of(read_layout(path))
-    counts = np.full((2, *shape.table), 0.25, np.float32)
-    file = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
-    weights_file.save(file, "eamc", fingerprint, shape, Weights({"prefill": counts, "decode": counts}))
-
-
-@pytest.mark.parametrize("kind", ["good", "flipped", "other model"])
-def test_a_collection_is_taken_up_or_a_damaged_one_is_one_warning_and_a_cold_start(
-    path: Path, beside: Path, load: Load, expected: Logits, kind: str
-) -> None:
-    save_collection(path, OTHER if kind == "other model" else Artifacts(read_layout(path)).fingerprint)
-    if kind == "flipped":
-        data = bytearray((beside / COLLECTION).read_bytes())
-        data[-7] ^= 0x10
-        (beside / COLLECTION).write_bytes(data)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        llm = load(path, policy="lfu", predictor="eamc", prefetch=True, **TIGHT)
-    assert [COLLECTION in str(each.message) for each in caught] == ([] if kind == "good" else [True])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert np.array_equal(logits_of(llm), expected)
-    assert entries_of(llm).decode.n_entries == (2 if kind == "good" else 0)
-    llm.close()  # which saves a new one in its place
-    if kind != "good":
-        assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
 
 
 @pytest.mark.parametrize(
