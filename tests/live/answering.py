@@ -123,22 +123,12 @@ class Received:
         return self
 
 
-def _nothing(step: int) -> None:
-    pass
-
-
 class Scripted:
-    """A schedule that chooses as `inner` does, and calls `before` and `after` with the number of each step."""
+    """A schedule that chooses as `inner` does, and calls `before` with the number of each step."""
 
-    def __init__(
-        self,
-        before: Callable[[int], object] = _nothing,
-        inner: Schedule | None = None,
-        after: Callable[[int], object] = _nothing,
-    ) -> None:
+    def __init__(self, before: Callable[[int], object] = lambda step: None, inner: Schedule | None = None) -> None:
         self._before = before
         self._inner = inner
-        self._after = after
         self.steps: list[Step] = []
         self.n_asked = 0
 
@@ -151,7 +141,6 @@ class Scripted:
         self.steps.append(step)
         if self._inner is not None:
             self._inner.ran(step)
-        self._after(self.n_asked)
 
 
 @contextmanager

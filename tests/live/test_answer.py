@@ -116,36 +116,19 @@ def test_a_model_without_a_template_reads_the_texts(tiny: TinyModel, load: Load)
     assert llm.detokenize(answer.prompt.tokens).decode().strip() == "one\ntwo\nthree"
 
 
-def text_of_prompt(llm: Llama, one: Answer) -> str:
-    return llm.detokenize(one.prompt.tokens, special=True).decode()
-
-
 def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> None:
     words = " ".join(f"w{i}" for i in range(900))
     request = GenerationRequest(
         messages=({"role": "system", "content": "Be kind."}, {"role": "user", "content": words})
     )
     one = Answer(demo, request)
-    prompt = text_of_prompt(demo, one)
+    prompt = demo.detokenize(one.prompt.tokens, special=True).decode()
     assert prompt.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
     assert prompt.endswith(" w898 w899<|im_end|>\n<|im_start|>assistant\n")
     assert 200 < len(one.prompt.tokens) <= n_after_shift(512, 30)
     whole = len(demo.tokenize(words.encode()))
     assert one.prompt.cut_messages == 0
     assert one.prompt.cut_tokens == pytest.approx(whole - len(one.prompt.tokens), abs=30)
-
-
-def test_the_question_stays_when_a_tool_result_is_too_long(demo: Llama) -> None:
-    call = {"id": "1", "function": {"name": "f", "arguments": {}}}
-    messages = (
-        {"role": "user", "content": "What is in the file?"},
-        {"role": "assistant", "content": "I read it.", "tool_calls": [call]},
-        {"role": "user", "content": "Go on."},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "word " * 3000},
-    )
-    prompt = text_of_prompt(demo, Answer(demo, GenerationRequest(messages=messages)))
-    assert "Go on." in prompt and prompt.count("word") > 100 and "What is" not in prompt
 
 
 def test_a_plain_prompt_keeps_its_first_tokens_and_its_end(demo: Llama) -> None:

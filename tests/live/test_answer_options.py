@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
+import templates
 from answering import QUESTION, Answer, Load, TinyModel, ask, endless, reply, text_of
 
 from moegguf.engine.llama import Llama
@@ -26,12 +27,6 @@ THINKER = (
     "{% if tools %}<tool_call>{{ tools | length }}</tool_call>{% endif %}"
     "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
     "{# <think> </think> #}"
-)
-CALLER = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    '<tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>{% endif %}'
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
@@ -174,13 +169,13 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
 
 
 def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
-    answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), max_tokens=10))
+    answer = Answer(demo, ask(QUESTION, template=templates.QWEN, tools=(WEATHER,), max_tokens=10))
     assert "weather" in demo.detokenize(answer.prompt.tokens).decode()
     assert answer.deltas()
-    unoffered = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="none"))
+    unoffered = Answer(demo, ask(QUESTION, template=templates.QWEN, tools=(WEATHER,), tool_choice="none"))
     assert "weather" not in demo.detokenize(unoffered.prompt.tokens).decode()
     with pytest.raises(CapabilityError, match="'rain'"):
-        Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="rain"))
+        Answer(demo, ask(QUESTION, template=templates.QWEN, tools=(WEATHER,), tool_choice="rain"))
 
 
 def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:

@@ -246,21 +246,22 @@ def test_a_context_takes_memory_of_slots(path: Path) -> None:
         Llama(path, store=StoreOptions(device=none, staging=0), **budgets, **OPTIONS)
 
 
+@pytest.fixture
+def own_path(own: Own) -> Path:
+    return own()
+
+
 @on_servers()
-def check_warm_start(path: Path) -> None:
-    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+def test_a_warm_start_has_what_was_used_most_in_vram_and_the_next_in_ram(own_path: Path) -> None:
+    with behind_a_link(own_path, 20, 12, warm_start=True) as llm:
         expected = greedy_logits(llm, n_new=8)
         uses = llm.session.store.activity()[0].astype(np.float32)
-    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+    with behind_a_link(own_path, 20, 12, warm_start=True) as llm:
         llm.session.store.drain(10)
         places = llm.session.places()[most_used(uses, 32)]
         assert (places[:20] == Place.VRAM).all() and (places[20:] == Place.RAM).all()
         assert llm.stats().evictions == 0
         assert np.array_equal(greedy_logits(llm, n_new=8), expected)
-
-
-def test_a_warm_start_has_what_was_used_most_in_vram_and_the_next_in_ram(own: Own) -> None:
-    check_warm_start(path=own())
 
 
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)

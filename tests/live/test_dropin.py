@@ -26,11 +26,6 @@ CHILD_TIMEOUT_S = 60
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 
 
-@pytest.fixture
-def demo(load: Load) -> Llama:
-    return load(DEMO, logits_all=False)
-
-
 def test_a_model_is_opened_by_name(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(load("demo").model_path) == DEMO
     monkeypatch.setenv("MOEGGUF_MODELS", str(tiny().parent))

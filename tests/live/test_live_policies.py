@@ -136,13 +136,6 @@ CALLS: dict[str, Callable[[Llama], object]] = {
 }
 
 
-def logits_and_close(llm: Llama) -> Logits:
-    """When it returns, the policy has been told everything."""
-    logits = logits_of(llm)
-    llm.close()
-    return logits
-
-
 class CallsItsModel:
     """A policy that uses the model that it decides for: `call`."""
 
@@ -165,8 +158,9 @@ def test_a_policy_that_calls_its_model_is_refused_and_left_out(
 ) -> None:
     policy = CallsItsModel(CALLS[call])
     policy.llm = llm = load(own(), policy=policy, lockstep=lockstep, **TIGHT)
-    with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError: a policy, .*; going on with LRU"):
-        logits = logits_and_close(llm)
+    # Once it is closed, the policy has been told everything.
+    with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError: a policy, .*; going on with LRU"), llm:
+        logits = logits_of(llm)
     assert np.array_equal(logits, expected())
     assert [type(error) for error in policy.errors] == [CallbackError]
 

@@ -19,11 +19,10 @@ from scripted_manager import n_files
 
 from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, DeviceLostError, ExpertIOError, ModelNotFoundError
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
+from moegguf.generate.request import Delta, GenerationRequest, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
-from moegguf.serving.events import Done, LoadOverrides
-from moegguf.serving.lease import Lease
+from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.model_manager import ModelManager
 from moegguf.settings import Settings
@@ -68,21 +67,11 @@ def story(seed: int, n_tokens: int = 16) -> GenerationRequest:
     return GenerationRequest(prompt=f"story {seed}:", sampling=Sampling(seed=seed, max_tokens=n_tokens))
 
 
-async def answer_and_timing(lease: Lease, generation: GenerationRequest) -> tuple[str, Timing]:
-    events = [event async for event in lease.answer(generation)]
-    assert isinstance(events[-1], Done)
-    return "".join(event.text for event in events if isinstance(event, Delta)), events[-1].timing
-
-
-async def rest_of(events: AsyncIterator[Any]) -> list[Any]:
-    return [event async for event in events]
-
-
 async def generate(
     manager: ModelManager, name: str, generation: GenerationRequest, overrides: LoadOverrides = ONE_THREAD
 ) -> str:
     async with manager.lease(name, overrides) as lease:
-        return (await answer_and_timing(lease, generation))[0]
+        return "".join([event.text async for event in lease.answer(generation) if isinstance(event, Delta)])
 
 
 async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(files: Files, tmp_path: Path) -> None:
@@ -101,7 +90,7 @@ async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(fil
             await anext(answer)
             shutil.copy(after, served)  # in place
             with pytest.raises(ExpertIOError, match=r"served\.gguf' was written to after the model was loaded"):
-                await rest_of(answer)
+                _ = [event async for event in answer]
         assert await generate(manager, "served", story(3), few) == new
         shutil.copy(before, served)
         assert await generate(manager, "served", story(3), few) == old

@@ -43,8 +43,8 @@ def expected(tiny: TinyModel, reference: Reference) -> Logits:
     return reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
 
 
-def logits_of(llm: Llama) -> Logits:
-    return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+def logits_of(llm: Llama, seed: int = 0) -> Logits:
+    return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
 
 
 def entries_of(llm: Llama) -> EamcPair:
@@ -200,16 +200,10 @@ def saved(path: Path) -> Any:
     return Artifacts(layout).uses(MoeShape.of(layout))
 
 
-def use(llm: Any, seed: int = 0) -> np.ndarray:
-    return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
-
-
-def test_what_was_used_most_is_there_at_first(own: Own, load: Load, tiny: TinyModel, reference: Reference) -> None:
-    path = own()
-    expected = reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
+def test_what_was_used_most_is_there_at_first(path: Path, load: Load, expected: Logits) -> None:
     llm = load(path, **WARM)
     assert llm.stats().prefetch_started == 0
-    assert np.array_equal(use(llm), expected)
+    assert np.array_equal(logits_of(llm), expected)
     uses, _ = llm.session.store.activity()
     llm.close()
     assert np.array_equal(saved(path), uses)
@@ -219,25 +213,24 @@ def test_what_was_used_most_is_there_at_first(own: Own, load: Load, tiny: TinyMo
     il, experts = most_used(saved(path), n_slots)
     assert il.size == n_slots
     assert there[il, experts].all()
-    assert np.array_equal(use(llm), expected)
+    assert np.array_equal(logits_of(llm), expected)
 
 
-def test_uses_of_later_runs_are_added_and_those_before_fade(own: Own, load: Load) -> None:
-    path, total = own(), np.float32(0)
+def test_uses_of_later_runs_are_added_and_those_before_fade(path: Path, load: Load) -> None:
+    total = np.float32(0)
     for run in range(2):
         llm = load(path, **WARM)
-        use(llm, seed=run)
+        logits_of(llm, seed=run)
         uses, passes = llm.session.store.activity()[0], llm.session.store.counters()["passes"]
         total = uses + total * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
         llm.close()
         assert np.allclose(saved(path), total)
 
 
-def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(own: Own, load: Load, user: Path) -> None:
-    path = own()
+def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(path: Path, load: Load, user: Path) -> None:
     for options in ({"warm_start": False}, {"expert_cache": "100%"}, {"lockstep": True}):
         llm = load(path, **{**WARM, **options})
-        use(llm)
+        logits_of(llm)
         llm.close()
     load(path, **WARM).close()
     assert not list(path.parent.rglob(USES))
@@ -245,14 +238,11 @@ def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(own: Own, load
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
-def test_a_damaged_file_is_one_warning(own: Own, load: Load, content: bytes) -> None:
-    path = own()
-    folder = path.with_name(path.name + ".moegguf")
-    folder.mkdir()
-    (folder / USES).write_bytes(content)
+def test_a_damaged_file_is_one_warning(path: Path, beside: Path, load: Load, content: bytes) -> None:
+    (beside / USES).write_bytes(content)
     with pytest.warns(UserWarning, match="going on without it"):
         llm = load(path, **WARM)
-    use(llm)
+    logits_of(llm)
     with pytest.warns(UserWarning, match="going on without it"):
         llm.close()
     assert saved(path).any()

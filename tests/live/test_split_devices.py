@@ -286,14 +286,9 @@ def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def only(kind: str) -> None:
-    """From now on this process knows no other kind of placement."""
-    planner.KINDS_OF["auto"] = (kind,)
-
-
 def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
     """Logits with experts placed so on a device behind a link, and what the plan and the store say."""
-    only(kind)
+    planner.KINDS_OF["auto"] = (kind,)  # this process knows no other
     link_device(Link(4e9, 5e-6))
     with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
         plan, session = llm.plan, llm.session
