@@ -27,7 +27,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.errors import OptionError
-from moegguf.native.events import Float32s, Phase, RoutingEvent
+from moegguf.native.events import Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
 from moegguf.settings import read_environment
 
@@ -35,27 +35,12 @@ TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]
 
 
-class NoForecast:
-    """Nothing is predicted."""
-
-    il = 0
-
-    def __init__(self, shape: MoeShape) -> None:
-        self.shape = shape
-
-    def probabilities(self) -> Float32s:
-        return np.zeros(self.shape.table, np.float32)
-
-    def known(self) -> list[int]:
-        return []
-
-
 def victim(policy: Policy, residents: Sequence[Expert], used: Sequence[int]) -> tuple[int, int]:
     """Which of the residents (il, expert) goes first after tokens that used these experts of layer 1, one each."""
     history, scores = History(TWO), None
     for n, expert in enumerate(used):
         history.update(RoutingEvent(n, 0, 0, Phase.DECODE, -1, 1, np.array([[expert]], np.int32)))
-        scores = policy.scores(history, NoForecast(TWO))
+        scores = policy.scores(history, None)  # type: ignore[arg-type]  # neither asks for a forecast
     table = np.zeros(TWO.table, np.float32) if scores is None else scores
     return min(residents, key=lambda expert: (table[expert], history.last_use[expert]))
 
