@@ -90,8 +90,6 @@ def test_every_expert_in_vram_needs_no_ram(path: Path) -> None:
         assert np.array_equal(greedy_logits(llm), plain)
     with pytest.raises(OptionError, match=r"no GPU named 'NPU7'; there are: RPC0"):
         Llama(path, vram_cache="50%", store=StoreOptions(device="NPU7"), **OPTIONS)
-    with pytest.raises(OptionError, match="n_gpu_layers is 1"):
-        Llama(path, vram_cache="50%", n_gpu_layers=1, **OPTIONS)
 
 
 def share_of(path: Path, n_slots: int) -> int:
@@ -212,13 +210,9 @@ def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> Non
         assert llm.stats().tiers[0].n_slots == 20
         arm(ALLOC, 0, 0, 0)
         assert np.array_equal(greedy_logits(llm), expected)
-        before = llm.stats().tiers
-        for budgets in ({"vram_cache": share_of(path, 3)}, {"vram_cache": share_of(path, 3), "expert_cache": "50%"}):
-            with pytest.raises(BudgetError, match="at least"):
-                llm.set_budget(**budgets)
         with pytest.raises(BudgetError, match="holds no expert"):
             llm.set_budget(vram_cache="auto", expert_cache=1024)
-        assert [tier.n_slots for tier in llm.stats().tiers] == [tier.n_slots for tier in before]
+        assert [tier.n_slots for tier in llm.stats().tiers] == [20, 30]
         llm.set_budget(vram_cache="auto")
         assert np.array_equal(greedy_logits(llm), expected)
 
@@ -244,6 +238,7 @@ def test_a_context_takes_memory_of_slots(path: Path) -> None:
 
 @pytest.fixture
 def own_path(own: Own) -> Path:
+    """A model in a folder of its own."""
     return own()
 
 

@@ -9,20 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from answering import DEMO
-from running import (
-    Llama,
-    Load,
-    Logits,
-    Own,
-    Reference,
-    TinyModel,
-    controller_of,
-    count_scores,
-    greedy_logits,
-    hooks_off,
-    random_prompt,
-)  # fmt: skip
+from answering import DEMO, Load, TinyModel
+from running import Llama, Logits, Own, Reference, controller_of, count_scores, greedy_logits, hooks_off, random_prompt
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from answering import endless, reply
+from answering import Load, TinyModel, endless, reply
 from gguf import GGUFReader, GGUFWriter
-from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt, share_for, write_adapter
+from running import Llama, Reference, greedy_logits, hooks_off, random_prompt, share_for, write_adapter, written
 
 from moegguf.engine.machine import read_memory
 from moegguf.engine.memory import kv_bytes
@@ -59,11 +59,7 @@ def without_experts(source: Path, path: Path) -> Path:
             continue
         data = tensor.data[0] if "_exps" in tensor.name else tensor.data
         writer.add_tensor(tensor.name.replace("_exps", ""), np.ascontiguousarray(data), raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def test_a_model_without_experts_runs_as_plain_llama_cpp(

@@ -142,7 +142,6 @@ def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
     check_placements(path, alone)
     for options, message in (
         ({"split_mode": 2}, "split_mode 2 divides each matrix"),
-        ({"split_mode": 3}, "split_mode 3 divides each matrix"),
         ({"split_mode": 0, "main_gpu": 2}, r"main_gpu is 2, but there are: 0 \(RPC0\), 1 \(RPC1\)"),
         ({"split_mode": 0, "main_gpu": -1}, "main_gpu is -1"),
         ({"n_gpu_layers": 0}, "n_gpu_layers is 0"),
