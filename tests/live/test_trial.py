@@ -154,7 +154,7 @@ def test_the_process_finds_what_this_one_finds(
     assert verdicts()
 
 
-def test_damaged_verdicts_and_those_of_another_library_or_processor_do_not_count(
+def test_damaged_verdicts_and_those_of_another_library_do_not_count(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(tiny())
@@ -164,13 +164,20 @@ def test_damaged_verdicts_and_those_of_another_library_or_processor_do_not_count
         path.write_bytes(damaged)
         assert trial.is_due(read_layout(tiny()), {}), damaged
     path.write_bytes(whole)
-    with monkeypatch.context() as patch:
-        patch.setattr(known_facts, "read_processor", lambda: Processor("another CPU", frozenset()))
-        assert trial.is_due(read_layout(tiny()), {})
-        load(tiny())
-    assert not trial.is_due(read_layout(tiny()), {}), "machines that share a home keep each other's verdicts"
+    assert not trial.is_due(read_layout(tiny()), {})
     monkeypatch.setattr(known_facts.library, "build_identity", lambda: "another build")
     assert trial.is_due(read_layout(tiny()), {})
+
+
+def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(tiny())
+    other = Processor("another CPU", frozenset())
+    with monkeypatch.context() as patch:
+        patch.setattr(known_facts, "read_processor", lambda: other)
+        assert trial.is_due(read_layout(tiny()), {})
+        load(tiny())
+        assert not trial.is_due(read_layout(tiny()), {})
+    assert not trial.is_due(read_layout(tiny()), {}), "machines that share a home forget each other's verdicts"
 
 
 def test_verdicts_that_cannot_be_written_are_told_and_the_next_load_tries_again(
