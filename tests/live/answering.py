@@ -86,9 +86,9 @@ def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
     return text_of(answer.deltas()), answer.timing
 
 
-def ends_of(llm: Llama) -> list[int]:
-    """The tokens that end an answer."""
-    return [token for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)]
+def endless(llm: Llama, bias: float = -1000.0) -> dict[int, float]:
+    """The bias against tokens that end an answer."""
+    return {token: bias for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)}
 
 
 TIMEOUT_S = 60.0
@@ -123,22 +123,12 @@ class Received:
         return self
 
 
-def _nothing(step: int) -> None:
-    pass
-
-
 class Scripted:
-    """A schedule that chooses as `inner` does, and calls `before` and `after` with the number of each step."""
+    """A schedule that chooses as `inner` does, and calls `before` with the number of each step."""
 
-    def __init__(
-        self,
-        before: Callable[[int], object] = _nothing,
-        inner: Schedule | None = None,
-        after: Callable[[int], object] = _nothing,
-    ) -> None:
+    def __init__(self, before: Callable[[int], object] = lambda step: None, inner: Schedule | None = None) -> None:
         self._before = before
         self._inner = inner
-        self._after = after
         self.steps: list[Step] = []
         self.n_asked = 0
 
@@ -151,7 +141,6 @@ class Scripted:
         self.steps.append(step)
         if self._inner is not None:
             self._inner.ran(step)
-        self._after(self.n_asked)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGUFWriter
 
 from moegguf.controller.controller import Controller
 from moegguf.engine.live_controller import LiveController
@@ -65,10 +66,17 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
     return n_slots * slot_bytes(padded(read_layout(path), [device]))
 
 
+def written(writer: GGUFWriter, path: Path) -> Path:
+    """The file of a writer that has everything."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
     """A LoRA adapter of rank 8 for one matrix, `shape` in numpy order, that changes logits."""
-    from gguf import GGUFWriter
-
     writer, rng = GGUFWriter(path, arch), np.random.default_rng(0)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -76,11 +84,7 @@ def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) ->
     for half, rows in (("lora_a", (8, shape[-1])), ("lora_b", (shape[-2], 8))):
         values = 0.1 * rng.standard_normal((*shape[:-2], *rows), np.float32)
         writer.add_tensor(f"{matrix}.{half}", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply, text_of
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, endless, reply, text_of
 from running import random_prompt
 
 from moegguf.engine.llama import Llama
@@ -116,36 +116,19 @@ def test_a_model_without_a_template_reads_the_texts(tiny: TinyModel, load: Load)
     assert llm.detokenize(answer.prompt.tokens).decode().strip() == "one\ntwo\nthree"
 
 
-def text_of_prompt(llm: Llama, one: Answer) -> str:
-    return llm.detokenize(one.prompt.tokens, special=True).decode()
-
-
 def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> None:
     words = " ".join(f"w{i}" for i in range(900))
     request = GenerationRequest(
         messages=({"role": "system", "content": "Be kind."}, {"role": "user", "content": words})
     )
     one = Answer(demo, request)
-    prompt = text_of_prompt(demo, one)
+    prompt = demo.detokenize(one.prompt.tokens, special=True).decode()
     assert prompt.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
     assert prompt.endswith(" w898 w899<|im_end|>\n<|im_start|>assistant\n")
     assert 200 < len(one.prompt.tokens) <= n_after_shift(512, 30)
     whole = len(demo.tokenize(words.encode()))
     assert one.prompt.cut_messages == 0
     assert one.prompt.cut_tokens == pytest.approx(whole - len(one.prompt.tokens), abs=30)
-
-
-def test_the_question_stays_when_a_tool_result_is_too_long(demo: Llama) -> None:
-    call = {"id": "1", "function": {"name": "f", "arguments": {}}}
-    messages = (
-        {"role": "user", "content": "What is in the file?"},
-        {"role": "assistant", "content": "I read it.", "tool_calls": [call]},
-        {"role": "user", "content": "Go on."},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "word " * 3000},
-    )
-    prompt = text_of_prompt(demo, Answer(demo, GenerationRequest(messages=messages)))
-    assert "Go on." in prompt and prompt.count("word") > 100 and "What is" not in prompt
 
 
 def test_a_plain_prompt_keeps_its_first_tokens_and_its_end(demo: Llama) -> None:
@@ -170,10 +153,6 @@ def test_a_chat_goes_on_after_its_context_was_full_and_reuses_what_stays(demo: L
     assert sum(n > 60 for n in in_full_context) >= len(in_full_context) // 2, cached
 
 
-def endless(llm: Llama) -> dict[int, float]:
-    return dict.fromkeys(ends_of(llm), -1000.0)
-
-
 @pytest.mark.parametrize(("n_keep", "n_shifts"), [(4, 1), (-1, 1)])
 def test_an_answer_goes_on_in_a_full_context(demo: Llama, n_keep: int, n_shifts: int) -> None:
     text, timing = reply(demo, QUESTION, max_tokens=560, num_keep=n_keep, logit_bias=endless(demo))
@@ -193,11 +172,6 @@ def test_what_stays_after_a_shift_is_computed_again_before_it_is_continued(demo:
     after_shift = continued(first)
     demo.reset()
     assert after_shift == continued(first)
-
-
-def test_without_a_shift_the_answer_ends_with_the_context(demo: Llama) -> None:
-    _, timing = reply(demo, QUESTION, logit_bias=endless(demo), shift=False)
-    assert (timing.prompt_tokens + timing.answer_tokens, timing.finish, timing.n_shifts) == (512, "length", 0)
 
 
 def test_an_answer_without_end_has_one(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
-from answering import QUESTION, Answer, Load, TinyModel, ask, ends_of, reply, text_of
+import templates
+from answering import QUESTION, Answer, Load, TinyModel, ask, endless, reply, text_of
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
@@ -26,12 +27,6 @@ THINKER = (
     "{% if tools %}<tool_call>{{ tools | length }}</tool_call>{% endif %}"
     "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
     "{# <think> </think> #}"
-)
-CALLER = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    '<tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>{% endif %}'
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
@@ -50,7 +45,7 @@ def test_code_points_split_over_tokens_come_whole(demo: Llama) -> None:
     tokens = vocabulary.tokens(text)
     pieces = [vocabulary.piece(token) for token in tokens]
     assert b"".join(pieces) == text.encode()
-    assert any(not _is_text(piece) for piece in pieces), "no token splits a code point: the test shows nothing"
+    assert any("\ufffd" in piece.decode(errors="replace") for piece in pieces), "no token splits a code point"
     transcript = Transcript(vocabulary)
     deltas = [transcript.feed(token) for token in tokens]
     assert "".join(delta.text for delta in deltas if delta) == text
@@ -62,14 +57,6 @@ def test_half_a_code_point_at_the_end_becomes_a_replacement_character(demo: Llam
     transcript = Transcript(demo.vocabulary)
     assert [transcript.feed(token) for token in cut] == [None] * len(cut)
     assert transcript.end() == Delta("\ufffd")
-
-
-def _is_text(piece: bytes) -> bool:
-    try:
-        piece.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def test_lone_surrogates_of_json_reach_the_model_as_replacement_characters(demo: Llama) -> None:
@@ -122,8 +109,7 @@ def test_logprobs_of_a_stop_string_are_not_returned(demo: Llama, whole: str) -> 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, 1), (5, 5), (None, 508), (0, 508), (-1, 508)])
 def test_the_limit_of_tokens(demo: Llama, n: int | None, expected: int) -> None:
-    bias = dict.fromkeys(ends_of(demo), -1000.0)
-    _, timing = reply(demo, prompt="What does moegguf", max_tokens=n, logit_bias=bias, shift=False)
+    _, timing = reply(demo, prompt="What does moegguf", max_tokens=n, logit_bias=endless(demo), shift=False)
     room = 512 - timing.prompt_tokens - timing.cached_tokens
     assert (timing.answer_tokens, timing.finish) == (min(expected, room), "length")
     assert len(timing.context) == timing.prompt_tokens + timing.cached_tokens + timing.answer_tokens
@@ -183,13 +169,13 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
 
 
 def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
-    answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), max_tokens=10))
+    answer = Answer(demo, ask(QUESTION, template=templates.QWEN, tools=(WEATHER,), max_tokens=10))
     assert "weather" in demo.detokenize(answer.prompt.tokens).decode()
     assert answer.deltas()
-    unoffered = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="none"))
+    unoffered = Answer(demo, ask(QUESTION, template=templates.QWEN, tools=(WEATHER,), tool_choice="none"))
     assert "weather" not in demo.detokenize(unoffered.prompt.tokens).decode()
     with pytest.raises(CapabilityError, match="'rain'"):
-        Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="rain"))
+        Answer(demo, ask(QUESTION, template=templates.QWEN, tools=(WEATHER,), tool_choice="rain"))
 
 
 def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:
@@ -212,7 +198,7 @@ def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:
 
 
 def test_penalties_look_at_the_prompt_and_the_answer(demo: Llama) -> None:
-    free = {"prompt": " the", "max_tokens": 40, "logit_bias": dict.fromkeys(ends_of(demo), -1000.0)}
+    free = {"prompt": " the", "max_tokens": 40, "logit_bias": endless(demo)}
     repeated = reply(demo, **free)[1].context[1:]
     penalized = reply(demo, **free, presence_penalty=100.0, repeat_last_n=-1)[1].context
     assert len(set(penalized)) == len(penalized), "a token came twice, or the prompt's came again"

@@ -28,7 +28,7 @@ from answering import (
     answers_of,
     answers_together,
     ask,
-    ends_of,
+    endless,
     reply,
     running,
 )
@@ -64,10 +64,6 @@ def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "flash_attn": None, "verbose": False}
     with Llama(tiny(), n_seq_max=6, expert_cache="40%", **options) as many, Llama(tiny(), **options) as one:
         yield many, one
-
-
-def endless(llm: Llama) -> dict[int, float]:
-    return dict.fromkeys(ends_of(llm), -100.0)
 
 
 def of_tokens(llm: Llama, tokens: Sequence[int], **options: Any) -> GenerationRequest:

@@ -88,14 +88,8 @@ def test_every_expert_in_vram_needs_no_ram(path: Path) -> None:
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         assert list(llm.session.tiers()) == ["VRAM"]
         assert np.array_equal(greedy_logits(llm), plain)
-    with pytest.raises(BudgetError, match=r"vram_cache=.* holds 0 experts"):
-        Llama(path, vram_cache=1024, **OPTIONS)
-    with pytest.raises(BudgetError, match=r"expert_cache=.* holds no expert"):
-        Llama(path, vram_cache="50%", expert_cache=1024, **OPTIONS)
     with pytest.raises(OptionError, match=r"no GPU named 'NPU7'; there are: RPC0"):
         Llama(path, vram_cache="50%", store=StoreOptions(device="NPU7"), **OPTIONS)
-    with pytest.raises(OptionError, match="n_gpu_layers is 1"):
-        Llama(path, vram_cache="50%", n_gpu_layers=1, **OPTIONS)
 
 
 def share_of(path: Path, n_slots: int) -> int:
@@ -216,13 +210,9 @@ def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> Non
         assert llm.stats().tiers[0].n_slots == 20
         arm(ALLOC, 0, 0, 0)
         assert np.array_equal(greedy_logits(llm), expected)
-        before = llm.stats().tiers
-        for budgets in ({"vram_cache": share_of(path, 3)}, {"vram_cache": share_of(path, 3), "expert_cache": "50%"}):
-            with pytest.raises(BudgetError, match="at least"):
-                llm.set_budget(**budgets)
         with pytest.raises(BudgetError, match="holds no expert"):
             llm.set_budget(vram_cache="auto", expert_cache=1024)
-        assert [tier.n_slots for tier in llm.stats().tiers] == [tier.n_slots for tier in before]
+        assert [tier.n_slots for tier in llm.stats().tiers] == [20, 30]
         llm.set_budget(vram_cache="auto")
         assert np.array_equal(greedy_logits(llm), expected)
 
@@ -246,21 +236,23 @@ def test_a_context_takes_memory_of_slots(path: Path) -> None:
         Llama(path, store=StoreOptions(device=none, staging=0), **budgets, **OPTIONS)
 
 
+@pytest.fixture
+def own_path(own: Own) -> Path:
+    """A model in a folder of its own."""
+    return own()
+
+
 @on_servers()
-def check_warm_start(path: Path) -> None:
-    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+def test_a_warm_start_has_what_was_used_most_in_vram_and_the_next_in_ram(own_path: Path) -> None:
+    with behind_a_link(own_path, 20, 12, warm_start=True) as llm:
         expected = greedy_logits(llm, n_new=8)
         uses = llm.session.store.activity()[0].astype(np.float32)
-    with behind_a_link(path, 20, 12, warm_start=True) as llm:
+    with behind_a_link(own_path, 20, 12, warm_start=True) as llm:
         llm.session.store.drain(10)
         places = llm.session.places()[most_used(uses, 32)]
         assert (places[:20] == Place.VRAM).all() and (places[20:] == Place.RAM).all()
         assert llm.stats().evictions == 0
         assert np.array_equal(greedy_logits(llm, n_new=8), expected)
-
-
-def test_a_warm_start_has_what_was_used_most_in_vram_and_the_next_in_ram(own: Own) -> None:
-    check_warm_start(path=own())
 
 
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import DEMO, QUESTION, Load, Received, TinyModel, answers_together, ask, ends_of
+from answering import DEMO, QUESTION, Load, Received, TinyModel, answers_together, ask, endless
 
 from moegguf.engine.drafts import Draft, Drafts, Source
 from moegguf.engine.llama import Llama
@@ -128,15 +128,13 @@ def test_answers_together_are_the_same_each_with_drafts_of_its_own(llm: Llama, e
 
 def test_a_context_becomes_full_at_the_same_token(load: Load, tiny: TinyModel, eager: None) -> None:
     with load(tiny(), n_ctx=64, flash_attn=None, draft="ngram") as llm:
-        endless = dict.fromkeys(ends_of(llm), -100.0)
-        check_recalled(llm, [ask(prompt="a b c", return_context=True, max_tokens=90, logit_bias=endless)])
+        check_recalled(llm, [ask(prompt="a b c", return_context=True, max_tokens=90, logit_bias=endless(llm))])
 
 
 def test_a_full_kv_cache_gives_up_drafts_before_answers(load: Load, tiny: TinyModel, eager: None) -> None:
     options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": None, "draft": "ngram"}
     with load(tiny(), kv_tokens=256, **options) as llm:
-        endless = dict.fromkeys(ends_of(llm), -100.0)
-        requests = [request(number, shift=False, max_tokens=60, logit_bias=endless) for number in range(3)]
+        requests = [request(number, shift=False, max_tokens=60, logit_bias=endless(llm)) for number in range(3)]
         check_recalled(llm, requests)
 
 

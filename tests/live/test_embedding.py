@@ -18,18 +18,12 @@ LONG = "word " * 600
 
 
 @pytest.fixture(scope="module")
-def generative() -> Iterator[Llama]:
-    with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def pooling() -> Iterator[Llama]:
     with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False, embedding=True, pooling_type=1) as llm:
         yield llm
 
 
-@pytest.fixture(params=["generative", "pooling"])
+@pytest.fixture(params=["shared", "pooling"])
 def model(request: pytest.FixtureRequest) -> Llama:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
@@ -79,30 +73,30 @@ def test_an_empty_text_has_a_vector_and_fails_no_batch(model: Llama) -> None:
     assert empty == embed(model, [begin]).vectors[0]
 
 
-def test_an_answer_after_an_embedding_is_the_same_as_without(generative: Llama) -> None:
-    generative.reset()
-    before, first = reply(generative, QUESTION)
-    embed(generative, TEXTS)
-    after, second = reply(generative, QUESTION)
+def test_an_answer_after_an_embedding_is_the_same_as_without(shared: Llama) -> None:
+    shared.reset()
+    before, first = reply(shared, QUESTION)
+    embed(shared, TEXTS)
+    after, second = reply(shared, QUESTION)
     assert after == before
     assert (second.cached_tokens, second.prompt_tokens) == (0, first.prompt_tokens)
-    again, third = reply(generative, QUESTION)
+    again, third = reply(shared, QUESTION)
     assert again == before
     assert third.cached_tokens == first.prompt_tokens - 1
-    assert embed(generative, TEXTS[:1]).vectors[0] == embed(generative, TEXTS).vectors[0]
+    assert embed(shared, TEXTS[:1]).vectors[0] == embed(shared, TEXTS).vectors[0]
 
 
-def test_a_model_that_only_embeds_does_not_generate(generative: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generative._ctx, "memory", None)  # as llama.cpp has it for encoders
+def test_a_model_that_only_embeds_does_not_generate(shared: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared._ctx, "memory", None)  # as llama.cpp has it for encoders
     with pytest.raises(CapabilityError, match="do not generate text"):
-        reply(generative, QUESTION)
+        reply(shared, QUESTION)
     with pytest.raises(CapabilityError, match="do not generate text"):
-        generative.create_completion("a", max_tokens=1)
+        shared.create_completion("a", max_tokens=1)
 
 
-def test_the_last_tokens_state_is_that_of_a_context_made_for_embedding(generative: Llama) -> None:
+def test_the_last_tokens_state_is_that_of_a_context_made_for_embedding(shared: Llama) -> None:
     with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False, embedding=True, pooling_type=3) as last:
-        theirs, ours = embed(last, TEXTS).vectors, embed(generative, TEXTS).vectors
+        theirs, ours = embed(last, TEXTS).vectors, embed(shared, TEXTS).vectors
     for a, b in zip(theirs, ours, strict=True):
         assert np.dot(a, b) == pytest.approx(1, abs=1e-3)
 

@@ -1,8 +1,6 @@
 """Disks that fail, memory that runs out, callbacks that raise: a typed error or the same tokens, and then business as
 usual. Faults come through the library's shim, "fail the Nth operation", over N until the run meets none."""
 
-import os
-import re
 import shutil
 import threading
 import time
@@ -14,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt
+from scripted_manager import n_files
 from waiting import until
 
 from moegguf import errors
 from moegguf.engine.upstream import UpstreamLlama
-from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 
@@ -87,8 +86,8 @@ def test_the_nth_operation_fails_for_every_n(
 def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool) -> None:
     path = tiny()
     load(path, expert_cache="40%").close()
-    before = open_files()
-    n_failed = 0
+    before = n_files()
+    n_failed = n_smaller = 0
     for n in growing():
         library.arm_fault(kind, n, sticky=sticky)
         llm = None
@@ -103,32 +102,23 @@ def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: 
         if llm is None:
             llm = load(path, expert_cache="40%")
         elif llm.stats().n_slots < llm.plan.n_slots:
+            n_smaller += 1
             assert any("slower" in str(warning.message) for warning in given)
         assert np.array_equal(short_run(llm), clean)
         llm.close()
-        assert open_files() == before, f"a load that failed at {n} left files open"
+        assert n_files() == before, f"a load that failed at {n} left files open"
         if not met:
             break
     if kind == "open" or (kind in ("alloc", "thread") and sticky):
         assert n_failed > 0
+    assert n_smaller > 0 or kind != "alloc" or sticky, "little memory gives a smaller pool"
 
 
-@pytest.mark.parametrize(
-    ("logged", "kind", "words"),
-    [
-        ("error loading model: read error: Input/output error", errors.ExpertIOError, "reading .* failed: "),
-        ("error loading model: missing tensor 'a'", errors.ModelFormatError, "llama.cpp cannot load .*: "),
-    ],
-    ids=["disk", "file"],
-)
-def test_a_load_that_llama_cpp_ends_says_why(
-    tiny: TinyModel,
-    load: Load,
-    monkeypatch: pytest.MonkeyPatch,
-    logged: str,
-    kind: type[errors.MoeggufError],
-    words: str,
+def test_a_load_that_llama_cpp_ends_for_the_disk_says_so(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    logged = "error loading model: read error: Input/output error"
+
     def fail(*_: Any, **__: Any) -> None:
         base = library._open(library.find_library(), "ggml-base")
         base.ggml_log_internal(library.LOG_ERROR, f"{logged}\n".encode())
@@ -136,30 +126,9 @@ def test_a_load_that_llama_cpp_ends_says_why(
 
     with monkeypatch.context() as patch:
         patch.setattr(UpstreamLlama, "__init__", fail)
-        with pytest.raises(kind, match=words + re.escape(logged)):
+        with pytest.raises(errors.ExpertIOError, match=f"reading .* failed: {logged}"):
             load(tiny(), expert_cache="40%")
     load(tiny(), expert_cache="40%")
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_little_memory_gives_a_smaller_pool_and_a_warning(tiny: TinyModel, load: Load) -> None:
-    for n in growing():
-        library.arm_fault("alloc", n)
-        with warnings.catch_warnings(record=True) as given:
-            warnings.simplefilter("always")
-            llm = load(tiny(), expert_cache="60%", n_ubatch=2)
-        assert operations("alloc") >= n, "no allocation of the pool was met"
-        library.arm_fault("alloc", 0)
-        if llm.stats().n_slots < llm.plan.n_slots:
-            break
-    assert "slower" in str(given[0].message)
-    prompt = random_prompt(llm, N_PROMPT)
-    with hooks_off():
-        plain = load(tiny(), n_ubatch=2)
-    assert np.array_equal(greedy_logits(llm, prompt, N_NEW), greedy_logits(plain, prompt, N_NEW))
 
 
 def wait_for_a_read(llm: Llama) -> None:
@@ -212,24 +181,6 @@ def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) ->
     llm.close()
     thread.join(10)
     assert isinstance(ended[0], errors.GenerationCancelled)
-
-
-def test_a_failed_token_is_not_sampled_from_what_the_failure_left(tiny: TinyModel, load: Load) -> None:
-    """The context's logits belong to the pass that failed; the same prompt again must not take its next token there."""
-    prompt = random_prompt(load(tiny(), expert_cache="40%"), N_PROMPT)
-    good = load(tiny(), expert_cache="40%")
-    steps = good.generate(prompt, temp=0.0)
-    expected = [next(steps) for _ in range(N_NEW)]
-    for n_before in (1, 2, 5):
-        llm = load(tiny(), expert_cache="40%", logits_all=False)
-        steps = llm.generate(prompt, temp=0.0)
-        assert [next(steps) for _ in range(n_before)] == expected[:n_before]
-        library.arm_fault("stat", 1, sticky=True)
-        with pytest.raises(errors.ExpertIOError):
-            list(steps)
-        library.arm_fault("stat", 0)
-        steps = llm.generate(prompt, temp=0.0)
-        assert [next(steps) for _ in range(N_NEW)] == expected
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
@@ -286,33 +237,10 @@ def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load
     assert len(list(zip(range(3), llm.generate([1, 2, 3]), strict=False))) == 3
 
 
-def cut_experts_off(path: Path) -> None:
-    """Cut the file where its experts begin."""
-    first = min(matrix.offset for matrix in read_layout(path).matrices)
-    with path.open("r+b") as file:
-        file.truncate(first)
-
-
-@pytest.fixture
-def copied(tiny: TinyModel, tmp_path: Path) -> Path:
-    return Path(shutil.copy(tiny(), tmp_path / "copy.gguf"))
-
-
-def test_a_file_truncated_in_use_ends_the_pass(copied: Path, tiny: TinyModel, load: Load, reference: Reference) -> None:
-    llm = load(copied, expert_cache="40%")
-    whole = copied.read_bytes()
-    greedy_logits(llm, n_new=2)
-    cut_experts_off(copied)
-    with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf"):
-        greedy_logits(llm)
-    copied.write_bytes(whole)  # the same bytes, which only another load can know
-    with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf' was written to after the model was loaded"):
-        greedy_logits(llm)
-    assert np.array_equal(greedy_logits(load(copied, expert_cache="40%")), reference(tiny()))
-
-
-def test_a_file_written_to_while_it_is_loaded_is_an_error(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = ExpertLayout.check_not_overwritten
+def test_a_file_written_to_while_it_is_loaded_is_an_error(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, check = Path(shutil.copy(tiny(), tmp_path / "copy.gguf")), ExpertLayout.check_not_overwritten
 
     def overwrite_first(layout: ExpertLayout) -> None:
         copied.write_bytes(copied.read_bytes())

@@ -29,12 +29,6 @@ BATCHES = (1, 2, 4, 8, 9, 16, 32, 33)
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
 
 
-@pytest.fixture(autouse=True)
-def slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots are tested, whatever would be faster on this machine."""
-    monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
-
-
 @pytest.fixture(scope="session")
 def devices() -> list[Device]:
     """Every GPU; the test is skipped where there is none."""

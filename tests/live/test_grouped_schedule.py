@@ -24,8 +24,7 @@ from moegguf.generate.request import Sampling
 from moegguf.native.events import Phase
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
-from predictors.study.sequence_groups import ExpertFlow, NextToken, SequenceGroups
-from predictors.study.token_scheduler import RecentPaths
+from predictors.study.sequence_groups import ExpertFlow
 
 N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
@@ -110,29 +109,6 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
         assert llm.stats().prefetch_started > 0 and llm.stats().evictions > 0
 
 
-def test_each_sequence_is_followed_and_the_next_group_fetched(tiny: TinyModel) -> None:
-    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", strategy="lru") as llm:
-        paths = RecentPaths(MoeShape.of(llm.layout), half_life_tokens=1.0)
-        groups = SequenceGroups(llm.session, paths)
-        requests = [llm.context.begin_request() for _ in range(2)]
-        computed: list[list[int]] = []
-        for at in range(8):
-            group = groups.next_group({request: NextToken(7, at // 2) for request in requests})
-            computed.append(group)
-            for request in group:
-                n_past = sum(request in earlier for earlier in computed[:-1])
-                slot = requests.index(request)
-                llm.context.eval_chunks([Chunk(slot, [7 + slot], n_past, request, Phase.DECODE)])
-            llm.session.store.drain()
-        groups.close()
-        groups.close()
-        stats = llm.stats()
-        assert all(paths.path(request) is not None for request in requests)
-    assert [len(group) for group in computed] == [1] * 8
-    assert all(sorted(computed[i] + computed[i + 1]) == requests for i in range(0, 8, 2))
-    assert stats.prefetch_requested > 0
-
-
 class Counted:
     """A schedule that counts who decodes: of those chosen, of those that run."""
 
@@ -158,6 +134,8 @@ def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: Tiny
         with running(llm, counted) as loop:
             answers = answers_of(loop, [ask(prompt=f"question {i}", max_tokens=10) for i in range(6)])
         schedule.close()
+        schedule.close()
+        assert llm.stats().prefetch_requested > 0
     assert not any(received.error for received in answers)
     assert {n_running for _, n_running in counted.counts} >= {1, 2, 4}
     assert all(n_chosen <= 2 for n_chosen, _ in counted.counts)

@@ -132,11 +132,12 @@ def test_an_adapter_on_experts_acts_as_in_llama_cpp(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     path = tiny("tiny-qwen2moe")
-    adapter = str(write_adapter(tmp_path / "adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128)))
-    llm = load(path, expert_cache="40%", lora_path=adapter, n_ubatch=1, store=StoreOptions(repack=False))
+    adapter = write_adapter(tmp_path / "adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
+    options: dict[str, Any] = {"n_ubatch": 1, "lora_path": adapter, "lora_scale": 0.5}
+    llm = load(path, expert_cache="40%", store=StoreOptions(repack=False), **options)
     logits = greedy_logits(llm)
     assert llm.stats().evictions > 0
-    assert np.array_equal(logits, reference(path, n_ubatch=1, repack=False, lora_path=adapter))
+    assert np.array_equal(logits, reference(path, repack=False, **options))
     assert np.abs(logits - reference(path, n_ubatch=1, repack=False)).max() > 0.01
 
 

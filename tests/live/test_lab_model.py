@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter, TokenType
-from running import Llama, hooks_off, random_prompt
+from running import Llama, hooks_off, random_prompt, written
 
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.routers import read_routers
@@ -59,11 +59,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
         values = random.standard_normal(parameter.shape, dtype=np.float32)
         values = 1 + 0.1 * values if "norm" in name else values / np.sqrt(np.float32(parameter.shape[-1]))
         writer.add_tensor(source.gguf_name(name), values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def converted(dense: Path, n_used: int, quant: str = "f32") -> tuple[Path, Network]:

@@ -266,13 +266,9 @@ def test_a_stream_that_is_dropped_lets_other_threads_in(tiny: TinyModel, load: L
         assert threads.submit(llm, "a", max_tokens=2).result()["choices"][0]["finish_reason"]
 
 
-@pytest.fixture
-def stock_libraries(tmp_path: Path) -> Path:
-    """A folder with a libllama, as another package would bring it, without the expert store's own library name."""
-    return Path(shutil.copytree(library.find_library(), tmp_path / "stock"))
-
-
-def test_a_stock_llama_cpp_imported_first_is_a_library_error(tiny: TinyModel, stock_libraries: Path) -> None:
+def test_a_stock_llama_cpp_imported_first_is_a_library_error(tiny: TinyModel, tmp_path: Path) -> None:
+    # A folder with a libllama, as another package would bring it.
+    stock = shutil.copytree(library.find_library(), tmp_path / "stock")
     script = """
         import sys
         import llama_cpp
@@ -284,10 +280,10 @@ def test_a_stock_llama_cpp_imported_first_is_a_library_error(tiny: TinyModel, st
     """
     bindings = str(Path(library.llama_cpp().__file__).parents[1])
     path = os.pathsep.join([bindings, *sys.path])
-    result = run_script(script, tiny(), LLAMA_CPP_LIB_PATH=str(stock_libraries), PYTHONPATH=path)
+    result = run_script(script, tiny(), LLAMA_CPP_LIB_PATH=str(stock), PYTHONPATH=path)
     assert result.returncode == 0, result.stderr
     assert "imported before moegguf" in result.stdout
-    assert str(stock_libraries) in result.stdout
+    assert str(stock) in result.stdout
 
 
 def test_our_bindings_are_imported_where_a_stock_llama_cpp_is_installed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, endless, reply
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import Chunk
@@ -161,14 +161,9 @@ def grammar(text: str) -> Any:
     return bindings.LlamaGrammar.from_string(text, verbose=False)
 
 
-def without_end(llm: Llama) -> dict[int, float]:
-    """The bias that makes a model one without an end-of-text token: no token may follow a complete text."""
-    return dict.fromkeys(ends_of(llm), -float("inf"))
-
-
 @pytest.mark.parametrize("has_end", [True, False])
 def test_a_complete_text_ends_the_answer(model: Llama, has_end: bool) -> None:
-    options: dict[str, Any] = {"max_tokens": 9, "logit_bias": {} if has_end else without_end(model)}
+    options: dict[str, Any] = {"max_tokens": 9, "logit_bias": {} if has_end else endless(model, -float("inf"))}
     for form in (grammar(A_OR_B), A_OR_B):
         choice = model("hello", grammar=form, **options)["choices"][0]
         assert choice["text"] in ("a", "b") and choice["finish_reason"] == "stop"
@@ -183,7 +178,7 @@ def test_a_chat_follows_its_response_format(model: Llama, has_end: bool) -> None
         [{"role": "user", "content": "hi"}],
         response_format={"type": "json_object", "schema": form},
         max_tokens=40,
-        logit_bias={} if has_end else without_end(model),
+        logit_bias={} if has_end else endless(model, -float("inf")),
     )
     choice = reply["choices"][0]
     assert choice["message"]["content"].replace(" ", "") in ('{"a":true}', '{"a":false}')

@@ -17,14 +17,12 @@ from rpc_device import server
 from running import TinyModel, share_for
 from scripted_manager import n_files
 
-from moegguf.engine.devices import query_gpus
 from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, DeviceLostError, ExpertIOError, ModelNotFoundError
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
+from moegguf.generate.request import Delta, GenerationRequest, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
-from moegguf.serving.events import Done, LoadOverrides
-from moegguf.serving.lease import Lease
+from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.model_manager import ModelManager
 from moegguf.settings import Settings
@@ -69,21 +67,11 @@ def story(seed: int, n_tokens: int = 16) -> GenerationRequest:
     return GenerationRequest(prompt=f"story {seed}:", sampling=Sampling(seed=seed, max_tokens=n_tokens))
 
 
-async def answer_and_timing(lease: Lease, generation: GenerationRequest) -> tuple[str, Timing]:
-    events = [event async for event in lease.answer(generation)]
-    assert isinstance(events[-1], Done)
-    return "".join(event.text for event in events if isinstance(event, Delta)), events[-1].timing
-
-
-async def rest_of(events: AsyncIterator[Any]) -> list[Any]:
-    return [event async for event in events]
-
-
 async def generate(
     manager: ModelManager, name: str, generation: GenerationRequest, overrides: LoadOverrides = ONE_THREAD
 ) -> str:
     async with manager.lease(name, overrides) as lease:
-        return (await answer_and_timing(lease, generation))[0]
+        return "".join([event.text async for event in lease.answer(generation) if isinstance(event, Delta)])
 
 
 async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(files: Files, tmp_path: Path) -> None:
@@ -102,7 +90,7 @@ async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(fil
             await anext(answer)
             shutil.copy(after, served)  # in place
             with pytest.raises(ExpertIOError, match=r"served\.gguf' was written to after the model was loaded"):
-                await rest_of(answer)
+                _ = [event async for event in answer]
         assert await generate(manager, "served", story(3), few) == new
         shutil.copy(before, served)
         assert await generate(manager, "served", story(3), few) == old
@@ -197,14 +185,8 @@ sys.argv[1:] = sys.argv[5:]
 worker.main()
 """
 QUESTION = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=24))
-LONG = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 GPU = Device("RPC0", 0, 6 << 30, 8 << 30)
 TESTS = Path(__file__).resolve().parents[1]
-
-
-async def text_of(manager: ModelManager, generation: GenerationRequest) -> str:
-    async with manager.lease("a", ONE_THREAD) as lease:
-        return "".join([event.text async for event in lease.answer(generation) if isinstance(event, Delta)])
 
 
 @asynccontextmanager
@@ -220,7 +202,7 @@ async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[
 async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
     async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
-        expected = await text_of(manager, QUESTION)
+        expected = await generate(manager, "a", QUESTION)
         (loaded,) = manager.loaded()
         plan = loaded.plan
         assert plan["device"] == "RPC0" and [tier.name for tier in loaded.stats.tiers] == ["VRAM", "RAM"]
@@ -231,17 +213,17 @@ async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypa
         small = await manager.set_budget("a", vram_cache=fewer, expert_cache=parse_expert_cache("30%"))
         assert loaded.vram_bytes - small.vram_bytes == 5 * slot_bytes
         assert small.expert_cache_bytes == int(0.3 * 64) * slot_bytes
-        assert await text_of(manager, QUESTION) == expected
+        assert await generate(manager, "a", QUESTION) == expected
         assert [tier.n_slots for tier in manager.loaded()[0].stats.tiers] == [n_slots - 5, 19]
         async with manager.lease("a", ONE_THREAD) as lease:
-            answer = aiter(lease.answer(LONG))
+            answer = aiter(lease.answer(ENDLESS))
             await anext(answer)
             (device,) = multiprocessing.active_children()
             device.kill()
             with pytest.raises(DeviceLostError, match=r"the device that computed the model failed \(.*RPC.*without"):
                 async for _ in answer:
                     pass
-        assert len(await text_of(manager, QUESTION)) > 0
+        assert len(await generate(manager, "a", QUESTION)) > 0
         (loaded,) = manager.loaded()
         assert loaded.plan["device"] is None and loaded.vram_bytes == 0
         assert [tier.name for tier in loaded.stats.tiers] == ["RAM"]
@@ -253,7 +235,7 @@ async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeyp
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "layers")
     async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
-        expected = await text_of(manager, QUESTION)
+        expected = await generate(manager, "a", QUESTION)
         (loaded,) = manager.loaded()
         plan = loaded.plan
         assert (plan["layers_on"], plan["device"], plan["placement"]["chosen"]["n_layers"]) == ("RPC0", None, 2)
@@ -262,7 +244,7 @@ async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeyp
         assert (loaded.expert_cache_bytes, loaded.vram_cache_bytes) == (plan["budget_bytes"], 0)
         small = await manager.set_budget("a", expert_cache=parse_expert_cache("60%"))
         assert small.stats.n_experts == 32 and small.expert_cache_bytes < loaded.expert_cache_bytes
-        assert await text_of(manager, QUESTION) == expected
+        assert await generate(manager, "a", QUESTION) == expected
         with pytest.raises(BudgetError, match="has no slots in VRAM"):
             await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
 
@@ -272,7 +254,7 @@ async def test_four_answers_at_once_from_slots(tiny: TinyModel, monkeypatch: pyt
         monkeypatch.setenv(f"MOEGGUF_{name}", value)
     async with manager_with_device(tiny("tiny-gpt-oss"), n_parallel=4) as manager:
         asked = [replace(QUESTION, prompt=f"once upon a time {n}") for n in range(4)]
-        texts = await asyncio.gather(*(text_of(manager, question) for question in asked))
+        texts = await asyncio.gather(*(generate(manager, "a", question) for question in asked))
         assert all(texts)
         (loaded,) = manager.loaded()
         assert loaded.plan["device"] == "RPC0"
@@ -284,7 +266,3 @@ async def test_a_server_without_the_gpu_of_its_budget_says_so(tiny: TinyModel, m
     async with ModelManager(Files(a=tiny()), Settings(n_ctx=512), devices=list) as manager:
         with pytest.raises(BudgetError, match="sees none"):
             await manager.load("a", ONE_THREAD)
-
-
-def test_the_devices_of_this_machine_are_asked_in_a_process_of_their_own() -> None:
-    assert all(isinstance(device, Device) for device in query_gpus())

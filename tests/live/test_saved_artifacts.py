@@ -1,6 +1,5 @@
 """Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged; and the warm start from them."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,11 @@ import pytest
 from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_of, greedy_logits, random_prompt
 from waiting import until
 
-from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import COLLECTION, MEASURED, USES, Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import Weights
 from moegguf.engine.live_controller import CHECKPOINT_REQUESTS
 from moegguf.engine.warm_start import HALF_LIFE_PASSES, most_used
 from moegguf.errors import AllocationError, MoeggufError
@@ -26,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("user")
 
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "lockstep": True}
 N_PROMPT, N_NEW = 12, 6
-OTHER = "cd" * 16
 
 
 @pytest.fixture
@@ -47,8 +43,8 @@ def expected(tiny: TinyModel, reference: Reference) -> Logits:
     return reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
 
 
-def logits_of(llm: Llama) -> Logits:
-    return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+def logits_of(llm: Llama, seed: int = 0) -> Logits:
+    return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
 
 
 def entries_of(llm: Llama) -> EamcPair:
@@ -94,35 +90,6 @@ def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> N
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
     load(path, predictor="eamc", **TIGHT).close()
     assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
-
-
-def save_collection(path: Path, fingerprint: str) -> None:
-    shape = MoeShape.of(read_layout(path))
-    counts = np.full((2, *shape.table), 0.25, np.float32)
-    file = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
-    weights_file.save(file, "eamc", fingerprint, shape, Weights({"prefill": counts, "decode": counts}))
-
-
-@pytest.mark.parametrize("kind", ["good", "flipped", "other model"])
-def test_a_collection_is_taken_up_or_a_damaged_one_is_one_warning_and_a_cold_start(
-    path: Path, beside: Path, load: Load, expected: Logits, kind: str
-) -> None:
-    save_collection(path, OTHER if kind == "other model" else Artifacts(read_layout(path)).fingerprint)
-    if kind == "flipped":
-        data = bytearray((beside / COLLECTION).read_bytes())
-        data[-7] ^= 0x10
-        (beside / COLLECTION).write_bytes(data)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        llm = load(path, policy="lfu", predictor="eamc", prefetch=True, **TIGHT)
-    assert [COLLECTION in str(each.message) for each in caught] == ([] if kind == "good" else [True])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert np.array_equal(logits_of(llm), expected)
-    assert entries_of(llm).decode.n_entries == (2 if kind == "good" else 0)
-    llm.close()  # which saves a new one in its place
-    if kind != "good":
-        assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
 
 
 @pytest.mark.parametrize(
@@ -233,16 +200,10 @@ def saved(path: Path) -> Any:
     return Artifacts(layout).uses(MoeShape.of(layout))
 
 
-def use(llm: Any, seed: int = 0) -> np.ndarray:
-    return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
-
-
-def test_what_was_used_most_is_there_at_first(own: Own, load: Load, tiny: TinyModel, reference: Reference) -> None:
-    path = own()
-    expected = reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
+def test_what_was_used_most_is_there_at_first(path: Path, load: Load, expected: Logits) -> None:
     llm = load(path, **WARM)
     assert llm.stats().prefetch_started == 0
-    assert np.array_equal(use(llm), expected)
+    assert np.array_equal(logits_of(llm), expected)
     uses, _ = llm.session.store.activity()
     llm.close()
     assert np.array_equal(saved(path), uses)
@@ -252,25 +213,24 @@ def test_what_was_used_most_is_there_at_first(own: Own, load: Load, tiny: TinyMo
     il, experts = most_used(saved(path), n_slots)
     assert il.size == n_slots
     assert there[il, experts].all()
-    assert np.array_equal(use(llm), expected)
+    assert np.array_equal(logits_of(llm), expected)
 
 
-def test_uses_of_later_runs_are_added_and_those_before_fade(own: Own, load: Load) -> None:
-    path, total = own(), np.float32(0)
+def test_uses_of_later_runs_are_added_and_those_before_fade(path: Path, load: Load) -> None:
+    total = np.float32(0)
     for run in range(2):
         llm = load(path, **WARM)
-        use(llm, seed=run)
+        logits_of(llm, seed=run)
         uses, passes = llm.session.store.activity()[0], llm.session.store.counters()["passes"]
         total = uses + total * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
         llm.close()
         assert np.allclose(saved(path), total)
 
 
-def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(own: Own, load: Load, user: Path) -> None:
-    path = own()
+def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(path: Path, load: Load, user: Path) -> None:
     for options in ({"warm_start": False}, {"expert_cache": "100%"}, {"lockstep": True}):
         llm = load(path, **{**WARM, **options})
-        use(llm)
+        logits_of(llm)
         llm.close()
     load(path, **WARM).close()
     assert not list(path.parent.rglob(USES))
@@ -278,14 +238,11 @@ def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(own: Own, load
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
-def test_a_damaged_file_is_one_warning(own: Own, load: Load, content: bytes) -> None:
-    path = own()
-    folder = path.with_name(path.name + ".moegguf")
-    folder.mkdir()
-    (folder / USES).write_bytes(content)
+def test_a_damaged_file_is_one_warning(path: Path, beside: Path, load: Load, content: bytes) -> None:
+    (beside / USES).write_bytes(content)
     with pytest.warns(UserWarning, match="going on without it"):
         llm = load(path, **WARM)
-    use(llm)
+    logits_of(llm)
     with pytest.warns(UserWarning, match="going on without it"):
         llm.close()
     assert saved(path).any()

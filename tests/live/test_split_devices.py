@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,21 +142,12 @@ def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
     check_placements(path, alone)
     for options, message in (
         ({"split_mode": 2}, "split_mode 2 divides each matrix"),
-        ({"split_mode": 3}, "split_mode 3 divides each matrix"),
         ({"split_mode": 0, "main_gpu": 2}, r"main_gpu is 2, but there are: 0 \(RPC0\), 1 \(RPC1\)"),
         ({"split_mode": 0, "main_gpu": -1}, "main_gpu is -1"),
-        ({"tensor_split": [1, 1, 1]}, "3 proportions for 2 devices"),
-        ({"tensor_split": [0, 0]}, "some above"),
         ({"n_gpu_layers": 0}, "n_gpu_layers is 0"),
     ):
         with pytest.raises(OptionError, match=message):
             Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS, **options)
-    for vram, split, message in (
-        ("20%,20%,20%", None, "3 budgets for 2 devices"),
-        ("20%,1KiB", [1, 1], "on RPC1, but a token needs 4"),
-    ):
-        with pytest.raises(BudgetError, match=message):
-            Llama(path, vram_cache=vram, tensor_split=split, expert_cache="50%", **OPTIONS)
 
 
 def check_placements(path: Path, alone: dict[str, int]) -> None:
@@ -169,8 +161,6 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
     for cache in ("40%", None):
         with pytest.raises(OptionError, match=r"placement 'layers' is for one GPU .* compute: RPC0, RPC1"):
             Llama.estimate(path, vram_cache=cache, placement="layers", n_ctx=512)
-    with pytest.raises(OptionError, match="n_gpu_layers 3"):
-        Llama.estimate(path, vram_cache="40%", placement="layers", n_ctx=512, **{**alone, "n_gpu_layers": 3})
     with Llama(path, vram_cache="50%", expert_cache="50%", placement="layers", **OPTIONS, **alone) as llm:
         assert llm.session is not None and llm.plan.layers_on == "RPC1"
         assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
@@ -295,14 +285,9 @@ def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def only(kind: str) -> None:
-    """From now on this process knows no other kind of placement."""
-    planner.KINDS_OF["auto"] = (kind,)
-
-
 def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
     """Logits with experts placed so on a device behind a link, and what the plan and the store say."""
-    only(kind)
+    planner.KINDS_OF["auto"] = (kind,)  # this process knows no other
     link_device(Link(4e9, 5e-6))
     with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
         plan, session = llm.plan, llm.session
@@ -354,25 +339,6 @@ class ExpertsOfTheFirstLayersOnTheCpu(Llama):
         params.use_extra_bufts = self.repack
 
 
-@pytest.mark.parametrize("ram", ["100%", "40%"])
-@pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q4_k_m")], indirect=True)
-@on_servers(1)
-def test_whole_layers_on_a_device_give_the_logits_of_llama_cpp_with_them(path: Path, ram: str) -> None:
-    with hooks_off(), ExpertsOfTheFirstLayersOnTheCpu(path, n_gpu_layers=-1, **OPTIONS) as llm:
-        plain = greedy_logits(llm)
-    with Llama(path, placement="layers", vram_cache="60%", expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
-        assert llm.session is not None and llm.plan.layers_on == "RPC0"
-        assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
-        places = llm.session.places()
-        assert (places[2:] == Place.VRAM).all() and (places[:2] != Place.VRAM).all()
-        with pytest.raises(BudgetError, match="whole layers, which stay there"):
-            llm.set_budget(vram_cache="10%")
-        assert np.array_equal(greedy_logits(llm), plain)
-        counters = llm.session.store.counters()
-    assert (counters["evictions"] > 0) == (ram != "100%")
-    assert counters["misses"] > 0 or ram == "100%"
-
-
 def decisions(path: Path) -> dict[str, Any]:
     """What is decided, and what is measured once."""
     link_device(Link(1e9, 20e-6))
@@ -386,12 +352,6 @@ def decisions(path: Path) -> dict[str, Any]:
         file.write_text("{")
     assert found.placement is not None and again.placement is not None
     mended = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512).placement
-    with pytest.raises(OptionError, match="none of auto, layers, slots, cpu"):
-        Llama.estimate(path, placement="gpu", n_ctx=512)
-    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is 2"):
-        Llama.estimate(path, placement="cpu", n_gpu_layers=2, n_ctx=512)
-    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is -1"):
-        Llama.estimate(path, placement="cpu", n_gpu_layers=-1, n_ctx=512)
     every_layer = Llama.estimate(path, placement="auto", n_gpu_layers=-1, n_ctx=512)
     assert every_layer.device or every_layer.layers_on
     assert choose_gpus(None, "auto", {"n_gpu_layers": -1})
@@ -416,21 +376,12 @@ def of_another_disk(path: Path) -> list[bool]:
     known.speeds(device)
     found.append(known.known(device) is not None)
     there, stat = os.stat(path).st_dev, Path.stat
-    Path.stat = lambda self, **options: Moved(stat(self, **options), there + 1)  # type: ignore[assignment]
+    moved = SimpleNamespace(st_dev=there + 1)
+    Path.stat = lambda self, **how: moved if self == path else stat(self, **how)  # type: ignore[assignment]
     found.append(known.known(device) is not None)
     known.speeds(device)
     found.append(known.known(device) is not None)
     return found
-
-
-class Moved:
-    """A file's facts, but for its file system."""
-
-    def __init__(self, facts: os.stat_result, device: int) -> None:
-        self._facts, self.st_dev = facts, device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._facts, name)
 
 
 def test_a_model_that_moved_to_another_disk_is_measured_there(tiny: TinyModel) -> None:
@@ -445,27 +396,29 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
     assert (found["forced"], found["cpu"], found["own_split"]) == ("slots", None, None)
 
 
-PRESET = "tiny-qwen2moe"
-
-
 @pytest.mark.parametrize(
     ("path", "n_slots", "repack"),
-    [((PRESET, "q4_0"), 12, False), ((PRESET, "q4_0"), 5, True), ((PRESET, "q4_k_m"), 20, False)],
+    [(("tiny-qwen2moe", "q4_0"), n, repack) for n, repack in ((5, True), (12, False), (32, False))]
+    + [(("tiny-qwen2moe", "q4_k_m"), 20, False)],
     indirect=["path"],
 )
 @on_servers(1)
 def test_prompts_stream_through_slots_of_device_layers(path: Path, n_slots: int, repack: bool) -> None:
-    """In one pass through fewer slots of the CPU than a layer has experts, with other layers on the device."""
+    """In one pass, also through fewer slots than a layer has experts, with other layers on the device."""
     size = slot_bytes(read_layout(path).only((0, 1)))
     how: dict[str, Any] = {"placement": "layers", "vram_cache": "60%", "store": StoreOptions(repack=repack)}
     with Llama(path, expert_cache=n_slots * size, **how, **OPTIONS) as llm:
         assert llm.session is not None and llm.plan.layers_on == "RPC0"
         assert [layer.il for layer in llm.session.layout.layers] == [0, 1]
+        places = llm.session.places()
+        assert (places[2:] == Place.VRAM).all() and (places[:2] != Place.VRAM).all()
+        with pytest.raises(BudgetError, match="whole layers, which stay there"):
+            llm.set_budget(vram_cache="10%")
         logits, plan, counters = greedy_logits(llm), llm.plan, llm.session.store.counters()
     plain = ExpertsOfTheFirstLayersOnTheCpu
     plain.repack = repack
     with hooks_off(), plain(path, n_gpu_layers=-1, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS) as llm:
         assert np.array_equal(greedy_logits(llm), logits)
     assert (plan.n_slots, plan.n_ubatch) == (n_slots, 512)
-    assert counters["evictions"] > 0
+    assert (counters["evictions"] > 0) == (n_slots < 32)
     assert counters["passes"] == 1 + N_NEW  # the prompt was not cut

@@ -24,14 +24,13 @@ N_NEW = 2
 Outcome = tuple[Logits, dict[str, dict[str, Any]]]
 
 
-def turns(llm: Llama, prompts: tuple[int, ...], n_turns: int = 1) -> Logits:
+def turns(llm: Llama, prompts: tuple[int, ...]) -> Logits:
     """Logits of prompts of these sizes one after another in one context, each answered with N_NEW greedy tokens."""
     llm.reset()
-    for n in range(n_turns):
-        for n_tokens in prompts:
-            llm.eval(random_prompt(llm, n_tokens, seed=100 * n + n_tokens))
-            for _ in range(N_NEW):
-                llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
+    for n_tokens in prompts:
+        llm.eval(random_prompt(llm, n_tokens, seed=n_tokens))
+        for _ in range(N_NEW):
+            llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
     return llm.scores[: llm.n_tokens].copy()
 
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from answering import Answer
+from answering import Answer, Load, TinyModel
 from pictures import deep_png, interlaced_png, message, png, png_of
 
 from moegguf.engine import context as engine
@@ -26,9 +27,7 @@ from moegguf.gguf.projector import DECODED_BYTES
 from moegguf.native.store import StoreOptions
 from tools.models import write_projector
 
-Tiny = Callable[..., Path]
 Projector = Callable[..., Path]
-Load = Callable[..., Llama]
 
 KINDS = [("mlp", "tiny-qwen2moe"), ("gemma3", "tiny-qwen3moe"), ("qwen2vl_merger", "tiny-qwen3vlmoe")]
 
@@ -46,7 +45,9 @@ def last_logits(llm: Llama) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("kind", "preset"), KINDS)
-def test_no_logit_depends_on_the_cache(tiny: Tiny, projector: Projector, load: Load, kind: str, preset: str) -> None:
+def test_no_logit_depends_on_the_cache(
+    tiny: TinyModel, projector: Projector, load: Load, kind: str, preset: str
+) -> None:
     def run(budget: str) -> tuple[str, np.ndarray, int]:
         llm = load(tiny(preset), mmproj=projector(kind), expert_cache=budget, n_ubatch=64, logits_all=False)
         text, timing = answer(llm, [message("look ", png(120, 64), "what is it?")])
@@ -60,7 +61,7 @@ def test_no_logit_depends_on_the_cache(tiny: Tiny, projector: Projector, load: L
 
 @pytest.mark.parametrize(("kind", "preset"), KINDS)
 def test_a_conversation_goes_on_from_what_is_in_the_context(
-    tiny: Tiny, projector: Projector, load: Load, kind: str, preset: str
+    tiny: TinyModel, projector: Projector, load: Load, kind: str, preset: str
 ) -> None:
     llm = load(tiny(preset), mmproj=projector(kind), logits_all=False)
     first = message("look ", png(128, 96, seed=1), "what is it?")
@@ -79,7 +80,7 @@ def test_a_conversation_goes_on_from_what_is_in_the_context(
     assert not np.array_equal(last_logits(llm), logits)  # another image of the same size
 
 
-def test_image_tokens_count_and_share_positions(tiny: Tiny, projector: Projector, load: Load) -> None:
+def test_image_tokens_count_and_share_positions(tiny: TinyModel, projector: Projector, load: Load) -> None:
     llm = load(tiny("tiny-qwen3vlmoe"), mmproj=projector("qwen2vl_merger"), n_ctx=256)
     texts = answer(llm, [message("look ", "what is it?")])[1].prompt_tokens
     _, timing = answer(llm, [message("look ", png(128, 128), "what is it?")])
@@ -90,7 +91,7 @@ def test_image_tokens_count_and_share_positions(tiny: Tiny, projector: Projector
         answer(llm, [message(png(256, 256), "what is it?")])
 
 
-def test_an_image_of_one_pass_needs_slots_for_it(tiny: Tiny, projector: Projector, load: Load) -> None:
+def test_an_image_of_one_pass_needs_slots_for_it(tiny: TinyModel, projector: Projector, load: Load) -> None:
     with pytest.raises(BudgetError, match="one pass of 64 tokens"):
         load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), expert_cache="10%", store=StoreOptions(overlap=False))
     llm = load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), n_ubatch=8, n_batch=8)
@@ -98,12 +99,12 @@ def test_an_image_of_one_pass_needs_slots_for_it(tiny: Tiny, projector: Projecto
     assert answer(llm, [message(png(), "what is it?")])[0]
 
 
-def test_a_model_without_projector_says_what_is_missing(tiny: Tiny, load: Load) -> None:
+def test_a_model_without_projector_says_what_is_missing(tiny: TinyModel, load: Load) -> None:
     with pytest.raises(CapabilityError, match="--mmproj"):
         answer(load(tiny()), [message(png(), "what is it?")])
 
 
-def test_a_projector_of_another_model_is_refused(tiny: Tiny, load: Load, tmp_path: Path) -> None:
+def test_a_projector_of_another_model_is_refused(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
     llm = load(tiny(), mmproj=write_projector(tmp_path / "mmproj.gguf", "mlp", 64))
     with pytest.raises(ModelFormatError, match="mismatch"):
         answer(llm, [message(png(), "what is it?")])
@@ -111,14 +112,14 @@ def test_a_projector_of_another_model_is_refused(tiny: Tiny, load: Load, tmp_pat
         load(tiny(), mmproj=tiny())
 
 
-def test_a_template_that_takes_parts_only_gets_them(tiny: Tiny, projector: Projector, load: Load) -> None:
+def test_a_template_that_takes_parts_only_gets_them(tiny: TinyModel, projector: Projector, load: Load) -> None:
     parts = "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
     template = f"{{% for m in messages %}}{parts}{{% endfor %}}:"
     llm = load(tiny(), mmproj=projector())
     assert answer(llm, [message(png(), "what is it?")], template=template)[1].prompt_tokens > 64
 
 
-def test_chat_handlers_work_and_leave_nothing_to_match(tiny: Tiny, projector: Projector, load: Load) -> None:
+def test_chat_handlers_work_and_leave_nothing_to_match(tiny: TinyModel, projector: Projector, load: Load) -> None:
     from llama_cpp.llama_chat_format import Llava15ChatHandler
 
     handler = Llava15ChatHandler(str(projector()), verbose=False)
@@ -164,7 +165,7 @@ def test_decoding_takes_no_more_memory_than_is_planned(make: Callable[[int, int]
     assert 6 * width * height < int(done.stdout) < 1.05 * pixel_bytes * width * height + len(data)
 
 
-def test_data_beyond_the_header_are_not_inflated(tiny: Tiny, projector: Projector, load: Load) -> None:
+def test_data_beyond_the_header_are_not_inflated(tiny: TinyModel, projector: Projector, load: Load) -> None:
     llm, compressor = load(tiny(), mmproj=projector()), zlib.compressobj()
     data = b"".join(compressor.compress(bytes(1 << 20)) for _ in range(200)) + compressor.flush()
     rss = psutil.Process().memory_info().rss
@@ -173,14 +174,14 @@ def test_data_beyond_the_header_are_not_inflated(tiny: Tiny, projector: Projecto
     assert psutil.Process().memory_info().rss - rss < 100 << 20
 
 
-def test_the_largest_image_of_a_kind_is_decoded(tiny: Tiny, projector: Projector, load: Load) -> None:
+def test_the_largest_image_of_a_kind_is_decoded(tiny: TinyModel, projector: Projector, load: Load) -> None:
     reader, height = load(tiny(), mmproj=projector()).context.open_projector(), DECODED_BYTES // WIDE_BYTES // 4096
     reader._mtmd.mtmd_bitmap_free(reader._bitmap(read_image(deep_png(4096, height)), with_pixels=True))
     with pytest.raises(OptionError, match="pixels"):
         read_image(deep_png(4096, height + 1))
 
 
-def test_a_cut_conversation_counts_its_images(tiny: Tiny, projector: Projector, load: Load) -> None:
+def test_a_cut_conversation_counts_its_images(tiny: TinyModel, projector: Projector, load: Load) -> None:
     """It begins where it began the turn before, as long as there is room, so that the context is of use."""
     llm = load(tiny(), mmproj=projector(), n_ctx=512)
     messages, cut = list[Message](), list[int]()
@@ -193,7 +194,7 @@ def test_a_cut_conversation_counts_its_images(tiny: Tiny, projector: Projector, 
 
 
 def test_threads_share_one_projector(
-    tiny: Tiny, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyModel, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of a prompt with images are counted beside a running answer."""
     begun, n_made = threading.Barrier(2), list[int]()
@@ -207,9 +208,6 @@ def test_threads_share_one_projector(
 
     monkeypatch.setattr(engine, "Projector", Slow)
     llm = load(tiny(), mmproj=projector("mlp"))
-    threads = [threading.Thread(target=lambda: llm.context.open_projector()) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(n_made) == 1
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(lambda _: llm.context.open_projector(), range(2))
+    assert first is second and len(n_made) == 1

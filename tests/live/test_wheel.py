@@ -45,7 +45,7 @@ def test_the_wheel_is_for_this_platform_and_any_python(wheel: Path) -> None:
     assert wheel.name.endswith(f"-py3-none-{platform}.whl")
 
 
-def test_the_wheel_holds_libraries_headers_and_demo_but_no_sources(wheel: Path) -> None:
+def test_the_wheel_holds_libraries_bindings_and_demo_but_no_sources(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     libraries = {Path(name).name for name in names if name.startswith("moegguf/lib/")}
     assert {"libmoegguf.so", "libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"} <= libraries
@@ -55,10 +55,6 @@ def test_the_wheel_holds_libraries_headers_and_demo_but_no_sources(wheel: Path) 
     assert {"moegguf/lib/UPSTREAM", "moegguf/lib/CPU_FEATURES", "moegguf/lib/LICENSE"} <= set(names)
     page = (path for path in (ROOT / "moegguf" / "server" / "static").rglob("*") if path.is_file())
     assert {path.relative_to(ROOT).as_posix() for path in page} <= set(names)
-
-
-def test_the_bindings_lie_inside_the_package_with_their_licence(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
     assert {"moegguf/bindings/llama_cpp/llama.py", "moegguf/bindings/LICENSE.md"} <= set(names)
     folders = {name.split("/")[0] for name in names}
     assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"moegguf"}

@@ -7,34 +7,25 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from answering import Answer
+from answering import Answer, Load, TinyModel
 
-from moegguf.engine.llama import Llama
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker import Worker
-from moegguf.serving.worker_process import PendingRequest, WorkerProcess
-
-TinyModel = Callable[..., Path]
-Load = Callable[..., Llama]
+from moegguf.serving.worker_process import WorkerProcess
 
 REQUEST = GenerationRequest(prompt="once upon a time", return_context=True, sampling=Sampling(seed=7, max_tokens=24))
 ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
-
-
-async def value_of(request: PendingRequest) -> Any:
-    """The final value."""
-    return await request.value()
 
 
 @asynccontextmanager
@@ -104,7 +95,7 @@ async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n
             assert await reuses("ann", text) and await reuses("bob", text)
         assert await reuse_together(f"a{text}", "ann", "bob") == 0
         assert await reuse_together(f"b{text}", "ann", "ann") == 1
-        await value_of(process.request("embed", inputs=[f"c{text}"], truncate=True, normalize=True))
+        await process.request("embed", inputs=[f"c{text}"], truncate=True, normalize=True).value()
         assert await reuse_together(f"c{text}", "ann", "") == 0
 
 
@@ -112,19 +103,19 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
         running = process.request("generate", generation=ENDLESS, stream=True)
-        tokens = await value_of(process.request("tokenize", text="ein Wörtchen", special=True))
+        tokens = await process.request("tokenize", text="ein Wörtchen", special=True).value()
         assert tokens == expected and not running.ended
-        bare = await value_of(process.request("tokenize", text="ein Wörtchen", special=False))
-        assert await value_of(process.request("detokenize", tokens=bare)) == "ein Wörtchen"
+        bare = await process.request("tokenize", text="ein Wörtchen", special=False).value()
+        assert await process.request("detokenize", tokens=bare).value() == "ein Wörtchen"
         with pytest.raises(OptionError):
-            await value_of(process.request("detokenize", tokens=[1 << 30]))
+            await process.request("detokenize", tokens=[1 << 30]).value()
 
 
 async def test_prompts_are_counted_also_beyond_the_context(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        few = await value_of(process.request("count", generation=request_of("word")))
+        few = await process.request("count", generation=request_of("word")).value()
         once, twice = [
-            await value_of(process.request("count", generation=request_of("word " * 3000 * n))) for n in (1, 2)
+            await process.request("count", generation=request_of("word " * 3000 * n)).value() for n in (1, 2)
         ]
         assert 3000 < once < twice - 3000
         _, timing, _ = await answer_of(process, request_of("word"))
@@ -144,7 +135,7 @@ async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, nam
 
 
 async def experts_of(process: WorkerProcess, watch_s: float) -> Snapshot:
-    return build(Snapshot, await value_of(process.request("experts", watch_s=watch_s)))
+    return build(Snapshot, await process.request("experts", watch_s=watch_s).value())
 
 
 async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: TinyModel) -> None:
@@ -177,7 +168,7 @@ async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None
         running = process.request("generate", generation=ENDLESS, stream=True)
         os.kill(process.pid, signal.SIGTERM)
         with pytest.raises(WorkerError, match="SIGTERM"):
-            await value_of(running)
+            await running.value()
 
 
 async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyModel) -> None:
@@ -195,12 +186,12 @@ async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
         bad = GenerationRequest(prompt="a", sampling=Sampling(logit_bias={1 << 20: 1.0}))
         running = [process.request("generate", generation=ENDLESS, stream=True) for _ in range(3)]
         with pytest.raises(OptionError):
-            await value_of(process.request("generate", generation=bad, stream=False))
+            await process.request("generate", generation=bad, stream=False).value()
         running[1].cancel()
-        finishes = [build(Timing, await value_of(request)).finish for request in running]
+        finishes = [build(Timing, await request.value()).finish for request in running]
         assert finishes[1] == "cancelled" and "cancelled" not in (finishes[0], finishes[2])
         vectors = process.request("embed", inputs=["a text"], truncate=True, normalize=True)
-        assert build(Embeddings, await value_of(vectors)).n_tokens > 0
+        assert build(Embeddings, await vectors.value()).n_tokens > 0
 
 
 def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,11 +46,7 @@ class Store:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
-    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("MOEGGUF_MODELS", raising=False)
+def store(tmp_path: Path, catalog: Catalog) -> Store:
     return Store(tmp_path / "ollama")
 
 

@@ -20,16 +20,14 @@ from moegguf.controller.policies import (
     device_policy,
     make_policy,
     parse_policies,
-    policy_names,
     ram_policy,
 )
-from moegguf.controller.predictors import PREDICTORS
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.errors import OptionError
-from moegguf.native.events import Float32s, Phase, RoutingEvent
+from moegguf.native.events import Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
 from moegguf.settings import read_environment
 
@@ -37,27 +35,12 @@ TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]
 
 
-class NoForecast:
-    """Nothing is predicted."""
-
-    il = 0
-
-    def __init__(self, shape: MoeShape) -> None:
-        self.shape = shape
-
-    def probabilities(self) -> Float32s:
-        return np.zeros(self.shape.table, np.float32)
-
-    def known(self) -> list[int]:
-        return []
-
-
 def victim(policy: Policy, residents: Sequence[Expert], used: Sequence[int]) -> tuple[int, int]:
     """Which of the residents (il, expert) goes first after tokens that used these experts of layer 1, one each."""
     history, scores = History(TWO), None
     for n, expert in enumerate(used):
         history.update(RoutingEvent(n, 0, 0, Phase.DECODE, -1, 1, np.array([[expert]], np.int32)))
-        scores = policy.scores(history, NoForecast(TWO))
+        scores = policy.scores(history, None)  # type: ignore[arg-type]  # neither asks for a forecast
     table = np.zeros(TWO.table, np.float32) if scores is None else scores
     return min(residents, key=lambda expert: (table[expert], history.last_use[expert]))
 
@@ -125,17 +108,10 @@ def test_unknown_policies_and_those_that_ram_cannot_have_are_refused_and_the_env
     assert read_environment({"MOEGGUF_POLICY": " vram=lru,ram=slru "}).policy == "vram=lru,ram=slru"
 
 
-PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")
-
-
-def test_strategies_are_those_of_the_papers_and_their_baselines_of_parts_that_exist() -> None:
-    assert list(STRATEGIES) == ["none", "lru", *PAPERS, OWN]
+def test_a_strategy_is_found_by_its_name() -> None:
     assert find_strategy("") is find_strategy("moegguf")
     with pytest.raises(OptionError, match="no strategy 'promo'; known are none, lru, moe-infinity"):
         find_strategy("promo")
-    for strategy in STRATEGIES.values():
-        assert strategy.policy in ("auto", *policy_names())
-        assert strategy.predictor in (None, *PREDICTORS)
 
 
 def test_parts_named_by_themselves_replace_the_systems() -> None:

@@ -244,17 +244,9 @@ def test_another_model_shape_predictor_or_version_is_refused(path: Path, monkeyp
     refused(path, "its version must be 2, but is 1")
 
 
-@pytest.mark.parametrize(
-    ("arrays", "why"),
-    [
-        ({"table": np.full((3, 4), np.nan, np.float32)}, "not finite"),
-        ({"table": TABLE[:2]}, "must have the shape"),
-        ({"other": TABLE}, "is missing"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(path: Path, arrays: dict[str, np.ndarray], why: str) -> None:
-    weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights(arrays))
-    refused(path, why)
+def test_arrays_that_do_not_fit_are_refused(path: Path) -> None:
+    weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE[:2]}))
+    refused(path, "must have the shape")
 
 
 class Payload:

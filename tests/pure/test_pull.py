@@ -151,28 +151,6 @@ def test_those_who_link_a_commit_at_a_time_do_not_disturb_each_other(hub: FakeHu
     assert all(path.is_file() for path in entry.files)
 
 
-def test_a_new_commit_takes_over_whole(repo: FakeHub) -> None:
-    old, _ = fetch()
-    newer = os.urandom(50_000)
-    repo.add("User/Repo-GGUF", {**FILES, "x-Q4_K_M.gguf": newer})
-    repo.faults["x-Q4_K_M.gguf"] = [status(403)]
-    with pytest.raises(PullError):
-        fetch()
-    assert Catalog().find("user/repo-gguf").digest == old.digest
-    new, _ = fetch()
-    assert new.path.read_bytes() == newer and new.digest != old.digest
-    assert Catalog().find("user/repo-gguf").digest == new.digest
-    assert [entry.name for entry in Catalog().entries("hf.co")] == [NAME]
-
-
-def test_very_large_files_come_through_the_hubs_own_storage(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "PLAIN_LIMIT_BYTES", 1 << 20)
-    entry, told = fetch()
-    assert entry.path.read_bytes() == DATA and entry.name == NAME
-    assert told[-1].status == "success"
-    assert any(method == "HEAD" and path.endswith("/x-Q4_K_M.gguf") for method, path, _ in repo.requests)
-
-
 def test_paths_that_lead_away_are_not_fetched(hub: FakeHub) -> None:
     hub.add("u/r", {"../../../evil-Q4_K_M.gguf": b"evil", "/tmp/evil-Q4_K_M.gguf": b"evil", "a/../x-Q4_K_M.gguf": b"x"})
     with pytest.raises(ModelNotFoundError, match="no GGUF file"):

@@ -42,12 +42,6 @@ def test_sizes(text: str | int, n_bytes: int) -> None:
 BAD_SIZES = ["", "0", "-1", "-4GiB", "1e9", "2.5", "GiB", "4 PiB", "4GiBs", "٤GiB", "1 2", "9" * 30, "4GiB\0", "0x10"]
 
 
-@pytest.mark.parametrize("text", BAD_SIZES)
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="size"):
-        parse_size(text)
-
-
 def test_budgets() -> None:
     assert parse_expert_cache("auto") == ExpertCache("auto")
     assert parse_expert_cache(" AUTO ") == ExpertCache("auto")

@@ -5,7 +5,6 @@ never much memory, never slow.
 """
 
 import os
-import random
 import re
 import subprocess
 import sys
@@ -121,29 +120,11 @@ def test_bad_file(tmp_path: Path, kind: str) -> None:
     assert re.search(pattern, message), message
 
 
-def edges(g: Gguf) -> list[int]:
-    """Offsets where a part of the header ends: fixed fields, key-values, tensor entries."""
-    ends = [0, 4, 8, 16, 24]
-    for part in g.kv:
-        ends.append(ends[-1] + len(part))
-    for t in g.tensors:
-        ends.append(ends[-1] + 8 + len(t.name) + 4 + 8 * len(t.shape) + 4 + 8)
-    return ends
-
-
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     g = moe()
-    data, ends = g.build(), edges(g)
-    n_header = len(g.header())
-    assert ends[-1] == n_header
-    rng = random.Random(2)
-    sizes = {size + by for size in ends for by in (-1, 0, 1) if 0 <= size + by <= n_header}
-    sizes |= {rng.randrange(n_header) for _ in range(100)} | {
-        rng.randrange(n_header, len(data) - 32) for _ in range(100)
-    }
-    path = tmp_path / "cut.gguf"
-    for size in sizes:
-        path.write_bytes(data[:size])
+    n_header, n_bytes, path = len(g.header()), len(g.build()), g.write(tmp_path / "cut.gguf")
+    for size in (*range(n_bytes - 32, n_header, -n_bytes // 100), *range(n_header, -1, -1)):
+        os.truncate(path, size)
         with pytest.raises(ModelFormatError, match="offset" if size <= n_header else "past the end"):
             read_gguf(path)
 

@@ -133,11 +133,7 @@ def test_prompts_are_those_of_jinja_as_transformers_configures_it(template: str)
 FAILING = {
     "its own rule": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     "syntax": ("{% for %}", "line 1"),
-    "an undefined variable": ("{{ a.b.c }}", "undefined"),
-    "a wrong type": ("{{ 1 + 'a' }}", "unsupported operand"),
-    "an unknown filter": ("{{ 1 | no_such }}", "no_such"),
     "another file": ("{% include '/etc/passwd' %}", "loader"),
-    "division": ("{{ 1 / 0 }}", "zero"),
 }
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from moegguf.controller import history as history_module
 from moegguf.controller.history import History
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.live_controller import CHECKPOINT_REQUESTS, LiveController
 from moegguf.errors import OptionError, TraceError
 from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
 from moegguf.trace.belady import Lookups, belady
@@ -245,16 +243,6 @@ def test_a_request_of_a_batch_ends_when_it_takes_no_part_for_long(monkeypatch: p
     history.update(decoded([1, 2], 4, [4, 5]))
     assert [(p.sum(), d.sum(), d[1, 3]) for p, d in history.finished] == [(0, 1, 1)]
     assert sorted(history.requests) == [1, 2]
-
-
-def test_requests_that_end_together_each_count_until_the_collection_is_saved() -> None:
-    saved, history, live = [], SimpleNamespace(finished=[None] * 3), object.__new__(LiveController)
-    parts = {"history": history, "predictor": EamcPredictor(SMALL), "policy": None, "shape": SMALL}
-    live.controller = SimpleNamespace(observe=lambda event: None, **parts)
-    live.artifacts = SimpleNamespace(layout=None, save_collection=lambda *given: saved.append(given))
-    live._n_ended = CHECKPOINT_REQUESTS - 2
-    live.observe(decoded([1, 2, 3], 0, [0, 1, 2]))
-    assert len(saved) == 1
 
 
 def test_a_group_that_waits_goes_on_with_its_own_ream_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter
 from gguf.constants import ExpertGatingFuncType
+from running import written
 
 from tools.models.writer import add_tokenizer
 
@@ -58,8 +59,4 @@ def write_hybrid(path: Path) -> Path:
             add(f"blk.{il}.exp_probs_b.bias", N_EXPERT)
         for name, shape in parts.items():
             add(f"blk.{il}.{name}.weight", *shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
