@@ -18,13 +18,11 @@ import httpx
 import psutil
 import pytest
 from browsing import PATIENCE_MS, Look
-from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, running
+from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, server_of
 from servers import Command, Server, environment, serving
 
 from moegguf.cli.app import main
 from moegguf.models.catalog import demo_path
-from moegguf.server.app import make_app
-from moegguf.settings import Settings
 from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
 
@@ -49,8 +47,7 @@ def manager() -> FakeManager:
 
 @pytest.fixture
 def url(manager: FakeManager) -> Iterator[str]:
-    """A server in this process over `manager`."""
-    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
+    with server_of(manager) as url:
         yield url
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_manager import FakeManager, running
+from fake_manager import FakeManager, server_of
 from servers import Command, call, serving
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from moegguf.server.app import make_app
 from moegguf.server.common.access import AccessControl, is_own_host, origin_pattern
-from moegguf.settings import Settings, parse_host, parse_networks
+from moegguf.settings import parse_host, parse_networks
 
 KEY = "a-long-key"
 EVIL = "https://evil.example"
@@ -23,8 +22,8 @@ EVIL = "https://evil.example"
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
     """A server for others, with a key; where it really listens does not matter to it."""
-    settings = Settings(host=parse_host("0.0.0.0"), api_keys=(KEY,), origins=("https://friend.example",))
-    with running(make_app(manager, manager.catalog, settings)) as found:  # type: ignore[arg-type]
+    host, origins = parse_host("0.0.0.0"), ("https://friend.example",)
+    with server_of(manager, host=host, api_keys=(KEY,), origins=origins) as found:
         yield found
 
 
@@ -152,11 +151,7 @@ KEYS = ("of-ann", "of-bob")
 
 
 def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFixture) -> None:
-    settings = Settings(api_keys=KEYS)
-    with (
-        running(make_app(manager, manager.catalog, settings)) as url,  # type: ignore[arg-type]
-        caplog.at_level("INFO", "moegguf"),
-    ):
+    with server_of(manager, api_keys=KEYS) as url, caplog.at_level("INFO", "moegguf"):
         for header in [{"authorization": f"Bearer {key}"} for key in KEYS] + [{"x_api_key": key} for key in KEYS]:
             assert call(f"{url}/api/generate", {"model": "demo", "prompt": "hi"}, **header).status == 200
         assert call(f"{url}/api/tags", x_api_key=",".join(KEYS)).status == 401
