@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import BytesIO, TextIOWrapper
@@ -19,7 +18,8 @@ import psutil
 import pytest
 from browsing import PATIENCE_MS, Look
 from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, server_of
-from servers import Command, Server, environment, serving
+from servers import Command, Server, completed, environment, serving
+from terminal import moegguf_command
 
 from moegguf.cli.app import main
 from moegguf.models.catalog import demo_path
@@ -62,14 +62,7 @@ def moegguf() -> Command:
     """`moegguf("run", path, ..., stdin="", NAME="value")`: what the command wrote, and its exit code."""
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "moegguf.cli.app", *map(str, arguments)],
-            input=stdin,
-            capture_output=True,
-            encoding="utf-8",
-            env=environment(**extra),
-            timeout=120,
-        )
+        return completed(moegguf_command(*arguments), stdin, **extra)
 
     return call
 
