@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_manager import FakeManager, server_of
-from servers import Command, call, serving
+from servers import Command, call, connected, serving
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -243,8 +243,7 @@ AMBIGUOUS = {
 def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
     url: str, caplog: pytest.LogCaptureFixture, name: str, method: bytes
 ) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as file:
+    with connected(url) as connection, connection.makefile("rb") as file:
         connection.sendall(method + b" HTTP/1.1\r\nHost: localhost\r\n" + AMBIGUOUS[name] + HIDDEN)
         answer = file.read()  # to the end of the connection
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
@@ -253,8 +252,7 @@ def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
 
 
 def test_a_body_that_is_invalid_behind_a_reply_ends_the_connection(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as file:
+    with connected(url) as connection, connection.makefile("rb") as file:
         connection.sendall(b"POST /api/show HTTP/1.1\r\nHost: localhost\r\n" + BOTH % 5)
         assert b" 400 " in file.readline()
         connection.sendall(b"zz\r\n" + HIDDEN)
@@ -267,23 +265,6 @@ def test_large_headers_and_compressed_bodies_are_refused(url: str) -> None:
     assert reply.status in (400, 431) and reply.error
     reply = call(f"{url}/api/chat", b"\x1f\x8b", Content_Encoding="gzip")
     assert reply.status == 415 and "Content-Encoding" in reply.error
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/api/chat", 405), ("POST", "/api/tags", 405), ("GET", "/nothing", 404), ("GET", "/api/tags/", 404),
-        ("PUT", "/v1/models", 405), ("GET", "/v1/nothing", 404), ("POST", "/api/me", 404), ("GET", "/api/status", 404),
-        ("POST", "/api/signout", 404), ("POST", "/v1/systemone", 404),
-    ],
-)  # fmt: skip
-def test_errors_of_the_framework_are_json_of_the_api(url: str, method: str, path: str, status: int) -> None:
-    reply = call(f"{url}{path}", b"{}" if method in ("POST", "PUT") else None, method=method)
-    assert reply.status == status
-    assert reply.headers["content-type"].startswith("application/json")
-    error = reply.json["error"]
-    assert (error["message"] if path.startswith("/v1") else error).lower() in ("not found", "method not allowed")
-    assert "detail" not in reply.json
 
 
 def test_a_port_in_use_is_named(here: Command) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
@@ -14,6 +13,7 @@ import openai
 import pytest
 import waiting
 from batch_files import CHAT, entries, jsonl, request
+from client_types import client_of
 from fake_manager import FakeCatalog, FakeManager, entry_of, server_of
 from openai.types import Batch
 
@@ -43,10 +43,6 @@ def manager() -> FakeManager:
 def url(manager: FakeManager) -> Iterator[str]:
     with server_of(manager, upload_bytes=1 << 20, storage_bytes=3 << 20) as url:
         yield url
-
-
-def client_of(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
 
 
 @pytest.fixture
@@ -186,23 +182,16 @@ def test_a_full_queue_is_waited_for_and_a_crash_is_an_answer(
 
 
 @pytest.mark.parametrize(
-    "body",
+    "wrong",
     [
-        {}, {"endpoint": CHAT}, {"input_file_id": "file-x", "endpoint": CHAT},
-        {"input_file_id": "FILE", "endpoint": "/v1/moderations", "completion_window": "24h"},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "1h"},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a": 1}},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a" * 65: "b"}},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h",
-         "metadata": {f"{i}": "" for i in range(17)}},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h",
-         "output_expires_after": {"anchor": "created_at", "seconds": 60}},
+        {"input_file_id": None}, {"endpoint": "/v1/moderations"}, {"completion_window": "1h"}, {"metadata": {"a": 1}},
+        {"metadata": {"a" * 65: "b"}}, {"metadata": {f"{i}": "" for i in range(17)}},
+        {"output_expires_after": {"anchor": "created_at", "seconds": 60}},
     ],
 )  # fmt: skip
-def test_what_is_no_batch_is_a_400(client: openai.OpenAI, http: httpx.Client, body: Any) -> None:
-    file_id = upload(client, [request("a")])
-    text = json.dumps(body).replace("FILE", file_id)
-    response = http.post("/v1/batches", content=text, headers=JSON)
+def test_what_is_no_batch_is_a_400(client: openai.OpenAI, http: httpx.Client, wrong: dict[str, Any]) -> None:
+    right = {"input_file_id": upload(client, [request("a")]), "endpoint": CHAT, "completion_window": "24h"}
+    response = http.post("/v1/batches", json={**right, **wrong})
     assert response.status_code == 400 and response.json()["error"]["message"]
     assert list(client.batches.list()) == []
 
