@@ -345,13 +345,6 @@ def test_a_terminal_without_unicode_gets_a_map_of_ascii(moegguf: Command) -> Non
     assert ". on disk" in done.stdout and "-= in memory (some, all)" in done.stdout
 
 
-def test_without_a_server_there_is_one_clear_sentence(here: Command) -> None:
-    for arguments in ([], ["--once"], ["--json"]):
-        done = here("top", *arguments, MOEGGUF_HOST="127.0.0.1:1")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == "error: no server is running at http://127.0.0.1:1; start one with `moegguf serve`.\n"
-
-
 def top_at(url: str, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
     """`moegguf top` in a terminal."""
     names = environment(MOEGGUF_HOST=url, **environ)
