@@ -163,12 +163,6 @@ def test_messages_and_code_are_copied(manager: FakeManager, url: str, look: Look
         assert page.evaluate("navigator.clipboard.readText()") == wanted
 
 
-def test_text_is_never_parsed_as_html(url: str, look: Look) -> None:
-    page = look(url, expected="TrustedHTML")
-    refused = "() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } }"
-    assert page.evaluate(refused) == "TypeError"
-
-
 def test_settings_belong_to_a_conversation(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
     answered(page, "First")
