@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_300,
     "moegguf/trace": 1_940,
     "predictors": 8_080,
-    "tests": 35_280,
+    "tests": 34_830,
     "tools": 5_860,
 }
 
