@@ -9,7 +9,7 @@ from moegguf.models.catalog import Catalog
 from moegguf.models.sources import hub_cache
 
 
-def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40, main: bool = True) -> Path:
+def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40) -> Path:
     """Puts files into the Hugging Face cache as llama.cpp or huggingface_hub would."""
     folder = hub_cache() / f"models--{repo.replace('/', '--')}"
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
@@ -19,9 +19,8 @@ def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40, main: bool
         link = folder / "snapshots" / commit / path
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(blob, link.parent))
-    if main:
-        (folder / "refs").mkdir(exist_ok=True)
-        (folder / "refs" / "main").write_text(commit)
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / "main").write_text(commit)
     return folder
 
 

@@ -98,7 +98,7 @@ def check_blobs() -> None:
 
 def make_and_remove() -> None:
     """A model of a blob comes, another one goes."""
-    import hashlib
+    from catalog_helpers import send
 
     from moegguf.models.catalog import Catalog
     from moegguf.models.recipe import Recipe
@@ -106,11 +106,7 @@ def make_and_remove() -> None:
 
     catalog, demo = Catalog(), demo_path()
     assert demo
-    data = demo.read_bytes()
-    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    with catalog.blobs.writer(digest) as writer:
-        writer.write(data)
-        writer.commit()
+    digest = send(catalog, demo.read_bytes())
     catalog.create("made", Recipe(files={"demo.gguf": digest}, system="new"))
     catalog.create("kept", Recipe(from_="made", system="new"))
     catalog.remove("made")

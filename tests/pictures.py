@@ -12,14 +12,14 @@ def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
     """A PNG of random pixels."""
     pixels = random.Random(seed)
     rows = b"".join(b"\0" + pixels.randbytes(3 * width) for _ in range(height))
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows)) + _chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
+    return png_of(width, height, zlib.compress(rows))
 
 
-def png_of(width: int, height: int, data: bytes, *, interlaced: bool = False) -> bytes:
-    """A PNG of 8 bits with compressed `data`, whatever they are."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 6 if interlaced else 2, 0, 0, interlaced)
+def png_of(
+    width: int, height: int, data: bytes, *, bits: int = 8, alpha: bool = False, interlaced: bool = False
+) -> bytes:
+    """A PNG in colours, with compressed `data`, whatever they are."""
+    header = struct.pack(">IIBBBBB", width, height, bits, 6 if alpha else 2, 0, 0, interlaced)
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
 
@@ -27,14 +27,13 @@ def interlaced_png(width: int, height: int) -> bytes:
     """A black PNG of 8 bits with alpha, in the seven passes of Adam7."""
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     n_bytes = sum((1 + 4 * -(-(width - x) // dx)) * -(-(height - y) // dy) for x, y, dx, dy in passes)
-    return png_of(width, height, zlib.compress(bytes(n_bytes), 1), interlaced=True)
+    return png_of(width, height, zlib.compress(bytes(n_bytes), 1), alpha=True, interlaced=True)
 
 
 def deep_png(width: int, height: int) -> bytes:
     """A black PNG of 16 bits with alpha."""
-    header = struct.pack(">IIBBBBB", width, height, 16, 6, 0, 0, 0)
     rows = zlib.compress(bytes((1 + 8 * width) * height), 1)
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
+    return png_of(width, height, rows, bits=16, alpha=True)
 
 
 def png_bomb(width: int, height: int) -> bytes:

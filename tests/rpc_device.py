@@ -14,7 +14,6 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 from own_process import LONGEST_S, in_own_process
+from waiting import until
 
 ROOT = Path(__file__).resolve().parents[1]
 GGML = ROOT / "build/vendor/llama.cpp/ggml"
@@ -84,6 +84,11 @@ def register(rpc: Path, port: int) -> str:
     return f"RPC{number}"
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextmanager
 def server() -> Iterator[tuple[Path, int]]:
     """What `register` needs, while a server runs on a free port of the loopback."""
@@ -94,15 +99,8 @@ def server() -> Iterator[tuple[Path, int]]:
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(rpc, port), daemon=True)
     process.start()
     try:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert process.is_alive(), "the RPC server died"
-                assert time.monotonic() < deadline, "the RPC server did not start"
-                time.sleep(0.05)
+        until(lambda: _listens(port) or not process.is_alive(), START_S)
+        assert process.is_alive(), "the RPC server died"
         yield rpc, port
     finally:
         process.terminate()

@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_300,
     "moegguf/trace": 1_940,
     "predictors": 8_080,
-    "tests": 34_200,
+    "tests": 33_760,
     "tools": 5_860,
 }
 

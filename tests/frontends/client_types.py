@@ -1,9 +1,15 @@
-"""Checks replies against the models of the real clients' packages, which themselves accept anything."""
+"""A client of OpenAI's; and checks of replies against the models of the real clients' packages, which themselves accept
+anything."""
 
 import typing
 from typing import Any
 
+import openai
 from pydantic import BaseModel, TypeAdapter
+
+
+def client_of(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 def kinds_of(union: Any) -> dict[str, type[BaseModel]]:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import BytesIO, TextIOWrapper
@@ -18,13 +17,12 @@ import httpx
 import psutil
 import pytest
 from browsing import PATIENCE_MS, Look
-from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, running
-from servers import Command, Server, environment, serving
+from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, server_of
+from servers import Command, Server, completed, environment, serving
+from terminal import moegguf_command
 
 from moegguf.cli.app import main
 from moegguf.models.catalog import demo_path
-from moegguf.server.app import make_app
-from moegguf.settings import Settings
 from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
 
@@ -49,8 +47,7 @@ def manager() -> FakeManager:
 
 @pytest.fixture
 def url(manager: FakeManager) -> Iterator[str]:
-    """A server in this process over `manager`."""
-    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
+    with server_of(manager) as url:
         yield url
 
 
@@ -65,14 +62,7 @@ def moegguf() -> Command:
     """`moegguf("run", path, ..., stdin="", NAME="value")`: what the command wrote, and its exit code."""
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "moegguf.cli.app", *map(str, arguments)],
-            input=stdin,
-            capture_output=True,
-            encoding="utf-8",
-            env=environment(**extra),
-            timeout=120,
-        )
+        return completed(moegguf_command(*arguments), stdin, **extra)
 
     return call
 

@@ -1,7 +1,7 @@
 """A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
 
 `FakeManager` has the methods of `ModelManager`; its answers, errors and waits are set by the test, and the requests are
-recorded. `running(app)` serves any ASGI application on a free port of loopback.
+recorded. `server_of(manager)` serves it, and `running(app)` any ASGI application, on a free port of loopback.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
@@ -27,9 +27,10 @@ from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
+from moegguf.server.app import make_app
 from moegguf.server.serve import Protocol, QuietServer, listen
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
-from moegguf.settings import Host
+from moegguf.settings import Host, Settings
 
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -263,6 +264,11 @@ def running(app: ASGIApp) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(30)
+
+
+def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[str]:
+    """The URL of a server in this process over `manager`, with these of `Settings`."""
+    return running(make_app(cast(Any, manager), cast(Any, manager.catalog), Settings(**settings)))
 
 
 def changed(timing: Timing = TIMING, **changes: Any) -> Timing:

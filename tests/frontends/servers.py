@@ -7,15 +7,16 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from terminal import moegguf_command
 
 ROOT = Path(__file__).resolve().parents[2]
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -30,7 +31,32 @@ def environment(**extra: str) -> dict[str, str]:
     return {**inherited, **own, **extra}
 
 
-COMMAND = (sys.executable, "-m", "moegguf.cli.app", "serve")
+def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+    """What a command wrote, in UTF-8 whatever its locale says, and its exit code. extra: of its environment."""
+    return subprocess.run(
+        command, input=stdin, capture_output=True, encoding="utf-8", env=environment(**extra), timeout=120
+    )
+
+
+@contextmanager
+def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    """`moegguf` with these arguments, in a process group of its own, which has ended afterwards."""
+    with subprocess.Popen(
+        moegguf_command(*arguments),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment(**extra),
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 LISTENING = re.compile(r"listening on (http://\S+:(\d+))")
 
 
@@ -66,9 +92,9 @@ class Server:
     models: Path
     stderr_lines: list[str]
 
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
+    def loaded(self) -> dict[str, Any]:
+        """What /api/ps says of each model in memory, those of other tests among them."""
+        return {model["name"]: model for model in self.call("/api/ps").json["models"]}
 
     def log(self) -> str:
         """What it wrote on stderr after its address; the server has ended."""
@@ -107,7 +133,7 @@ def serving(
     own = {"MOEGGUF_HOME": str(home), "MOEGGUF_MODELS": str(store), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     own |= {"MOEGGUF_LOG_LEVEL": "warning", "HF_HOME": str(folder / "hub"), "OLLAMA_MODELS": str(folder / "ollama")}
     process = subprocess.Popen(
-        ["sh", "-c", f'ulimit -n {n_files}; exec "$@"', "sh", *COMMAND, "--port", "0", *arguments],
+        ["sh", "-c", f'ulimit -n {n_files}; exec "$@"', "sh", *moegguf_command("serve", "--port", "0", *arguments)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         encoding="utf-8",
@@ -150,11 +176,15 @@ def _end(process: subprocess.Popen[str]) -> None:
             process.wait()
 
 
+def connected(url: str) -> socket.socket:
+    """A connection to a server."""
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
 def post(url: str, path: str, body: Any) -> socket.socket:
     """A request that has been sent; its answer is still to be read."""
-    host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=60)
-    data = json.dumps(body).encode()
+    connection, data = connected(url), json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_manager import FakeManager, running
-from servers import Command, call, serving
+from fake_manager import FakeManager, server_of
+from servers import Command, call, connected, serving
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from moegguf.server.app import make_app
 from moegguf.server.common.access import AccessControl, is_own_host, origin_pattern
-from moegguf.settings import Settings, parse_host, parse_networks
+from moegguf.settings import parse_host, parse_networks
 
 KEY = "a-long-key"
 EVIL = "https://evil.example"
@@ -23,8 +22,8 @@ EVIL = "https://evil.example"
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
     """A server for others, with a key; where it really listens does not matter to it."""
-    settings = Settings(host=parse_host("0.0.0.0"), api_keys=(KEY,), origins=("https://friend.example",))
-    with running(make_app(manager, manager.catalog, settings)) as found:  # type: ignore[arg-type]
+    host, origins = parse_host("0.0.0.0"), ("https://friend.example",)
+    with server_of(manager, host=host, api_keys=(KEY,), origins=origins) as found:
         yield found
 
 
@@ -152,11 +151,7 @@ KEYS = ("of-ann", "of-bob")
 
 
 def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFixture) -> None:
-    settings = Settings(api_keys=KEYS)
-    with (
-        running(make_app(manager, manager.catalog, settings)) as url,  # type: ignore[arg-type]
-        caplog.at_level("INFO", "moegguf"),
-    ):
+    with server_of(manager, api_keys=KEYS) as url, caplog.at_level("INFO", "moegguf"):
         for header in [{"authorization": f"Bearer {key}"} for key in KEYS] + [{"x_api_key": key} for key in KEYS]:
             assert call(f"{url}/api/generate", {"model": "demo", "prompt": "hi"}, **header).status == 200
         assert call(f"{url}/api/tags", x_api_key=",".join(KEYS)).status == 401
@@ -248,8 +243,7 @@ AMBIGUOUS = {
 def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
     url: str, caplog: pytest.LogCaptureFixture, name: str, method: bytes
 ) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as file:
+    with connected(url) as connection, connection.makefile("rb") as file:
         connection.sendall(method + b" HTTP/1.1\r\nHost: localhost\r\n" + AMBIGUOUS[name] + HIDDEN)
         answer = file.read()  # to the end of the connection
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
@@ -258,8 +252,7 @@ def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
 
 
 def test_a_body_that_is_invalid_behind_a_reply_ends_the_connection(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as file:
+    with connected(url) as connection, connection.makefile("rb") as file:
         connection.sendall(b"POST /api/show HTTP/1.1\r\nHost: localhost\r\n" + BOTH % 5)
         assert b" 400 " in file.readline()
         connection.sendall(b"zz\r\n" + HIDDEN)
@@ -272,23 +265,6 @@ def test_large_headers_and_compressed_bodies_are_refused(url: str) -> None:
     assert reply.status in (400, 431) and reply.error
     reply = call(f"{url}/api/chat", b"\x1f\x8b", Content_Encoding="gzip")
     assert reply.status == 415 and "Content-Encoding" in reply.error
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/api/chat", 405), ("POST", "/api/tags", 405), ("GET", "/nothing", 404), ("GET", "/api/tags/", 404),
-        ("PUT", "/v1/models", 405), ("GET", "/v1/nothing", 404), ("POST", "/api/me", 404), ("GET", "/api/status", 404),
-        ("POST", "/api/signout", 404), ("POST", "/v1/systemone", 404),
-    ],
-)  # fmt: skip
-def test_errors_of_the_framework_are_json_of_the_api(url: str, method: str, path: str, status: int) -> None:
-    reply = call(f"{url}{path}", b"{}" if method in ("POST", "PUT") else None, method=method)
-    assert reply.status == status
-    assert reply.headers["content-type"].startswith("application/json")
-    error = reply.json["error"]
-    assert (error["message"] if path.startswith("/v1") else error).lower() in ("not found", "method not allowed")
-    assert "detail" not in reply.json
 
 
 def test_a_port_in_use_is_named(here: Command) -> None:

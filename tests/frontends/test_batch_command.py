@@ -4,15 +4,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batch_files import CHAT, entries, jsonl, request, requests_in
-from servers import Command, Server, environment, serving
+from servers import Command, Server, serving, started
 from waiting import until
 
 from moegguf.serving.batch.answers import open_journal, response_entry
@@ -33,26 +30,6 @@ def written(tmp_path: Path, lines: list[Any]) -> Path:
 
 def texts(found: list[Any]) -> list[str]:
     return [entry["response"]["body"]["choices"][0]["message"]["content"] for entry in found]
-
-
-@contextmanager
-def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, in a process group of its own, which has ended afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moegguf.cli.app", "batch", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        env=environment(**extra),
-        start_new_session=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for(process: subprocess.Popen[str], path: Path, n_lines: int) -> None:
@@ -83,19 +60,14 @@ def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:
     assert other.returncode == 1 and "is not the answers to these requests" in other.stderr
 
 
-def loaded(server: Server) -> set[str]:
-    """Names of models; those of other tests may be among them."""
-    return {model["name"] for model in server.call("/api/ps").json["models"]}
-
-
 def test_a_server_answers_and_it_is_the_same(moegguf: Command, server: Server, tmp_path: Path) -> None:
     path = written(tmp_path, [question(i, model="demo") for i in range(6)])
     served = moegguf("batch", path, "-o", tmp_path / "served", "--parallel", 3, MOEGGUF_HOST=server.url)
     assert served.returncode == 0, served.stderr
-    assert "demo:latest" in loaded(server)
+    assert "demo:latest" in server.loaded()
     server.call("/api/generate", {"model": "demo", "keep_alive": 0})
     here = moegguf("batch", path, "-o", tmp_path / "here", "--local", MOEGGUF_HOST=server.url)
-    assert here.returncode == 0 and "demo:latest" not in loaded(server)
+    assert here.returncode == 0 and "demo:latest" not in server.loaded()
     assert texts(entries(tmp_path / "served")) == texts(entries(tmp_path / "here"))
     bad = question(1, max_tokens="many")
     done = moegguf("batch", written(tmp_path, [bad]), "-o", "-", MOEGGUF_HOST=server.url)
@@ -116,7 +88,7 @@ def test_stdin_and_stdout(moegguf: Command, tmp_path: Path) -> None:
 def test_stopped_in_the_middle_it_goes_on(tmp_path: Path, moegguf: Command, number: signal.Signals) -> None:
     path = written(tmp_path, [question(i, max_tokens=10) for i in range(N)])
     partial, target = tmp_path / "answers.partial", tmp_path / "answers"
-    with started(path, "-o", target, "--parallel", 2, **ALONE) as process:
+    with started("batch", path, "-o", target, "--parallel", 2, **ALONE) as process:
         wait_for(process, partial, 3)
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
@@ -138,7 +110,7 @@ def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf
     path, target = written(tmp_path, [question(i, max_tokens=20) for i in range(30)]), tmp_path / "answers"
     with (
         serving(tmp_path / "first") as server,
-        started(path, "-o", target, "--parallel", 2, MOEGGUF_HOST=server.url) as process,
+        started("batch", path, "-o", target, "--parallel", 2, MOEGGUF_HOST=server.url) as process,
     ):
         wait_for(process, tmp_path / "answers.partial", 3)
         os.killpg(server.pid, signal.SIGKILL)

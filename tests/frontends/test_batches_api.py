@@ -2,10 +2,9 @@
 
 import asyncio
 import functools
-import http.client
-import json
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,16 @@ import openai
 import pytest
 import waiting
 from batch_files import CHAT, entries, jsonl, request
-from fake_manager import FakeCatalog, FakeManager, entry_of, running
+from client_types import client_of
+from fake_manager import FakeCatalog, FakeManager, entry_of, server_of
 from openai.types import Batch
 
 from moegguf.errors import BusyError, WorkerError
 from moegguf.generate.request import Delta
 from moegguf.models.sources import demo_path
-from moegguf.server.app import make_app
 from moegguf.server.common import limits
 from moegguf.serving.batch import answers
 from moegguf.serving.lease import BackgroundLeases
-from moegguf.settings import Settings
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 JSON = {"content-type": "application/json"}
@@ -41,24 +39,10 @@ def manager() -> FakeManager:
     return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "other:latest")))
 
 
-def app_of(manager: FakeManager, **settings: Any) -> Any:
-    return make_app(manager, manager.catalog, Settings(**settings))  # type: ignore[arg-type]
-
-
 @pytest.fixture
 def url(manager: FakeManager) -> Iterator[str]:
-    with running(app_of(manager, upload_bytes=1 << 20, storage_bytes=3 << 20)) as url:
+    with server_of(manager, upload_bytes=1 << 20, storage_bytes=3 << 20) as url:
         yield url
-
-
-@pytest.fixture
-def http_client(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
-        yield client
-
-
-def client_of(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
 
 
 @pytest.fixture
@@ -108,23 +92,23 @@ def test_files_from_upload_to_deletion(client: openai.OpenAI) -> None:
             call(made.id)
 
 
-def test_lists_have_pages(client: openai.OpenAI, http_client: httpx.Client) -> None:
+def test_lists_have_pages(client: openai.OpenAI, http: httpx.Client) -> None:
     files = [upload(client, [request("a")]) for _ in range(5)]
     listed = [file.id for file in client.files.list(limit=2)]
     assert sorted(listed) == sorted(files)
     assert [file.id for file in client.files.list(order="asc")] == listed[::-1]
     assert list(client.files.list(purpose="batch_output")) == []
-    first = http_client.get("/v1/files?limit=2").json()
+    first = http.get("/v1/files?limit=2").json()
     assert (first["object"], first["has_more"], first["last_id"]) == ("list", True, first["data"][1]["id"])
     batches = [create(client, file_id) for file_id in files]
     assert [batch.id for batch in client.batches.list(limit=2)] == [batch.id for batch in batches][::-1]
-    assert http_client.get(f"/v1/batches?after={batches[1].id}").json()["data"][0]["id"] == batches[0].id
+    assert http.get(f"/v1/batches?after={batches[1].id}").json()["data"][0]["id"] == batches[0].id
     for query in ("limit=0", "limit=101", "limit=x", "after=batch_none"):
-        assert http_client.get(f"/v1/batches?{query}").status_code == 400
-    assert http_client.get("/v1/files?order=up").status_code == 400
+        assert http.get(f"/v1/batches?{query}").status_code == 400
+    assert http.get("/v1/files?order=up").status_code == 400
 
 
-def test_a_batch_gives_what_the_endpoint_gives(client: openai.OpenAI, http_client: httpx.Client) -> None:
+def test_a_batch_gives_what_the_endpoint_gives(client: openai.OpenAI, http: httpx.Client) -> None:
     lines = [request("a"), request("b", model="nothing"), request("c", max_tokens="many"), request("d", model="other")]
     batch = create(client, upload(client, lines), metadata={"kind": "test"})
     assert (batch.object, batch.endpoint, batch.completion_window, batch.status) == ("batch", CHAT, "24h", "validating")
@@ -145,7 +129,7 @@ def test_a_batch_gives_what_the_endpoint_gives(client: openai.OpenAI, http_clien
 
     answers, errors = content(client, batch.output_file_id), content(client, batch.error_file_id)
     for entry, i in ((answers[0], 0), (answers[1], 3), (errors[0], 1), (errors[1], 2)):
-        direct = http_client.post(CHAT, json=lines[i]["body"])
+        direct = http.post(CHAT, json=lines[i]["body"])
         assert entry["custom_id"] == lines[i]["custom_id"] and entry["error"] is None
         assert entry["response"]["status_code"] == direct.status_code
         assert bare(entry["response"]["body"]) == bare(direct.json())
@@ -198,35 +182,28 @@ def test_a_full_queue_is_waited_for_and_a_crash_is_an_answer(
 
 
 @pytest.mark.parametrize(
-    "body",
+    "wrong",
     [
-        {}, {"endpoint": CHAT}, {"input_file_id": "file-x", "endpoint": CHAT},
-        {"input_file_id": "FILE", "endpoint": "/v1/moderations", "completion_window": "24h"},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "1h"},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a": 1}},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a" * 65: "b"}},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h",
-         "metadata": {f"{i}": "" for i in range(17)}},
-        {"input_file_id": "FILE", "endpoint": CHAT, "completion_window": "24h",
-         "output_expires_after": {"anchor": "created_at", "seconds": 60}},
+        {"input_file_id": None}, {"endpoint": "/v1/moderations"}, {"completion_window": "1h"}, {"metadata": {"a": 1}},
+        {"metadata": {"a" * 65: "b"}}, {"metadata": {f"{i}": "" for i in range(17)}},
+        {"output_expires_after": {"anchor": "created_at", "seconds": 60}},
     ],
 )  # fmt: skip
-def test_what_is_no_batch_is_a_400(client: openai.OpenAI, http_client: httpx.Client, body: Any) -> None:
-    file_id = upload(client, [request("a")])
-    text = json.dumps(body).replace("FILE", file_id)
-    response = http_client.post("/v1/batches", content=text, headers=JSON)
+def test_what_is_no_batch_is_a_400(client: openai.OpenAI, http: httpx.Client, wrong: dict[str, Any]) -> None:
+    right = {"input_file_id": upload(client, [request("a")]), "endpoint": CHAT, "completion_window": "24h"}
+    response = http.post("/v1/batches", json={**right, **wrong})
     assert response.status_code == 400 and response.json()["error"]["message"]
     assert list(client.batches.list()) == []
 
 
-def test_what_is_not_there_is_a_404(client: openai.OpenAI, http_client: httpx.Client) -> None:
+def test_what_is_not_there_is_a_404(client: openai.OpenAI, http: httpx.Client) -> None:
     for call in (lambda: create(client, "file-none"), lambda: client.batches.retrieve("batch_none"),
                  lambda: client.batches.cancel("batch_none")):  # fmt: skip
         with pytest.raises(openai.NotFoundError, match="No such"):
             call()
     for path in ("/v1/files/..%2f..%2fetc%2fpasswd", "/v1/files/.lock", "/v1/files/file-%00/content"):
-        assert http_client.get(path).status_code == 404
-    assert http_client.put("/v1/files").status_code == 405
+        assert http.get(path).status_code == 404
+    assert http.put("/v1/files").status_code == 405
 
 
 def part(name: str, value: bytes, filename: str | None = None) -> bytes:
@@ -255,15 +232,15 @@ FORM = {"content-type": "multipart/form-data; boundary=B"}
         (415, PURPOSE + FILE + END, {**FORM, "content-encoding": "gzip"}),
     ],
 )
-def test_forms(http_client: httpx.Client, home: Path, status: int, body: bytes, headers: dict[str, str]) -> None:
-    response = http_client.post("/v1/files", content=body, headers=headers)
+def test_forms(http: httpx.Client, home: Path, status: int, body: bytes, headers: dict[str, str]) -> None:
+    response = http.post("/v1/files", content=body, headers=headers)
     assert response.status_code == status, response.text
     folder = home / "batches" / "files"
     assert len(list(folder.iterdir())) == (2 if status == 200 else 0)
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http_client: httpx.Client) -> None:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http: httpx.Client) -> None:
+    connection = HTTPConnection(url.removeprefix("http://"))
     connection.putrequest("POST", "/v1/files")
     connection.putheader("content-type", FORM["content-type"])
     connection.putheader("content-length", "100000")
@@ -272,31 +249,31 @@ def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http_cli
     waiting.until(lambda: folder.exists() and any(path.stat().st_size for path in folder.iterdir()))
     connection.close()
     waiting.until(lambda: not list(folder.iterdir()))
-    assert http_client.get("/v1/files").json()["data"] == []
+    assert http.get("/v1/files").json()["data"] == []
 
 
-def test_a_full_disk_is_a_507(http_client: httpx.Client, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def test_a_full_disk_is_a_507(http: httpx.Client, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     def full(handle: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("moegguf.serving.batch.files.write_all", full)
-        response = http_client.post("/v1/files", content=PURPOSE + FILE + END, headers=FORM)
+        response = http.post("/v1/files", content=PURPOSE + FILE + END, headers=FORM)
         assert response.status_code == 507 and "No space left" in response.json()["error"]["message"]
     assert list((home / "batches" / "files").iterdir()) == []
-    assert http_client.post("/v1/files", content=PURPOSE + FILE + END, headers=FORM).status_code == 200
+    assert http.post("/v1/files", content=PURPOSE + FILE + END, headers=FORM).status_code == 200
 
 
 def test_files_and_batches_are_their_keys_own(manager: FakeManager) -> None:
     """After a restart, too, and the requests of a batch are its key's; what was stored without a key is everybody's."""
-    with running(app_of(manager)) as url, client_of(url) as nobody:
+    with server_of(manager) as url, client_of(url) as nobody:
         old = nobody.files.create(file=b"old", purpose="batch").id
-    app = functools.partial(app_of, manager, api_keys=("of-ann", "of-bob"))
-    with running(app()) as url, client_of(url, "of-ann") as ann:
+    keys = ("of-ann", "of-bob")
+    with server_of(manager, api_keys=keys) as url, client_of(url, "of-ann") as ann:
         file = upload(ann, [request("a")])
         batch = ended(ann, create(ann, file))
         assert batch.status == "completed"
-    with running(app()) as url, client_of(url, "of-ann") as ann, client_of(url, "of-bob") as bob:
+    with server_of(manager, api_keys=keys) as url, client_of(url, "of-ann") as ann, client_of(url, "of-bob") as bob:
         assert {each.id for each in ann.files.list()} == {old, file, batch.output_file_id}
         assert ann.batches.retrieve(batch.id).id == batch.id
         assert [each.id for each in bob.files.list()] == [old] and not bob.batches.list().data

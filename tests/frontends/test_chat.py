@@ -103,10 +103,6 @@ def chat(server: Server, tmp_path: Path) -> Iterator[Terminal]:
     server.call("/api/delete", {"model": "mine"}, method="DELETE")  # what a test may have saved
 
 
-def loaded(server: Server) -> dict[str, int]:
-    return {model["name"]: model["context_length"] for model in server.call("/api/ps").json["models"]}
-
-
 def begin_answer(chat: Terminal) -> None:
     """Asks for JSON without an end, and waits for its beginning."""
     chat.enter(QUESTION)
@@ -115,7 +111,7 @@ def begin_answer(chat: Terminal) -> None:
 
 def test_the_server_answers_and_remembers_the_conversation(chat: Terminal, server: Server) -> None:
     assert re.search(rf"demo:latest: context of [\d,]+ tokens, in the server at {server.url}", chat.text)
-    assert "demo:latest" in loaded(server)
+    assert "demo:latest" in server.loaded()
     chat.ask("/set verbose")
     first = chat.ask(QUESTION)
     assert ANSWER in first.replace("\n", " ") and "load duration:" in first
@@ -128,7 +124,7 @@ def test_the_server_answers_and_remembers_the_conversation(chat: Terminal, serve
     assert ANSWER in chat.ask("/regen").replace("\n", " ")
     chat.enter("/bye")
     assert chat.exit_code() == 0
-    assert "demo:latest" in loaded(server)
+    assert "demo:latest" in server.loaded()
 
 
 def test_ctrl_c_stops_the_answer_and_the_server(chat: Terminal, server: Server) -> None:
@@ -143,10 +139,10 @@ def test_ctrl_c_stops_the_answer_and_the_server(chat: Terminal, server: Server) 
 
 
 def test_parameters_of_loading_load_again_or_are_refused(chat: Terminal, server: Server) -> None:
-    n_ctx = 2 * loaded(server)["demo:latest"]
+    n_ctx = 2 * server.loaded()["demo:latest"]["context_length"]
     chat.ask(f"/set parameter num_ctx {n_ctx}")
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
-    assert loaded(server)["demo:latest"] > n_ctx // 2
+    assert server.loaded()["demo:latest"]["context_length"] > n_ctx // 2
     for name in ("num_gpu", "num_batch"):
         assert f"'{name}' has no effect on a model in a server" in chat.ask(f"/set parameter {name} 1")
     assert "did you mean" in chat.ask("/set parameter expert_cache 1")

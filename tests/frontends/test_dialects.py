@@ -8,7 +8,6 @@ at the end of a text, repeats it; "every field" stands for all of chat's. MOEGGU
 import asyncio
 import json
 import re
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, changed, entry_of
 from gguf_builder import U32, moe
 from pictures import base64_of, png
 from recorded_texts import check_recorded, recorded_lines
-from servers import post
+from servers import connected, post
 from waiting import until
 
 from moegguf import errors
@@ -42,6 +41,15 @@ from moegguf.serving.events import LoadOverrides
 Json = dict[str, Any]
 
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+FUNCTION: Json = {"type": "function", "strict": True, **FUNCTIONS[0]}
+SCHEMA: Json = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+ECHOED: Json = {
+    "instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 9, "temperature": 0.5, "user": "me",
+    "tools": [FUNCTION, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "weather"},
+    "parallel_tool_calls": False, "truncation": "auto", "reasoning": {"effort": "low"}, "store": True,
+    "text": {"format": SCHEMA, "verbosity": "low"},
+}  # fmt: skip
+"""What a whole response repeats of its request, but for tools that it does not know and `store`."""
 CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {}))
 
 
@@ -106,7 +114,7 @@ DIALECTS = (
         "openai-responses", "/v1/responses", {"input": "hi"}, '"type":"response.completed"',
         {"tools": [{"type": "function", **function} for function in FUNCTIONS]}, {"parallel_tool_calls": False},
         {"logprobs": {"top_logprobs": 2}, "thinking alone": {"reasoning": {"summary": "auto"}},
-         "calls": {"include": ["reasoning.encrypted_content"]}},
+         "calls": {"include": ["reasoning.encrypted_content"]}, "text": ECHOED},
         openai.types.responses.Response, kinds=kinds_of(openai.types.responses.ResponseStreamEvent),
     ),
     Dialect(
@@ -270,6 +278,7 @@ CASES: dict[str, tuple[tuple[Any, ...], Timing]] = {
     "thinking alone": (THINKING, changed()),
     "logprobs": ((Delta(text="hé", logprobs=(CHANCE,)), Delta(logprobs=(CHANCE,)), Delta(text="z")), changed()),
     "cut": ((Delta(text="Hel"),), changed(**CUT)),
+    "full": ((Delta(text="Hel"),), changed(finish="length", answer_tokens=63)),
     "stopped": ((Delta(text="Hel"),), changed(stop_string="END")),
     "nothing": (PROGRESS[:1], Timing(stats=Stats())),
     "error": ((Delta(text="Hel"), ExpertIOError("the disk is gone.")), changed()),
@@ -420,8 +429,7 @@ def test_a_body_that_stalls_is_refused(
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
     monkeypatch.setattr(limits, "READ_S", 0.05)
     monkeypatch.setattr(manager.catalog, "blobs", BlobStore(), raising=False)
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with connected(url) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 99\r\n\r\n"
         connection.sendall(head.encode() + begin)
         assert connection.recv(1 << 12).startswith(b"HTTP/1.1 408")

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from chat_terminal import demo_chat
-from pictures import base64_of, gif, jpeg, png, png_bomb, with_thumbnail
+from client_types import client_of
+from pictures import base64_of, gif, jpeg, png, with_thumbnail
 from servers import Command, Server, serving
 
 from moegguf.gguf.experts import read_layout
@@ -56,46 +56,29 @@ def test_ollama_s_forms(vision: Server) -> None:
 
 def test_openai_s_forms(vision: Server) -> None:
     url = "data:image/png;base64," + base64_of(png(seed=1))
-    with openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as client:
+    with client_of(vision.url) as client:
 
-        def ask(image_url: Any, model: str = "see") -> Any:
+        def ask(image_url: Any) -> Any:
             parts: Any = [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": image_url}]
             messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
-            return client.chat.completions.create(model=model, messages=messages, max_tokens=4, temperature=0)
+            return client.chat.completions.create(model="see", messages=messages, max_tokens=4, temperature=0)
 
         answers = [ask(url), ask({"url": url}), ask({"url": url, "detail": "high"})]
-        assert len({answer.choices[0].message.content for answer in answers}) == 1
-        assert answers[0].usage.prompt_tokens > 64
-        with pytest.raises(openai.BadRequestError, match="fetches nothing"):
-            ask({"url": "http://127.0.0.1:1/a.png"})
-        with pytest.raises(openai.BadRequestError, match="does not support vision"):
-            ask(url, model="blind")
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert answers[0].usage.prompt_tokens > 64
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (png(64, 64)[:-3000], "damaged"),
-        (with_thumbnail(jpeg())[:-300], "damaged"),
-        (gif(3)[:-500], "damaged"),
-        (png_bomb(60000, 60000), "pixels"),
-        (b"RIFF\0\0\0\0WEBPVP8 ", "PNG, JPEG or GIF"),
-    ],
-)
-def test_bad_images_are_the_client_s_error(vision: Server, data: bytes, reason: str, stream: bool) -> None:
+@pytest.mark.parametrize("data", [png(64, 64)[:-3000], gif(3)[:-500]], ids=["by decoding", "by its end"])
+def test_damaged_images_are_the_client_s_error(vision: Server, data: bytes, stream: bool) -> None:
     reply = chat(vision, base64_of(data), stream=stream)
-    assert reply.status == 400 and reason in reply.error
-    assert chat(vision, "no base64!").status == 400
+    assert reply.status == 400 and "damaged" in reply.error
     assert chat(vision, base64_of(png())).status == 200
 
 
-@pytest.mark.parametrize(
-    "data", [jpeg(), jpeg(progressive=True), with_thumbnail(jpeg()), gif(), gif(3)],
-    ids=("baseline", "progressive", "camera", "GIF", "animated"),
-)  # fmt: skip
-def test_whole_images_of_each_kind_are_read(vision: Server, data: bytes) -> None:
-    assert chat(vision, base64_of(data)).status == 200
+def test_whole_images_of_each_kind_are_read(vision: Server) -> None:
+    for data in (jpeg(), jpeg(progressive=True), with_thumbnail(jpeg()), gif(), gif(3)):
+        assert chat(vision, base64_of(data)).status == 200
 
 
 def test_run_takes_a_path_and_a_projector(here: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_past_the_queues_limit_there_is_only_busy(busy_server: Server) -> None:
 def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:
     """A server that computes one at a time; tests/live/test_batching.py has a loop of many sequences."""
     sizes = list[int]()
-    (server, *workers) = processes_of(busy_server.port)
+    (server, *workers) = processes_of(httpx.URL(busy_server.url).port or 0)
     for _ in range(4):
         assert run_load(busy_server, 8, seconds=3600, requests=N_REQUESTS // 4).passed
         sizes.append(sum(memory_of([server, *workers]).values()))

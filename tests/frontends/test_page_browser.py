@@ -205,7 +205,6 @@ CASES = {
         '<ol start="3"><li>a<div class="code"><div class="code-head"><span>sh</span><button type="button">Copy</button>'
         '</div><pre tabindex="0"><code><span class="hl-built_in">ls</span></code></pre></div></li><li>b</li></ol>',
     ),
-    "a list with empty lines": ("- a\n\n- b", "<ul><li><p>a</p></li><li><p>b</p></li></ul>"),
     "links": (
         "[**a**](https://a.example/x_y_z?q=1) and [mail](mailto:a@b.example), [c]\n\n[c]: http://c.example",
         f"<p>{LINK.format('https://a.example/x_y_z?q=1', '<strong>a</strong>')} and "
@@ -220,12 +219,7 @@ CASES = {
         '<table><thead><tr><th>a</th><th style="text-align: right;">b</th></tr></thead>'
         '<tbody><tr><td><code>1</code> |</td><td style="text-align: right;"><em>2</em></td></tr></tbody></table>',
     ),
-    "quotes": (
-        "> a\n> - b\n>\n> > c",
-        "<blockquote><p>a</p><ul><li>b</li></ul><blockquote><p>c</p></blockquote></blockquote>",
-    ),
     "a picture is its description": ("![a **cat**](https://a.example/cat.png)", "<p>a <strong>cat</strong></p>"),
-    "entities": ("&lt;b&gt; &amp;amp; \\*", "<p>&lt;b&gt; &amp;amp; *</p>"),
     "line ends of other systems": ("a\r\nb\r\n\r\nc", "<p>a<br>b</p><p>c</p>"),
 }
 

@@ -6,17 +6,20 @@ import re
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from chat_terminal import ANSWER, ECHO, QUESTION
 from fake_hub import FakeHub, running_hub
-from servers import Command, Server, TinyModel, environment
+from fake_manager import running
+from servers import Command, Server, TinyModel, completed, environment, started
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from terminal import Terminal, control, moegguf_command
 
 from moegguf.chat.client import Client, NoServerError, ServerError
@@ -95,10 +98,7 @@ def test_options_reach_the_model(words: list[str], printed: str) -> None:
 
 
 def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ECHO), "run", "demo", *arguments, *QUICK]
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", env=environment(**extra), timeout=120
-    )
+    return completed([sys.executable, str(ECHO), "run", "demo", *arguments, *QUICK], **extra)
 
 
 def test_a_system_message_comes_first() -> None:
@@ -161,13 +161,10 @@ def test_a_pull_is_shown_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
         assert ANSWER[:60] in terminal.text
 
 
-def test_stdout_is_utf8_whatever_the_locale_says(tiny: TinyModel) -> None:
-    command = [sys.executable, "-m", "moegguf.cli.app", "run", str(tiny()), "é", "-n", "40", "--seed", "1", *QUICK]
-    done = subprocess.run(
-        command, capture_output=True, env=environment(PYTHONIOENCODING="ascii"), timeout=120, input=b""
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.decode("utf-8")
+def test_stdout_is_utf8_whatever_the_locale_says(moegguf: Command, tiny: TinyModel) -> None:
+    ask = ("run", tiny(), "é", "-n", 40, "--seed", 1, *QUICK)
+    done = moegguf(*ask, PYTHONIOENCODING="ascii")  # which reads what it writes as UTF-8
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_a_low_budget_warns_in_one_line(here: Command, tiny: TinyModel) -> None:
@@ -178,7 +175,7 @@ def test_a_low_budget_warns_in_one_line(here: Command, tiny: TinyModel) -> None:
 
 def test_the_first_word_comes_within_two_seconds() -> None:
     """Two seconds of processor time: other jobs share this machine."""
-    command = [sys.executable, "-m", "moegguf.cli.app", "run", "demo", "hi", "-t", "1", "-n", "1"]
+    command = moegguf_command("run", "demo", "hi", "-t", 1, "-n", 1)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -187,15 +184,11 @@ def test_the_first_word_comes_within_two_seconds() -> None:
 
 
 def test_a_closed_pipe_ends_quietly(tiny: TinyModel) -> None:
-    command = [sys.executable, "-m", "moegguf.cli.app", "run", str(tiny()), "hello", "-n", "100", *QUICK]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
-    ) as process:
-        assert process.stdout
-        assert process.stderr
+    with started("run", tiny(), "hello", "-n", 100, *QUICK) as process:
+        assert process.stdout and process.stderr
         process.stdout.close()
         assert process.wait(60) != 0
-        assert process.stderr.read() == b""
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.parametrize(
@@ -219,33 +212,29 @@ def test_progress_is_shown_unless_the_answer_goes_into_a_pipe(after: str, is_sho
         assert ("hello" in terminal.text) is ("null" not in after)
 
 
-def begun_answer() -> tuple[subprocess.Popen[bytes], psutil.Process]:
+@contextmanager
+def begun_answer() -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
     """`moegguf run` with an answer that does not end, and its worker."""
     endless = '{"type": "string", "minLength": 100000}'
-    command = [sys.executable, "-m", "moegguf.cli.app", "run", "demo", QUESTION, "--format", endless, *QUICK]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
-    )
-    assert process.stdout
-    process.stdout.read(1)
-    (worker,) = psutil.Process(process.pid).children()
-    return process, worker
+    with started("run", "demo", QUESTION, "--format", endless, *QUICK) as process:
+        assert process.stdout
+        process.stdout.read(1)
+        (worker,) = psutil.Process(process.pid).children()
+        yield process, worker
 
 
 def test_no_worker_outlives_a_killed_command() -> None:
-    process, worker = begun_answer()
-    with process:
+    with begun_answer() as (process, worker):
         process.kill()
     assert psutil.wait_procs([worker], timeout=30)[1] == []
 
 
 def test_a_worker_that_dies_ends_the_answer_with_an_error() -> None:
-    process, worker = begun_answer()
-    with process:
+    with begun_answer() as (process, worker):
         worker.kill()
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert re.fullmatch(rb"error: the model's worker process has ended \(killed by SIGKILL\);.*\n", stderr)
+    assert re.fullmatch(r"error: the model's worker process has ended \(killed by SIGKILL\);.*\n", stderr)
 
 
 ASKED = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
@@ -254,14 +243,10 @@ ASKED = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
 @pytest.fixture
 def unused(server: Server) -> Iterator[Server]:
     """The server without a loaded model, before and after a test, also of those that other tests have left."""
-    for name in loaded(server):
+    for name in server.loaded():
         server.call("/api/generate", {"model": name, "keep_alive": 0})
     yield server
     server.call("/api/generate", {"model": "demo", "keep_alive": 0})
-
-
-def loaded(server: Server) -> list[str]:
-    return [model["name"] for model in server.call("/api/ps").json["models"]]
 
 
 def labels(stderr: str) -> list[str]:
@@ -270,7 +255,7 @@ def labels(stderr: str) -> list[str]:
 
 def test_the_server_answers_and_it_looks_the_same(here: Command, unused: Server) -> None:
     served = here(*ASKED, "-v", "--keepalive", "9m", MOEGGUF_HOST=unused.url)
-    assert (served.returncode, loaded(unused)) == (0, ["demo:latest"]), served.stderr
+    assert (served.returncode, unused.loaded().keys()) == (0, {"demo:latest"}), served.stderr
     alone = here(*ASKED, "-v", "--local", MOEGGUF_HOST=unused.url)
     assert served.stdout == alone.stdout
     assert labels(served.stderr) == [*labels(alone.stderr), "answered by"]
@@ -287,13 +272,13 @@ def test_what_only_works_here_stays_here(here: Command, unused: Server, tiny: Ti
     own = {"MOEGGUF_HOME": str(tmp_path), "MOEGGUF_HOST": unused.url}
     here("cp", "demo", "unknown-to-the-server", **own)
     assert here("run", "unknown-to-the-server", "x", "-n", 2, **own).returncode == 0
-    assert loaded(unused) == []
+    assert not unused.loaded()
 
 
 def test_an_empty_prompt_loads_the_model(here: Command, unused: Server) -> None:
     done = here("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=unused.url)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert loaded(unused) == ["tiny:latest"]
+    assert unused.loaded().keys() == {"tiny:latest"}
 
 
 def test_errors_of_the_server_are_errors_of_the_command(here: Command, unused: Server) -> None:
@@ -345,47 +330,29 @@ RESPONSES: dict[str, tuple[int, bytes]] = {
 }
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Responds by path; records requests."""
-
-    requests: list[tuple[str, str, dict[str, str], Any]]
-
-    def do_GET(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        sent = json.loads(self.rfile.read(length)) if length else None
-        type(self).requests.append((self.command, self.path, dict(self.headers), sent))
-        status, body = RESPONSES[self.path]
-        self.send_response(status)
-        self.send_header("Location", "http://192.0.2.1/")  # of a redirect
-        self.send_header("Content-Length", str(len(body) + 90 * (self.path == "/cut")))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET  # noqa: N815 (http.server's name)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    """A client of a server that responds by path; `client.requests` has what came."""
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be used for loopback
-    handler = type("Handled", (Handler,), {"requests": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    client = Client(Settings(host=Host(port=server.server_port), api_keys=("s3cret",)))
-    client.requests = handler.requests  # type: ignore[attr-defined]
-    yield client
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    requests: list[tuple[str, str, Mapping[str, str], bytes]] = []
+
+    async def respond(request: Request) -> Response:
+        path = request.url.path
+        requests.append((request.method, path, request.headers, await request.body()))
+        status, body = RESPONSES[path]
+        length = len(body) + 90 * (path == "/cut")
+        return Response(body, status, {"Location": "http://192.0.2.1/", "Content-Length": str(length)})
+
+    with running(Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "POST"])])) as url:
+        client = Client(Settings(host=parse_host(url), api_keys=("s3cret",)))
+        client.requests = requests  # type: ignore[attr-defined]
+        yield client
 
 
 def test_get_sends_the_key_and_returns_json(client: Client) -> None:
     assert client.get("/api/ps") == {"models": []}
     method, path, headers, body = client.requests[0]  # type: ignore[attr-defined]
-    assert (method, path, body) == ("GET", "/api/ps", None)
+    assert (method, path, body) == ("GET", "/api/ps", b"")
     assert headers["Authorization"] == "Bearer s3cret"
 
 
@@ -393,7 +360,7 @@ def test_post_sends_json_and_returns_the_last_line_and_a_stream_each(client: Cli
     assert client.post("/lines", {"model": "dämo"}) == {"a": 2}
     assert list(client.stream("/lines")) == list(client.stream("/lines", {"q": 1})) == [{"a": 1}, {"a": 2}]
     method, _, headers, body = client.requests[0]  # type: ignore[attr-defined]
-    assert (method, headers["Content-Type"], body) == ("POST", "application/json", {"model": "dämo"})
+    assert (method, headers["Content-Type"], json.loads(body)) == ("POST", "application/json", {"model": "dämo"})
 
 
 def test_an_error_line_raises_after_the_lines_before_it_and_a_cut_response_is_an_error(client: Client) -> None:
@@ -429,14 +396,6 @@ def test_a_silent_server_is_not_waited_for() -> None:
             client.get("/api/ps", timeout_s=0.05)
 
 
-@pytest.mark.parametrize(
-    ("listens", "url"),
-    [
-        ("0.0.0.0:8080", "http://127.0.0.1:8080"),
-        ("[::]:8080", "http://[::1]:8080"),
-        ("https://example.com/ai", "https://example.com:443/ai"),
-        ("", "http://127.0.0.1:11434"),
-    ],
-)
-def test_the_address(listens: str, url: str) -> None:
-    assert Client(Settings(host=parse_host(listens))).host.url == url
+def test_a_server_that_listens_everywhere_is_asked_on_this_machine() -> None:
+    for listens, host in (("0.0.0.0:8080", "127.0.0.1"), ("[::]:8080", "[::1]"), ("example.com:8080", "example.com")):
+        assert Client(Settings(host=parse_host(listens))).host.url == f"http://{host}:8080"

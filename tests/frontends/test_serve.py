@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,13 +34,6 @@ from moegguf.settings import Settings
 from tools.models import write_projector
 
 
-class Listener:
-    """A socket that nobody listens on."""
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The settings at each start of a server, none of which runs."""
@@ -49,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         found.append(settings)
         return 0
 
-    monkeypatch.setattr(server, "listen", lambda host: Listener())
+    monkeypatch.setattr(server, "listen", lambda host: socket.socket())
     monkeypatch.setattr(server, "run_server", run)
     return found
 
@@ -116,7 +110,7 @@ def test_a_projector_and_an_adapter_are_of_the_one_model_that_is_named(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[ModelEntry] = []
-    monkeypatch.setattr(server, "listen", lambda host: Listener())
+    monkeypatch.setattr(server, "listen", lambda host: socket.socket())
     monkeypatch.setattr(server, "run_server", lambda _settings, _listener, _start, models: given.extend(models) or 0)
     path = tiny("tiny-qwen2moe")
     adapter = write_adapter(tmp_path / "a.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
@@ -149,15 +143,14 @@ def test_models_are_preloaded_and_each_request_is_a_line(tmp_path: Path, tiny: T
     file.symlink_to(tiny())
     arguments = ("demo", str(file), "--log-level", "info", "--log-format", form, "--ctx", "256")
     with serving(tmp_path, *arguments) as served:
-        until(lambda: len(served.call("/api/ps").json["models"]) == 2)
-        loaded = {model["name"]: model for model in served.call("/api/ps").json["models"]}
+        loaded = until(lambda: len(found := served.loaded()) == 2 and found)
         assert loaded["my-model:latest"]["context_length"] == 256
         assert loaded["demo:latest"]["moe"]["expert_share"] == 1.0
         assert served.call("/budget?model=demo").json["n_slots"] > 0
         assert served.call("/nowhere").status == 404
         assert served.call("/api/generate", {"model": "demo", "prompt": "a", "raw": True}).status == 200
-        kept = {model["name"]: model["expires_at"] for model in served.call("/api/ps").json["models"]}
-        assert kept["demo:latest"] == kept["my-model:latest"]  # never, also after a request that says nothing of it
+        kept = {model["expires_at"] for model in served.loaded().values()}
+        assert len(kept) == 1  # never, also after a request that says nothing of it
     lines = served.log().splitlines()
     assert any("loaded my-model:latest" in line for line in lines)
     (line,) = (line for line in lines if "GET /nowhere 404" in line)

@@ -17,10 +17,7 @@ import psutil
 import pytest
 from fake_hub import Gate, running_hub
 from fake_manager import FakeManager
-from servers import Server, post, serving
-from starlette.responses import PlainTextResponse
-from uvicorn import Config
-from uvicorn.server import ServerState
+from servers import Server, connected, post, serving
 from waiting import until
 
 from moegguf.generate.request import Delta
@@ -91,7 +88,7 @@ def test_a_budget_of_a_tier_or_a_model_that_is_not_there_is_the_client_s_error(s
 
 
 def test_a_content_length_of_a_gigabyte_is_refused_before_the_body(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with connected(server.url) as connection:
         head = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n"
         connection.sendall(head + b"x" * 1000)
         assert b" 413 " in connection.recv(100)
@@ -130,11 +127,7 @@ def test_a_signal_ends_the_server_in_time_and_streams_get_an_error(
         until(lambda: server.call("/api/ps").json["models"][0]["moe"]["queue"] == 1)
         worker, begun = server.call("/api/ps").json["models"][0]["moe"]["pid"], time.monotonic()
         server.process.send_signal(signal_number)
-        reply = rest(queued)
-        assert reply.startswith(b"HTTP/1.1 503") and b"application/json" in reply
-        assert json.loads(reply.partition(b"\r\n\r\n")[2]) == {"error": "the server is shutting down; try again later."}
-        last = [line for line in rest(running).splitlines() if line.startswith(b"{")][-1]
-        assert json.loads(last) == {"error": "the server is shutting down; try again later."}
+        check_ended(running, queued)
         assert server.process.wait(15) == 0
         assert time.monotonic() - begun < 11
         until(lambda: not psutil.pid_exists(worker))
@@ -153,17 +146,21 @@ def test_downloads_get_an_error_when_the_server_ends(tmp_path: Path) -> None:
                 whole = post(server.url, "/api/pull", {"model": name, "stream": False})
                 assert gate.reached.wait(20)
                 server.process.send_signal(signal.SIGTERM)
-                reply = rest(whole)
-                assert reply.startswith(b"HTTP/1.1 503") and b"application/json" in reply
-                ended = {"error": "the server is shutting down; try again later."}
-                assert json.loads(reply.partition(b"\r\n\r\n")[2]) == ended
-                assert json.loads([line for line in rest(streamed).splitlines() if line.startswith(b"{")][-1]) == ended
+                check_ended(streamed, whole)
                 assert server.process.wait(15) == 0
             assert server.log() == ""
         finally:
             gate.open.set()
     kept = [path.stat().st_size for path in tmp_path.rglob("*.incomplete")]
     assert kept and max(kept) > 0  # for the next pull
+
+
+def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
+    """Fails unless a stream and a reply that has not begun are told that the server ends."""
+    ended, reply = {"error": "the server is shutting down; try again later."}, rest(whole)
+    assert reply.startswith(b"HTTP/1.1 503") and b"application/json" in reply
+    assert json.loads(reply.partition(b"\r\n\r\n")[2]) == ended
+    assert json.loads([line for line in rest(streamed).splitlines() if line.startswith(b"{")][-1]) == ended
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -176,7 +173,7 @@ def rest(connection: socket.socket) -> bytes:
 def test_more_connections_than_descriptors_are_refused_and_cost_nothing(tmp_path: Path) -> None:
     with serving(tmp_path, n_files=64) as server:
         process = psutil.Process(server.pid)
-        connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(120)]
+        connections = [connected(server.url) for _ in range(120)]
         before = process.cpu_times()
         until(lambda: process.num_fds() >= 30)
         for _ in range(10):
@@ -199,7 +196,7 @@ def test_more_connections_than_descriptors_are_refused_and_cost_nothing(tmp_path
 
 def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        idle = socket.create_connection(("127.0.0.1", server.port))
+        idle = connected(server.url)
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0
@@ -221,24 +218,14 @@ def test_disconnects_leave_no_open_descriptors(url: str, manager: FakeManager) -
     assert manager.n_running == 0
 
 
-def test_every_request_of_a_connection_has_limited_time_for_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_of_a_connection_has_limited_time_for_its_headers(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serve, "HEADERS_S", 0.1)
-
-    async def run() -> bytes:
-        config = Config(PlainTextResponse("in"), lifespan="off", log_level="critical", timeout_keep_alive=3600)
-        config.load()
-        state, loop = ServerState(), asyncio.get_running_loop()
-        listener = await loop.create_server(
-            lambda: serve.Protocol(config=config, server_state=state, app_state={}, _loop=loop), "127.0.0.1", 0
-        )
-        async with listener, asyncio.timeout(20):
-            reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
-            request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-            writer.write(request)
-            await reader.readuntil(b"\r\n\r\nin")
-            writer.write(request[:20])  # and nothing more
-            rest = await reader.read()
-            writer.close()
-            return rest
-
-    assert asyncio.run(run()) == b""
+    request, received = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b""
+    with connected(url) as connection:
+        connection.sendall(request)
+        while not received.endswith(b"Ollama is running"):
+            received += connection.recv(1000)
+        connection.sendall(request[:20])  # and nothing more
+        assert rest(connection) == b""

@@ -4,20 +4,18 @@ import base64
 import io
 import json
 import re
-import threading
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyte
 import pytest
-from fake_manager import BusyManager, FakeManager, running
+from fake_manager import BusyManager, server_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 from servers import Command, environment
-from starlette.applications import Starlette
 from terminal import Terminal, control, moegguf_command
 
 from moegguf.chat.session import Wrapper
@@ -26,8 +24,6 @@ from moegguf.cli.top_screen import ModelView, Screen, state_rows
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.models.entry import PullStatus
-from moegguf.server import live
-from moegguf.server.common.errors import HANDLERS
 from moegguf.terminal import progress
 from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend, tiers_line
 from moegguf.terminal.progress import PullProgress
@@ -320,15 +316,9 @@ def test_a_model_without_experts_has_figures_and_no_map() -> None:
 # The command
 
 
-def serve(manager: FakeManager) -> Any:
-    app = Starlette(routes=live.routes, exception_handlers=HANDLERS)
-    app.state.manager, app.state.catalog, app.state.ending = manager, manager.catalog, threading.Event()
-    return running(app)
-
-
 @pytest.mark.parametrize("arguments", [["--once"], []], ids=["once", "no terminal"])
 def test_once_prints_a_frame(here: Command, arguments: list[str]) -> None:
-    with serve(BusyManager()) as url:
+    with server_of(BusyManager()) as url:
         done = here("top", *arguments, MOEGGUF_HOST=url)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -338,7 +328,7 @@ def test_once_prints_a_frame(here: Command, arguments: list[str]) -> None:
 
 
 def test_json_is_for_scripts(here: Command) -> None:
-    with serve(BusyManager()) as url:
+    with server_of(BusyManager()) as url:
         done = here("top", "--once", "--json", MOEGGUF_HOST=url)
     printed = json.loads(done.stdout)
     [model] = printed["models"]
@@ -348,18 +338,11 @@ def test_json_is_for_scripts(here: Command) -> None:
 
 
 def test_a_terminal_without_unicode_gets_a_map_of_ascii(moegguf: Command) -> None:
-    with serve(BusyManager()) as url:
+    with server_of(BusyManager()) as url:
         done = moegguf("top", "--once", MOEGGUF_HOST=url, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and "?" not in done.stdout
     assert ". on disk" in done.stdout and "-= in memory (some, all)" in done.stdout
-
-
-def test_without_a_server_there_is_one_clear_sentence(here: Command) -> None:
-    for arguments in ([], ["--once"], ["--json"]):
-        done = here("top", *arguments, MOEGGUF_HOST="127.0.0.1:1")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == "error: no server is running at http://127.0.0.1:1; start one with `moegguf serve`.\n"
 
 
 def top_at(url: str, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
@@ -374,7 +357,7 @@ def until(shown: Terminal, pattern: str) -> None:
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 16)])
 def test_it_runs_until_q(columns: int, rows: int) -> None:
-    with serve(BusyManager()) as url, top_at(url, (columns, rows)) as shown:
+    with server_of(BusyManager()) as url, top_at(url, (columns, rows)) as shown:
         until(shown, r"hit rate +90\.0% +90\.0% since load")
         until(shown, r"speed +12\.5 t/s")
         until(shown, r"0 █?")
@@ -385,7 +368,7 @@ def test_it_runs_until_q(columns: int, rows: int) -> None:
 
 
 def test_ctrl_c_quits_and_no_color_applies() -> None:
-    with serve(BusyManager()) as url, top_at(url, NO_COLOR="1") as shown:
+    with server_of(BusyManager()) as url, top_at(url, NO_COLOR="1") as shown:
         until(shown, "since load")
         shown.send(control("c"))
         assert shown.exit_code() == 0
@@ -393,8 +376,7 @@ def test_ctrl_c_quits_and_no_color_applies() -> None:
 
 
 def test_a_lost_connection_is_an_error() -> None:
-    manager = BusyManager()
-    with serve(manager) as url:
+    with server_of(BusyManager()) as url:
         shown = top_at(url)
         until(shown, "since load")
     with shown:

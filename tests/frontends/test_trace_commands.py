@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers import ROOT, Command, environment
+from servers import Command, completed, started
 from waiting import until
 
 from moegguf.controller.policies import policy_names
@@ -175,13 +175,10 @@ def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_pat
     (tmp_path / "p.txt").write_text("What is an expert?\n\n" * 4000)
     out, partial = tmp_path / "t.npz", tmp_path / "t.npz.partial"
     out.write_bytes(b"an older trace")
-    command = ["trace", "record", "demo", "--prompts", str(tmp_path / "p.txt"), "-o", str(out), "-t", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moegguf.cli.app", *command], env=environment(), stderr=subprocess.PIPE, text=True
-    )
-    until(lambda: partial.exists() and partial.stat().st_size, 60)  # passes are recorded: the model is loaded
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    with started("trace", "record", "demo", "--prompts", tmp_path / "p.txt", "-o", out, "-t", 1) as process:
+        until(lambda: partial.exists() and partial.stat().st_size, 60)  # passes are recorded: the model is loaded
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "")
     assert out.read_bytes() == b"an older trace"
     assert not partial.exists()
@@ -192,8 +189,7 @@ def test_a_closed_stdout_harms_nothing(recorded: Path, prompts: Path, tmp_path: 
     record = f"trace record demo --prompts {prompts} -o {out} -t 1 -n 2 >&- 2>&-"
     simulate = f"trace simulate {recorded} --policy lru >&-"
     for command in (record, simulate):
-        shell = ["sh", "-c", f"{sys.executable} -m moegguf.cli.app {command}"]
-        done = subprocess.run(shell, env=environment(), capture_output=True, text=True, timeout=60)
+        done = completed(["sh", "-c", f"{sys.executable} -m moegguf.cli.app {command}"])
         assert done.returncode == 0, done.stderr
         assert "error" not in done.stderr
     assert len(read(out).sequences()) == 4
@@ -204,8 +200,7 @@ def study() -> Command:
     """`study("score", path, ...)`: what the command wrote, and its exit code."""
 
     def call(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", f"predictors.study.{name}", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment(), cwd=ROOT, timeout=120)
+        return completed([sys.executable, "-m", f"predictors.study.{name}", *map(str, arguments)])
 
     return call
 
