@@ -74,7 +74,7 @@ def test_prompts_are_neither_scored_nor_prefetched_for_and_clear_the_scores_once
 
 
 FOUR_PERIODS = WatchdogOptions(
-    off_tokens=4, on_tokens=4, periods=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10
+    off_tokens=4, on_tokens=4, periods=2, warm_tokens=0, pause_tokens=10
 )
 
 
