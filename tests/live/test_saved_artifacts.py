@@ -11,7 +11,7 @@ from waiting import until
 
 from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import COLLECTION, MEASURED, USES, Artifacts
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
@@ -51,10 +51,10 @@ def logits_of(llm: Llama) -> Logits:
     return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
 
 
-def entries_of(llm: Llama) -> EamcPair:
+def entries_of(llm: Llama) -> Eamc:
     predictor = controller_of(llm).predictor
     assert isinstance(predictor, EamcPredictor)
-    return predictor.eamcs
+    return predictor.eamc
 
 
 LEARNERS = [{"predictor": "eamc"}, {"policy": "sparsity"}, {"policy": "sparsity", "predictor": "eamc"}]
@@ -65,19 +65,17 @@ def test_a_kept_collection_grows(path: Path, load: Load, expected: Logits, learn
     kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     for run in range(2):
         llm = load(path, **learner, **TIGHT)
-        assert entries_of(llm).decode.n_entries == 3 * run
+        assert entries_of(llm).n_entries == 3 * run
         for request in range(3):
             greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=10 * run + request), N_NEW)
         llm.close()
         assert kept.is_file()
     llm = load(path, **learner, **TIGHT)
-    eamcs = entries_of(llm)
-    assert (eamcs.prefill.n_entries, eamcs.decode.n_entries) == (6, 6)
+    eamc = entries_of(llm)
+    assert eamc.n_entries == 6
     assert np.array_equal(logits_of(llm), expected)
     whole = N_NEW * len(llm.layout.layers) * llm.layout.n_expert_used
-    assert (
-        sorted(eamcs.decode.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4
-    )  # two runs ended before the last event
+    assert sorted(eamc.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4  # two runs ended before the last event
 
 
 def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> None:
@@ -88,7 +86,7 @@ def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> N
         greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
     until(kept.is_file)
     saved = Artifacts(read_layout(path)).collection(MoeShape.of(read_layout(path)))
-    assert saved is not None and saved.decode.n_entries == CHECKPOINT_REQUESTS
+    assert saved is not None and saved.n_entries == CHECKPOINT_REQUESTS
 
 
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
@@ -119,10 +117,10 @@ def test_a_collection_is_taken_up_or_a_damaged_one_is_one_warning_and_a_cold_sta
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.array_equal(logits_of(llm), expected)
-    assert entries_of(llm).decode.n_entries == (2 if kind == "good" else 0)
+    assert entries_of(llm).n_entries == (2 if kind == "good" else 0)
     llm.close()  # which saves a new one in its place
     if kind != "good":
-        assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
+        assert entries_of(load(path, predictor="eamc", **TIGHT)).n_entries == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from oracles import accuracy, counted, routers_of
 from test_predictors import SHAPE, expert_mlp, path_arrays, routing_path
 from traces import hidden_routers, random_trace, routed
 
-from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
@@ -37,8 +37,8 @@ def announce(predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase
 
 
 def test_figure_5_of_moe_infinity() -> None:
-    pair = EamcPair(Eamc(4, 2), Eamc.from_state(np.array([ONE_TOKEN, *MATCHED], np.float32)))
-    predictor = asked(lambda: EamcPredictor(FOUR, pair, n_matches=2))
+    eamc = Eamc.from_state(np.array([ONE_TOKEN, *MATCHED], np.float32))
+    predictor = asked(lambda: EamcPredictor(FOUR, eamc, n_matches=2))
     announce(predictor, 0)
     predictor.observe(routed(0, 1))
     predictor.observe(routed(1, 0))
@@ -68,7 +68,7 @@ def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_
     shape = random_trace(n_sequences=1).shape
 
     def rates(*kinds: int) -> npt.NDArray[np.float64]:
-        return hits_by_request(asked(lambda: EamcPredictor(shape, EamcPair.empty(*shape.table, 120))), kinds)
+        return hits_by_request(asked(lambda: EamcPredictor(shape, Eamc(*shape.table, 120))), kinds)
 
     changed, fresh = rates(0, 1), rates(1)
     assert fresh[0] < fresh[25:50].mean()  # it improves

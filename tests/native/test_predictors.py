@@ -18,7 +18,7 @@ from fake_model import FakeModel, Open
 from predictor_definitions import Arrays, Sequence, any_of, defined
 from waiting import until
 
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
@@ -135,14 +135,14 @@ def routing_path() -> Predictor:
 
 def eamc(n_entries: int = 30) -> EamcPredictor:
     """With requests of some ten tokens each."""
-    random, pair = rng(), EamcPair.empty(*SHAPE.table)
+    random, entries = rng(), Eamc(*SHAPE.table)
     for _ in range(n_entries):
         counts = np.zeros(SHAPE.table, np.float32)
         for il in SHAPE.layers:
             likely = random.dirichlet(np.full(SHAPE.n_expert, 0.3))
             counts[il] = random.multinomial(10 * SHAPE.n_expert_used, likely).clip(max=10)
-        pair.add(counts, counts)
-    return EamcPredictor(SHAPE, pair)
+        entries.add(counts)
+    return EamcPredictor(SHAPE, entries)
 
 
 MADE: dict[str, Callable[[], Predictor]] = {
