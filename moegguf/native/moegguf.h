@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 23
+#define MOEGGUF_ABI_VERSION 24
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -402,9 +402,9 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
-// Experts that are worth having early; warm: to fill free slots only. replace: those wanted before and not begun.
+// Experts that are worth having early; warm: to fill free slots only, in place of those given for that before.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
-                                   int warm, int replace);
+                                   int warm);
 MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
 MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
