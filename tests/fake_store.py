@@ -39,7 +39,7 @@ class RecordingStore:
         self.actions.append(("forecast", list(known)))
 
     def prefetch(self, il: Any, experts: Any) -> None:
-        self.actions.append(("prefetch", list(zip(il.tolist(), experts.tolist(), strict=True))))
+        self.actions.append(("prefetch", list(zip(il, experts, strict=True))))
 
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
         self.actions.append(("predictor", predictor and predictor.name))

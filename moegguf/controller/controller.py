@@ -236,9 +236,8 @@ class Controller:
             self._forecast_set = True
         if self.prefetching:
             assert self._prefetcher is not None
-            layers, experts = self._prefetcher.requests(self._forecast, self._store.residency)
-            if layers.size:
-                self._store.prefetch(layers, experts)
+            if wanted := self._prefetcher.requests(self._forecast, self._store.residency):
+                self._store.prefetch(*zip(*wanted, strict=True))
 
     def _clear_scores(self) -> None:
         if self._scored:

@@ -53,8 +53,8 @@ class Prefetcher:
     """
 
     def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:
-        self.options = options
         self._shape = shape
+        self._least_probability = options.least_probability
         self._budget_experts = most_prefetches(shape, options)
         self._requested: set[tuple[int, int]] = set()
 
@@ -62,26 +62,18 @@ class Prefetcher:
         """Resets the budget and the set of requested experts."""
         self._requested.clear()
 
-    def requests(
-        self, forecast: Forecast, residency: Callable[[], Residency]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """(layers, experts) to prefetch now, int32, the most urgent first. `residency` is called only when needed."""
+    def requests(self, forecast: Forecast, residency: Callable[[], Residency]) -> list[tuple[int, int]]:
+        """(layer, expert) to prefetch now: probable, absent and not requested yet. `residency` is called only when
+        needed."""
         n_left, known = self._budget_experts - len(self._requested), forecast.known()
-        wanted: list[tuple[int, int]] = []
-        if n_left > 0 and known:
-            wanted = self._candidates(forecast.probabilities(), known, residency())[:n_left]
-        self._requested.update(wanted)
-        layers, experts = np.array(wanted, np.int32).reshape(-1, 2).T
-        return layers, experts
-
-    def _candidates(
-        self, probabilities: npt.NDArray[np.float32], known: list[int], resident: Residency
-    ) -> list[tuple[int, int]]:
-        """(layer, expert) that are probable, absent and not requested yet: the nearest layer first."""
-        found = []
+        if n_left <= 0 or not known:
+            return []
+        resident, wanted = residency(), list[tuple[int, int]]()
         for il in known:
-            of_layer = probabilities[il]
+            of_layer = forecast.probabilities()[il]
             best = np.argsort(-of_layer, kind="stable")[: self._shape.n_expert_used]
-            probable = (of_layer[best] >= self.options.least_probability) & (of_layer[best] > 0)
-            found += [(il, expert) for expert in best[probable & (resident[il, best] == 0)].tolist()]
-        return [expert for expert in found if expert not in self._requested]
+            probable = (of_layer[best] >= self._least_probability) & (of_layer[best] > 0)
+            wanted += [(il, expert) for expert in best[probable & (resident[il, best] == 0)].tolist()]
+        wanted = [expert for expert in wanted if expert not in self._requested][:n_left]
+        self._requested.update(wanted)
+        return wanted

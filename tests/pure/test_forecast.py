@@ -121,9 +121,7 @@ def forecast_of(table: Float32s, il: int | None = None, window: int = 4) -> Fore
 
 def requests_of(prefetcher: Prefetcher, forecast: Forecast, resident: Float32s | None = None) -> list[tuple[int, int]]:
     residency = np.zeros(FOUR.table, np.uint8) if resident is None else resident.astype(np.uint8)
-    layers, experts = prefetcher.requests(forecast, lambda: residency)
-    assert layers.dtype == experts.dtype == np.int32
-    return list(zip(layers.tolist(), experts.tolist(), strict=True))
+    return prefetcher.requests(forecast, lambda: residency)
 
 
 SOME = probabilities(l1=[0, 0.9, 0.8, 0.7, 0, 0], l2=[0.3, 0, 0, 0, 0.6, 0], l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
@@ -137,8 +135,7 @@ def test_by_default_half_of_what_a_token_uses() -> None:
 @pytest.mark.parametrize("budget_bytes", [0, 99, -1])
 def test_without_a_budget_residency_is_not_read(budget_bytes: int) -> None:
     prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=budget_bytes))
-    layers, _ = prefetcher.requests(forecast_of(SOME), lambda: pytest.fail("requested for nothing"))
-    assert layers.size == 0
+    assert prefetcher.requests(forecast_of(SOME), lambda: pytest.fail("requested for nothing")) == []
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1500), st.floats(0, 1))
