@@ -491,7 +491,9 @@ def test_what_is_not_worth_its_bytes_is_not_prefetched_and_a_needed_link_carries
 
 def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_not() -> None:
     """Tables that are always wrong; a pause as between two trials of prefetching."""
-    wrong, other = always([0, 1, 2]), always([0, 1, 2])
+    matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
+    matrix[..., :3] = 1 / 3
+    wrong, other = always([0, 1, 2]), affinity(matrix)
     forecast = NativeForecast(window=1, most_prefetches=100)
     with simulated(20, fill=False, **LINK) as (store, context):
 
