@@ -38,10 +38,8 @@ class RecordingStore:
     def set_forecast(self, probabilities: Float32s | None, known: Sequence[int] = ()) -> None:
         self.actions.append(("forecast", list(known)))
 
-    def prefetch(self, il: Any, experts: Any, replace: bool = False) -> None:
-        self.actions.append(
-            ("replace" if replace else "prefetch", list(zip(il.tolist(), experts.tolist(), strict=True)))
-        )
+    def prefetch(self, il: Any, experts: Any) -> None:
+        self.actions.append(("prefetch", list(zip(il, experts, strict=True))))
 
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
         self.actions.append(("predictor", predictor and predictor.name))

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller import weights
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import Measured, read_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
@@ -100,14 +100,14 @@ class Artifacts:
             raise FileNotFoundError
         return None
 
-    def collection(self, shape: MoeShape) -> EamcPair | None:
+    def collection(self, shape: MoeShape) -> Eamc | None:
         """The nearest EAM collection; a damaged or foreign one is skipped with a warning."""
         with suppress(FileNotFoundError):
-            return self.load("eamc", shape, partial(EamcPair.from_weights, shape))
+            return self.load("eamc", shape, partial(Eamc.from_weights, shape))
         return None
 
     def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
-        """Saves an `EamcPair.weights()`, atomically; a folder that is not writable is a warning."""
+        """Saves an `Eamc.weights()`, atomically; a folder that is not writable is a warning."""
         self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
 
     def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:

@@ -1,12 +1,11 @@
 """The expert activation matrix collection of MoE-Infinity (section 4.5, appendix B.1).
 
-An entry is a request-level EAM: counts of tokens per (layer, expert) of one request, prefill and decode apart. The
-store matches passes with them (`moegguf/native/predictors/counts.cpp`); they are saved as `Weights`.
+An entry is a request-level EAM: counts of tokens per (layer, expert) of one request's answer, as only passes that
+decode are matched (`moegguf/native/predictors/counts.cpp`). The collection is saved as `Weights`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from moegguf.controller.weights import Weights
 from moegguf.native.predictor import integers
 
 CAPACITY = 1000
-_PHASES = ("prefill", "decode")
+ENTRIES = "decode"  # their array in a file; older ones also have those of prompts
 
 
 class Eamc:
@@ -47,6 +46,15 @@ class Eamc:
         for ream in state[-eamc.capacity :]:
             eamc.add(ream)
         return eamc
+
+    @classmethod
+    def from_weights(cls, shape: MoeShape, weights: Weights) -> Eamc:
+        """From an earlier `weights()`; ValueError when they do not fit."""
+        return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
+
+    def weights(self) -> Weights:
+        """A copy of the entries, to be saved."""
+        return Weights({ENTRIES: _narrowed(self.state)})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The entries as `predictors/counts.cpp` matches them: in two orders, so that matching a layer costs one
@@ -85,45 +93,6 @@ class Eamc:
         entries = self.state
         dot = np.einsum("nle,le->n", entries, ream.astype(np.float32))
         return int(np.argmax(dot * dot / np.einsum("nle,nle->n", entries, entries)))
-
-
-class EamcPair:
-    """The two collections of a model: prefill and decode of requests (section 4.3). Not thread-safe."""
-
-    def __init__(self, prefill: Eamc, decode: Eamc) -> None:
-        self.prefill = prefill
-        self.decode = decode
-
-    @classmethod
-    def empty(cls, n_layer: int, n_expert: int, capacity: int = CAPACITY) -> EamcPair:
-        """Two collections of up to `capacity` entries each."""
-        return cls(Eamc(n_layer, n_expert, capacity), Eamc(n_layer, n_expert, capacity))
-
-    @classmethod
-    def from_weights(cls, shape: MoeShape, weights: Weights, capacity: int = CAPACITY) -> EamcPair:
-        """From an earlier `weights()`, of each the last `capacity` entries; ValueError when they do not fit."""
-        if sorted(weights.arrays) != sorted(_PHASES):
-            raise ValueError(f"it holds {sorted(weights.arrays)}, not {sorted(_PHASES)}")
-        states = (weights.array(phase, len(weights.arrays[phase]), *shape.table) for phase in _PHASES)
-        return cls(*(Eamc.from_state(state, capacity) for state in states))
-
-    def states(self) -> dict[str, Counts]:
-        """{phase: a copy of its entries}, which another thread can save."""
-        return {phase: getattr(self, phase).state for phase in _PHASES}
-
-    @staticmethod
-    def packed(states: Mapping[str, Counts]) -> Weights:
-        """An earlier `states()`, to be saved."""
-        return Weights({phase: _narrowed(state) for phase, state in states.items()})
-
-    def weights(self) -> Weights:
-        """Both collections, to be saved."""
-        return self.packed(self.states())
-
-    def add(self, prefill: Counts, decode: Counts) -> None:
-        """Stores the rEAMs of a request that has ended; a phase without tokens adds nothing."""
-        self.prefill.add(prefill)
-        self.decode.add(decode)
 
 
 def _narrowed(counts: Counts) -> npt.NDArray[np.generic]:

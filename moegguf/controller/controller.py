@@ -210,7 +210,7 @@ class Controller:
         if not self.native:
             self._forecast.advance(predictor, event.il)
         elif self.scores:
-            self._forecast.take(*self._store.forecast(), event.il)
+            self._forecast.take(*self._store.forecast())
 
     def _score(self, policy: Policy, phase: Phase) -> None:
         scores = policy.scores(self.history, self._forecast)
@@ -236,9 +236,8 @@ class Controller:
             self._forecast_set = True
         if self.prefetching:
             assert self._prefetcher is not None
-            layers, experts = self._prefetcher.requests(self._forecast, self._store.residency)
-            if layers.size or self._prefetcher.options.by_proximity:
-                self._store.prefetch(layers, experts, self._prefetcher.options.by_proximity)
+            if wanted := self._prefetcher.requests(self._forecast, self._store.residency):
+                self._store.prefetch(*zip(*wanted, strict=True))
 
     def _clear_scores(self) -> None:
         if self._scored:

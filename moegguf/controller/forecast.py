@@ -24,13 +24,11 @@ class Forecast:
         self._again = again
         self._table: Float32s = np.zeros(shape.table, np.float32)
         self._known: list[int] = []
-        self.il = -1
 
     def clear(self) -> None:
         """Discards all predictions."""
         self._table[:] = 0
         self._known.clear()
-        self.il = -1
 
     def begin_pass(self, predictor: Predictor) -> None:
         """Predicts the first `window` layers, before any routing event of the pass. Raises as `advance` does."""
@@ -39,14 +37,13 @@ class Forecast:
 
     def advance(self, predictor: Predictor, il: int) -> None:
         """Layer `il` was routed: predicts the `window` layers after it. Raises ValueError for a wrong shape or NaN."""
-        self.il = il
         self._table[il] = 0
         self._known = [known for known in self._known if known > il]
         self._predict(predictor, self._shape.row_of[il])
 
-    def take(self, probabilities: Float32s, known: npt.NDArray[np.bool_], il: int) -> None:
-        """Layer `il` was routed: what the store expects of those after it, (n_layer, n_expert), of `known` layers."""
-        self.il, self._known = il, np.flatnonzero(known).tolist()
+    def take(self, probabilities: Float32s, known: npt.NDArray[np.bool_]) -> None:
+        """What the store expects of `known` layers, (n_layer, n_expert), takes the place of what was predicted."""
+        self._known = np.flatnonzero(known).tolist()
         self._table[:] = probabilities * known[:, np.newaxis]
 
     def _predict(self, predictor: Predictor, row: int) -> None:

@@ -40,8 +40,8 @@ class History:
     clock: routing events so far. last_use: clock of an expert's last use, -1 before the first. uses: routing events
     that used it. iteration: the iEAM. prefill, decode: the rEAMs of the requests of this pass, added up. il: layer of
     the last event. sequence: the request, of several the first. new_pass, new_request: whether the last event began
-    one. requests: by sequence, those that have not ended. finished: rEAMs (prefill, decode) of the requests that ended
-    with the last event.
+    one. requests: by sequence, those that have not ended. finished: rEAMs (decode) of the requests that ended with the
+    last event.
 
     Nobody says when a request ends. It has when it takes no part in ABSENT_PASSES passes, and when requests come one
     after another: when a new one is alone in a pass, and this one was alone in the pass before.
@@ -62,7 +62,7 @@ class History:
         self.new_pass = False
         self.new_request = False
         self.requests: dict[int, Request] = {}
-        self.finished: list[tuple[Counts, Counts]] = []
+        self.finished: list[Counts] = []
         self._n_pass = 0
         self._present: frozenset[int] = frozenset()  # sequences of the pass
 
@@ -89,9 +89,9 @@ class History:
         self.uses[event.il] += used
         self.il, self.pass_, self.phase, self.sequence = event.il, event.pass_, event.phase, event.sequence
 
-    def end_all(self) -> list[tuple[Counts, Counts]]:
-        """Ends all requests: their rEAMs (prefill, decode), the oldest first."""
-        ended = [(request.prefill, request.decode) for request in self.requests.values()]
+    def end_all(self) -> list[Counts]:
+        """Ends all requests: their rEAMs (decode), the oldest first."""
+        ended = [request.decode for request in self.requests.values()]
         self.requests.clear()
         self._present = frozenset()
         self._add_up()
@@ -122,5 +122,4 @@ class History:
             self.decode += self.requests[sequence].decode
 
     def _end(self, sequence: int) -> None:
-        ended = self.requests.pop(sequence)
-        self.finished.append((ended.prefill, ended.decode))
+        self.finished.append(self.requests.pop(sequence).decode)

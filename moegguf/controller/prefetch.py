@@ -21,15 +21,13 @@ class PrefetchOptions:
 
     window: MoE layers ahead. again: a layer is predicted anew as its distance shrinks, not once (`Forecast`).
     budget_bytes: maximum requested per token; None: the bytes of half the experts a token uses. least_probability:
-    experts below it, and those of probability 0, are not prefetched. by_proximity: all that is absent
-    is requested anew at each routing event, with the largest probability times layer proximity first, of any layer, and
-    takes the place of what was queued (MoE-Infinity, section 4.5), so that the budget limits what is queued at once;
-    False: the nearest layer comes first, behind what is queued. watchdog: prefetching is switched off when it does not
-    save time; False keeps it on.
+    experts below it, and those of probability 0, are not prefetched. watchdog: prefetching is switched off when it does
+    not save time; False keeps it on.
 
     Where the store predicts by itself, it knows what each probability was worth so far, and `waste_weight` takes the
     place of `least_probability`: what an expert fetched in vain costs, as a share of the stall that one fetched in time
-    saves; 0: costs do not count.
+    saves; 0: costs do not count. by_proximity: it fetches the largest probability times layer proximity first, of any
+    layer (MoE-Infinity, section 4.5); else the nearest layer first, as what Python predicts always is.
     """
 
     window: int = 2
@@ -51,12 +49,12 @@ def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:
 class Prefetcher:
     """Chooses experts to prefetch, of a layer at most as many as a token uses (ProMoE, section 4.3).
 
-    Only absent experts count against the budget. An expert is requested once in a pass, except by proximity.
+    Only absent experts count against the budget. An expert is requested once in a pass, the nearest layer first.
     """
 
     def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:
-        self.options = options
         self._shape = shape
+        self._least_probability = options.least_probability
         self._budget_experts = most_prefetches(shape, options)
         self._requested: set[tuple[int, int]] = set()
 
@@ -64,36 +62,18 @@ class Prefetcher:
         """Resets the budget and the set of requested experts."""
         self._requested.clear()
 
-    def requests(
-        self, forecast: Forecast, residency: Callable[[], Residency]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """(layers, experts) to prefetch now, int32, the most urgent first. `residency` is called only when needed."""
+    def requests(self, forecast: Forecast, residency: Callable[[], Residency]) -> list[tuple[int, int]]:
+        """(layer, expert) to prefetch now: probable, absent and not requested yet. `residency` is called only when
+        needed."""
         n_left, known = self._budget_experts - len(self._requested), forecast.known()
-        wanted: list[tuple[int, int]] = []
-        if n_left > 0 and known:
-            wanted = self._candidates(forecast.probabilities(), known, residency())
-        if self.options.by_proximity:
-            wanted.sort(key=lambda expert: -self._priority(forecast, *expert))
-        del wanted[max(0, n_left) :]
-        if not self.options.by_proximity:
-            self._requested.update(wanted)
-        layers, experts = np.array(wanted, np.int32).reshape(-1, 2).T
-        return layers, experts
-
-    def _candidates(
-        self, probabilities: npt.NDArray[np.float32], known: list[int], resident: Residency
-    ) -> list[tuple[int, int]]:
-        """(layer, expert) that are probable, absent and not requested yet: the nearest layer first."""
-        found = []
+        if n_left <= 0 or not known:
+            return []
+        resident, wanted = residency(), list[tuple[int, int]]()
         for il in known:
-            of_layer = probabilities[il]
+            of_layer = forecast.probabilities()[il]
             best = np.argsort(-of_layer, kind="stable")[: self._shape.n_expert_used]
-            probable = (of_layer[best] >= self.options.least_probability) & (of_layer[best] > 0)
-            found += [(il, expert) for expert in best[probable & (resident[il, best] == 0)].tolist()]
-        return [expert for expert in found if expert not in self._requested]
-
-    def _priority(self, forecast: Forecast, il: int, expert: int) -> float:
-        """Probability times layer proximity (MoE-Infinity, section 4.5)."""
-        row_of, n = self._shape.row_of, len(self._shape.layers)
-        distance = row_of[il] - row_of.get(forecast.il, -1)
-        return float(forecast.probabilities()[il, expert]) * (1 - distance / n)
+            probable = (of_layer[best] >= self._least_probability) & (of_layer[best] > 0)
+            wanted += [(il, expert) for expert in best[probable & (resident[il, best] == 0)].tolist()]
+        wanted = [expert for expert in wanted if expert not in self._requested][:n_left]
+        self._requested.update(wanted)
+        return wanted

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.collection import EamcPair
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
 from moegguf.controller.hit_rates import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice, Measured
 from moegguf.controller.policies import (
@@ -187,8 +186,7 @@ class LiveController:
             # Saved after each CHECKPOINT_REQUESTS (MoE-Infinity, appendix B.2): a killed process loses little.
             before, self._n_ended = self._n_ended, self._n_ended + len(ended)
             if self._n_ended // CHECKPOINT_REQUESTS > before // CHECKPOINT_REQUESTS:
-                states = EamcPair.packed(controller.predictor.eamcs.states())
-                self.artifacts.save_collection(controller.shape, states)
+                self.artifacts.save_collection(controller.shape, controller.predictor.eamc.weights())
 
     @property
     def _keeps(self) -> bool:

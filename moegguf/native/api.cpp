@@ -347,13 +347,12 @@ int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t
     });
 }
 
-int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int warm,
-                       int replace) {
+int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int warm) {
     return on(store, [&](Store & s) {
         if (n > 0) { given(il), given(experts); }
         const Cause cause = warm ? Cause::warm_start : Cause::request;
         Lock lock(s.shared.mutex);
-        if (replace) { s.transfers.forget(cause); }
+        if (warm) { s.transfers.forget(cause); }
         for (size_t i = 0; i < n; i++) { s.transfers.want({il[i], experts[i], cause}); }
         s.transfers.wake_readers();
     });

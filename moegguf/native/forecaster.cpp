@@ -27,7 +27,7 @@ void Forecaster::set(const moegguf_predictor * chosen) {
     std::unique_ptr<Predictor> first = maker.type->make(layout_, maker.arrays);
     keep_step();
     stop();
-    if (!maker_ || maker_->type != maker.type || !maker_->arrays.same(maker.arrays)) { calibration_ = Calibration(); }
+    if (!maker_ || maker_->type != maker.type) { calibration_ = Calibration(); }
     maker_ = maker;
     followers_.clear();
     followers_.push_back({-1, 0, std::move(first)});

@@ -77,7 +77,7 @@ class Forecaster {
     ~Forecaster() { set(nullptr); }
 
     // Any thread. When set() returns, the predictor before is used no longer, nor are its arrays. What its
-    // probabilities were worth stays known until another one is set. Throws Error.
+    // probabilities were worth stays known until one of another name is set. Throws Error.
     void set(const moegguf_predictor * chosen);
     void prefetch(bool on) { prefetching_ = on; }            // from the next prediction on
     void read(float * probabilities, uint8_t * known) const; // as predicted, by layer, of what is not yet routed

@@ -188,20 +188,12 @@ ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
     return waits && ggml_backend_get_device(backend) == tier.pool()->memory().device ? backend : nullptr;
 }
 
-void get_now(ggml_backend_t, const ggml_tensor * t, void * data, size_t offset, size_t n) {
-    ggml_backend_tensor_get(t, data, offset, n);
-}
-
-void set_now(ggml_backend_t, ggml_tensor * t, const void * data, size_t offset, size_t n) {
-    ggml_backend_tensor_set(t, data, offset, n);
-}
-
 // The ids of a device come and go in its stream: the thread waits for it once, and not for the slots that it is sent.
 void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t backend) {
     Store & store = context.store;
     const bool in_place = ggml_backend_buffer_is_host(t->buffer);
     Choice choice = {il, (int32_t *)t->data, (int)t->ne[0], (int)t->ne[1]};
-    const size_t n = (size_t)choice.n_expert_used * choice.n_tokens;
+    const size_t n = (size_t)choice.n_expert_used * choice.n_tokens, n_bytes = n * sizeof(int32_t);
     if (n == 0) { return; }
     choice.wait_kinds = store.shared.has(MOEGGUF_OVERLAP) ? 0 : all_kinds;
     choice.ids_in_place = in_place;
@@ -212,15 +204,15 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
             context.ids.resize(n);
         }
         choice.ids = context.ids.data();
-        const auto get = backend ? ggml_backend_tensor_get_async : get_now;
-        get(backend, t, choice.ids, 0, n * sizeof(int32_t));
+        backend ? ggml_backend_tensor_get_async(backend, t, choice.ids, 0, n_bytes)
+                : ggml_backend_tensor_get(t, choice.ids, 0, n_bytes);
     }
     synchronize(backend);
     read_details(context, t, choice);
     store.acquire.acquire(context, choice);
     if (!in_place) {
-        const auto set = backend ? ggml_backend_tensor_set_async : set_now;
-        set(backend, t, choice.ids, 0, n * sizeof(int32_t));
+        backend ? ggml_backend_tensor_set_async(backend, t, choice.ids, 0, n_bytes)
+                : ggml_backend_tensor_set(t, choice.ids, 0, n_bytes);
     }
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes as c
-import enum
 import functools
 import time
 
@@ -13,30 +12,22 @@ from moegguf.native import abi, library
 from moegguf.quantities import Link
 
 
-class Pinned(enum.IntEnum):
-    """Memory of the host that a simulated device can have pinned (enum moegguf_pinned): none, its own, or that of the
-    first one, which is pinned for that alone, as in Vulkan's backend."""
-
-    NOT = abi.PINNED_NOT
-    OWN = abi.PINNED_OWN
-    OF_FIRST = abi.PINNED_FIRST
-
-
 def add_link_device(
     link: Link,
     *,
     memory_bytes: int = 0,
     most_buffer_bytes: int = 0,
-    pinned: Pinned | bool = Pinned.OWN,
+    pinned: int = abi.PINNED_OWN,
     n_threads: int = 0,
     strict_seed: int = 0,
 ) -> str:
     """ggml's name of a new simulated device behind `link`; ggml knows it until the process ends.
 
     llama.cpp uses it as a GPU for every model loaded later. memory_bytes: of the device, most_buffer_bytes: of one of
-    its buffers, and of all experts that its kernels multiply with; 0: without a limit. pinned: of the host's memory.
-    n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to. strict_seed: not 0: as hard on its users
-    as CUDA (link_device.cpp), with delays by this seed. Raises OptionError for a link without bandwidth.
+    its buffers, and of all experts that its kernels multiply with; 0: without a limit. pinned: of the host's memory, an
+    enum moegguf_pinned. n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to. strict_seed: not 0:
+    as hard on its users as CUDA (link_device.cpp), with delays by this seed. Raises OptionError for a link without
+    bandwidth.
     """
     name = c.c_char_p()
     described = abi.Link(

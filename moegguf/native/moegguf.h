@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 23
+#define MOEGGUF_ABI_VERSION 24
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -217,7 +217,6 @@ enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 
 struct moegguf_array {
     const char * name;
     int32_t type; // enum moegguf_array_type
-    int32_t reserved;
     uint64_t n;
     const void * data; // [n], used in place until another predictor is set
 };
@@ -238,7 +237,6 @@ struct moegguf_predictor {
     int32_t most_prefetches; // experts started in a pass; 0: predictions only protect what is there
     float waste_weight;      // what a prefetch in vain costs, as a share of the stall that one in time saves; 0: costs
                              // do not count
-    int32_t reserved;
 };
 
 // What slots take. Every arena has a guard behind its last slot.
@@ -310,7 +308,6 @@ struct moegguf_listener { // callbacks may be NULL: nothing is kept for them
 
 struct moegguf_failure {
     int32_t status; // enum moegguf_status
-    int32_t sys_errno;
     int32_t il;
     int32_t expert;
     char message[256];
@@ -329,7 +326,6 @@ struct moegguf_link {
     int32_t pinned;             // enum moegguf_pinned
     int32_t n_threads;          // that it computes with; 0: as many as llama.cpp tells the CPU to
     uint32_t strict_seed;       // not 0: memory, kernels and streams ask of their users what CUDA's do; of its delays
-    uint32_t reserved;
 };
 
 // How fast the CPU, a device and the link between them are with one layer's experts of a model.
@@ -402,9 +398,9 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
-// Experts that are worth having early; warm: to fill free slots only. replace: those wanted before and not begun.
+// Experts that are worth having early; warm: to fill free slots only, in place of those given for that before.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
-                                   int warm, int replace);
+                                   int warm);
 MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
 MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);

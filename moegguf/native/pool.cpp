@@ -385,7 +385,7 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     piece.ne[1] = n_rows;
     piece.nb[2] = piece.nb[1] * n_rows;
     piece.nb[3] = piece.nb[2];
-    piece.data = address(matrix, slot) + row * piece.nb[1];
+    piece.data = this->data(matrix, slot) + row * piece.nb[1];
     if (interleave_[matrix] && (uintptr_t)piece.data % uncached_alignment == 0) {
         interleave_[matrix]((uint8_t *)piece.data, (const uint8_t *)data, n_rows, piece.ne[0]);
     } else {
@@ -400,15 +400,13 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
 
 void Pool::read(int matrix, int slot, void * out) const {
     ggml_tensor view = *slot_[matrix];
-    view.data = address(matrix, slot);
+    view.data = data(matrix, slot);
     ggml_backend_tensor_get(&view, out, 0, ggml_nbytes(&view));
 }
 
-uint8_t * Pool::address(int matrix, int slot) const {
+uint8_t * Pool::data(int matrix, int slot) const {
     return arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]];
 }
-
-const uint8_t * Pool::data(int matrix, int slot) const { return address(matrix, slot); }
 
 void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const {
     ggml_tensor slots = slots_view(matrix, slot, n);
@@ -427,7 +425,7 @@ void Pool::copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const
 // As one tensor: of bytes, with a slot in each row; an interleaved one as it is.
 ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
     ggml_tensor slots = *slot_[matrix];
-    slots.data = address(matrix, slot);
+    slots.data = data(matrix, slot);
     if (!interleaved_[matrix]) {
         const size_t bytes = ggml_nbytes(&slots) + padding_[matrix], stride = strides_.of_kind[kind_[matrix]];
         slots.type = GGML_TYPE_I8;

@@ -62,7 +62,7 @@ class Pool {
     // Called by readers, without the store's lock.
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
     void read(int matrix, int slot, void * out) const; // plain slots only
-    const uint8_t * data(int matrix, int slot) const;  // of host memory
+    uint8_t * data(int matrix, int slot) const;        // where it lies
     // Whole matrices of n neighbouring slots with their padding, laid out in `data` as they are here. Returns before it
     // is done where the backend can: synchronize it before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
@@ -108,7 +108,6 @@ class Pool {
     void allocate(const Layout & layout, const LayerSet & layers, int n_slots);
     void copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to, int n) const;
     void rebind(int kind, int n_slots);
-    uint8_t * address(int matrix, int slot) const;
     ggml_tensor slots_view(int matrix, int slot, int n) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
 

@@ -58,7 +58,7 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
             raise OptionError(f"the array {name!r} of a predictor has a type or an order that the store does not read.")
     rows = (abi.Array * len(predictor.arrays))(
         *(
-            abi.Array(name.encode(), TYPE_OF[values.dtype], 0, values.size, values.ctypes.data)
+            abi.Array(name.encode(), TYPE_OF[values.dtype], values.size, values.ctypes.data)
             for name, values in predictor.arrays.items()
         )
     )

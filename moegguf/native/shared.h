@@ -66,12 +66,12 @@ struct Shared {
     bool forked() const { return fork_generation.load(std::memory_order_relaxed) != born_; }
 
     // Until done(), which is asked under the lock and again after every change; the lock is free in between. false: it
-    // will not be, or not before the deadline, or the store is cancelled or closed.
+    // will not be, or the store is cancelled or closed.
     template <typename Done>
-    bool wait(Lock & lock, Done done, Clock::Deadline deadline = Clock::Deadline::max()) {
-        return wait_for(lock, done, deadline, [this] { return cancelled || stopping; });
+    bool wait(Lock & lock, Done done) {
+        return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
-    // The same, also while the store is cancelled.
+    // The same, also while the store is cancelled; at most until the deadline.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

@@ -19,19 +19,6 @@ std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, Shared &
     return copies;
 }
 
-// Why there are no figures of enum moegguf_tier's index, and what there is.
-std::string no_tier(int index, const Tiers & tiers) {
-    if (index == MOEGGUF_RAM_TIER) { return "this store has no slots in RAM below those of a device"; }
-    if (index == MOEGGUF_STAGING_TIER) { return "this store stages no prompts: it has no staging tensors"; }
-    std::string names;
-    for (size_t i = 0; i < tiers.compute.size(); i++) {
-        const Pool * pool = tiers.compute[i]->pool();
-        const std::string name = pool ? ggml_backend_dev_name(pool->memory().device) : "simulated";
-        names += (i > 0 ? ", " : "") + std::to_string(i) + " (" + name + ")";
-    }
-    return "this store has no device " + std::to_string(index - MOEGGUF_DEVICE_TIER) + "; it has " + names;
-}
-
 } // namespace
 
 Store::Store(const moegguf_config & config)
@@ -96,7 +83,7 @@ std::vector<Tier *> Store::tiers_at(int index) {
     } else if (const int d = index - MOEGGUF_DEVICE_TIER; d >= 0 && d < (int)tiers.compute.size()) {
         found.push_back(tiers.compute[d].get());
     } else {
-        throw Error(MOEGGUF_INVALID, no_tier(index, tiers));
+        throw Error(MOEGGUF_INVALID, "this store has no such slots: in RAM, to stage prompts in, or of that device");
     }
     return found;
 }

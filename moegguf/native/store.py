@@ -375,19 +375,17 @@ class Store:
         )
         return probabilities, known.astype(bool)
 
-    def prefetch(self, il: Integers, experts: Integers, replace: bool = False) -> None:
-        """Asks for experts (il[i], experts[i]) early, in order. Unknown or resident ones are dropped, and counted.
-
-        They come behind those asked for before; replace: instead of those of them that have no slot yet.
-        """
-        self._library.moegguf_store_want(self.handle, *_arrays(il, experts), False, replace)
+    def prefetch(self, il: Integers, experts: Integers) -> None:
+        """Asks for experts (il[i], experts[i]) early, in order, behind those asked for before. Unknown or resident ones
+        are dropped, and counted."""
+        self._library.moegguf_store_want(self.handle, *_arrays(il, experts), False)
 
     def warm(self, il: Integers, experts: Integers) -> None:
         """Fills free slots with experts (il[i], experts[i]) in the background, the first ones nearest to the layers.
 
         Never before what a pass waits for, and never in place of another expert. Replaces those given before.
         """
-        self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True, True)
+        self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 
     def hold_fill(self, on: bool) -> None:
         """Until called with False, free slots are not filled with what nothing waits for: the processor and the disk

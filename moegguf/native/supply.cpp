@@ -161,7 +161,7 @@ Context::Context(Store & store, Tier & tier, int n_expert_max) : store(store) {
 
 void Context::fail(moegguf_status status, int il, int expert, const std::string & why) {
     if (failed()) { return; }
-    failure.reason = {status, 0, il, expert, {}};
+    failure.reason = {status, il, expert, {}};
     snprintf(failure.reason.message, sizeof(failure.reason.message), "%s", why.c_str());
     failure.failed = true;
 }

@@ -149,15 +149,12 @@ class LookUps {
 
 void count_stall(Shared & shared, Tier & tier, uint64_t ns);
 
-// Shared::wait by a thread that computes with slots of this tier: a stall. Adds what it took to `also`.
+// Shared::wait by a thread that computes with slots of this tier: a stall.
 template <typename Done>
-bool stall(Shared & shared, Tier & tier, Lock & lock, Done done, Clock::Deadline deadline = Clock::Deadline::max(),
-           uint64_t * also = nullptr) {
+bool stall(Shared & shared, Tier & tier, Lock & lock, Done done) {
     const uint64_t start = shared.clock->now_ns();
-    const bool came = shared.wait(lock, done, deadline);
-    const uint64_t stall_ns = shared.clock->now_ns() - start;
-    count_stall(shared, tier, stall_ns);
-    if (also) { *also += stall_ns; }
+    const bool came = shared.wait(lock, done);
+    count_stall(shared, tier, shared.clock->now_ns() - start);
     return came;
 }
 
@@ -180,14 +177,6 @@ struct Tiers {
     // The tier that computes a layer of a pass for so many tokens.
     Tier & of(int il, int n_tokens) const;
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
-    template <typename Body>
-    void for_copies(Body body) const {
-        for (const auto & tiers : {&compute, &staging}) {
-            for (const auto & tier : *tiers) {
-                if (tier && tier->copies) { body(*tier->copies); }
-            }
-        }
-    }
 
     std::unique_ptr<Tier> ram;                  // that others are filled from; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // that layers compute on, one per device

@@ -362,8 +362,9 @@ void Transfers::wake_all(const Tier & to) {
 }
 
 bool Transfers::idle() const {
-    bool copying = false;
-    tiers_.for_copies([&](const Copies & copies) { copying = copying || !copies.idle(); });
+    const auto copies = [](const auto & to) { return to && to->copies && !to->copies->idle(); };
+    const bool copying = std::any_of(tiers_.compute.begin(), tiers_.compute.end(), copies) ||
+                         std::any_of(tiers_.staging.begin(), tiers_.staging.end(), copies);
     return n_queued(true) + n_queued(false) + n_wanted() == 0 && !copying && !reading() && !filling();
 }
 

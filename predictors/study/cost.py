@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.eamc import EamcPredictor
@@ -103,11 +103,11 @@ def _routing_path(shape: MoeShape, rng: Random) -> Predictor:
 
 def _eamc(n_entries: int) -> Callable[[MoeShape, Random], Predictor]:
     def make(shape: MoeShape, rng: Random) -> Predictor:
-        pair = EamcPair.empty(*shape.table)
+        eamc = Eamc(*shape.table)
         for _ in range(n_entries):
             shares = rng.dirichlet(np.full(shape.n_expert, 0.3), shape.n_layer)
-            pair.decode.add(rng.multinomial(640, shares).clip(max=80).astype(np.float32))
-        return EamcPredictor(shape, pair)
+            eamc.add(rng.multinomial(640, shares).clip(max=80).astype(np.float32))
+        return EamcPredictor(shape, eamc)
 
     return make
 

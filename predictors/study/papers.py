@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller import weights
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import UNMEASURED
 from moegguf.controller.policies import AUTO
 from moegguf.controller.predictors.networks import SKIP
@@ -201,15 +201,14 @@ def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
     return found
 
 
-def collection(trace: Trace, n_entries: int) -> EamcPair:
+def collection(trace: Trace, n_entries: int) -> Eamc:
     """MoE-Infinity's collection after the last `n_entries` requests of a trace; where there are fewer, after windows of
     its requests in place of whole ones."""
-    pair = EamcPair.empty(*trace.shape.table)
     n_windows = max(1, -(-n_entries // max(1, len(trace.sequences()))))
-    both = zip(*(request_counts(trace, phase, n_windows) for phase in Phase), strict=True)
-    for prefill, decode in list(both)[-n_entries:] if n_entries else ():
-        pair.add(prefill, decode)
-    return pair
+    eamc = Eamc(*trace.shape.table)
+    for counts in request_counts(trace, Phase.DECODE, n_windows)[-n_entries:] if n_entries else ():
+        eamc.add(counts)
+    return eamc
 
 
 def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
@@ -218,10 +217,9 @@ def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | No
     path.unlink(missing_ok=True)
     if n_entries == 0:
         return
-    parts = [collection(trace, n_entries or len(trace.sequences())).states() for trace in traces]
-    states = {phase: np.concatenate([part[phase] for part in parts]) for phase in parts[0]}
-    header = traces[0].header
-    weights.save(path, "eamc", header.fingerprint, traces[0].shape, EamcPair.packed(states))
+    state = np.concatenate([collection(trace, n_entries or len(trace.sequences())).state for trace in traces])
+    eamc = Eamc.from_state(state, capacity=len(state))
+    weights.save(path, "eamc", traces[0].header.fingerprint, traces[0].shape, eamc.weights())
 
 
 def routing_digest(trace: Trace) -> str:

@@ -273,9 +273,9 @@ def look_up(bench: Bench) -> dict[str, Any]:
     """Microseconds of one query of the collection, at each layer: the median, and the 99th percentile."""
     found, trace = {}, bench.learning.trace
     for n in (120, 1000):
-        pair = collection(trace, n)
-        of_layer = cost(trace.shape, EamcPredictor(trace.shape, pair), "moe-infinity")
-        found[str(pair.decode.n_entries)] = [round(of_layer.layer, 1), round(of_layer.layer_99, 1)]
+        eamc = collection(trace, n)
+        of_layer = cost(trace.shape, EamcPredictor(trace.shape, eamc), "moe-infinity")
+        found[str(eamc.n_entries)] = [round(of_layer.layer, 1), round(of_layer.layer_99, 1)]
     return {"us": found}
 
 

@@ -9,7 +9,7 @@ from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_o
 from waiting import until
 
 from moegguf.controller.artifacts import COLLECTION, MEASURED, USES, Artifacts
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
@@ -47,10 +47,10 @@ def logits_of(llm: Llama, seed: int = 0) -> Logits:
     return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
 
 
-def entries_of(llm: Llama) -> EamcPair:
+def entries_of(llm: Llama) -> Eamc:
     predictor = controller_of(llm).predictor
     assert isinstance(predictor, EamcPredictor)
-    return predictor.eamcs
+    return predictor.eamc
 
 
 LEARNERS = [{"predictor": "eamc"}, {"policy": "sparsity"}, {"policy": "sparsity", "predictor": "eamc"}]
@@ -61,19 +61,17 @@ def test_a_kept_collection_grows(path: Path, load: Load, expected: Logits, learn
     kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     for run in range(2):
         llm = load(path, **learner, **TIGHT)
-        assert entries_of(llm).decode.n_entries == 3 * run
+        assert entries_of(llm).n_entries == 3 * run
         for request in range(3):
             greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=10 * run + request), N_NEW)
         llm.close()
         assert kept.is_file()
     llm = load(path, **learner, **TIGHT)
-    eamcs = entries_of(llm)
-    assert (eamcs.prefill.n_entries, eamcs.decode.n_entries) == (6, 6)
+    eamc = entries_of(llm)
+    assert eamc.n_entries == 6
     assert np.array_equal(logits_of(llm), expected)
     whole = N_NEW * len(llm.layout.layers) * llm.layout.n_expert_used
-    assert (
-        sorted(eamcs.decode.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4
-    )  # two runs ended before the last event
+    assert sorted(eamc.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4  # two runs ended before the last event
 
 
 def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> None:
@@ -84,7 +82,7 @@ def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> N
         greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
     until(kept.is_file)
     saved = Artifacts(read_layout(path)).collection(MoeShape.of(read_layout(path)))
-    assert saved is not None and saved.decode.n_entries == CHECKPOINT_REQUESTS
+    assert saved is not None and saved.n_entries == CHECKPOINT_REQUESTS
 
 
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:

@@ -149,7 +149,7 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
 
 def eamc(predictor: EamcPredictor) -> Definition:
     """Of the entries nearest to this pass, those with more tokens first of equals, the sum."""
-    entries, layers = predictor.eamcs.decode.state, predictor.shape.layers
+    entries, layers = predictor.eamc.state, predictor.shape.layers
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         query = np.zeros(predictor.shape.table)

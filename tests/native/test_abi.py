@@ -49,7 +49,7 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
         (lib.moegguf_context_acquire, context.handle, 0, ids, 2, 1, None, 0, None),
         (lib.moegguf_store_counters, store.handle, None),
         (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
-        (lib.moegguf_store_want, store.handle, None, None, 3, 0, 0),
+        (lib.moegguf_store_want, store.handle, None, None, 3, 0),
         (lib.moegguf_store_read_slot, store.handle, 0, 0, None, n_bytes),
         (lib.moegguf_store_set_policy, store.handle, 0, None, None, 0),
         (lib.moegguf_store_set_policy, store.handle, 0, b"next-use", None, 1),

@@ -12,13 +12,13 @@ from oracles import accuracy, counted, routers_of
 from test_predictors import SHAPE, expert_mlp, path_arrays, routing_path
 from traces import hidden_routers, random_trace, routed
 
-from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.predictors.networks import skip
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Phase
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from predictors.study.arrange import shuffled
 from predictors.study.asked import asked
 from predictors.study.controls import FreshGate
@@ -37,12 +37,42 @@ def announce(predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase
 
 
 def test_figure_5_of_moe_infinity() -> None:
-    pair = EamcPair(Eamc(4, 2), Eamc.from_state(np.array([ONE_TOKEN, *MATCHED], np.float32)))
-    predictor = asked(lambda: EamcPredictor(FOUR, pair, n_matches=2))
+    eamc = Eamc.from_state(np.array([ONE_TOKEN, *MATCHED], np.float32))
+    predictor = asked(lambda: EamcPredictor(FOUR, eamc, n_matches=2))
     announce(predictor, 0)
     predictor.observe(routed(0, 1))
     predictor.observe(routed(1, 0))
     np.testing.assert_allclose([predictor.predict(il, il - 1) for il in (2, 3)], AGGREGATED, rtol=1e-6)
+
+
+def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """Share of each request's decode experts among the predicted, one layer ahead; 60 requests of each kind."""
+    trace = random_trace(n_sequences=120, n_prefill=0, n_decode=12, seed=3, n_labels=2)
+    k, rates = trace.shape.n_expert_used, []
+    for sequence in (s for kind in kinds for s in range(kind, 120, 2)):
+        hits = total = 0
+        for p in np.flatnonzero(trace.pass_sequence == sequence).tolist():
+            announce(predictor, 0, sequence=sequence)
+            for il, chosen in zip(trace.shape.layers, trace.expert_ids[:, p].astype(np.int32), strict=True):
+                guess = predictor.predict(il, 1)
+                if il != trace.shape.layers[0]:
+                    hits += 0 if guess is None else np.isin(np.argsort(-guess)[:k], chosen).sum()
+                    total += k
+                predictor.observe(RoutingEvent(p, 0, sequence, Phase.DECODE, 0, il, chosen[None]))
+        rates.append(hits / total)
+    return np.array(rates)
+
+
+def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
+    """Hit share of requests 25 to 50 after the change, against that of a predictor that never saw the old kind."""
+    shape = random_trace(n_sequences=1).shape
+
+    def rates(*kinds: int) -> npt.NDArray[np.float64]:
+        return hits_by_request(asked(lambda: EamcPredictor(shape, Eamc(*shape.table, 120))), kinds)
+
+    changed, fresh = rates(0, 1), rates(1)
+    assert fresh[0] < fresh[25:50].mean()  # it improves
+    assert changed[85:110].mean() > 0.9 * fresh[25:50].mean()
 
 
 @pytest.mark.parametrize(("kind", "gain"), [("affinity", 0.03), ("token-id", 0.1)])

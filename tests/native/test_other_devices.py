@@ -12,7 +12,8 @@ from rpc_device import in_child
 from test_staging import N_TOKENS, check_staged, routed
 from test_tiers import check_tiers
 
-from moegguf.native.link_device import Pinned, add_link_device
+from moegguf.native import abi
+from moegguf.native.link_device import add_link_device
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 from moegguf.quantities import Link
 
@@ -88,7 +89,7 @@ def test_a_device_behind_a_link(mixed: FakeModel, strict_seed: int) -> None:
     in_own_process(behind_a_link, mixed, strict_seed)
 
 
-def behind_two_links(fake: FakeModel, pinned: Pinned) -> tuple[str, dict[str, Any]]:
+def behind_two_links(fake: FakeModel, pinned: int) -> tuple[str, dict[str, Any]]:
     """What is said of RAM below two devices, and below the second of them alone."""
     names = [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=pinned)]
     _, ram = passes_on(fake, (5, 7, 0), names)
@@ -99,9 +100,9 @@ def behind_two_links(fake: FakeModel, pinned: Pinned) -> tuple[str, dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("pinned", "why"), [(Pinned.NOT, "was refused pinned memory"), (Pinned.OF_FIRST, "offers no pinned memory")]
+    ("pinned", "why"), [(abi.PINNED_NOT, "was refused pinned memory"), (abi.PINNED_FIRST, "offers no pinned memory")]
 )
-def test_memory_pinned_for_the_first_device_is_not_for_others(mixed: FakeModel, pinned: Pinned, why: str) -> None:
+def test_memory_pinned_for_the_first_device_is_not_for_others(mixed: FakeModel, pinned: int, why: str) -> None:
     note, alone = in_own_process(behind_two_links, mixed, pinned)
     assert note == "slots in RAM are pinned for LINK0, and pageable for LINK1"
     assert (alone["pinned_memory"], alone["device"]) == (0, "LINK1")

@@ -18,7 +18,7 @@ from fake_model import FakeModel, Open
 from predictor_definitions import Arrays, Sequence, any_of, defined
 from waiting import until
 
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
@@ -135,14 +135,14 @@ def routing_path() -> Predictor:
 
 def eamc(n_entries: int = 30) -> EamcPredictor:
     """With requests of some ten tokens each."""
-    random, pair = rng(), EamcPair.empty(*SHAPE.table)
+    random, entries = rng(), Eamc(*SHAPE.table)
     for _ in range(n_entries):
         counts = np.zeros(SHAPE.table, np.float32)
         for il in SHAPE.layers:
             likely = random.dirichlet(np.full(SHAPE.n_expert, 0.3))
             counts[il] = random.multinomial(10 * SHAPE.n_expert_used, likely).clip(max=10)
-        pair.add(counts, counts)
-    return EamcPredictor(SHAPE, pair)
+        entries.add(counts)
+    return EamcPredictor(SHAPE, entries)
 
 
 MADE: dict[str, Callable[[], Predictor]] = {
@@ -491,7 +491,9 @@ def test_what_is_not_worth_its_bytes_is_not_prefetched_and_a_needed_link_carries
 
 def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_not() -> None:
     """Tables that are always wrong; a pause as between two trials of prefetching."""
-    wrong, other = always([0, 1, 2]), always([0, 1, 2])
+    matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
+    matrix[..., :3] = 1 / 3
+    wrong, other = always([0, 1, 2]), affinity(matrix)
     forecast = NativeForecast(window=1, most_prefetches=100)
     with simulated(20, fill=False, **LINK) as (store, context):
 

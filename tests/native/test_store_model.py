@@ -225,9 +225,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.prefetch(of)
 
     @precondition(lambda self: not self.exact)
-    @rule(of=st.lists(experts, max_size=8), replace=st.booleans())
-    def prefetch_some(self, of: list[tuple[int, int]], replace: bool) -> None:
-        self.store.prefetch([*(il for il, _ in of), 99], [*(e for _, e in of), 0], replace)
+    @rule(of=st.lists(experts, max_size=8))
+    def prefetch_some(self, of: list[tuple[int, int]]) -> None:
+        self.store.prefetch([*(il for il, _ in of), 99], [*(e for _, e in of), 0])
 
     @rule(of=st.lists(experts, max_size=5))
     def warm(self, of: list[tuple[int, int]]) -> None:

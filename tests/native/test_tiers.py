@@ -115,7 +115,7 @@ def test_without_a_tier_below_none_is_named_and_memory_that_is_not_pinned_says_w
         lambda tier: store.resize(4, tier),
         lambda tier: store.set_policy("lru", tier),
     ):
-        with pytest.raises(OptionError, match="no slots in RAM below those of a device"):
+        with pytest.raises(OptionError, match="no such slots"):
             call(Tier.RAM)
     with pytest.raises(OptionError, match="not -1"):
         Store(fake.layout, 8, StoreOptions(), n_ram_slots=-1)
@@ -209,7 +209,7 @@ def test_slots_of_all_devices_are_shared_out_and_those_of_one_are_its_own(fake: 
         with pytest.raises(OptionError, match="slots, not"):
             store.resize(n_slots, device=device)
     for call in (store.device, lambda index: store.resize(4, device=index)):
-        with pytest.raises(OptionError, match=r"no device 2; it has 0 \(CPU\), 1 \(CPU\)"):
+        with pytest.raises(OptionError, match="no such slots"):
             call(2)
     store.drain(10)
     check_sums(store)

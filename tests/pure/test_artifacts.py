@@ -14,7 +14,7 @@ import moegguf
 from moegguf.atomic_write import locked_temporary, remove_abandoned, write_atomically
 from moegguf.controller import weights
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
@@ -51,13 +51,13 @@ def measured(folder: Path, fingerprint: str, prefetch: str = "none") -> Path:
     return folder / MEASURED
 
 
-def pair(n_entries: int) -> EamcPair:
-    eamcs = EamcPair.empty(*SHAPE.table)
+def collection(n_entries: int) -> Eamc:
+    eamc = Eamc(*SHAPE.table)
     for n in range(n_entries):
         counts = np.zeros(SHAPE.table, np.float32)
         counts[:, n % SHAPE.n_expert] = 1 + n
-        eamcs.add(counts, counts)
-    return eamcs
+        eamc.add(counts)
+    return eamc
 
 
 def test_beside_the_model_then_in_the_users_folder_by_fingerprint(artifacts: Artifacts, tmp_path: Path) -> None:
@@ -159,19 +159,19 @@ def test_a_measurement_of_another_model_is_skipped_and_a_damaged_one_is_one_warn
 
 def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(artifacts: Artifacts) -> None:
     artifacts.user_folder.mkdir(parents=True)
-    weights.save(artifacts.user_folder / COLLECTION, "eamc", artifacts.fingerprint, SHAPE, pair(2).weights())
+    weights.save(artifacts.user_folder / COLLECTION, "eamc", artifacts.fingerprint, SHAPE, collection(2).weights())
     foreign = put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
     for why in ("is not used", "its fingerprint must be"):
         with pytest.warns(UserWarning, match=why) as caught:
-            assert artifacts.collection(SHAPE).decode.n_entries == 2
+            assert artifacts.collection(SHAPE).n_entries == 2
         assert len(caught) == 1
-        weights.save(foreign, "eamc", "cd" * 16, SHAPE, pair(3).weights())
+        weights.save(foreign, "eamc", "cd" * 16, SHAPE, collection(3).weights())
 
 
 def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> None:
     artifacts.model_folder.write_bytes(b"in the way")
     with pytest.warns(UserWarning, match="was not saved"):
-        artifacts.save_collection(SHAPE, pair(1).weights())
+        artifacts.save_collection(SHAPE, collection(1).weights())
     assert artifacts.model_folder.read_bytes() == b"in the way"
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moegguf.controller.collection import Eamc, EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.history import Counts
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
@@ -51,23 +51,16 @@ def test_what_is_no_count_is_refused() -> None:
         assert eamc.n_entries == 1
 
 
-def test_prefill_and_decode_are_kept_apart() -> None:
-    pair = EamcPair.empty(3, 2)
-    pair.add(P1, np.zeros((3, 2), np.float32))  # cancelled before its first token
-    pair.add(P2, P3)
-    assert (pair.prefill.n_entries, pair.decode.n_entries) == (2, 1)
-
-
 @pytest.mark.parametrize(("scale", "kind"), [(1, np.uint8), (40, np.uint16), (20000, np.float32), (0.5, np.float32)])
 def test_what_was_saved_comes_back_exactly_and_small(scale: float, kind: type) -> None:
     entries = np.random.default_rng(1).integers(1, 9, (5, 3, 4)).astype(np.float32) * scale
-    pair = EamcPair(Eamc.from_state(entries[:2]), Eamc(3, 4))
-    saved = pair.weights()
-    assert saved.arrays["prefill"].dtype == kind
-    found = EamcPair.from_weights(SHAPE, saved)
-    np.testing.assert_array_equal(found.prefill.state, pair.prefill.state)
-    assert found.decode.n_entries == 0
-    np.testing.assert_array_equal(EamcPair.from_weights(SHAPE, saved, capacity=1).prefill.state, entries[1:2])
+    saved = Eamc.from_state(entries).weights()
+    assert saved.arrays["decode"].dtype == kind
+    older = Weights({**saved.arrays, "prefill": entries[:2]})
+    for weights in (saved, older):
+        np.testing.assert_array_equal(Eamc.from_weights(SHAPE, weights).state, entries)
+    np.testing.assert_array_equal(Eamc.from_state(entries, capacity=1).state, entries[-1:])
+    assert Eamc.from_weights(SHAPE, Eamc(3, 4).weights()).n_entries == 0
 
 
 @pytest.mark.parametrize(
@@ -76,13 +69,11 @@ def test_what_was_saved_comes_back_exactly_and_small(scale: float, kind: type) -
         {"decode": np.full((2, 3, 4), np.nan, np.float32)},
         {"decode": np.ones((2, 3, 5), np.uint8)},
         {"decode": np.ones((3, 4), np.uint8)},
-        {"more": np.zeros(1, np.uint8)},
     ],
-    ids=["nan", "experts", "dimensions", "more"],
+    ids=["nan", "experts", "dimensions"],
 )
 def test_counts_that_do_not_fit_are_refused(arrays: dict[str, npt.NDArray[np.generic]]) -> None:
-    saved = EamcPair.empty(3, 4).weights()
-    with pytest.raises(ValueError, match=r"must have|not finite|holds"):
-        EamcPair.from_weights(SHAPE, Weights({**saved.arrays, **arrays}))
+    with pytest.raises(ValueError, match=r"must have|not finite"):
+        Eamc.from_weights(SHAPE, Weights(arrays))
     negative = np.full((2, 3, 4), -1, np.float32)
-    assert EamcPair.from_weights(SHAPE, Weights({**saved.arrays, "decode": negative})).decode.n_entries == 0
+    assert Eamc.from_weights(SHAPE, Weights({"decode": negative})).n_entries == 0

@@ -73,9 +73,7 @@ def test_prompts_are_neither_scored_nor_prefetched_for_and_clear_the_scores_once
     assert policy.calls == 12  # prompts are counted, too
 
 
-FOUR_PERIODS = WatchdogOptions(
-    off_tokens=4, on_tokens=4, periods=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10
-)
+FOUR_PERIODS = WatchdogOptions(off_tokens=4, on_tokens=4, periods=2, warm_tokens=0, pause_tokens=10)
 
 
 def test_after_stop_events_are_ignored_and_an_error_is_no_warning() -> None:
@@ -163,11 +161,11 @@ def test_the_store_predicts_with_requests_that_the_controller_has_collected() ->
     assert store.actions == [("policy", "sparsity"), ("predictor", "eamc")]
     for sequence in range(3):
         run_pass(controller, pass_=sequence, sequence=sequence)
-    assert predictor.eamcs.decode.n_entries == 2
+    assert predictor.eamc.n_entries == 2
     assert store.actions[2:] == [("predictor", None), ("predictor", "eamc")] * 2, "read nowhere while it changes"
     learned = predictor.learned(controller.history)
-    assert learned.decode.n_entries == 3
-    assert learned.decode.state.sum(axis=(1, 2)).tolist() == [6, 6, 6]
+    assert learned.n_entries == 3
+    assert learned.state.sum(axis=(1, 2)).tolist() == [6, 6, 6]
 
 
 def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:

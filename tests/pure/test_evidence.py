@@ -141,13 +141,13 @@ def test_a_collection_has_the_last_requests(tmp_path: Path) -> None:
     artifacts = Artifacts(None, "ab" * 8, tmp_path)
     write_collections(tmp_path, [trace], 3)
     found = artifacts.collection(trace.shape)
-    assert found is not None and found.decode.n_entries == 3
-    assert found.decode.state[0].sum() == 24 * trace.shape.n_expert_used * len(trace.shape.layers)
+    assert found is not None and found.n_entries == 3
+    assert found.state[0].sum() == 24 * trace.shape.n_expert_used * len(trace.shape.layers)
     write_collections(tmp_path, [trace], 0)
     assert artifacts.collection(trace.shape) is None
     write_collections(tmp_path, [trace, trace.select([0])])
-    assert artifacts.collection(trace.shape).decode.n_entries == 6  # type: ignore[union-attr]
-    windows = collection(trace, 12).decode.state
+    assert artifacts.collection(trace.shape).n_entries == 6  # type: ignore[union-attr]
+    windows = collection(trace, 12).state
     assert len(windows) == 12 and windows[0].sum() == 12 * trace.shape.n_expert_used * len(trace.shape.layers)
 
 

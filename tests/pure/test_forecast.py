@@ -38,23 +38,24 @@ def by_distance(il: int, distance: int) -> Float32s:
 def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() -> None:
     forecast, predictor = Forecast(FIVE, 2), ByDistance(by_distance)
     forecast.begin_pass(predictor)
-    assert predictor.calls == [(1, 1), (2, 2)] and (forecast.known(), forecast.il) == ([1, 2], -1)
+    assert predictor.calls == [(1, 1), (2, 2)] and forecast.known() == [1, 2]
     np.testing.assert_array_equal(forecast.probabilities()[:, 0], np.array([0, 1 / 2, 1 / 3, 0, 0, 0], np.float32))
     forecast.advance(predictor, 1)
     assert predictor.calls[2:] == [(2, 1), (3, 2)] and forecast.known() == [2, 3]
     np.testing.assert_array_equal(forecast.probabilities()[:, 0], np.array([0, 0, 1 / 2, 1 / 3, 0, 0], np.float32))
     forecast.advance(predictor, 5)
-    assert (forecast.known(), forecast.il) == ([], 5)
+    assert forecast.known() == []
 
 
 def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
     # From inputs, nothing is predicted before the first layer, which then does so for the whole window (footnote 1).
-    predictor = ByDistance(lambda il, distance: by_distance(il, distance) if forecast.il > 0 else None)
-    forecast = Forecast(FIVE, 3, again=False)
+    predictor = ByDistance(lambda il, distance: by_distance(il, distance) if routed else None)
+    forecast, routed = Forecast(FIVE, 3, again=False), list[int]()
     forecast.begin_pass(predictor)
     assert forecast.known() == []
     predictor.calls.clear()
     for il in FIVE.layers:
+        routed.append(il)
         forecast.advance(predictor, il)
     assert predictor.calls == [(2, 1), (3, 2), (4, 3), (5, 3)]
     np.testing.assert_array_equal(forecast.probabilities()[1:], 0)  # routed by now
@@ -116,32 +117,10 @@ def forecast_of(table: Float32s, il: int | None = None, window: int = 4) -> Fore
 
 def requests_of(prefetcher: Prefetcher, forecast: Forecast, resident: Float32s | None = None) -> list[tuple[int, int]]:
     residency = np.zeros(FOUR.table, np.uint8) if resident is None else resident.astype(np.uint8)
-    layers, experts = prefetcher.requests(forecast, lambda: residency)
-    assert layers.dtype == experts.dtype == np.int32
-    return list(zip(layers.tolist(), experts.tolist(), strict=True))
+    return prefetcher.requests(forecast, lambda: residency)
 
 
 SOME = probabilities(l1=[0, 0.9, 0.8, 0.7, 0, 0], l2=[0.3, 0, 0, 0, 0.6, 0], l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
-
-
-def test_by_proximity_a_probable_expert_of_a_far_layer_comes_before_an_improbable_one_of_the_nearest() -> None:
-    table = probabilities(l2=[0.2, 0.9, 0, 0, 0, 0], l3=[0, 0, 0.9, 0, 0, 0], l4=[0, 0, 0, 0.9, 0.5, 0])
-    ordered = PrefetchOptions(budget_bytes=10_000, least_probability=0, by_proximity=True)
-    # times 1, 3/4, 2/4 and 1/4 for layers 1 to 4 after layer 1, the first of four
-    assert requests_of(Prefetcher(FOUR, ordered), forecast_of(table, il=1)) == [(2, 1), (3, 2), (4, 3), (2, 0), (4, 4)]
-    two = PrefetchOptions(budget_bytes=200, least_probability=0, by_proximity=True)
-    assert requests_of(Prefetcher(FOUR, two), forecast_of(table, il=1)) == [(2, 1), (3, 2)]
-
-
-def test_by_proximity_what_is_still_absent_is_requested_again_in_its_new_order() -> None:
-    table = probabilities(l2=[0, 0.9, 0, 0, 0, 0], l3=[0, 0, 0.5, 0, 0, 0], l4=[0, 0, 0, 0.9, 0, 0])
-    prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=10_000, least_probability=0, by_proximity=True))
-    assert requests_of(prefetcher, forecast_of(table, il=1)) == [(2, 1), (3, 2), (4, 3)]
-    assert requests_of(prefetcher, forecast_of(table, il=2)) == [(4, 3), (3, 2)]
-    resident = np.zeros(FOUR.table, np.float32)
-    resident[4, 3] = 1
-    table[3, 0] = 0.7
-    assert requests_of(prefetcher, forecast_of(table, il=2), resident) == [(3, 0), (3, 2)]
 
 
 def test_by_default_half_of_what_a_token_uses() -> None:
@@ -152,8 +131,7 @@ def test_by_default_half_of_what_a_token_uses() -> None:
 @pytest.mark.parametrize("budget_bytes", [0, 99, -1])
 def test_without_a_budget_residency_is_not_read(budget_bytes: int) -> None:
     prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=budget_bytes))
-    layers, _ = prefetcher.requests(forecast_of(SOME), lambda: pytest.fail("requested for nothing"))
-    assert layers.size == 0
+    assert prefetcher.requests(forecast_of(SOME), lambda: pytest.fail("requested for nothing")) == []
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1500), st.floats(0, 1))

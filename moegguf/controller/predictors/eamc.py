@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.collection import Eamc
 from moegguf.controller.history import History
 from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
@@ -17,27 +17,27 @@ class EamcPredictor(StorePredictor):
 
     Needs no training: a request's rEAM is added to the collection when the request ends: when the next one begins, or
     at `learned`; the store matches. The at most `n_matches` nearest rEAMs are summed cell by cell, unweighted as in the
-    paper: an entry counts by its tokens. `eamcs` may already have entries, and is owned by this object from then on.
+    paper: an entry counts by its tokens. `eamc` may already have entries, and is owned by this object from then on.
     The layer proximity 1 - (i - l) / L of the paper's pEAM orders prefetches and is no probability: it is
     `PrefetchOptions.by_proximity`. Reaches every later layer.
     """
 
-    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES) -> None:
+    def __init__(self, shape: MoeShape, eamc: Eamc | None = None, n_matches: int = N_MATCHES) -> None:
         super().__init__("eamc", shape, len(shape.layers))
-        self.eamcs = eamcs or EamcPair.empty(*shape.table)
+        self.eamc = eamc or Eamc(*shape.table)
         self.n_matches = min(n_matches, MOST_MATCHES)
 
     def native(self) -> NativePredictor:
-        """The collection of decoding, in place."""
-        return NativePredictor(self.name, self.eamcs.decode.arrays() | {"n_matches": integers(self.n_matches)})
+        """The collection, in place."""
+        return NativePredictor(self.name, self.eamc.arrays() | {"n_matches": integers(self.n_matches)})
 
     def learn(self, history: History) -> None:
         """Adds the rEAMs of the requests that ended with the history's last event."""
         for ream in history.finished:
-            self.eamcs.add(*ream)
+            self.eamc.add(ream)
 
-    def learned(self, history: History) -> EamcPair:
-        """The collections, with the requests in progress (those of the history) added. They end with this."""
+    def learned(self, history: History) -> Eamc:
+        """The collection, with the requests in progress (those of the history) added. They end with this."""
         for ream in history.end_all():
-            self.eamcs.add(*ream)
-        return self.eamcs
+            self.eamc.add(ream)
+        return self.eamc

@@ -345,7 +345,7 @@ std::unique_ptr<EvictionPolicy> make_next_use(const Layout & layout, const Value
 
 } // namespace
 
-const PolicyType next_use_policy = {"next-use", true, 2, make_next_use};
-const PolicyType locality_policy = {"locality", true, 0, make_policy_of<Locality>};
+const PolicyType next_use_policy = {"next-use", true, make_next_use};
+const PolicyType locality_policy = {"locality", true, make_policy_of<Locality>};
 
 } // namespace moegguf

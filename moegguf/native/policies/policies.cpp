@@ -142,10 +142,10 @@ class Sparsity final : public EvictionPolicy {
     bool predicted_ = false;
 };
 
-const PolicyType lru_policy = {"lru", false, 0, make_policy_of<Lru>};
-const PolicyType decayed_frequency_policy = {"lfu-decay", false, 1, make_policy_of<DecayedFrequency>};
-const PolicyType slru_policy = {"slru", false, 1, make_policy_of<Slru>};
-const PolicyType sparsity_policy = {"sparsity", true, 0, make_policy_of<Sparsity>};
+const PolicyType lru_policy = {"lru", false, make_policy_of<Lru>};
+const PolicyType decayed_frequency_policy = {"lfu-decay", false, make_policy_of<DecayedFrequency>};
+const PolicyType slru_policy = {"slru", false, make_policy_of<Slru>};
+const PolicyType sparsity_policy = {"sparsity", true, make_policy_of<Sparsity>};
 
 const PolicyType * const policies[] = {
     &lru_policy, &decayed_frequency_policy, &next_use_policy, &slru_policy, &locality_policy, &sparsity_policy,
@@ -156,14 +156,8 @@ const PolicyType * const policies[] = {
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name, const Values & values) {
     std::string known;
     for (const PolicyType * type : policies) {
-        if (name != type->name) {
-            known += (known.empty() ? "" : ", ") + std::string(type->name);
-        } else if (values.size() <= type->most_values) {
-            return type->make(layout, values);
-        } else {
-            throw Error(MOEGGUF_INVALID, "the policy '" + name + "' has at most " + std::to_string(type->most_values) +
-                                             " values, not " + std::to_string(values.size()));
-        }
+        if (name == type->name) { return type->make(layout, values); }
+        known += (known.empty() ? "" : ", ") + std::string(type->name);
     }
     throw Error(MOEGGUF_INVALID, "there is no eviction policy '" + name + "'; known are " + known);
 }

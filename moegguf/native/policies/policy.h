@@ -82,7 +82,6 @@ std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout, const Valu
 struct PolicyType {
     const char * name;
     bool takes_forecast; // makes use of on_forecast
-    size_t most_values;
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Values & values);
 };
 

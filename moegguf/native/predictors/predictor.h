@@ -117,7 +117,6 @@ class Arrays {
     int integer(const std::string & name) const { return *integers(name, 1); }
     ByteMatrix matrix(const std::string & name, int n_rows, int n_cols) const; // name.weights, .scale; .bias or none
     size_t size(const std::string & name) const;                               // 0: there is none
-    bool same(const Arrays & other) const;                                     // the very arrays, not their values
 
   private:
     const void * find(const std::string & name, int type, size_t n) const;

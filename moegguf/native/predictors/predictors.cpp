@@ -80,14 +80,6 @@ size_t Arrays::size(const std::string & name) const {
     return found == arrays_.end() ? 0 : found->second.n;
 }
 
-bool Arrays::same(const Arrays & other) const {
-    const auto equal = [](const auto & a, const auto & b) {
-        return a.first == b.first && a.second.type == b.second.type && a.second.n == b.second.n &&
-               a.second.data == b.second.data;
-    };
-    return std::equal(arrays_.begin(), arrays_.end(), other.arrays_.begin(), other.arrays_.end(), equal);
-}
-
 const PredictorType & predictor_type(const char * name) {
     std::string known;
     for (const PredictorType * type : types) {
