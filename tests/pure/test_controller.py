@@ -73,7 +73,9 @@ def test_prompts_are_neither_scored_nor_prefetched_for_and_clear_the_scores_once
     assert policy.calls == 12  # prompts are counted, too
 
 
-FOUR_PERIODS = WatchdogOptions(off_tokens=4, on_tokens=4, periods=2, warm_tokens=0, pause_tokens=10)
+FOUR_PERIODS = WatchdogOptions(
+    off_tokens=4, on_tokens=4, periods=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10
+)
 
 
 def test_after_stop_events_are_ignored_and_an_error_is_no_warning() -> None:

@@ -8,15 +8,20 @@ import pytest
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 
 SHORT = WatchdogOptions(off_tokens=8, on_tokens=8, periods=4, warm_tokens=0, pause_tokens=100, max_pause_tokens=400)
+WHOLE = replace(SHORT, certainty=float("inf"))  # trials that never end early
 TRIAL = SHORT.periods * (SHORT.off_tokens + SHORT.on_tokens)
+DEFAULT = WatchdogOptions()
 
 
 class Run:
-    """Tokens whose stall is `off` ns without prefetching and `on` ns with it."""
+    """Tokens whose stall is `off` ns without prefetching and `on` ns with it, and noise."""
 
-    def __init__(self, off: float, on: float, options: WatchdogOptions = SHORT) -> None:
+    def __init__(
+        self, off: float, on: float, noise: float = 0.0, seed: int = 0, options: WatchdogOptions = WHOLE
+    ) -> None:
         self.dog = Watchdog(options)
-        self.off, self.on = off, on
+        self.off, self.on, self.noise = off, on, noise
+        self.random = np.random.default_rng(seed)
         self.stall_ns = 0
         self.was_on: list[bool] = []
         self.dog.token(0)
@@ -24,20 +29,43 @@ class Run:
     def tokens(self, n: int) -> None:
         for _ in range(n):
             self.was_on.append(self.dog.on)
-            self.stall_ns += round(self.on if self.dog.on else self.off)
+            mean = self.on if self.dog.on else self.off
+            self.stall_ns += round(mean * self.random.lognormal(0, self.noise) if self.noise else mean)
             self.dog.token(self.stall_ns)
 
 
 def test_the_tokens_before_the_first_trial_prefetch_and_do_not_count() -> None:
-    warm = replace(SHORT, warm_tokens=10)
+    warm = replace(WHOLE, warm_tokens=10)
     run = Run(1000, 5000, options=warm)
     run.tokens(10)
     assert run.was_on == [True] * 10
     run.on = 500
-    run.tokens(TRIAL + SHORT.pause_tokens)
+    run.tokens(TRIAL + WHOLE.pause_tokens)
     assert run.dog.last_gain == pytest.approx(0.5)
     run.tokens(1)
     assert run.was_on[-1] is False, "the second trial begins with a period that counts"
+
+
+@pytest.mark.parametrize(("on", "stays"), [(0.7e6, True), (0.8e6, True), (1.1e6, False), (1.3e6, False)])
+def test_a_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
+    whole = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens) + DEFAULT.warm_tokens
+    lengths = []
+    for seed in range(20):
+        run = Run(1e6, on, noise=0.1, seed=seed, options=DEFAULT)
+        while not run.dog.trials:
+            run.tokens(1)
+        lengths.append(len(run.was_on))
+        assert run.dog.on == stays
+    assert np.median(lengths) < whole / 2
+
+
+def test_equals_hardly_ever_end_a_trial_early() -> None:
+    whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
+    for seed in range(100):  # prefetching saves just what it has to
+        run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
+        run.tokens(whole - 1)
+        early += run.dog.trials
+    assert early <= 3
 
 
 @pytest.mark.parametrize(("off", "on"), [(1000, 1000), (1000, 980), (0, 0), (0, 500)])
@@ -48,7 +76,7 @@ def test_prefetching_that_saves_too_little_is_stopped(off: int, on: int) -> None
 
 
 def test_first_tokens_outliers_prompts_and_passes_of_other_numbers_of_sequences_do_not_count() -> None:
-    dog, stall_ns = Watchdog(SHORT), 0
+    dog, stall_ns = Watchdog(WHOLE), 0
     dog.token(0)
     for n in range(TRIAL):
         first = n % SHORT.off_tokens == 0
@@ -111,7 +139,7 @@ class Watched(Run):
     def __init__(self, busy: float) -> None:
         super().__init__(1000, 500)
         self.busy, self.link_ns = busy, 0
-        self.dog = Watchdog(SHORT, lambda: self.link_ns)
+        self.dog = Watchdog(WHOLE, lambda: self.link_ns)
         self.dog.token(0)
 
     def tokens(self, n: int) -> None:
@@ -124,21 +152,21 @@ class Watched(Run):
 
 
 def test_a_link_that_is_hardly_busy_begins_no_trial_and_is_asked_again_after_rests_that_grow() -> None:
-    run = Watched(SHORT.busy - 0.01)
+    run = Watched(WHOLE.busy - 0.01)
     for rest in (100, 200, 400, 400):
-        run.tokens(SHORT.weighed_tokens)
+        run.tokens(WHOLE.weighed_tokens)
         assert run.dog.resting
-        run.busy = SHORT.busy + 0.01
+        run.busy = WHOLE.busy + 0.01
         run.tokens(rest)
-        run.busy = SHORT.busy - 0.01
+        run.busy = WHOLE.busy - 0.01
     assert not any(run.was_on) and run.dog.trials == 0
 
 
 def test_a_link_that_is_busy_begins_a_trial_without_tokens_that_do_not_count() -> None:
-    run = Watched(SHORT.busy)
-    run.tokens(SHORT.weighed_tokens)
+    run = Watched(WHOLE.busy)
+    run.tokens(WHOLE.weighed_tokens)
     assert not any(run.was_on) and not run.dog.resting
     run.tokens(TRIAL)
     assert run.dog.trials == 1 and run.dog.on
-    run.tokens(SHORT.pause_tokens)
+    run.tokens(WHOLE.pause_tokens)
     assert run.dog.resting and not run.dog.on, "before the next trial the link is watched without prefetching"
