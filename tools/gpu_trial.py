@@ -30,7 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moegguf.engine.machine import count_cpus, read_machine
+from moegguf.engine.machine import count_cpus
+from moegguf.processor import read_processor
 from moegguf.quantities import parse_duration
 from tools.gpu.build import ROOT, Backend, build, cuda, library_of, nvcc, vulkan
 from tools.gpu.case import Case
@@ -89,8 +90,7 @@ class Trial:
         return self.work / "models"
 
     def _facts(self, _left_s: float) -> Outcome:
-        machine = read_machine()
-        facts: dict[str, Any] = {"device": self.device, "CPU": machine.cpu_model, "threads": count_cpus()}
+        facts: dict[str, Any] = {"device": self.device, "CPU": read_processor().model, "threads": count_cpus()}
         if self.backend.name == "cuda":
             facts |= card()
             compiler = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout.splitlines()

@@ -21,8 +21,8 @@ LIMITS = {
     "moegguf/bench": 1_360,
     "moegguf/chat": 1_560,
     "moegguf/cli": 2_140,
-    "moegguf/controller": 2_090,
-    "moegguf/engine": 7_110,
+    "moegguf/controller": 2_110,
+    "moegguf/engine": 7_060,
     "moegguf/generate": 4_010,
     "moegguf/gguf": 1_410,
     "moegguf/models": 2_630,
@@ -30,9 +30,9 @@ LIMITS = {
     "moegguf/server": 7_320,
     "moegguf/serving": 3_870,
     "moegguf/terminal": 1_300,
-    "moegguf/trace": 1_940,
+    "moegguf/trace": 1_920,
     "predictors": 8_080,
-    "tests": 34_490,
+    "tests": 34_080,
     "tools": 5_860,
 }
 

@@ -30,7 +30,6 @@ from moegguf.bench.series import Spec, Test
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
-from moegguf.engine.machine import read_machine
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
@@ -42,6 +41,7 @@ from moegguf.native import library
 from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
+from moegguf.processor import read_processor
 from moegguf.quantities import human_number, parse_link
 
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
@@ -61,7 +61,7 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
         # ggml_commit() would name the commit of whatever repository it was built in.
         "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
         "build_number": 0,
-        "cpu_info": by_kind(_CPU, _ACCEL) or read_machine().cpu_model,
+        "cpu_info": by_kind(_CPU, _ACCEL) or read_processor().model,
         "gpu_info": by_kind(_GPU, _IGPU),
         "backends": ",".join(name for name in backends if name != "CPU") or "CPU",
     }

@@ -16,16 +16,23 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import psutil
+
 from moegguf.engine.devices import all_devices, read_device
-from moegguf.engine.machine import disk_read_speed, read_machine
+from moegguf.engine.machine import count_cpus, disk_read_speed, read_memory
 from moegguf.errors import LibraryError, MoeggufError
 from moegguf.models.catalog import find_model
 from moegguf.models.sources import demo_path, folder_files
 from moegguf.native import library
 from moegguf.package import __version__, package_folders
+from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 DISK_SECONDS = 0.5
+CPU_FLAGS = (
+    "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8",
+    "asimddp", "i8mm", "sve",
+)  # fmt: skip
 PACKAGES = ("numpy", "typer", "rich", "psutil")
 
 Facts = dict[str, Any]
@@ -126,14 +133,14 @@ def _device(ggml: Any, handle: int) -> Facts:
 
 
 def _machine() -> Facts:
-    machine = read_machine()
+    processor, n_cpu = read_processor(), count_cpus()
     return {
-        "cpu": machine.cpu_model,
-        "cpu_flags": list(machine.cpu_flags),
-        "cpus_allowed": machine.n_cpu,
-        "cores": machine.n_core,
+        "cpu": processor.model,
+        "cpu_flags": [flag for flag in CPU_FLAGS if flag in processor.flags],
+        "cpus_allowed": n_cpu,
+        "cores": min(psutil.cpu_count(logical=False) or n_cpu, n_cpu),
         "cpus_of_the_machine": os.cpu_count(),
-        "memory": asdict(machine.memory),
+        "memory": asdict(read_memory()),
         "load": _fact(lambda: [round(value, 2) for value in os.getloadavg()]),
     }
 

@@ -186,11 +186,10 @@ def given_budgets(
     placement: str | None,
     options: Mapping[str, Any] = NO_OPTIONS,
     devices: tuple[Device, ...] = (),
-    name: str | None = None,
 ) -> Budgets:
     """What is given here, and what the environment gives where it is None, with layers divided as options say.
 
-    options, name: as `choose_gpus` takes them. devices: what that chose; (): the one GPU that there may be. Raises
+    options: as `choose_gpus` takes them. devices: what that chose; (): the one GPU that there may be. Raises
     BudgetError, OptionError, also for options that contradict a placement.
     """
     vram_cache, choice, _, some_layers = _asked(vram_cache, placement, options)
@@ -280,7 +279,7 @@ def _plan_now(
     store: StoreOptions = StoreOptions(),
 ) -> Plan:
     """The plan for this machine now, on these devices. Raises BudgetError, OptionError."""
-    budgets = given_budgets(expert_cache, vram_cache, placement, options if devices else {}, devices, store.device)
+    budgets = given_budgets(expert_cache, vram_cache, placement, options if devices else {}, devices)
     streams = store.overlap if devices else store.can_stream  # a device's name says where experts may be placed
     budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=streams)
     known = KnownSpeeds(layout, options.get("n_threads") or count_cpus(), store.repack)

@@ -19,14 +19,8 @@ from pathlib import Path
 import psutil
 
 from moegguf.errors import ModelNotFoundError
-from moegguf.processor import read_processor
 
 ROOT = Path("/")
-CPU_FLAGS = (
-    "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8",
-    "asimddp", "i8mm", "sve",
-)  # fmt: skip
-
 MACHINE = "the machine"
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
 BUSY_SHARE = 0.25  # of the processors, by the load of the last minute, from which speeds are too low
@@ -68,14 +62,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory, CPUs and devices as this process may use them. `n_cpu` counts logical CPUs, `n_core` physical cores;
-    `devices`: those that may compute layers."""
+    """Memory as this process may use it. `devices`: those that may compute layers."""
 
     memory: Memory
-    n_cpu: int = 1
-    n_core: int = 1
-    cpu_model: str = ""
-    cpu_flags: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
 
 
@@ -204,15 +193,6 @@ class ProcessorUse:
         times = [cpu for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in self._cpus]
         busy_s = sum(sum(getattr(cpu, name, 0.0) for name in _BUSY) for cpu in times)
         return time.perf_counter(), busy_s, time.process_time()
-
-
-def read_machine(root: Path = ROOT) -> Machine:
-    """Memory, CPUs, CPU model and the flags of CPU_FLAGS."""
-    processor = read_processor(root)
-    n_cpu = count_cpus(root)
-    n_core = psutil.cpu_count(logical=False) or n_cpu
-    chosen = tuple(flag for flag in CPU_FLAGS if flag in processor.flags)
-    return Machine(read_memory(root), n_cpu, max(1, min(n_core, n_cpu)), processor.model, chosen)
 
 
 def _measure(path: Path, flags: int, block_bytes: int, seconds: float) -> float:

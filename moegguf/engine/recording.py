@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.machine import read_machine
 from moegguf.engine.session import Session
 from moegguf.native.store import EVERY_PASS, ListenOptions
 from moegguf.package import __version__
+from moegguf.processor import read_processor
 from moegguf.trace.recorder import Recorder
 from moegguf.trace.trace import Setting, TraceHeader
 
@@ -49,7 +49,7 @@ class Recording(Recorder):
                 "n_experts": session.layout.n_expert_total,
                 "n_ubatch": session.plan.n_ubatch,
                 "moegguf": __version__,
-                "cpu": read_machine().cpu_model,
+                "cpu": read_processor().model,
             },
         )
         super().__init__(options.path, MoeShape.of(session.layout), header, inputs=options.inputs)

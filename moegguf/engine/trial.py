@@ -20,6 +20,7 @@ from typing import Any
 from moegguf.child import child_command, child_environment
 from moegguf.engine.devices import has_gpu
 from moegguf.engine.known_facts import KnownFact
+from moegguf.engine.machine import count_cpus
 from moegguf.engine.memory import memory_needs
 from moegguf.engine.plan import layer_slots, slot_bytes
 from moegguf.errors import AllocationError, ExpertIOError, ModelFormatError, MoeggufError
@@ -39,6 +40,7 @@ OPTIONS = frozenset(
 )  # fmt: skip
 N_CTX, N_BATCH, N_PASS_EXPERTS = 256, 8, 4  # a pass takes at most as many tokens as N_PASS_EXPERTS
 N_IMAGE_TOKENS = 1024  # more of them are not read by the text model
+MAX_IMAGE_THREADS = 4
 CPU_S, CPU_BYTES_PER_S = 20, 50 << 20  # computing allowed: CPU_S, and a second per so many dense bytes
 MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30  # of an image, too: each patch goes through all of the projector
 WALL_S, DISK_BYTES_PER_S = 90, 5 << 20  # the same for waiting for the disk, too
@@ -62,10 +64,7 @@ class Request:
     """What the process is to try, with its limits."""
 
     path: str
-    options: Mapping[str, Any]
-    mmproj: str | None
-    n_ctx: int
-    n_slots_bytes: int
+    options: Mapping[str, Any]  # keywords of `Llama`
     memory_bytes: int
     cpu_s: int
     wall_s: int
@@ -75,12 +74,6 @@ Outcome = tuple[str, bool]
 """Why a process ended, "" when the model passed, and whether it would end so again."""
 
 NO_VERDICT: Outcome = "", False  # the load itself is what remains
-
-
-def is_due(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None = None) -> bool:
-    """Whether loading with these keywords of `Llama` begins with a trial."""
-    mode = read_environment().trial_load
-    return mode == "again" or (mode == "on" and _verdict(layout, _tried(options), projector).read(str) is None)
 
 
 def try_first(
@@ -126,7 +119,7 @@ def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> Request:
+def _request(layout: ExpertLayout, options: dict[str, Any], projector: ProjectorHeader | None) -> Request:
     n_image, n_ctx, extra_s = 0, N_CTX, COMPILE_S if has_gpu() else 0
     dense_bytes = layout.dense_bytes if layout.is_moe else layout.n_bytes
     beside = dense_bytes - layout.dense_bytes
@@ -139,14 +132,18 @@ def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
     n_slots = min(N_PASS_EXPERTS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
     n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
+    # One thread: others would spend the computing that is allowed on waiting for each other. An image is seconds of it.
+    n_threads_batch = min(count_cpus(), MAX_IMAGE_THREADS) if projector is not None else 1
+    size: dict[str, Any] = {
+        "n_ctx": n_ctx, "n_batch": N_BATCH, "expert_cache": pool_bytes or "auto", "vram_cache": "", "context_store": 0,
+        "policy": "lru", "verbose": False, "n_threads": 1, "n_threads_batch": n_threads_batch,
+        "mmproj": str(projector.path.absolute()) if projector is not None else None,
+    }  # fmt: skip
     needs = memory_needs(layout, n_ctx, max(N_BATCH, n_image), projector=projector).total_bytes(n_slots) + beside
     on_device = bool(options.get("n_gpu_layers"))  # drivers map far more than they use
     return Request(
         path=str(layout.shards[0].path.absolute()),
-        options=options,
-        mmproj=str(projector.path.absolute()) if projector is not None else None,
-        n_ctx=n_ctx,
-        n_slots_bytes=pool_bytes,
+        options=size | options,
         memory_bytes=0 if on_device else 2 * (needs + pool_bytes) + SPARE_BYTES,
         cpu_s=CPU_S + dense_bytes // CPU_BYTES_PER_S + extra_s,
         wall_s=WALL_S + dense_bytes // DISK_BYTES_PER_S + extra_s,

@@ -24,7 +24,6 @@ TEXTS = (
     "\x00\x7f  x" * 9,
 )
 N_NEW = 3
-MAX_IMAGE_THREADS = 4  # more would spend the computing that is allowed on waiting for each other
 IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # neither a square nor whole patches
 
 
@@ -48,17 +47,11 @@ def end_with_parent() -> None:
 
 def _try(request: dict[str, Any]) -> None:
     from moegguf.engine.llama import Llama
-    from moegguf.engine.machine import count_cpus
     from moegguf.engine.trial import N_BATCH
     from moegguf.errors import MoeggufError
 
     options = request["options"]
-    size: dict[str, Any] = {"n_ctx": request["n_ctx"], "n_batch": N_BATCH, "policy": "lru", "verbose": False}
-    size |= {"n_threads": 1, "mmproj": request["mmproj"]}
-    if request["mmproj"]:
-        size["n_threads_batch"] = min(count_cpus(), MAX_IMAGE_THREADS)  # an image is seconds of computing
-    size |= {"expert_cache": request["n_slots_bytes"] or "auto", "vram_cache": ""}
-    with Llama(request["path"], context_store=0, **size, **options) as llm:
+    with Llama(request["path"], **options) as llm:
         llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp looks up bytes that no token begins with
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase
 from moegguf.trace.trace import Trace
@@ -57,7 +56,6 @@ class Lookups:
     event of the same key's next lookup, n_events when there is none. decode (n_events,).
     """
 
-    shape: MoeShape
     keys: Ints
     start: Ints
     next_use: Ints
@@ -80,20 +78,9 @@ class Lookups:
         used, start = np.unique(events, return_index=True)
         ordinals = np.repeat(np.arange(len(used)), np.diff(np.append(start, len(keys))))
         return cls(
-            trace.shape, keys, np.append(start, len(keys)).astype(np.int64), _next_use(keys, ordinals, len(used)),
+            keys, np.append(start, len(keys)).astype(np.int64), _next_use(keys, ordinals, len(used)),
             trace.pass_phase[used // n_row] == Phase.DECODE,
         )  # fmt: skip
-
-    def check(self, n_slots: int) -> None:
-        """Raises OptionError when an event needs more than n_slots at once."""
-        widest = int(np.diff(self.start).max(initial=0))
-        if n_slots < max(1, widest):
-            raise OptionError(f"a pass of this trace needs {widest} experts of a layer at once, of {n_slots} slots.")
-
-    def counts(self, hits: list[int]) -> ReplayCounts:
-        """The result, from the hits of every event."""
-        looked_up, hit, decode = np.diff(self.start), np.array(hits, np.int64), self.decode
-        return ReplayCounts(int(looked_up.sum()), int(hit.sum()), int(looked_up[decode].sum()), int(hit[decode].sum()))
 
 
 def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
@@ -110,12 +97,15 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     Experts of the current event are due now, so they are never the farthest. Raises OptionError when an event does not
     fit.
     """
-    lookups.check(n_slots)
+    looked_up, decode = np.diff(lookups.start), lookups.decode
+    widest = int(looked_up.max(initial=0))
+    if n_slots < max(1, widest):
+        raise OptionError(f"a pass of this trace needs {widest} experts of a layer at once, of {n_slots} slots.")
     keys, start, next_use = lookups.keys.tolist(), lookups.start.tolist(), lookups.next_use.tolist()
     due: dict[int, int] = {}  # key -> event of its next use, of residents
     farthest: list[tuple[int, int]] = []  # (-due, key); outdated entries are skipped
-    hits = [0] * (len(start) - 1)
-    for event in range(len(start) - 1):
+    hits = np.zeros(len(looked_up), np.int64)
+    for event in range(len(hits)):
         n_hits, span = 0, range(start[event], start[event + 1])
         for i in span:
             n_hits += keys[i] in due
@@ -129,7 +119,7 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
             due[keys[i]] = next_use[i]
             heapq.heappush(farthest, (-next_use[i], keys[i]))
         hits[event] = n_hits
-    return lookups.counts(hits)
+    return ReplayCounts(*(int(n) for n in (looked_up.sum(), hits.sum(), looked_up[decode].sum(), hits[decode].sum())))
 
 
 def _evict(farthest: list[tuple[int, int]], due: dict[int, int]) -> None:

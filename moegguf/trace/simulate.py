@@ -8,7 +8,7 @@ in RAM behind them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -251,7 +251,6 @@ class Part(NamedTuple):
     pass_tokens: the passes' tokens together, each counted at its first event; n_decoded: those of them that decode.
     """
 
-    first_pass: int
     sequence: int
     phase: Phase
     pass_tokens: int
@@ -286,7 +285,7 @@ def _part(trace: Trace, used: npt.NDArray[np.int64], computed: npt.NDArray[np.in
     begins = np.diff(passes, prepend=-1) > 0
     decoded = trace.phase_of[token[np.repeat(begins, n_tokens)]] == Phase.DECODE
     return Part(
-        first, int(trace.pass_sequence[first]), Phase(int(trace.pass_phase[first])), len(decoded), int(decoded.sum()),
+        int(trace.pass_sequence[first]), Phase(int(trace.pass_phase[first])), len(decoded), int(decoded.sum()),
         np.array(trace.shape.layers, np.int32)[rows], n_tokens.astype(np.int32), used[rows].astype(np.int32),
         ids[chosen].astype(np.int32),
     )  # fmt: skip
@@ -322,19 +321,15 @@ class Simulation:
         self.policy, self.predictor = policy, predictor
         self.slots, self.n_slots = n_slots, sum(device.n_slots for device in devices)
 
-    def run(self, progress: Callable[[int], None] | None = None) -> SimResult:
-        """Replays all passes; `progress` is called with the number of each pass or part begun.
-
-        Raises CallbackError when the policy or predictor fails.
-        """
-        options = self.options
-        ram = options.ram
+    def run(self) -> SimResult:
+        """Replays all passes. Raises CallbackError when the policy or predictor fails."""
+        ram = self.options.ram
         n_ram = ram.n_slots if ram else 0
-        store = Store(layout_of(self.trace.shape), self.slots, options.simulated, n_ram_slots=n_ram)
+        store = Store(layout_of(self.trace.shape), self.slots, self.options.simulated, n_ram_slots=n_ram)
         try:
             if ram is not None and ram.n_slots:
                 store.set_policy(ram.policy, Tier.RAM)
-            return self._replay(store, progress)
+            return self._replay(store)
         finally:
             store.close()
 
@@ -346,22 +341,20 @@ class Simulation:
         )  # fmt: skip
         return build_controller(self.trace.shape, self.policy, self.predictor, store, acting)
 
-    def _replay(self, store: Store, progress: Callable[[int], None] | None) -> SimResult:
+    def _replay(self, store: Store) -> SimResult:
         controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
         announced = self.options.ram is not None and self.options.ram.n_staging > 0  # the end of a prompt counts
         if controller is None and self.trace.token_sequence is None and not announced:
-            self._replay_parts(store.context, meter, progress)
+            self._replay_parts(store.context, meter)
         else:
-            self._replay_events(store, controller, meter, progress)
+            self._replay_events(store, controller, meter)
         failure = store.context.take_failure()
         if failure is not None:
             raise OptionError(f"the trace cannot be replayed in {self.n_slots} slots: {failure.message.decode()}.")
         return self._result(meter)
 
-    def _replay_parts(self, context: StoreContext, meter: _Meter, progress: Callable[[int], None] | None) -> None:
+    def _replay_parts(self, context: StoreContext, meter: _Meter) -> None:
         for part in parts(self.trace):
-            if progress is not None:
-                progress(part.first_pass)
             if part.il.size:
                 meter.begin(part.sequence, part.phase, part.pass_tokens, part.n_decoded)
                 routing = part.il, part.n_tokens, part.n_expert_used, part.expert_ids
@@ -372,9 +365,7 @@ class Simulation:
         token_us, pass_us = self.options.layer_compute_us, self.options.layer_pass_us
         return round(token_us * 1000) * n_tokens + round(pass_us * 1000) if token_us or pass_us else None
 
-    def _replay_events(
-        self, store: Store, controller: Controller | None, meter: _Meter, progress: Callable[[int], None] | None
-    ) -> None:
+    def _replay_events(self, store: Store, controller: Controller | None, meter: _Meter) -> None:
         pass_ = -1
         for event in self.trace.events():
             if isinstance(event, Announcement):
@@ -388,8 +379,6 @@ class Simulation:
                 all_decode = n_tokens * (event.phase == Phase.DECODE)
                 n_decoded = all_decode if event.phases is None else int(np.sum(event.phases == Phase.DECODE))
                 meter.begin(event.sequence, event.phase, n_tokens, n_decoded)
-                if progress is not None:
-                    progress(pass_)
             store.context.acquire(event.il, event.expert_ids, event.inputs)
             if controller is not None:
                 controller.observe(event)
@@ -398,13 +387,13 @@ class Simulation:
 
     def _result(self, meter: _Meter) -> SimResult:
         meter.end()
-        decode, total = meter.phases[Phase.DECODE], len(self.trace.shape.layers) * self.trace.shape.n_expert
+        decode, total = meter.decode, len(self.trace.shape.layers) * self.trace.shape.n_expert
         counters = {name: n for name, n in meter.counters.items() if name not in REAL_TIME}
         timed = self.options.timed and decode.clock_ns > 0
         return SimResult(
             name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, counters,
-            meter.phases[Phase.PREFILL] + decode, decode, meter.requests(),
-            decode.tokens / decode.clock_ns * 1e9 if timed else None, meter.all_tiers, meter.tiers[Phase.DECODE],
+            meter.whole, decode, meter.requests(),
+            decode.tokens / decode.clock_ns * 1e9 if timed else None, meter.tiers, meter.decode_tiers,
         )  # fmt: skip
 
 
@@ -423,29 +412,26 @@ class _Meter:
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
-        self._store = store
-        self._expert_bytes = expert_bytes
+        self._store, self._expert_bytes = store, expert_bytes
         self._now: tuple[int, Phase] | None = None
-        self._tokens = 0
-        self.counters = store.counters()
-        self.phases = {phase: Span() for phase in Phase}
-        self.tiers: dict[Phase, dict[str, TierSpan]] = {phase: {} for phase in Phase}
-        self.all_tiers = _tier_spans(store)  # {tier: what was counted there in all phases}
+        self._tokens = self._n_read = 0  # n_read: of prompts, in passes that decode
         self._parts: dict[tuple[int, Phase], Span] = {}
+        self.counters, self.tiers = store.counters(), _tier_spans(store)
+        self.decode_tiers: dict[str, TierSpan] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
         """Passes of n_tokens, of which n_decoded decode, begin, before their first routing event."""
-        key = sequence, phase
-        if key != self._now:
+        if (sequence, phase) != self._now:
             self.end()
-            self._now = key
+            self._now = sequence, phase
         n_read = n_tokens - n_decoded if phase == Phase.DECODE else 0
         self._tokens += n_tokens - n_read
-        self.phases[Phase.PREFILL] += Span(n_read)
+        self._n_read += n_read
 
     def end(self) -> None:
         """Adds the counters since the last call to the current phase and request."""
         before, self.counters = self.counters, self._store.counters()
+        earlier, self.tiers = self.tiers, _tier_spans(self._store)
         if self._now is None:
             return
         grown: dict[str, Any] = {name: self.counters[name] - before[name] for name in before}
@@ -455,12 +441,20 @@ class _Meter:
             grown["prefetch_useful"] * self._expert_bytes,
         )  # fmt: skip
         self._tokens = 0
-        phase = self._now[1]
-        self.phases[phase] += span
         self._parts[self._now] = self._parts.get(self._now, Span()) + span
-        earlier, self.all_tiers = self.all_tiers, _tier_spans(self._store)
-        for name, now in self.all_tiers.items():
-            self.tiers[phase][name] = self.tiers[phase].get(name, TierSpan()) + (now - earlier[name])
+        if self._now[1] == Phase.DECODE:
+            for name, now in self.tiers.items():
+                self.decode_tiers[name] = self.decode_tiers.get(name, TierSpan()) + (now - earlier[name])
+
+    @property
+    def decode(self) -> Span:
+        """Of the passes that decode."""
+        return sum((span for (_, phase), span in self._parts.items() if phase == Phase.DECODE), Span())
+
+    @property
+    def whole(self) -> Span:
+        """Of all passes."""
+        return sum(self._parts.values(), Span(self._n_read))
 
     def requests(self) -> dict[int, Span]:
         """{sequence: its decode passes, or all of them where it has none}."""

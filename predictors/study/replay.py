@@ -47,7 +47,7 @@ class Replay(Simulation):
     def counted(self) -> dict[str, npt.NDArray[np.int64]]:
         """{each of COUNTED: (n_pass,) what one pass added to it}, of the passes of `self.trace`. Raises as `run`."""
         self._noted: list[dict[str, int]] = []
-        result = self.run(lambda _: self._noted.append(self._store.counters()))
+        result = self.run()
         noted = np.array([[of[name] for name in COUNTED] for of in (*self._noted, result.counters)], np.int64)
         return dict(zip(COUNTED, (noted[1:] - noted[:-1]).T, strict=True))
 
@@ -59,5 +59,10 @@ class Replay(Simulation):
         self._store = store
         return NextLayer(self.trace.shape, store) if self.next_layer else super()._controller(store)
 
-    def _replay_parts(self, context: Any, meter: Any, progress: Any) -> None:
-        self._replay_events(self._store, None, meter, progress)
+    def _replay_parts(self, context: Any, meter: Any) -> None:
+        self._replay_events(self._store, None, meter)
+
+    def _replay_events(self, store: Store, controller: Controller | None, meter: Any) -> None:
+        begin = meter.begin
+        meter.begin = lambda *of_pass: self._noted.append((begin(*of_pass), store.counters())[1])
+        super()._replay_events(store, controller, meter)

@@ -16,10 +16,10 @@ import pytest
 from running import Llama, Load, TinyModel
 from waiting import until
 
-from moegguf.engine import known_facts, trial, trial_process
+from moegguf.engine import known_facts, trial
 from moegguf.errors import AllocationError, ExpertIOError, GenerationCancelled, ModelFormatError
-from moegguf.gguf.experts import read_layout
-from moegguf.gguf.projector import read_projector
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import ggml_type
 from moegguf.processor import Processor
 from moegguf.settings import cache_folder
@@ -60,20 +60,25 @@ def verdicts() -> list[Path]:
     return sorted(folder().glob("*.json"))
 
 
+def is_due(layout: ExpertLayout, options: dict[str, Any], projector: ProjectorHeader | None = None) -> bool:
+    """Whether loading with these keywords begins with a trial."""
+    return trial._verdict(layout, trial._tried(options), projector).read(str) is None
+
+
 def use(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "COMMAND", command)
 
 
 def test_a_good_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = read_layout(tiny())
-    assert trial.is_due(layout, {})
+    assert is_due(layout, {})
     load(tiny())
-    assert len(verdicts()) == 1 and not trial.is_due(layout, {})
+    assert len(verdicts()) == 1 and not is_due(layout, {})
     use(ABORT, monkeypatch)
     load(tiny())
-    assert trial.is_due(layout, {"flash_attn": True}), "another graph was not tried"
-    assert trial.is_due(layout, {"flash_attn": None}), "nor what llama.cpp would choose"
-    assert not trial.is_due(layout, {"n_ctx": 4096, "n_threads": 3})
+    assert is_due(layout, {"flash_attn": True}), "another graph was not tried"
+    assert is_due(layout, {"flash_attn": None}), "nor what llama.cpp would choose"
+    assert not is_due(layout, {"n_ctx": 4096, "n_threads": 3})
     with pytest.raises(ModelFormatError):
         load(tiny(), flash_attn=True)
     load(tiny())
@@ -162,11 +167,11 @@ def test_damaged_verdicts_and_those_of_another_library_do_not_count(
     whole = path.read_bytes()
     for damaged in (b"", b"{", b"[]", whole[:-1], b"17"):
         path.write_bytes(damaged)
-        assert trial.is_due(read_layout(tiny()), {}), damaged
+        assert is_due(read_layout(tiny()), {}), damaged
     path.write_bytes(whole)
-    assert not trial.is_due(read_layout(tiny()), {})
+    assert not is_due(read_layout(tiny()), {})
     monkeypatch.setattr(known_facts.library, "build_identity", lambda: "another build")
-    assert trial.is_due(read_layout(tiny()), {})
+    assert is_due(read_layout(tiny()), {})
 
 
 def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,10 +179,10 @@ def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch:
     other = Processor("another CPU", frozenset())
     with monkeypatch.context() as patch:
         patch.setattr(known_facts, "read_processor", lambda: other)
-        assert trial.is_due(read_layout(tiny()), {})
+        assert is_due(read_layout(tiny()), {})
         load(tiny())
-        assert not trial.is_due(read_layout(tiny()), {})
-    assert not trial.is_due(read_layout(tiny()), {}), "machines that share a home forget each other's verdicts"
+        assert not is_due(read_layout(tiny()), {})
+    assert not is_due(read_layout(tiny()), {}), "machines that share a home forget each other's verdicts"
 
 
 def test_verdicts_that_cannot_be_written_are_told_and_the_next_load_tries_again(
@@ -201,7 +206,7 @@ def test_projectors_are_tried_too(tiny: TinyModel, projector: Callable[..., Path
     [path] = verdicts()
     assert json.loads(path.read_bytes()) == ""
     layout = read_layout(tiny())
-    assert not trial.is_due(layout, {}, read_projector(good)) and trial.is_due(layout, {}, read_projector(bad))
+    assert not is_due(layout, {}, read_projector(good)) and is_due(layout, {}, read_projector(bad))
     for _ in range(2):
         with pytest.raises(ModelFormatError, match=r"with mmproj-bad\.gguf: llama\.cpp ended .*SIGSEGV"):
             load(tiny(), mmproj=bad)
@@ -276,16 +281,10 @@ def test_what_llama_cpp_aborts_on_ends_the_other_process_only(
     load(tiny("tiny-qwen3moe"))
 
 
-def test_processors_beyond_a_few_do_not_wait_in_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_beyond_a_few_do_not_wait_in_a_trial(
+    tiny: TinyModel, projector: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their time would count as computing, which is limited."""
-    options = dict[str, object]()
-
-    def llama(_path: str, **given: object) -> None:
-        options.update(given)
-        raise InterruptedError
-
-    monkeypatch.setattr("moegguf.engine.llama.Llama", llama)
-    monkeypatch.setattr("moegguf.engine.machine.count_cpus", lambda: 128)
-    with pytest.raises(InterruptedError):
-        trial_process._try({"path": "", "mmproj": "x", "options": {}, "n_ctx": 256, "n_slots_bytes": 0})
-    assert options["n_threads_batch"] == trial_process.MAX_IMAGE_THREADS
+    monkeypatch.setattr(trial, "count_cpus", lambda: 128)
+    options = trial._request(read_layout(tiny()), {}, read_projector(projector("mlp"))).options
+    assert (options["n_threads"], options["n_threads_batch"]) == (1, trial.MAX_IMAGE_THREADS)

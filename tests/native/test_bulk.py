@@ -9,10 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Open, make_model
-from traces import SMALL, random_trace
+from traces import random_trace
 
-from moegguf.controller.policies import LRU
-from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES
@@ -20,7 +18,7 @@ from moegguf.native import abi, library
 from moegguf.native.events import RoutingEvent
 from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.store import native_policies
-from moegguf.trace.simulate import MOST_TOKENS, SimOptions, Simulation, parts
+from moegguf.trace.simulate import MOST_TOKENS, parts
 
 Events = list[tuple[int, npt.NDArray[np.int32]]]
 
@@ -113,10 +111,16 @@ def test_a_replay_of_impossible_events_is_refused(fake: FakeModel, open_store: O
     assert store.counters()["routing_events"] == 0
 
 
-def test_a_trace_is_replayed_in_parts_and_progress_is_reported_before_each() -> None:
-    trace, seen = random_trace(n_sequences=2, n_prefill=6, n_decode=20), list[int]()
-    Simulation(trace, LRU, NoPrediction(SMALL), 24, SimOptions()).run(seen.append)
-    assert seen == [part.first_pass for part in parts(trace)] and len(seen) == 4 < MOST_TOKENS
+def test_the_parts_of_a_trace_are_its_events() -> None:
+    trace = random_trace(n_sequences=3, n_prefill=6, n_decode=20)
+    some = [event for event in trace.events() if isinstance(event, RoutingEvent)]
+    all_ = list(parts(trace))
+    assert np.concatenate([part.il for part in all_]).tolist() == [event.il for event in some]
+    assert np.concatenate([part.n_tokens for part in all_]).tolist() == [len(event.expert_ids) for event in some]
+    flat = np.concatenate([event.expert_ids.ravel() for event in some])
+    assert np.array_equal(np.concatenate([part.expert_ids for part in all_]), flat)
+    assert sum(part.pass_tokens for part in all_) == trace.n_tokens
+    assert len(all_) == 6 < MOST_TOKENS
     assert list(parts(trace.select([]))) == []
 
 
