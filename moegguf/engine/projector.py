@@ -32,8 +32,7 @@ MAX_JPEG_SEGMENTS = 4096  # before the first frame
 JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # that are decoded; the last is progressive
 _JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # and comments
 _END_OF_IMAGE = b"\xff\xd9"  # which is in no scan
-_END_OF_GIF = b"\0;"  # of the last block, and of the file
-GIF_TAIL_BYTES = 64  # with what other programs write after the end; in so few the end is hardly there by chance
+_GIF_IMAGE, _GIF_EXTENSION, _GIF_TRAILER = 0x2C, 0x21, 0x3B
 _MARKER = re.compile(rb"\xff[^\xff]", re.DOTALL)
 
 
@@ -255,7 +254,10 @@ def has_end(data: bytes) -> bool:
     if data.startswith(b"\xff\xd8"):
         frame = jpeg_frame(data)
         return frame >= 0 and data.find(_END_OF_IMAGE, frame) >= 0
-    return not data.startswith(b"GIF8") or _END_OF_GIF in data.rstrip(b"\0")[-GIF_TAIL_BYTES:]
+    try:
+        return not data.startswith(b"GIF8") or _gif_has_end(data)
+    except IndexError:
+        return False
 
 
 def jpeg_frame(data: bytes) -> int:
@@ -270,6 +272,28 @@ def jpeg_frame(data: bytes) -> int:
             return marker.end() - 1
         at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
     return -1
+
+
+def _gif_has_end(data: bytes) -> bool:
+    """Steps over each block; bytes between two blocks are skipped, as other decoders do. Raises IndexError."""
+    at = 13 + _table_bytes(data[10])
+    while (kind := data[at]) != _GIF_TRAILER:
+        at += 1
+        if kind == _GIF_IMAGE:
+            at += 10 + _table_bytes(data[at + 8])
+        elif kind == _GIF_EXTENSION:
+            at += 1
+        else:
+            continue
+        while size := data[at]:
+            at += 1 + size
+        at += 1
+    return True
+
+
+def _table_bytes(flags: int) -> int:
+    """The size of a colour table, 0 without one."""
+    return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
 
 
 def inflates_within(data: bytes, most_bytes: int) -> bool:
