@@ -12,11 +12,13 @@ import json
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
+from io import BytesIO
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -206,83 +208,55 @@ def _refuse_constant(text: str) -> NoReturn:
 # Forms
 
 
-class Form:
-    """A form whose part `file` goes to `write`, at most `most_bytes`. `fields`: what else it has; `filename`: None
-    without a file."""
+class _FormFile(UploadFile):
+    """The file of a form, of at most `most_bytes`, which goes to `sink` as it arrives."""
 
-    def __init__(self, write: Callable[[bytes], object], most_bytes: int) -> None:
-        self.fields: dict[str, str] = {}
-        self.filename: str | None = None
-        self._ended = False
-        self._write = write
-        self._most_bytes = most_bytes
-        self._n_file_bytes = self._n_other_bytes = 0
-        self._header = bytearray(), bytearray()  # name and value
-        self._name = ""  # of the current part
+    def __init__(self, filename: str, sink: Callable[[bytes], object], most_bytes: int) -> None:
+        super().__init__(BytesIO(), filename=filename)
+        self._sink, self._most_bytes = sink, most_bytes
+        self._left_bytes = most_bytes
 
-    async def read(self, request: Request) -> None:
-        """Reads the form. Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client
-        that is still sending."""
-        kind, options = parse_options_header(request.headers.get("content-type", ""))
-        boundary = options.get(b"boundary")
-        if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
-            raise BodyRefusedError(400, "the body must be multipart/form-data, with the fields 'purpose' and 'file'")
-        callbacks: Any = {
-            "on_part_begin": self._begin,
-            "on_header_field": lambda data, start, end: self._add_header(0, data[start:end]),
-            "on_header_value": lambda data, start, end: self._add_header(1, data[start:end]),
-            "on_header_end": self._end_header,
-            "on_headers_finished": self._end_headers,
-            "on_part_data": lambda data, start, end: self._add(bytes(data[start:end])),
-            "on_end": lambda: setattr(self, "_ended", True),
-        }
-        parser = MultipartParser(boundary, callbacks)
-        try:
-            async for chunk in chunks(request):
-                parser.write(chunk)
-                if self._ended:
-                    return
-            raise HttpError(400, "the form has no end; is the body complete?")
-        except FormParserError as error:
-            raise BodyRefusedError(400, f"invalid multipart/form-data: {str(error)[:200]}") from None
-        except MoeggufError as error:
-            found = http_error(error)
-            raise BodyRefusedError(found.status, str(found), found.code, found.headers) from None
-
-    def _begin(self) -> None:
-        self._count(1)
-        self._disposition = b""
-
-    def _add_header(self, which: int, data: bytes) -> None:
-        self._count(len(data))
-        self._header[which].extend(data)
-
-    def _end_header(self) -> None:
-        name, value = self._header
-        if name.lower() == b"content-disposition":
-            self._disposition = bytes(value)
-        self._header = bytearray(), bytearray()
-
-    def _end_headers(self) -> None:
-        _, options = parse_options_header(self._disposition)
-        self._name = options.get(b"name", b"").decode("utf-8", "replace")
-        if self._name == "file":
-            if self.filename is not None:
-                raise HttpError(400, "the form has more than one file; send one at a time")
-            filename = options.get(b"filename", b"").decode("utf-8", "replace")
-            self.filename = filename[: limits.FILE_NAME_CHARS] or "file"
-
-    def _count(self, n_bytes: int) -> None:
-        self._n_other_bytes += n_bytes
-        if self._n_other_bytes > limits.FORM_BYTES:
-            raise HttpError(413, f"the form has more than {limits.FORM_BYTES >> 10} KiB besides its file")
-
-    def _add(self, data: bytes) -> None:
-        if self._name != "file":
-            self._count(len(data))
-            self.fields[self._name] = self.fields.get(self._name, "") + data.decode("utf-8", "replace")
-            return
-        self._n_file_bytes += len(data)
-        if self._n_file_bytes > self._most_bytes:
+    async def write(self, data: bytes) -> None:
+        self._left_bytes -= len(data)
+        if self._left_bytes < 0:
             raise too_large(self._most_bytes)
-        self._write(data)
+        self._sink(data)
+
+    async def seek(self, offset: int) -> None:
+        """Nobody reads it again."""
+
+
+class _FormParser(MultiPartParser):
+    """Starlette's, whose file is made by `new_file`."""
+
+    new_file: Callable[[str], UploadFile]
+
+    def on_headers_finished(self) -> None:
+        super().on_headers_finished()
+        if self._current_part.file is not None:
+            self._current_part.file = self.new_file(self._current_part.file.filename or "file")
+
+
+async def read_form(
+    request: Request, write: Callable[[bytes], object], most_bytes: int
+) -> tuple[str | None, dict[str, str]]:
+    """Reads a form whose part `file` goes to `write`, at most `most_bytes`; returns its name, None without a file, and
+    the fields. Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client that is still
+    sending."""
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
+        raise BodyRefusedError(400, "the body must be multipart/form-data, with the fields 'purpose' and 'file'")
+    limited = {"max_files": 1, "max_fields": limits.FORM_FIELDS, "max_part_size": limits.FORM_PART_BYTES}
+    parser = _FormParser(request.headers, chunks(request), **limited)
+    parser.new_file = lambda name: _FormFile(name[: limits.FILE_NAME_CHARS], write, most_bytes)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise BodyRefusedError(400, f"invalid multipart/form-data: {error.message[:200]}") from None
+    except MoeggufError as error:
+        found = http_error(error)
+        raise BodyRefusedError(found.status, str(found), found.code, found.headers) from None
+    file = form.get("file")
+    fields = {key: value for key, value in form.items() if isinstance(value, str)}
+    return file.filename if isinstance(file, UploadFile) else None, fields

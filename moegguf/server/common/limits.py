@@ -24,5 +24,6 @@ INPUTS = 2048
 CHOICES = 128  # of one prompt
 NAME_CHARS = 512
 
-FORM_BYTES = 64 << 10  # of all parts of a form but its file
+FORM_FIELDS = 16  # of a form, besides its file
+FORM_PART_BYTES = 4 << 10  # of each of them
 FILE_NAME_CHARS = 255
