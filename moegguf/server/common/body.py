@@ -1,21 +1,21 @@
 """Request bodies: JSON, parsed and validated, whatever the Content-Type; and forms with a file, which goes where the
 caller says as it arrives, never into memory.
 
-`curl -d` labels JSON as a form, so that header is ignored. Size, nesting, number of values and numbers are limited
-before any object is built; of a repeated key the last one counts.
+`curl -d` labels JSON as a form, so that header is ignored. Size, number of values and numbers are limited before any
+object is built, nesting by pydantic's parser; of a repeated key the last one counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from io import BytesIO
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -27,8 +27,8 @@ from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
+LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # of more than 64 bits, or one that may be
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"  # keys of a scope: the `Bodies`, and how much it holds of it
 
 
@@ -148,61 +148,24 @@ def too_large(limit: int) -> BodyRefusedError:
 # JSON
 
 
-def _invalid(why: str) -> HttpError:
-    return HttpError(400, f"invalid request body: {why}")
-
-
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """JSON text as a dict whose numbers are finite and within 64 bits and whose strings are valid Unicode."""
+    """JSON text as a dict. Raises HttpError 400."""
     if not raw.strip():
         raise HttpError(400, "missing request body")
-    _check_structure(raw)
+    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
+    without_strings = STRING.sub(b"", raw) if n_quotes <= 4 * limits.JSON_VALUES else b"," * (limits.JSON_VALUES + 1)
+    if len(without_strings.translate(None, NOT_STRUCTURE)) > limits.JSON_VALUES:
+        raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values")
     try:
-        value = json.loads(
-            raw.decode("utf-8"), parse_int=_integer, parse_float=_finite, parse_constant=_refuse_constant
-        )
-        if SURROGATE.search(raw):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _invalid(f"not UTF-8 at byte {error.start}") from None
-    except UnicodeEncodeError:
-        raise _invalid("a surrogate without its pair") from None
-    except json.JSONDecodeError as error:
-        raise _invalid(f"{error.msg} at character {error.pos}") from None
+        if any(number.isdigit() or math.isinf(float(number)) for number in LARGE_NUMBER.findall(without_strings)):
+            raise ValueError("a number does not fit 64 bits")
+        value = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise HttpError(400, f"invalid request body: {error}") from None
     if not isinstance(value, dict):
         kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
-        raise _invalid(f"expected a JSON object, not {kinds.get(type(value), 'null')}")
+        raise HttpError(400, f"invalid request body: expected a JSON object, not {kinds.get(type(value), 'null')}")
     return value
-
-
-def _check_structure(raw: bytes) -> None:
-    """Raises HttpError 400 for JSON with too deep nesting or too many values, without building any."""
-    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
-    marks = b"" if n_quotes > 4 * limits.JSON_VALUES else STRING.sub(b"", raw).translate(None, NOT_STRUCTURE)
-    if n_quotes > 4 * limits.JSON_VALUES or len(marks) > limits.JSON_VALUES:
-        raise _invalid(f"more than {limits.JSON_VALUES} values")
-    depth = 0
-    for mark in marks.replace(b",", b""):
-        depth += 1 if mark in b"[{" else -1
-        if depth > limits.JSON_DEPTH:
-            raise _invalid(f"nested deeper than {limits.JSON_DEPTH} levels")
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -(1 << (limits.INT_BITS - 1)) <= (value := int(text)) < 1 << (limits.INT_BITS - 1):
-        raise _invalid(f"{text[:24]} does not fit {limits.INT_BITS} bits")
-    return value
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _invalid(f"{text[:24]} is not a finite number")
-    return value
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise _invalid(f"{text} is not JSON")
 
 
 # Forms
