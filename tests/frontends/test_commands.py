@@ -347,7 +347,7 @@ def test_an_old_keyword_works_with_a_hint() -> None:
 # Command, exit code, and words of the one sentence on stderr. TMP has `empty` and `one.jsonl`.
 ERRORS = [
     ("run demmo hi", 1, "did you mean 'demo'"),
-    ("run no/such/folder.gguf hi", 1, "there is no folder 'no/such'"),
+    ("run no/such/folder.gguf hi", 1, "there is no file 'no/such/folder.gguf'; check the path"),
     ("run demo hi --expert-cash 1GiB", 2, "--expert-cache"),
     ("run demo hi -n 0", 2, "--max-tokens"),
     ("run demo hi --top-p 3", 2, "it has to be at most 1; see"),
