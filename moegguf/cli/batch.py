@@ -60,13 +60,13 @@ FLAGS = (
 )  # fmt: skip
 
 
-@flags("n_ctx", "kv_tokens", *TO_WORKERS, own=FLAGS)
+@flags(*TO_WORKERS, "n_ctx", "kv_tokens", own=FLAGS)
 def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
-    A running server that has the models answers, other clients first; else they are loaded here. Stop it with Ctrl-C,
-    or kill it: the same command goes on where it stopped, and answers each request once. Until the end the answers are
-    in FILE.partial. The exit code is 1 when a request failed: its line says why.
+    A running server that has the models answers, other clients first; else they are loaded here. The same command
+    goes on where it was stopped or killed, and answers each request once. Until the end the answers are in
+    FILE.partial. The exit code is 1 when a request failed: its line says why.
     """
     from moegguf.chat.client import running_server
     from moegguf.server.batches import ENDPOINTS
