@@ -23,10 +23,10 @@ import typer
 
 from moegguf.cli.options import OFTEN, Flag, Given, flags, loading_options
 from moegguf.errors import BatchFileError, MoeggufError
-from moegguf.options import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS, MEMORY, MODEL, TO_WORKERS
+from moegguf.options import MAX_BATCH_PARALLEL, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
-from moegguf.terminal.progress import Spinner, short_duration
+from moegguf.terminal.progress import Spinner, duration
 
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
@@ -55,24 +55,18 @@ FLAGS = (
     Flag("parallel", "--parallel", "N", OFTEN,
          "Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
          None, int | None, {"min": 1, "max": MAX_BATCH_PARALLEL}),
-    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context size of each model.",
-         None, int | None, {"min": 1, "max": MAX_CONTEXT_TOKENS}),
-    Flag("kv_tokens", "--kv-tokens", "N", MEMORY,
-         "Tokens of context of all requests that a model loaded here computes together, one whole context at least."
-         "  [default: as of serve]",
-         None, int | None, {"min": 1, "max": MAX_KV_TOKENS}),
     Flag("local", "--local", None, MODEL,
          "Load models here even when a server runs; options of loading imply it.", False, bool),
 )  # fmt: skip
 
 
-@flags(*TO_WORKERS, own=FLAGS)
+@flags(*TO_WORKERS, "n_ctx", "kv_tokens", own=FLAGS)
 def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
-    A running server that has the models answers, other clients first; else they are loaded here. Stop it with Ctrl-C,
-    or kill it: the same command goes on where it stopped, and answers each request once. Until the end the answers are
-    in FILE.partial. The exit code is 1 when a request failed: its line says why.
+    A running server that has the models answers, other clients first; else they are loaded here. The same command
+    goes on where it was stopped or killed, and answers each request once. Until the end the answers are in
+    FILE.partial. The exit code is 1 when a request failed: its line says why.
     """
     from moegguf.chat.client import running_server
     from moegguf.server.batches import ENDPOINTS
@@ -80,8 +74,9 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     from moegguf.settings import read_settings
 
     settings, model, parallel = read_settings(), chosen["model"], chosen["parallel"]
-    here = chosen["local"] or bool(given) or chosen["ctx"] is not None or chosen["kv_tokens"] is not None
-    settings = replace(settings, loading=loading_options(given))
+    here = chosen["local"] or bool(given)
+    loading = loading_options(given)
+    settings = replace(settings, loading=loading, **{name: n for name, n in given.items() if n})
     target = _output_path(requests, chosen["output"])
     with ExitStack() as opened:
         file = opened.enter_context(_open_requests(requests))
@@ -99,12 +94,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             if model is not None:
                 find_or_pull(model)
             n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
-            settings = replace(
-                settings,
-                n_parallel=max(1, min(len(found.lines), n_at_once)),
-                n_ctx=settings.n_ctx if chosen["ctx"] is None else chosen["ctx"],
-                kv_tokens=chosen["kv_tokens"] or settings.kv_tokens,
-            )
+            settings = replace(settings, n_parallel=max(1, min(len(found.lines), n_at_once)))
             answering = _answers_of_models_here(settings)
         return _answer_to_end(found, target, answers, n_at_once, answering)
 
@@ -193,7 +183,7 @@ def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) ->
         n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
         parts.append(f"{n_tokens / seconds:,.0f} tokens/s")
         n_left = n_total - now.done
-        parts += [f"{short_duration(n_left * seconds / n_new)} left"] if n_left else []
+        parts += [f"{duration(round(n_left * seconds / n_new))} left"] if n_left else []
     return " · ".join(parts)
 
 
@@ -238,7 +228,7 @@ def _answer_to_end(
         return EXIT_INTERRUPTED
     tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
     where = "" if target is None else f" · {target}"
-    print_message(f"{text()} · {tokens} · {short_duration(time.monotonic() - start_s)}{where}")
+    print_message(f"{text()} · {tokens} · {duration(round(time.monotonic() - start_s))}{where}")
     if target is not None:
         answers.finish(target)
     return EXIT_FAILURE if counts.failed else 0

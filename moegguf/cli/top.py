@@ -102,23 +102,17 @@ def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
 
 @contextmanager
 def interrupt_on_q() -> Iterator[None]:
-    """The key `q` interrupts as Ctrl-C does. The terminal is in cbreak mode meanwhile."""
+    """The key `q` interrupts as Ctrl-C does."""
     if sys.stdin is None or not sys.stdin.isatty():  # no keys can be read: Ctrl-C quits
         yield
         return
-    import termios
-    import tty
+    from moegguf.terminal.keyboard import keyboard_echo_off
 
     def read_keys() -> None:
-        while os.read(descriptor, 1) not in b"qQ":  # or nothing: the terminal is closed
+        while os.read(sys.stdin.fileno(), 1) not in b"qQ":  # or nothing: the terminal is closed
             pass
         os.kill(os.getpid(), signal.SIGINT)  # to the main thread, which waits for a line
 
-    descriptor = sys.stdin.fileno()
-    settings = termios.tcgetattr(descriptor)
-    try:
-        tty.setcbreak(descriptor)
+    with keyboard_echo_off():
         threading.Thread(target=read_keys, name="moegguf-keys", daemon=True).start()
         yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, settings)

@@ -396,18 +396,13 @@ def _open(path: Path) -> tuple[int, os.stat_result]:
     return fd, info
 
 
-def begins_as_gguf(path: str | os.PathLike[str]) -> bool | None:
-    """Whether the file at `path` begins as a GGUF file does; None when it cannot be read. A pipe does not."""
+def is_other_kind(path: str | os.PathLike[str]) -> bool:
+    """Whether the file at `path` can be read and does not begin as a GGUF file does, as a pipe does not."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            return file.read(len(MAGIC)) == MAGIC
+            return file.read(len(MAGIC)) != MAGIC
     except (OSError, ValueError):
-        return None
-
-
-def is_other_kind(path: str | os.PathLike[str]) -> bool:
-    """Whether the file at `path` can be read and does not begin as a GGUF file does."""
-    return begins_as_gguf(path) is False
+        return False
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:

@@ -7,8 +7,6 @@ the Hugging Face cache are ever deleted.
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,7 @@ from pathlib import Path
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
-from moegguf.gguf.reader import begins_as_gguf, is_other_kind
+from moegguf.gguf.reader import is_other_kind
 from moegguf.models import sources
 from moegguf.models.entry import ModelEntry, weights_digest
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, find_in_library, name_or_none, nearest_names, parse_name
@@ -246,7 +244,7 @@ class Catalog:
             fetch = f"; fetch it with `moegguf pull {name.canonical}`" * self.paths
             return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
         if self.paths and (os.sep in text or ending):
-            return _path_not_found(text)
+            return ModelNotFoundError(f"there is no file {text!r}; check the path.")
         if model := find_in_library(text):
             fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
@@ -273,20 +271,6 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
         path = Path(text).expanduser()
         return path if is_kind(path) else None
     return None
-
-
-def _path_not_found(text: str) -> ModelNotFoundError:
-    path = Path(os.path.expanduser(text))
-    has_folder = os.path.isdir(path.parent)
-    here = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), 1000)] if has_folder else []
-    near = filter(begins_as_gguf, map(path.with_name, difflib.get_close_matches(path.name, here, n=3)))
-    if found := next(near, None):
-        hint = f"did you mean {str(found)!r}?"
-    elif has_folder:
-        hint = "check the path."
-    else:
-        hint = f"there is no folder {str(path.parent)!r}; check the path."
-    return ModelNotFoundError(f"there is no file {text!r}; {hint}")
 
 
 def find_model(name: str | os.PathLike[str]) -> Path:

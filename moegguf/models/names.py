@@ -39,7 +39,6 @@ _URL = re.compile(  # of a repository, or of one of its files, whose name is the
 )
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _HOST = re.compile(r"(?=[^/]*[.:]|localhost$)[a-z0-9_][a-z0-9_.-]*(:\d{1,5})?", re.ASCII)
-_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE | re.ASCII)
 _RESERVED = {"hf", "ollama"}  # prefixes, not models
 
 FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging Face'
@@ -148,8 +147,6 @@ def _fault(part: str, most: int) -> str | None:
         return f"has a part of {len(part)} characters, at most {most} are allowed"
     if not _PART.fullmatch(part) or ".." in part or part.endswith("."):
         return f"has {part!r:.40}, but a part starts with a letter or digit and has only those and . _ -"
-    if _DEVICES.fullmatch(part):
-        return f"has {part!r:.40}, which is a device on some systems"
     return None
 
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from moegguf.models.catalog import Catalog
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Form, parse_body, parse_fields, read_body, too_large
+from moegguf.server.common.body import Body, parse_body, parse_fields, read_body, read_form, too_large
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
 from moegguf.server.common.replies import page, usage
@@ -93,15 +93,14 @@ class _FileForm(Body):
 async def _create_file(request: Request) -> Response:
     """Stores a file. Raises HttpError 400, 413, StorageError, BusyError."""
     with _batches(request).files.new() as file:
-        form = Form(file.write, request.app.state.settings.upload_bytes)
-        await form.read(request)
-        if form.filename is None:
+        filename, fields = await read_form(request, file.write, request.app.state.settings.upload_bytes)
+        if filename is None:
             raise HttpError(400, "file: field required")
-        prefix, fields = "expires_after[", form.fields
+        prefix = "expires_after["
         expiry = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
         asked = parse_fields(fields | ({"expires_after": expiry} if expiry else {}), _FileForm)
         kept_s = asked.expires_after.seconds if asked.expires_after else None
-        return JSONResponse(_file_object(file.finish(form.filename, asked.purpose, kept_s)))
+        return JSONResponse(_file_object(file.finish(filename, asked.purpose, kept_s)))
 
 
 async def _list_files(request: Request) -> Response:

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +20,9 @@ from starlette.routing import Route
 from moegguf.engine.stats import TierStats
 from moegguf.generate.request import Timing
 from moegguf.serving.events import Done, Event, LoadedModel
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric  # it takes a while: for a scrape only
 
 
 class CounterSpec(NamedTuple):
@@ -162,7 +162,7 @@ TIER_GAUGES = (
 )
 
 
-class _Scrape(Collector):
+class _Scrape:
     """The metric families of one scrape that have samples, for `generate_latest`."""
 
     def __init__(self, totals: Totals, loaded: Iterable[LoadedModel]) -> None:
@@ -171,6 +171,8 @@ class _Scrape(Collector):
         self._loaded = sorted(loaded, key=lambda model: model.name)
 
     def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         for name, text, labels, samples in (*self._llama_server_metrics(), *self._own_metrics()):
             family = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
             for values, number in samples:
@@ -225,7 +227,10 @@ class _Scrape(Collector):
 
 def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:
     """All metrics in the text format 0.0.4."""
-    return generate_latest(_Scrape(totals, loaded)).decode()
+    from prometheus_client import generate_latest
+
+    registry: Any = _Scrape(totals, loaded)
+    return generate_latest(registry).decode()
 
 
 def record(state: State, model: str, event: Event) -> None:
@@ -237,6 +242,8 @@ def record(state: State, model: str, event: Event) -> None:
 
 
 async def _metrics(request: Request) -> Response:
+    from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+
     loaded = request.app.state.manager.loaded()
     totals: Totals = request.app.state.totals
     totals.update(loaded)

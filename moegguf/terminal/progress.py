@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 from moegguf.quantities import human_bytes
@@ -25,13 +24,22 @@ def _is_ansi_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def short_duration(seconds: float) -> str:
-    """A duration in its two largest units: "2m51s", "1h4m", "12s"."""
-    left = round(seconds)
-    for (unit, name), (smaller, other) in pairwise(((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))):
-        if left >= unit:
-            return f"{left // unit}{name}{left % unit // smaller}{other}"
-    return f"{left}s"
+def duration(seconds: float) -> str:
+    """A duration as Go's time.Duration prints it: "412.5µs", "1.234ms", "4.9s", "2m3.5s", "1h0m5s"."""
+    ns = round(seconds * 1e9)
+    for unit, name in ((1_000, "ns"), (1_000_000, "µs"), (1_000_000_000, "ms")):
+        if 0 < ns < unit:
+            return f"{_decimal(ns, unit // 1000)}{name}"
+    minutes, ns = divmod(ns, 60 * 10**9)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{_decimal(ns, 10**9)}s"
+    if hours:
+        return f"{hours}h{minutes}m{text}"
+    return f"{minutes}m{text}" if minutes else text
+
+
+def _decimal(ns: int, unit: int) -> str:
+    return f"{ns / unit:.9f}".rstrip("0").rstrip(".")
 
 
 class _Display:
@@ -127,4 +135,4 @@ def prompt_text(n_tokens: int, n_cached: int, n_done: int, seconds: float) -> st
         return text
     rate = n_evaluated / seconds
     left = (n_tokens - n_done) / rate
-    return f"{text} · {rate:,.0f} t/s · {short_duration(left)} left"
+    return f"{text} · {rate:,.0f} t/s · {duration(round(left))} left"

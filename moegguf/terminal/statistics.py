@@ -9,29 +9,12 @@ from moegguf.engine.cost import Placement, format_speed, is_off
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.quantities import format_bytes
+from moegguf.terminal.progress import duration
 
 LEAST_TOKENS = 16  # of an answer whose speed says something
 LABEL_WIDTH = 22  # of Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
-
-
-def duration(seconds: float) -> str:
-    """A duration as Go's time.Duration prints it: "412.5µs", "1.234ms", "4.9s", "2m3.5s", "1h0m5s"."""
-    ns = round(seconds * 1e9)
-    for unit, name in ((1_000, "ns"), (1_000_000, "µs"), (1_000_000_000, "ms")):
-        if ns < unit:
-            return f"{_decimal(ns, unit // 1000)}{name}"
-    minutes, ns = divmod(ns, 60 * 10**9)
-    hours, minutes = divmod(minutes, 60)
-    text = f"{_decimal(ns, 10**9)}s"
-    if hours:
-        return f"{hours}h{minutes}m{text}"
-    return f"{minutes}m{text}" if minutes else text
-
-
-def _decimal(ns: int, unit: int) -> str:
-    return f"{ns / unit:.9f}".rstrip("0").rstrip(".")
 
 
 def statistics(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
-import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -27,20 +24,9 @@ Row = tuple[str, ...]
 
 def print_json(facts: Any) -> None:
     """Indented JSON on stdout, nothing else. Of numbers that are none, null."""
-    print(json.dumps(_plain(facts), indent=2, ensure_ascii=False))
+    from pydantic_core import to_json
 
-
-def _plain(value: Any) -> Any:
-    """Dataclasses, dicts, sequences and numpy as values of JSON."""
-    if is_dataclass(value):
-        return {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    print(to_json(facts, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode())
 
 
 def make_console() -> Console:

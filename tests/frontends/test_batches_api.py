@@ -227,7 +227,7 @@ FORM = {"content-type": "multipart/form-data; boundary=B"}
         (400, b'{"purpose": "batch"}', JSON),
         (400, PURPOSE + FILE + END, {"content-type": "multipart/form-data"}),
         (400, b"".join(part(f"{i}", b"") for i in range(40)) + END, FORM),
-        (413, part("purpose", b"x" * (limits.FORM_BYTES + 1)) + END, FORM),
+        (400, part("purpose", b"x" * (limits.FORM_PART_BYTES + 1)) + FILE + END, FORM),
         (413, PURPOSE + part("file", b"x" * (1 << 20) + b"x", "f") + END, FORM),
         (415, PURPOSE + FILE + END, {**FORM, "content-encoding": "gzip"}),
     ],

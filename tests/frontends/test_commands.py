@@ -325,7 +325,7 @@ ERRORS = [
     ("run demo hi --system nine", 2, "no strategy 'nine'; known are"),
     *((f"{command} --system nine", 1, "no strategy 'nine'; known are") for command in OLD_FLAG),
     ("run demmo hi", 1, "did you mean 'demo'"),
-    ("run no/such/folder.gguf hi", 1, "there is no folder 'no/such'"),
+    ("run no/such/folder.gguf hi", 1, "there is no file 'no/such/folder.gguf'; check the path"),
     ("run demo hi --expert-cash 1GiB", 2, "--expert-cache"),
     ("run demo hi -n 0", 2, "--max-tokens"),
     ("run demo hi --top-p 3", 2, "it has to be at most 1; see"),

@@ -63,9 +63,8 @@ def test_a_conversation_is_renamed_and_deleted(url: str, look: Look) -> None:
     answered(page, "A question")
     page.click("#open-list")
     page.hover("#list li")
+    page.once("dialog", lambda dialog: dialog.accept("A title"))
     page.click("#list [title^=Rename]")
-    page.keyboard.type("A title")
-    page.keyboard.press("Enter")
     page.wait_for_selector("#list a >> text=A title")
     assert page.title() == "A title – moegguf"
     answered(page, "Another")

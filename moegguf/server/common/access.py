@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, error_response
@@ -41,9 +41,7 @@ FORWARDED = re.compile(
     rb"|^(?:x-)?(?:akamai|appengine|arr|azure|cdn|cf|cloudfront|envoy|fastly|fly|goog-iap|l5d|nf|ngrok|original|pomerium"
     rb"|railway|tailscale|varnish|vercel)(?:-|$)"
 )
-METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
-HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-api-key", "x-requested-with"}
-HEADER_FAMILIES = ("x-stainless-", "openai-", "anthropic-")
+METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 
 
 @dataclass
@@ -64,6 +62,13 @@ class AccessControl:
     def __post_init__(self) -> None:
         self._origins = origin_pattern((*ORIGINS, *self.origins))
         self._own_origins = origin_pattern(self.origins) if self.origins else None
+        self._cors = CORSMiddleware(
+            self.app,
+            allow_origin_regex=self._origins.pattern,
+            allow_methods=METHODS,
+            allow_headers=("*",),  # a page may send any: its origin decides
+            allow_private_network=True,
+        )
         self._keys = [
             ((b"authorization", f"Bearer {key}".encode()), (b"x-api-key", key.encode()), owner_of(key))
             for key in dict.fromkeys(self.api_keys)
@@ -82,8 +87,6 @@ class AccessControl:
         refusal = self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
-        if scope["method"] == "OPTIONS":
-            return await _preflight(origin, headers)(scope, receive, send)
         # Whose turn a request takes: its key's, and of several clients with one key its address. What a proxy says of
         # its clients is not believed, as anyone can write it.
         owner = "" if key is None else self._keys[key][-1]
@@ -91,14 +94,7 @@ class AccessControl:
         current_client.set(f"{owner} {scope['client'][0] if scope['client'] else ''}")
         if len(self._keys) > 1:
             scope["key"] = None if key is None else key + 1  # its place in MOEGGUF_API_KEY, for the log
-
-        async def send_with_cors(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                cors = (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")
-                message = {**message, "headers": [*message.get("headers", ()), *cors]}
-            await send(message)
-
-        await self.app(scope, receive, send_with_cors if origin else send)
+        await (self._cors if origin else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
         if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see other requests in it
@@ -141,7 +137,7 @@ class AccessControl:
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
     """One expression for all origins; `*` matches anything, and after a colon a port number."""
     parts = (re.escape(origin.strip()).replace(r":\*", r":\d+").replace(r"\*", ".*") for origin in origins)
-    return re.compile("|".join(parts), re.IGNORECASE)
+    return re.compile(f"(?i:{'|'.join(parts)})")
 
 
 @lru_cache(maxsize=256)
@@ -170,19 +166,3 @@ def _local_addresses() -> frozenset[str]:
     import psutil
 
     return frozenset(each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found)
-
-
-def _preflight(origin: str, headers: dict[bytes, bytes]) -> Response:
-    requested = headers.get(b"access-control-request-headers", b"").decode("latin-1").lower()
-    names = (name.strip() for name in requested.split(","))
-    granted = HEADERS | {name for name in names if name.startswith(HEADER_FAMILIES)}
-    allowed = {"allow": METHODS}
-    if origin:
-        allowed |= {
-            "access-control-allow-origin": origin,
-            "access-control-allow-methods": METHODS,
-            "access-control-allow-headers": ", ".join(sorted(granted)),
-            "access-control-max-age": "600",
-            "vary": "Origin",
-        }
-    return Response(status_code=204, headers=allowed)

@@ -1,22 +1,24 @@
 """Request bodies: JSON, parsed and validated, whatever the Content-Type; and forms with a file, which goes where the
 caller says as it arrives, never into memory.
 
-`curl -d` labels JSON as a form, so that header is ignored. Size, nesting, number of values and numbers are limited
-before any object is built; of a repeated key the last one counts.
+`curl -d` labels JSON as a form, so that header is ignored. Size, number of values and numbers are limited before any
+object is built, nesting by pydantic's parser; of a repeated key the last one counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from io import BytesIO
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from pydantic_core import from_json
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,8 +27,8 @@ from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
+LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # of more than 64 bits, or one that may be
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"  # keys of a scope: the `Bodies`, and how much it holds of it
 
 
@@ -146,143 +148,78 @@ def too_large(limit: int) -> BodyRefusedError:
 # JSON
 
 
-def _invalid(why: str) -> HttpError:
-    return HttpError(400, f"invalid request body: {why}")
-
-
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """JSON text as a dict whose numbers are finite and within 64 bits and whose strings are valid Unicode."""
+    """JSON text as a dict. Raises HttpError 400."""
     if not raw.strip():
         raise HttpError(400, "missing request body")
-    _check_structure(raw)
+    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
+    without_strings = STRING.sub(b"", raw) if n_quotes <= 4 * limits.JSON_VALUES else b"," * (limits.JSON_VALUES + 1)
+    if len(without_strings.translate(None, NOT_STRUCTURE)) > limits.JSON_VALUES:
+        raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values")
     try:
-        value = json.loads(
-            raw.decode("utf-8"), parse_int=_integer, parse_float=_finite, parse_constant=_refuse_constant
-        )
-        if SURROGATE.search(raw):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _invalid(f"not UTF-8 at byte {error.start}") from None
-    except UnicodeEncodeError:
-        raise _invalid("a surrogate without its pair") from None
-    except json.JSONDecodeError as error:
-        raise _invalid(f"{error.msg} at character {error.pos}") from None
+        if any(number.isdigit() or math.isinf(float(number)) for number in LARGE_NUMBER.findall(without_strings)):
+            raise ValueError("a number does not fit 64 bits")
+        value = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise HttpError(400, f"invalid request body: {error}") from None
     if not isinstance(value, dict):
         kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
-        raise _invalid(f"expected a JSON object, not {kinds.get(type(value), 'null')}")
+        raise HttpError(400, f"invalid request body: expected a JSON object, not {kinds.get(type(value), 'null')}")
     return value
-
-
-def _check_structure(raw: bytes) -> None:
-    """Raises HttpError 400 for JSON with too deep nesting or too many values, without building any."""
-    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
-    marks = b"" if n_quotes > 4 * limits.JSON_VALUES else STRING.sub(b"", raw).translate(None, NOT_STRUCTURE)
-    if n_quotes > 4 * limits.JSON_VALUES or len(marks) > limits.JSON_VALUES:
-        raise _invalid(f"more than {limits.JSON_VALUES} values")
-    depth = 0
-    for mark in marks.replace(b",", b""):
-        depth += 1 if mark in b"[{" else -1
-        if depth > limits.JSON_DEPTH:
-            raise _invalid(f"nested deeper than {limits.JSON_DEPTH} levels")
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -(1 << (limits.INT_BITS - 1)) <= (value := int(text)) < 1 << (limits.INT_BITS - 1):
-        raise _invalid(f"{text[:24]} does not fit {limits.INT_BITS} bits")
-    return value
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _invalid(f"{text[:24]} is not a finite number")
-    return value
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise _invalid(f"{text} is not JSON")
 
 
 # Forms
 
 
-class Form:
-    """A form whose part `file` goes to `write`, at most `most_bytes`. `fields`: what else it has; `filename`: None
-    without a file."""
+class _FormFile(UploadFile):
+    """The file of a form, of at most `most_bytes`, which goes to `sink` as it arrives."""
 
-    def __init__(self, write: Callable[[bytes], object], most_bytes: int) -> None:
-        self.fields: dict[str, str] = {}
-        self.filename: str | None = None
-        self._ended = False
-        self._write = write
-        self._most_bytes = most_bytes
-        self._n_file_bytes = self._n_other_bytes = 0
-        self._header = bytearray(), bytearray()  # name and value
-        self._name = ""  # of the current part
+    def __init__(self, filename: str, sink: Callable[[bytes], object], most_bytes: int) -> None:
+        super().__init__(BytesIO(), filename=filename)
+        self._sink, self._most_bytes = sink, most_bytes
+        self._left_bytes = most_bytes
 
-    async def read(self, request: Request) -> None:
-        """Reads the form. Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client
-        that is still sending."""
-        kind, options = parse_options_header(request.headers.get("content-type", ""))
-        boundary = options.get(b"boundary")
-        if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
-            raise BodyRefusedError(400, "the body must be multipart/form-data, with the fields 'purpose' and 'file'")
-        callbacks: Any = {
-            "on_part_begin": self._begin,
-            "on_header_field": lambda data, start, end: self._add_header(0, data[start:end]),
-            "on_header_value": lambda data, start, end: self._add_header(1, data[start:end]),
-            "on_header_end": self._end_header,
-            "on_headers_finished": self._end_headers,
-            "on_part_data": lambda data, start, end: self._add(bytes(data[start:end])),
-            "on_end": lambda: setattr(self, "_ended", True),
-        }
-        parser = MultipartParser(boundary, callbacks)
-        try:
-            async for chunk in chunks(request):
-                parser.write(chunk)
-                if self._ended:
-                    return
-            raise HttpError(400, "the form has no end; is the body complete?")
-        except FormParserError as error:
-            raise BodyRefusedError(400, f"invalid multipart/form-data: {str(error)[:200]}") from None
-        except MoeggufError as error:
-            found = http_error(error)
-            raise BodyRefusedError(found.status, str(found), found.code, found.headers) from None
-
-    def _begin(self) -> None:
-        self._count(1)
-        self._disposition = b""
-
-    def _add_header(self, which: int, data: bytes) -> None:
-        self._count(len(data))
-        self._header[which].extend(data)
-
-    def _end_header(self) -> None:
-        name, value = self._header
-        if name.lower() == b"content-disposition":
-            self._disposition = bytes(value)
-        self._header = bytearray(), bytearray()
-
-    def _end_headers(self) -> None:
-        _, options = parse_options_header(self._disposition)
-        self._name = options.get(b"name", b"").decode("utf-8", "replace")
-        if self._name == "file":
-            if self.filename is not None:
-                raise HttpError(400, "the form has more than one file; send one at a time")
-            filename = options.get(b"filename", b"").decode("utf-8", "replace")
-            self.filename = filename[: limits.FILE_NAME_CHARS] or "file"
-
-    def _count(self, n_bytes: int) -> None:
-        self._n_other_bytes += n_bytes
-        if self._n_other_bytes > limits.FORM_BYTES:
-            raise HttpError(413, f"the form has more than {limits.FORM_BYTES >> 10} KiB besides its file")
-
-    def _add(self, data: bytes) -> None:
-        if self._name != "file":
-            self._count(len(data))
-            self.fields[self._name] = self.fields.get(self._name, "") + data.decode("utf-8", "replace")
-            return
-        self._n_file_bytes += len(data)
-        if self._n_file_bytes > self._most_bytes:
+    async def write(self, data: bytes) -> None:
+        self._left_bytes -= len(data)
+        if self._left_bytes < 0:
             raise too_large(self._most_bytes)
-        self._write(data)
+        self._sink(data)
+
+    async def seek(self, offset: int) -> None:
+        """Nobody reads it again."""
+
+
+class _FormParser(MultiPartParser):
+    """Starlette's, whose file is made by `new_file`."""
+
+    new_file: Callable[[str], UploadFile]
+
+    def on_headers_finished(self) -> None:
+        super().on_headers_finished()
+        if self._current_part.file is not None:
+            self._current_part.file = self.new_file(self._current_part.file.filename or "file")
+
+
+async def read_form(
+    request: Request, write: Callable[[bytes], object], most_bytes: int
+) -> tuple[str | None, dict[str, str]]:
+    """Reads a form whose part `file` goes to `write`, at most `most_bytes`; returns its name, None without a file, and
+    the fields. Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client that is still
+    sending."""
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
+        raise BodyRefusedError(400, "the body must be multipart/form-data, with the fields 'purpose' and 'file'")
+    limited = {"max_files": 1, "max_fields": limits.FORM_FIELDS, "max_part_size": limits.FORM_PART_BYTES}
+    parser = _FormParser(request.headers, chunks(request), **limited)
+    parser.new_file = lambda name: _FormFile(name[: limits.FILE_NAME_CHARS], write, most_bytes)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise BodyRefusedError(400, f"invalid multipart/form-data: {error.message[:200]}") from None
+    except MoeggufError as error:
+        found = http_error(error)
+        raise BodyRefusedError(found.status, str(found), found.code, found.headers) from None
+    file = form.get("file")
+    fields = {key: value for key, value in form.items() if isinstance(value, str)}
+    return file.filename if isinstance(file, UploadFile) else None, fields

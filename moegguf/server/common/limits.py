@@ -9,9 +9,7 @@ BODY_BYTES = 8 << 20
 IMAGES_BODY_BYTES = 32 << 20  # of requests that may have images as base64
 ALL_BODIES_BYTES = 256 << 20  # of all requests that are read, wait or are answered
 HEADER_BYTES = 16 << 10
-JSON_DEPTH = 64
 JSON_VALUES = 1 << 17
-INT_BITS = 64
 
 READ_S = 60.0  # for a body to arrive
 PING_S = 15.0  # between two comments that keep an idle event stream open
@@ -24,5 +22,6 @@ INPUTS = 2048
 CHOICES = 128  # of one prompt
 NAME_CHARS = 512
 
-FORM_BYTES = 64 << 10  # of all parts of a form but its file
+FORM_FIELDS = 16  # of a form, besides its file
+FORM_PART_BYTES = 4 << 10  # of each of them
 FILE_NAME_CHARS = 255

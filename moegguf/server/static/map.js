@@ -1,4 +1,4 @@
-// The map of experts: one cell each, layers by experts. The longer side is horizontal.
+// The map of experts: one cell each, layers down and experts across.
 //
 // Experts in memory are grey, those in VRAM more so than those in RAM, under a fading colour: one for experts used since
 // the snapshot before, another for those fetched. Cell i is expert i % nExpert of layer number floor(i / nExpert).
@@ -87,18 +87,16 @@ export class ExpertMap {
     canvas.hidden = !layers;
     if (!layers) return;
     const frame = canvas.parentElement.clientWidth;
-    this.across = nExpert >= layers.length; // experts are columns
-    [this.columns, this.rows] = this.across ? [nExpert, layers.length] : [layers.length, nExpert];
-    const pitch = Math.min(Math.floor((frame - GUTTER.left) * dpr) / this.columns, MAX_CELL_WIDTH * dpr);
+    const pitch = Math.min(Math.floor((frame - GUTTER.left) * dpr) / nExpert, MAX_CELL_WIDTH * dpr);
     this.pitchX = pitch >= 2 ? Math.floor(pitch) : pitch;
     const maxHeight = (innerWidth <= 860 ? 150 : Math.min(360, innerHeight * 0.37)) * dpr;
-    this.pitchY = Math.max(2, Math.floor(Math.min(Math.max(this.pitchX * MAX_CELL_ASPECT, 5 * dpr), maxHeight / this.rows)));
+    this.pitchY = Math.max(2, Math.floor(Math.min(Math.max(this.pitchX * MAX_CELL_ASPECT, 5 * dpr), maxHeight / layers.length)));
     const thin = this.pitchX >= 3 && this.pitchY >= 3 ? Math.max(1, Math.round(dpr / 2)) : 0;
     this.gap = this.pitchX >= 12 * dpr ? Math.round(2 * dpr) : thin;
     this.dpr = dpr;
     this.left = Math.round(GUTTER.left * dpr);
     canvas.width = Math.round(frame * dpr);
-    canvas.height = this.pitchY * this.rows + Math.round(GUTTER.bottom * dpr);
+    canvas.height = this.pitchY * layers.length + Math.round(GUTTER.bottom * dpr);
     canvas.style.height = `${canvas.height / dpr}px`;
     this.redraw();
   }
@@ -126,13 +124,9 @@ export class ExpertMap {
     if (hot) this.wake();
   }
 
-  index(column, row) {
-    return this.across ? row * this.nExpert + column : column * this.nExpert + row;
-  }
-
+  /** The column and the row of a cell. */
   position(i) {
-    const il = Math.floor(i / this.nExpert), expert = i % this.nExpert;
-    return this.across ? [expert, il] : [il, expert];
+    return [i % this.nExpert, Math.floor(i / this.nExpert)];
   }
 
   /** Paints a cell whose shade has changed. Experts that are loading are hollow. */
@@ -160,20 +154,19 @@ export class ExpertMap {
   /** Clears the canvas and writes the numbers of layers and experts. */
   paintNumbers() {
     const { context, dpr, layers, canvas } = this;
-    const [columnName, rowName] = this.across ? [(e) => e, (il) => layers[il]] : [(il) => layers[il], (e) => e];
     context.clearRect(0, 0, canvas.width, canvas.height);
     context.globalAlpha = 1;
     context.fillStyle = this.ink;
     context.font = `${11 * dpr}px ${this.font}`;
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const row of ticks(this.rows, (18 * dpr) / this.pitchY)) {
-      context.fillText(rowName(row), this.left - 8 * dpr, Math.max((row + 0.5) * this.pitchY, 6 * dpr));
+    for (const row of ticks(layers.length, (18 * dpr) / this.pitchY)) {
+      context.fillText(layers[row], this.left - 8 * dpr, Math.max((row + 0.5) * this.pitchY, 6 * dpr));
     }
     context.textAlign = "center";
     context.textBaseline = "alphabetic";
-    for (const column of ticks(this.columns, (34 * dpr) / this.pitchX)) {
-      context.fillText(columnName(column), this.left + (column + 0.5) * this.pitchX, canvas.height - 3 * dpr);
+    for (const column of ticks(this.nExpert, (34 * dpr) / this.pitchX)) {
+      context.fillText(column, this.left + (column + 0.5) * this.pitchX, canvas.height - 3 * dpr);
     }
   }
 
@@ -188,8 +181,8 @@ export class ExpertMap {
 
   /** State and counts of a cell. */
   info(i) {
-    const il = this.layers[Math.floor(i / this.nExpert)];
-    return { il, expert: i % this.nExpert, stateName: STATE_NAMES[this.state[i]], used: this.used[i], fetched: this.fetched[i] };
+    const [expert, row] = this.position(i);
+    return { il: this.layers[row], expert, stateName: STATE_NAMES[this.state[i]], used: this.used[i], fetched: this.fetched[i] };
   }
 
   point(i) {
@@ -202,8 +195,8 @@ export class ExpertMap {
   under(event) {
     const column = Math.floor((event.offsetX * this.dpr - this.left) / this.pitchX);
     const row = Math.floor((event.offsetY * this.dpr) / this.pitchY);
-    const inside = column >= 0 && column < this.columns && row >= 0 && row < this.rows;
-    return inside ? this.index(column, row) : null;
+    const inside = column >= 0 && column < this.nExpert && row >= 0 && row < this.layers.length;
+    return inside ? row * this.nExpert + column : null;
   }
 
   move(event) {
@@ -212,7 +205,7 @@ export class ExpertMap {
     event.preventDefault();
     const [column, row] = this.pointed === null ? [0, 0] : this.position(this.pointed);
     const clamp = (value, n) => Math.min(Math.max(value, 0), n - 1);
-    this.point(this.index(clamp(column + step[0], this.columns), clamp(row + step[1], this.rows)));
+    this.point(clamp(row + step[1], this.layers.length) * this.nExpert + clamp(column + step[0], this.nExpert));
   }
 }
 

@@ -57,7 +57,7 @@ export class Sidebar {
     const wanted = at("filter").value.trim().toLowerCase();
     const shown = this.heads.filter(({ title }) => title.toLowerCase().includes(wanted));
     const drawn = JSON.stringify([this.current, ...shown.map(({ id, title }) => [id, title])]);
-    if (drawn === this.drawn || this.renaming) return; // the focus stays where it is
+    if (drawn === this.drawn) return; // the focus stays where it is
     this.drawn = drawn;
     at("list").replaceChildren(...shown.map((head) => this.item(head)));
     const link = at("list").querySelector(`a[href="#${this.current}"]`);
@@ -66,32 +66,17 @@ export class Sidebar {
 
   item(head) {
     const { id, title } = head, link = make("a", { href: `#${id}`, title }, title);
-    const rename = iconButton("edit", `Rename “${title}”`, () => this.rename(item, head));
-    const item = make("li", {}, link, rename, iconButton("delete", `Delete “${title}”`, () => this.remove(head)));
-    return item;
+    const rename = iconButton("edit", `Rename “${title}”`, () => this.rename(head));
+    return make("li", {}, link, rename, iconButton("delete", `Delete “${title}”`, () => this.remove(head)));
   }
 
-  rename(item, head) {
-    const field = make("input", { value: head.title, ariaLabel: "Title", maxLength: 200 });
-    this.renaming = true;
-    const end = async (title) => {
-      field.onblur = null;
-      this.renaming = this.drawn = false;
-      if (title && title !== head.title) {
-        await save({ ...(await load(head.id)), title });
-        this.onRename(head.id, title);
-      }
-      await this.refresh();
-      at("list").querySelector(`a[href="#${head.id}"]`)?.focus();
-    };
-    field.onblur = () => end(field.value.trim());
-    field.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" && event.key !== "Escape") return;
-      event.preventDefault();
-      end(event.key === "Enter" ? field.value.trim() : "");
-    });
-    item.replaceChildren(field);
-    field.select();
+  async rename(head) {
+    const title = prompt("Title", head.title)?.trim();
+    if (!title || title === head.title) return;
+    await save({ ...(await load(head.id)), title });
+    this.onRename(head.id, title);
+    await this.refresh();
+    at("list").querySelector(`a[href="#${head.id}"]`)?.focus();
   }
 
   async remove({ id, title }) {
