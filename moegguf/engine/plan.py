@@ -6,11 +6,12 @@ makes a plan before anything is loaded; workers receive it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moegguf.engine.cost import Placement, Speeds
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import slot_sizes
+from moegguf.native.slot_sizes import padded, slot_sizes
 
 NO_LIMIT = 1 << 30  # tokens of a pass
 
@@ -119,9 +120,10 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
-def slot_bytes(layout: ExpertLayout) -> int:
-    """Bytes of one slot over all arenas, as the native store lays them out; 0 for a model without experts."""
-    return slot_sizes(layout).slot_bytes
+def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
+    """Bytes of one slot over all arenas, as the native store lays them out, also for these devices; 0 for a model
+    without experts."""
+    return slot_sizes(padded(layout, devices) if devices else layout).slot_bytes
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:

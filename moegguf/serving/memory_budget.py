@@ -28,7 +28,6 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.models.details import projector_of
 from moegguf.models.entry import ModelEntry
-from moegguf.native.slot_sizes import padded
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import LoadConfig
@@ -130,12 +129,10 @@ def _size(
         wanted = plan_with(here, budgets)
     except BudgetError:  # of the budgets themselves, or else `admit` says what is short
         wanted = plan_with(replace(here, memory=_memory(_UNLIMITED)), budgets)
-    slots = padded(layout, [gpu.name for gpu in here.devices if wanted.on_device])
-    least = wanted if not layout.is_moe else _least(slots, here, budgets, wanted)
-    smaller = replace(
-        budgets, choice="slots" if wanted.on_device else "cpu", ram=_at_most(slots, budgets.ram),
-        vram=(_at_most(slots, budgets.vram[0]),),
-    )  # fmt: skip
+    one_slot = slot_bytes(layout, [gpu.name for gpu in here.devices if wanted.on_device])
+    least = wanted if not layout.is_moe else _least(layout, here, budgets, wanted, one_slot)
+    ram, vram = (_at_most(cache, layout.n_expert_total, one_slot) for cache in (budgets.ram, budgets.vram[0]))
+    smaller = replace(budgets, choice="slots" if wanted.on_device else "cpu", ram=ram, vram=(vram,))
 
     def plan_within(room: Room) -> Plan:
         if _fits(wanted, room):
@@ -155,11 +152,11 @@ def _size(
     return ModelSize(most, minimum, plan_within, load_config)
 
 
-def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan) -> Plan:
-    """The plan that takes the least, on the device that `wanted` is on, for whose slots the layout is padded."""
+def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan, one_slot: int) -> Plan:
+    """The plan that takes the least, on the device that `wanted` is on, whose slots have so many bytes."""
     if (wanted.layers_on and budgets.choice == "layers") or (wanted.on_device and budgets.divided):
         return wanted
-    one_slot, sizes = slot_bytes(layout), budgets.sizes
+    sizes = budgets.sizes
     n_tokens = 1 if wanted.on_device else sizes.one_pass_tokens
     fewest = ExpertCache("bytes", n_bytes=layer_slots(layout, n_tokens, wanted.streams) * one_slot)
     sizes = replace(sizes, n_ubatch=1 if wanted.on_device else sizes.n_ubatch or n_tokens)
@@ -169,9 +166,9 @@ def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan) 
     return make_plan(layout, here, replace(budgets, choice="slots", ram=ram, vram=(fewest,), sizes=sizes))
 
 
-def _at_most(layout: ExpertLayout, cache: ExpertCache) -> ExpertCache:
+def _at_most(cache: ExpertCache, n_experts: int, one_slot: int) -> ExpertCache:
     """What fits, up to the budget."""
-    n_bytes = int(cache.fraction * layout.n_expert_total + 1e-9) * slot_bytes(layout)
+    n_bytes = int(cache.fraction * n_experts + 1e-9) * one_slot
     return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
 
 
