@@ -55,7 +55,7 @@ class Loader:
         self._bindings = library.llama_cpp()
         self._progress = progress
         self._ended_by: MoeggufError | None = None
-        self._deciding: Future[LiveController] | None = None
+        self._deciding: Future[None] | None = None
         self._callback: Any = self._bindings.llama_progress_callback(self._report)
         self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._repack, plan = store.repack, load_plan.plan
@@ -115,10 +115,14 @@ class Loader:
             return
         for warning in self.load_plan.plan.warnings:
             warnings.warn(warning, stacklevel=3)
+
+        def decide() -> None:
+            self.controller = LiveController(session, self._artifacts, options, self.n_seq_max)
+
         with ThreadPoolExecutor(1, "moegguf-controller") as beside:
-            self._deciding = beside.submit(LiveController, session, self._artifacts, options, self.n_seq_max)
+            self._deciding = beside.submit(decide)
             self._construct(construct, unload)
-        self.controller, self._deciding = self._deciding.result(), None
+        self._deciding.result()
 
     def _construct(self, construct: Callable[[], None], unload: Callable[[], None]) -> None:
         """`construct`, and where a device has no memory for it, again with fewer slots, after `unload`."""
