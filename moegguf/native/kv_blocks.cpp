@@ -82,7 +82,7 @@ void fill(Block & block) {
 struct moegguf_kv_blocks {
     ~moegguf_kv_blocks() {
         end([&] { return n_begun; });
-        if (filling.valid()) { filling.get(); }
+        if (filling.valid()) { filling.wait(); }
     }
 
     void add(const moegguf_kv_block & block) {
