@@ -32,6 +32,19 @@ def test_scores_that_are_not_numbers_count_as_zero(layer: FakeModel, open_store:
     assert there(store) == {0, 2, 4, 5}
 
 
+def test_a_prefetch_takes_the_place_of_what_is_worth_less_only(layer: FakeModel, open_store: Open) -> None:
+    store, context = open_store(layer, 4, fill=False)
+    store.set_scores([[1, 1, 1, 1, 1, 2, 0, 0]])
+    for chosen in ([0, 1], [2, 3]):
+        layer.acquire(store, context, 0, chosen)
+    store.prefetch([0], [4])
+    store.drain()
+    assert there(store) == {0, 1, 2, 3}
+    store.prefetch([0], [5])
+    store.drain()
+    assert 5 in there(store) and len(there(store)) == 4
+
+
 def test_in_a_sweep_the_layer_that_was_just_computed_goes_first(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 16, simulate=True, fill=False, stream=False)
     for il in range(4):
