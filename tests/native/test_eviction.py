@@ -1,12 +1,14 @@
 """Who goes when room is needed: short stories with a known victim, told at a single layer or over all; a slot for every
 expert; how often each expert was used."""
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open, check_counters, make_model
 
+from moegguf.native import library
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import Store
@@ -97,6 +99,16 @@ def test_a_prompt_waits_on_the_modelled_link_for_a_slot_that_is_being_filled(fak
     counters = store.counters()
     assert counters["misses"] == 10
     assert counters["stall_ns"] >= 10 * fake.expert_bytes
+
+
+def test_a_pool_shrinks_once_nothing_is_read_into_it(layer: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(layer, 8, fill=False)
+    library.arm_fault("slow_read", 1)
+    store.prefetch([0], [4])
+    while not store.counters()["chunks_reading"]:
+        time.sleep(0.001)
+    store.resize(2)
+    assert store.counters()["chunks_reading"] == 0
 
 
 def test_fill_reads_every_expert_once_and_gates_then_read_nothing(fake: FakeModel, open_store: Open) -> None:
