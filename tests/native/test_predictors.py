@@ -349,6 +349,15 @@ def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
         assert store.forecast()[1].any(), "what they showed is known"
 
 
+def test_popularity_predicts_every_layer_whatever_the_token() -> None:
+    shares = rng().dirichlet(np.ones(SHAPE.n_expert), N).astype(np.float32)
+    predictor = asked(lambda: counts.popularity(SHAPE, Weights({"popularity": shares})))
+    predictor.announce(Announcement(0, Phase.DECODE, np.array([7], np.int32)))
+    for row, il in enumerate(SHAPE.layers):
+        expected = np.minimum(shares[row] * SHAPE.n_expert_used, 1)
+        assert predictor.predict(il, row + 1) == pytest.approx(expected)
+
+
 def test_every_predictor_of_the_library_has_a_definition() -> None:
     with simulated() as (store, _), pytest.raises(OptionError) as unknown:
         store.set_predictor(NativePredictor("oracle", {}))
