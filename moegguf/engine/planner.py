@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from moegguf.controller.hit_rates import HitCurve
 from moegguf.engine import cost
-from moegguf.engine.cost import HitCurve, Kind, ModelBytes, Placement, Speeds, format_speed, known_hits, published_curve
+from moegguf.engine.cost import HitRates, Kind, ModelBytes, Placement, Speeds, format_speed
 from moegguf.engine.device_plan import plan_slots
 from moegguf.engine.machine import Device, Machine
 from moegguf.engine.memory import Sizes
@@ -64,7 +65,7 @@ def make_plan(
     if budgets.divided and budgets.choice == "auto" and kinds[0] != "cpu":
         reasons.append("placement 'auto' is slots where layers are divided: no other one was compared")
     elif speeds is not None and not budgets.divided:
-        hits = hits or published_curve(layout.n_expert, layout.n_expert_used)
+        hits = hits or HitRates(layout).curve()
         placement = _compare(layout, machine.devices[0], budgets, plans, kinds, speeds, hits)
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
@@ -82,7 +83,7 @@ def plan_known(layout: ExpertLayout, machine: Machine, budgets: Budgets, measure
     if machine.devices and not budgets.divided:
         (device,) = machine.devices
         try:
-            speeds, hits = measure(device), known_hits(layout)
+            speeds, hits = measure(device), HitRates.of(layout).curve()
         except OptionError as error:
             if budgets.choice != "auto" or budgets.refuses_cpu:
                 raise

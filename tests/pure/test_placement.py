@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from gguf_builder import moe
 
-from moegguf.engine.cost import HitCurve, ModelBytes, Placement, Speeds, cpu_s, layers_s, published_curve, slots_s
+from moegguf.controller.hit_rates import HitCurve, published_curve
+from moegguf.engine.cost import ModelBytes, Placement, Speeds, cpu_s, layers_s, slots_s
 from moegguf.engine.load import given_budgets
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import Sizes
