@@ -266,7 +266,7 @@ def test_a_policy_in_python_scores_with_what_the_store_expects() -> None:
 
     with simulated() as (store, context):
         controller = build_controller(SHAPE, Forecasts(), affinity(), store, ActingOptions(strict=True))
-        assert controller is not None and controller.native and not controller.redundant
+        assert controller is not None and controller.native and controller.needs_events
         for row, il in enumerate(SHAPE.layers):
             event = RoutingEvent(0, 0, 0, Phase.DECODE, 0, il, choice(random, 1))
             context.acquire(il, event.expert_ids)
