@@ -33,9 +33,9 @@ class ActingOptions:
     """How a controller acts on what is predicted.
 
     prefetch: None acts on no prediction. slowest_s: a policy or predictor that once takes longer is switched off.
-    strict: a policy or predictor that fails raises CallbackError instead of being switched off. lockstep: the store's
-    own predictions act at a fixed place. clock_ns: the watchdog's clock; None when `count_token` is called from
-    outside. link_ns: how long the link was busy so far, where trials of prefetching depend on it.
+    strict: one that fails raises CallbackError instead, and may take long. lockstep: the store's own predictions act at
+    a fixed place. clock_ns: the watchdog's clock; None when `count_token` is called from outside. link_ns: how long the
+    link was busy so far, where trials of prefetching depend on it.
     """
 
     prefetch: PrefetchOptions | None = None
@@ -195,7 +195,7 @@ class Controller:
         try:
             act(*arguments)
             took = time.perf_counter() - start
-            if took > self.options.slowest_s:
+            if took > self.options.slowest_s and not self.options.strict:
                 raise TimeoutError(f"took {took:.1f} s at one routing event")
         except Exception as error:
             switch_off(_reason(error))

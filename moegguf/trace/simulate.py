@@ -190,14 +190,13 @@ def slots_of(shape: MoeShape, share: float) -> int:
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
 
 
-def fitted(trace: Trace, n_slots: int, slot_tokens: int = NO_LIMIT) -> Trace:
-    """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed.
-    slot_tokens: of a pass, at most, where not every expert has a slot."""
-    return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), slot_tokens))
+def fitted(trace: Trace, n_slots: int) -> Trace:
+    """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed."""
+    return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), NO_LIMIT))
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
-    """The most tokens of a pass with so many slots for so many layers."""
+    """The most tokens of a pass with so many slots for so many layers; slot_tokens where not every expert has one."""
     shape, longest = trace.shape, int(np.diff(trace.pass_start).max(initial=0))
     if n_slots >= n_layers * shape.n_expert:
         return NO_LIMIT
@@ -268,8 +267,7 @@ class Simulation:
     def _controller(self, store: Store) -> Controller | None:
         """The same as live; None where the store needs none. A policy or predictor that fails ends the simulation."""
         acting = ActingOptions(
-            self.options.prefetch, slowest_s=float("inf"), strict=True,
-            clock_ns=lambda: store.counters()["sim_clock_ns"],
+            self.options.prefetch, strict=True, clock_ns=lambda: store.counters()["sim_clock_ns"],
         )  # fmt: skip
         return build_controller(self.trace.shape, self.policy, self.predictor, store, acting)
 
