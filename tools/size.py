@@ -21,7 +21,7 @@ LIMITS = {
     "moegguf/bench": 1_330,
     "moegguf/chat": 1_560,
     "moegguf/cli": 2_130,
-    "moegguf/controller": 2_110,
+    "moegguf/controller": 2_100,
     "moegguf/engine": 7_060,
     "moegguf/generate": 4_010,
     "moegguf/gguf": 1_400,
