@@ -44,25 +44,21 @@ from moegguf.package import __version__
 from moegguf.processor import read_processor
 from moegguf.quantities import human_number, parse_link
 
-_CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
-
 
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
     """build_commit, build_number, cpu_info, gpu_info, backends of the library behind `bindings`; patched: by whom."""
-    ggml, devices = all_devices()
-    found = (ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(device)) for device in devices)
-    backends = dict.fromkeys(name.decode() for name in found)
+    devices = all_devices()
+    backends = dict.fromkeys(device.backend for device in devices)
 
-    def by_kind(*kinds: int) -> str:
-        of_kind = (device for device in devices if ggml.ggml_backend_dev_type(device) in kinds)
-        return ", ".join(ggml.ggml_backend_dev_description(device).decode() for device in of_kind)
+    def by_kind(*kinds: str) -> str:
+        return ", ".join(device.description for device in devices if device.kind in kinds)
 
     return {
         # ggml_commit() would name the commit of whatever repository it was built in.
         "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
         "build_number": 0,
-        "cpu_info": by_kind(_CPU, _ACCEL) or read_processor().model,
-        "gpu_info": by_kind(_GPU, _IGPU),
+        "cpu_info": by_kind("CPU", "accelerator") or read_processor().model,
+        "gpu_info": by_kind("GPU", "integrated GPU"),
         "backends": ",".join(name for name in backends if name != "CPU") or "CPU",
     }
 

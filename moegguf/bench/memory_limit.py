@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from moegguf.engine.machine import ROOT, cgroup_levels
+from moegguf.engine.machine import ROOT, cgroup_levels, file_text
 from moegguf.errors import MoeggufError
 
 _PR_SET_PDEATHSIG = 1
@@ -32,13 +32,6 @@ _numbers = itertools.count(1)
 
 class LimitError(MoeggufError):
     """No memory cgroup can be made here; the message has the alternative."""
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").split()
-    except OSError:
-        return []
 
 
 def _write(path: Path, text: str) -> bool:
@@ -63,12 +56,12 @@ class MemoryGroup:
     @property
     def peak_bytes(self) -> int:
         """Peak memory, page cache included; 0 when the kernel does not report it."""
-        return int((_words(self.folder / _PEAK[self.version]) or ["0"])[0])
+        return int((file_text(self.folder / _PEAK[self.version]).split() or ["0"])[0])
 
     @property
     def oom_kills(self) -> int:
         """Number of processes that the limit has killed; 0 when the kernel does not report it."""
-        words = _words(self.folder / _EVENTS[self.version])
+        words = file_text(self.folder / _EVENTS[self.version]).split()
         return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
 
     def remove(self) -> None:
@@ -88,10 +81,10 @@ def _limits_memory(version: int, folder: Path) -> bool:
     if version == 1:
         return (folder / "memory.limit_in_bytes").exists()
     control = folder / "cgroup.subtree_control"
-    if "memory" in _words(control):
+    if "memory" in file_text(control).split():
         return True
     # Refused while processes are in `folder` itself: then the parent is tried.
-    return "memory" in _words(folder / "cgroup.controllers") and _write(control, "+memory")
+    return "memory" in file_text(folder / "cgroup.controllers").split() and _write(control, "+memory")
 
 
 def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:

@@ -19,7 +19,7 @@ from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, 
 from moegguf.child import child_command, child_environment
 from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
 from moegguf.engine.machine import read_memory
-from moegguf.engine.memory import MARGIN_BYTES, memory_needs
+from moegguf.engine.memory import MARGIN_BYTES, Sizes
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
@@ -184,7 +184,7 @@ Runner = Callable[[BenchedSystem], Outcome]
 def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
     """Bytes that llama.cpp needs for every weight of the model, the KV cache and its buffers."""
     n_ctx = max(test.n_tokens for test in spec.tests)
-    beside = memory_needs(layout, n_ctx, spec.n_ubatch, ggml_type(spec.type_k), ggml_type(spec.type_v))
+    beside = Sizes(n_ctx, type_k=ggml_type(spec.type_k), type_v=ggml_type(spec.type_v)).needs(layout, spec.n_ubatch)
     return layout.expert_bytes + beside.total_bytes(0)
 
 

@@ -33,9 +33,9 @@ class ActingOptions:
     """How a controller acts on what is predicted.
 
     prefetch: None acts on no prediction. slowest_s: a policy or predictor that once takes longer is switched off.
-    strict: a policy or predictor that fails raises CallbackError instead of being switched off. lockstep: the store's
-    own predictions act at a fixed place. clock_ns: the watchdog's clock; None when `count_token` is called from
-    outside. link_ns: how long the link was busy so far, where trials of prefetching depend on it.
+    strict: one that fails raises CallbackError instead, and may take long. lockstep: the store's own predictions act at
+    a fixed place. clock_ns: the watchdog's clock; None when `count_token` is called from outside. link_ns: how long the
+    link was busy so far, where trials of prefetching depend on it.
     """
 
     prefetch: PrefetchOptions | None = None
@@ -108,11 +108,9 @@ class Controller:
         return self.may_prefetch and (self.watchdog is None or self.watchdog.on)
 
     @property
-    def redundant(self) -> bool:
-        """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
-        if isinstance(self.policy, Policy):
-            return False
-        return not isinstance(self.predictor, EamcPredictor) if self.native else self._refused
+    def needs_events(self) -> bool:
+        """Whether it has to be told of routing: else the store evicts, predicts and acts by itself."""
+        return isinstance(self.policy, Policy) or not self.native or isinstance(self.predictor, EamcPredictor)
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next: predictors from tokens look ahead of the first layer."""
@@ -125,7 +123,9 @@ class Controller:
             parts = announcement.parts()
             phase = Phase.DECODE if all(part.phase == Phase.DECODE for part in parts) else Phase.PREFILL
             self.count_token(phase, self.options.clock_ns(), len(parts))
-        if self.predictor is not None:
+        if self._refused:
+            self._forecast.clear()
+        elif self.predictor is not None:
             self._guarded(self._drop_predictor, self._begin_pass, self.predictor, announcement)
         self._act(announcement.phase)
         self.seconds += time.perf_counter() - start
@@ -139,7 +139,7 @@ class Controller:
         self.history.update(event)
         if self.native and self.history.finished:
             self._learn()
-        if self.predictor is not None:
+        if self.predictor is not None and not self._refused:
             self._guarded(self._drop_predictor, self._look_ahead, self.predictor, event)
         if isinstance(self.policy, Policy):
             self._guarded(self._drop_policy, self._score, self.policy, event.phase)
@@ -195,7 +195,7 @@ class Controller:
         try:
             act(*arguments)
             took = time.perf_counter() - start
-            if took > self.options.slowest_s:
+            if took > self.options.slowest_s and not self.options.strict:
                 raise TimeoutError(f"took {took:.1f} s at one routing event")
         except Exception as error:
             switch_off(_reason(error))
@@ -266,11 +266,6 @@ class Controller:
             raise CallbackError(f"{what}; the simulation has no result.")
         if not self.stopped:
             warnings.warn(f"{what}; {going_on}.", stacklevel=4)
-
-    def pause(self) -> None:
-        """Leaves the store to itself for now: what was scored and forecast does not count any more."""
-        self._clear_scores()
-        self._clear_forecast()
 
     def stop(self) -> None:
         """Ignores all later events; those still queued pass at once."""

@@ -23,15 +23,11 @@ MOST_REQUESTS = 256  # whose rEAMs are kept at once: as many sequences as a cont
 
 @dataclass
 class Request:
-    """The rEAM of one request, (n_layer, n_expert) per phase, and the pass of this history that it was last part of."""
+    """The rEAMs of one request, counts[phase] (n_layer, n_expert), and the pass of this history that it was last part
+    of."""
 
-    prefill: Counts
-    decode: Counts
+    counts: Counts
     last_pass: int = 0
-
-    def of(self, phase: Phase) -> Counts:
-        """Its counts of this phase."""
-        return self.prefill if phase == Phase.PREFILL else self.decode
 
 
 class History:
@@ -53,8 +49,8 @@ class History:
         self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)
         self.uses: Counts = np.zeros(shape.table, np.float32)
         self.iteration: Counts = np.zeros(shape.table, np.float32)
-        self.prefill: Counts = np.zeros(shape.table, np.float32)
-        self.decode: Counts = np.zeros(shape.table, np.float32)
+        self._reams: Counts = np.zeros((len(Phase), *shape.table), np.float32)
+        self.prefill, self.decode = self._reams
         self.il = -1
         self.pass_ = -1
         self.sequence = -1
@@ -79,8 +75,8 @@ class History:
         n_expert = self.shape.n_expert
         for part in parts:
             counts = np.bincount(event.expert_ids[part.rows].ravel(), minlength=n_expert)
-            self.requests[part.sequence].of(part.phase)[event.il] += counts
-            (self.prefill if part.phase == Phase.PREFILL else self.decode)[event.il] += counts
+            self.requests[part.sequence].counts[part.phase, event.il] += counts
+            self._reams[part.phase, event.il] += counts
             self.iteration[event.il] += counts
         used = np.zeros(n_expert, np.bool_)
         used[event.expert_ids.ravel()] = True
@@ -91,7 +87,7 @@ class History:
 
     def end_all(self) -> list[Counts]:
         """Ends all requests: their rEAMs (decode), the oldest first."""
-        ended = [request.decode for request in self.requests.values()]
+        ended = [request.counts[Phase.DECODE] for request in self.requests.values()]
         self.requests.clear()
         self._present = frozenset()
         self._add_up()
@@ -103,7 +99,7 @@ class History:
             self._end(sequence)
         for sequence in present:
             request = self.requests.pop(sequence, None)  # and back, as the last: in order of last use
-            self.requests[sequence] = request or Request(*np.zeros((2, *self.shape.table), np.float32))
+            self.requests[sequence] = request or Request(np.zeros_like(self._reams))
             self.requests[sequence].last_pass = self._n_pass
         for sequence in [s for s, r in self.requests.items() if self._n_pass - r.last_pass > ABSENT_PASSES]:
             self._end(sequence)
@@ -115,11 +111,9 @@ class History:
 
     def _add_up(self) -> None:
         """The rEAMs of the pass's requests."""
-        self.prefill[:] = 0
-        self.decode[:] = 0
+        self._reams[:] = 0
         for sequence in sorted(self._present):
-            self.prefill += self.requests[sequence].prefill
-            self.decode += self.requests[sequence].decode
+            self._reams += self.requests[sequence].counts
 
     def _end(self, sequence: int) -> None:
-        self.finished.append(self.requests.pop(sequence).decode)
+        self.finished.append(self.requests.pop(sequence).counts[Phase.DECODE])

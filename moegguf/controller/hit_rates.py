@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,52 +155,57 @@ class HitRange:
 
 
 @dataclass(frozen=True)
-class PublishedCurve:
-    """Hit rates of one model: `rates` are {share of all experts in memory: hit rate}."""
+class HitCurve:
+    """Hit rates {share of all experts in memory: hit rate}, and who measured them, on what."""
 
-    model: str
-    n_expert: int
-    n_expert_used: int
-    source: str
     rates: Mapping[float, float]
+    source: str
+    n_expert: int = 0
+    n_expert_used: int = 0
+
+    def at(self, share: float) -> float:
+        """The hit rate with so large a share of the experts in slots."""
+        return interpolate(self.rates, share)
 
 
 PUBLISHED = (
-    PublishedCurve(
-        "Qwen3-30B-A3B", 128, 8, "kekzl/imp#1359",
+    HitCurve(
         {0.03: 0.0, 0.06: 0.37, 0.18: 0.706, 0.24: 0.803, 0.26: 0.84, 0.38: 0.89, 0.40: 0.95, 0.64: 0.96},
+        "Qwen3-30B-A3B, kekzl/imp#1359", 128, 8,
     ),
-    PublishedCurve(
-        "Qwen3.8-Flash-Next", 512, 10, "kekzl/imp#2061",
-        {0.06: 0.435, 0.12: 0.62, 0.18: 0.72, 0.24: 0.789, 0.33: 0.85},
+    HitCurve(
+        {0.06: 0.435, 0.12: 0.62, 0.18: 0.72, 0.24: 0.789, 0.33: 0.85}, "Qwen3.8-Flash-Next, kekzl/imp#2061", 512, 10
     ),
-    PublishedCurve(
-        "Qwen3.8-Flash-Next", 512, 10, "BigCherry",
-        {0.042: 0.45, 0.083: 0.61, 0.167: 0.79, 0.25: 0.88, 0.29: 0.90},
-    ),
-    PublishedCurve("Qwen3.6-35B-A3B", 256, 8, "FreeToken#231, lucebox", {0.22: 0.741, 0.49: 0.79}),
-    PublishedCurve("GLM-5.3-Flash", 288, 8, "neurall/llama.cpp", {0.22: 0.67, 0.44: 0.88, 0.66: 0.95, 0.88: 0.94}),
-    PublishedCurve("OLMoE", 64, 8, "colibri#1092", {0.25: 0.51}),
+    HitCurve({0.042: 0.45, 0.083: 0.61, 0.167: 0.79, 0.25: 0.88, 0.29: 0.90}, "Qwen3.8-Flash-Next, BigCherry", 512, 10),
+    HitCurve({0.22: 0.741, 0.49: 0.79}, "Qwen3.6-35B-A3B, FreeToken#231, lucebox", 256, 8),
+    HitCurve({0.22: 0.67, 0.44: 0.88, 0.66: 0.95, 0.88: 0.94}, "GLM-5.3-Flash, neurall/llama.cpp", 288, 8),
+    HitCurve({0.25: 0.51}, "OLMoE, colibri#1092", 64, 8),
 )  # fmt: skip
 
 
-def share_of(layout: ExpertLayout, n_slots: int) -> float:
-    """The share of all experts that so many slots hold."""
-    return n_slots / max(1, layout.n_expert_total)
-
-
-def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[PublishedCurve, ...], bool]:
+def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[HitCurve, ...], bool]:
     """The curves of models of this shape; of all models, and False, where there are none."""
     same = tuple(curve for curve in PUBLISHED if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used))
     return same or PUBLISHED, bool(same)
+
+
+def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
+    """That of a model of this shape; else, of all, the one with the fewest hits at a quarter."""
+    curves, same = published_for(n_expert, n_expert_used)
+    chosen = min(curves, key=lambda curve: curve.at(0.25))
+    kind = "published for" if same else "not known for this model; conservative: published for"
+    return replace(chosen, source=f"{kind} {chosen.source}")
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
     """From the lowest to the highest hit rate published for text: of models of this shape, else of all. Below one
     token's experts over all layers, least-recent-use eviction hits next to nothing.
     """
-    share, (curves, same) = share_of(layout, n_slots), published_for(layout.n_expert, layout.n_expert_used)
-    rates = sorted((interpolate(curve.rates, share), f"{curve.model}, {curve.source}") for curve in curves)
+    share, (curves, same) = (
+        n_slots / max(1, layout.n_expert_total),
+        published_for(layout.n_expert, layout.n_expert_used),
+    )
+    rates = sorted((curve.at(share), curve.source) for curve in curves)
     (low, lowest), (high, highest) = rates[0], rates[-1]
     sources = lowest if lowest == highest else f"{lowest}, to {highest}"
     of = "of its shape" if same else "of other shapes"

@@ -15,26 +15,24 @@ supposed they are 0.65 of its memory's bandwidth, and the constants here: measur
 
 Hit rates to expect are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
 the range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there
-are any. Placements are compared by one curve of hit rates (`known_hits`). Within one placement, slots and passes are
+are any. Placements are compared by one curve of hit rates. Within one placement, slots and passes are
 weighed against each other before any speed is known: by the bytes that a request moves (`request_cost`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.hit_rates import (
+    HitCurve,
     HitRange,
     Measured,
-    interpolate,
-    published_for,
+    published_curve,
     published_range,
-    share_of,
     typical_hit_rate,
 )
 from moegguf.errors import ExpertIOError, OptionError
@@ -192,35 +190,6 @@ def request_cost(
 
 
 @dataclass(frozen=True)
-class HitCurve:
-    """Hit rates {share of the experts in slots: hit rate}, and who measured them, on what."""
-
-    rates: Mapping[float, float]
-    source: str
-
-    def at(self, share: float) -> float:
-        """The hit rate with so large a share of the experts in slots."""
-        return interpolate(self.rates, share)
-
-
-def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """That of a model of this shape; else, of all, the one with the fewest hits at a quarter."""
-    curves, same = published_for(n_expert, n_expert_used)
-    chosen = min(curves, key=lambda curve: interpolate(curve.rates, 0.25))
-    kind = "published for" if same else "not known for this model; conservative: published for"
-    return HitCurve(chosen.rates, f"{kind} {chosen.model} ({chosen.source})")
-
-
-def known_hits(layout: ExpertLayout) -> HitCurve:
-    """Hit rates to expect of this model's slots: measured on its routing, or published."""
-    with suppress(ExpertIOError):  # of a model of which only the headers are here
-        if (measured := Artifacts(layout).measured()) and measured.hit_rates:
-            policy, n = measured.choose(0.5).policy, measured.about.get("requests", "some")
-            return HitCurve(measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
-    return published_curve(layout.n_expert, layout.n_expert_used)
-
-
-@dataclass(frozen=True)
 class Expected:
     """Low and high ends of an estimate while answering. Bytes are per token. Tokens per second are None where no speed
     was measured.
@@ -244,12 +213,21 @@ class HitRates:
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:
-        """With the nearest measurement of this very model, which its routers identify."""
-        return cls(layout, Artifacts(layout).measured() if layout.is_moe else None)
+        """With the nearest measurement of this very model, which its routers identify, if the file has them here."""
+        with suppress(ExpertIOError):
+            return cls(layout, Artifacts(layout).measured() if layout.is_moe else None)
+        return cls(layout)
+
+    def curve(self) -> HitCurve:
+        """That of the policy that was measured to be best, else the one to expect of a model of this shape."""
+        if not self.measured or not self.measured.hit_rates:
+            return published_curve(self.layout.n_expert, self.layout.n_expert_used)
+        policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")
+        return HitCurve(self.measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
 
     def range_at(self, n_slots: int) -> HitRange:
         """The range for `n_slots` slots."""
-        share = share_of(self.layout, n_slots)
+        share = n_slots / max(1, self.layout.n_expert_total)
         if share >= 1:
             return HitRange(1.0, 1.0, "every expert is in memory")
         if self.measured and (found := self.measured.range_at(share)):

@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from moegguf.engine.budgets import AUTO, Budgets
 from moegguf.engine.cost import request_cost
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import F16, row_bytes
-from moegguf.engine.plan import NO_LIMIT, DevicePlan, Plan, allowed_ubatch, staging_bytes
+from moegguf.engine.plan import AUTO, NO_LIMIT, Budgets, DevicePlan, Plan, allowed_ubatch, staging_bytes
 from moegguf.engine.pool_plan import (
     VRAM_MARGIN_BYTES,
     Pool,
@@ -82,9 +81,8 @@ def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan
     context, the buffers of a pass and staging tensors are on the devices, too.
 
     Of STAGING_TENSORS, 1 and no staging tensors on each device it has the most that fit and pay (`_pays`), none where
-    every expert has a slot; so many as `budgets` say, beside the budget in VRAM, where they fit. Sizes in `budgets`
-    leave nothing to choose. Raises BudgetError, stating the minimum, where a budget is too small, OptionError for a
-    split or a number of tensors that cannot be.
+    every expert has a slot; so many as `budgets` say, beside the budget in VRAM, where they fit. Raises BudgetError,
+    stating the minimum, where a budget is too small, OptionError for a split or a number of tensors that cannot be.
     """
     wanted = budgets.staging
     if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:

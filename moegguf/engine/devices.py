@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes as c
+import functools
 import json
 import subprocess
-from typing import Any
+from typing import Any, NamedTuple
 
 from moegguf.child import child_command, child_environment
 from moegguf.engine.machine import Device
@@ -18,55 +19,65 @@ NO_GPU = (
 )
 QUERY_S = 60  # a driver may take long to start
 
-GPU = 1  # enum ggml_backend_dev_type
+KINDS = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")  # enum ggml_backend_dev_type
 
 
-def all_devices() -> tuple[Any, list[int]]:
-    """libggml, which the native library has loaded, with the functions about devices declared; the address of each
-    device of every backend."""
-    ggml = library.ggml()
+class BackendDevice(NamedTuple):
+    """A device of a ggml backend. handle: the address of its ggml_backend_dev. kind: one of KINDS."""
+
+    handle: int
+    name: str
+    description: str
+    backend: str
+    kind: str
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are free now, and all. A driver keeps some of the device's memory for a process that asks."""
+        free, total = c.c_size_t(), c.c_size_t()
+        _ggml().ggml_backend_dev_memory(self.handle, c.byref(free), c.byref(total))
+        return free.value, total.value
+
+
+@functools.cache
+def _ggml() -> Any:
+    """libggml, which the native library has loaded, with the functions about devices declared."""
+    ggml, name, device, size = library.ggml(), c.c_char_p, c.c_void_p, c.POINTER(c.c_size_t)
     signatures: dict[str, tuple[Any, list[Any]]] = {
-        "ggml_backend_dev_count": (c.c_size_t, []),
-        "ggml_backend_dev_get": (c.c_void_p, [c.c_size_t]),
-        "ggml_backend_dev_name": (c.c_char_p, [c.c_void_p]),
-        "ggml_backend_dev_description": (c.c_char_p, [c.c_void_p]),
-        "ggml_backend_dev_type": (c.c_int, [c.c_void_p]),
-        "ggml_backend_dev_backend_reg": (c.c_void_p, [c.c_void_p]),
-        "ggml_backend_reg_name": (c.c_char_p, [c.c_void_p]),
-        "ggml_backend_dev_memory": (None, [c.c_void_p, c.POINTER(c.c_size_t), c.POINTER(c.c_size_t)]),
+        "dev_count": (c.c_size_t, []),
+        "dev_get": (device, [c.c_size_t]),
+        "dev_name": (name, [device]),
+        "dev_description": (name, [device]),
+        "dev_type": (c.c_int, [device]),
+        "dev_backend_reg": (device, [device]),
+        "reg_name": (name, [device]),
+        "dev_memory": (None, [device, size, size]),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(ggml, name)
+    for short, (result, arguments) in signatures.items():
+        function = getattr(ggml, f"ggml_backend_{short}")
         function.restype, function.argtypes = result, arguments
-    return ggml, [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    return ggml
 
 
-def read_device(ggml: Any, handle: int, index: int) -> Device:
-    """The device at this address, with what is free of its memory now."""
-    free, total = c.c_size_t(), c.c_size_t()
-    ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
-    name, description = (
-        call(handle).decode(errors="replace")
-        for call in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
-    )
-    return Device(name, index, free.value, total.value, description, handle)
+def all_devices() -> list[BackendDevice]:
+    """Every device of every backend that the native library has loaded."""
+    ggml, found = _ggml(), list[BackendDevice]()
+    for handle in map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count())):
+        backend = ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(handle))
+        said = ggml.ggml_backend_dev_name(handle), ggml.ggml_backend_dev_description(handle), backend
+        kind, (name, about, of) = ggml.ggml_backend_dev_type(handle), (text.decode(errors="replace") for text in said)
+        found.append(BackendDevice(handle, name, about, of, KINDS[kind] if 0 <= kind < len(KINDS) else f"type {kind}"))
+    return found
 
 
 def gpus() -> list[Device]:
     """Every device of the kind that llama.cpp puts layers on, in its order, remote ones first; empty without any."""
-    ggml, handles = all_devices()
-
-    def is_local(handle: int) -> bool:
-        return bool(ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(handle)) != b"RPC")
-
-    found = sorted((handle for handle in handles if ggml.ggml_backend_dev_type(handle) == GPU), key=is_local)
-    return [read_device(ggml, handle, index) for index, handle in enumerate(found)]
+    found = sorted((found for found in all_devices() if found.kind == "GPU"), key=lambda found: found.backend != "RPC")
+    return [Device(of.name, i, *of.memory(), of.description, of.handle) for i, of in enumerate(found)]
 
 
 def has_gpu() -> bool:
     """Whether there is a GPU that this build can use. Unlike `gpus` it takes no memory of one."""
-    ggml, handles = all_devices()
-    return any(ggml.ggml_backend_dev_type(handle) == GPU for handle in handles)
+    return any(device.kind == "GPU" for device in all_devices())
 
 
 def find_gpus(name: str | None = None) -> list[Device]:

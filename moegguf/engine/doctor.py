@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from moegguf.engine.devices import all_devices, read_device
+from moegguf.engine.devices import BackendDevice, all_devices
 from moegguf.engine.machine import count_cpus, disk_read_speed, read_memory
 from moegguf.errors import LibraryError, MoeggufError
 from moegguf.models.catalog import find_model
@@ -37,8 +37,6 @@ PACKAGES = ("numpy", "typer", "rich", "psutil")
 
 Facts = dict[str, Any]
 """{name: value}; a fact that could not be collected is {"error": reason}."""
-
-_DEVICE_TYPES = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")
 
 
 def diagnose(model: str | None = None) -> dict[str, Facts]:
@@ -118,18 +116,13 @@ def _features() -> list[str]:
 
 def _devices() -> Facts:
     """{device: description, kind and memory} of every ggml backend in this build."""
-    ggml, handles = all_devices()
-    return {ggml.ggml_backend_dev_name(handle).decode(): _fact(partial(_device, ggml, handle)) for handle in handles}
+    return {device.name: _fact(partial(_device, device)) for device in all_devices()}
 
 
-def _device(ggml: Any, handle: int) -> Facts:
-    device, kind = read_device(ggml, handle, 0), ggml.ggml_backend_dev_type(handle)
-    return {
-        "description": device.description,
-        "kind": _DEVICE_TYPES[kind] if 0 <= kind < len(_DEVICE_TYPES) else f"type {kind}",
-        "free_bytes": device.free_bytes,
-        "total_bytes": device.total_bytes,
-    }
+def _device(device: BackendDevice) -> Facts:
+    free_bytes, total_bytes = device.memory()
+    about = {"description": device.description, "kind": device.kind}
+    return about | {"free_bytes": free_bytes, "total_bytes": total_bytes}
 
 
 def _machine() -> Facts:

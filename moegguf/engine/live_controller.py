@@ -79,7 +79,7 @@ class LiveController:
         self.native_policy = self.policy_below = LRU.name
         self.choice = ControllerChoice()
         self._measured: Measured | None = None
-        self._listening = self._paused = False
+        self._listening = False
         self._tight = True  # experts can be absent
         self._n_ended = 0  # requests
         self._choose_tiers()
@@ -128,7 +128,6 @@ class LiveController:
         if controller is None:
             self.native_policy = name_of(policy)
             return
-        self._paused = controller.native and controller.redundant
         self.listen_options = ListenOptions(
             inputs=predictor.needs_inputs and not controller.native, lockstep=lockstep,
             lazy=controller.native and not lockstep and not controller.scores, max_input_tokens=MOST_INPUT_TOKENS,
@@ -196,30 +195,14 @@ class LiveController:
         return layout is None or self.session.layout.layers == layout.layers
 
     def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
-        """Tokens are evaluated next; DECODE: one of each sequence, and no prompt's beside. Between trials that said no,
-        the store works without the controller.
-
-        Not for the event thread, which this may wait for.
-        """
-        controller = self.controller
-        if controller is None or controller.watchdog is None or not self._tight:
-            return
-        controller.count_token(phase, time.perf_counter_ns(), n_sequences)
-        if self._paused and not controller.redundant:
-            self._paused = False
-            self._listen()
-        elif self._listening and controller.redundant:
-            self._paused = True
-            self._listen()
-            controller.pause()
+        """Tokens are evaluated next; DECODE: one of each sequence, and no prompt's beside."""
+        if self.controller is not None and self._tight:
+            self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
     def update(self) -> None:
         """Listens while there is something to decide: call it when pools got another size."""
-        self._tight = not self.session.store.info()["resident"]
-        self._listen()
-
-    def _listen(self) -> None:
-        needed, listeners = self.controller is not None and self._tight and not self._paused, self.session.listeners
+        self._tight, listeners = not self.session.store.info()["resident"], self.session.listeners
+        needed = self.controller is not None and self._tight and self.controller.needs_events
         if needed != self._listening:
             (listeners.add if needed else listeners.remove)(self)
         self._listening = needed

@@ -117,7 +117,7 @@ class Llama(UpstreamLlama):
             n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
                 uses one. The property `n_seq_max` says which models have only one.
             kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less
-                where experts would miss that memory (`moegguf.engine.budgets.choose_context`).
+                where experts would miss that memory (`moegguf.engine.pool_plan.choose_context`).
             flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None:
                 where the devices that compute have it, as `moegguf.Engine`, `run` and `serve` do.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.controller.strategies import find_strategy
-from moegguf.engine.budgets import Budgets, Sizes, pad_context
 from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
-from moegguf.engine.memory import check_context, pooling_batch_tokens
-from moegguf.engine.plan import Plan
+from moegguf.engine.memory import Sizes, check_context, pad_context, pooling_batch_tokens
+from moegguf.engine.plan import Budgets, Plan
 from moegguf.engine.planner import plan_known
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
@@ -108,7 +107,7 @@ def prepare(
     sizes, hooks = _sizes(layout, options), layout.is_moe and environment.hooks
     divides = received = plan is not None  # divides: the plan, and not the caller, says which layers devices compute
     if plan is None:
-        check_context(layout, max(sizes.kv_tokens or 0, options["n_ctx"]), read_memory(), sizes.type_k, sizes.type_v)
+        check_context(layout, sizes, read_memory())
         devices = choose_gpus(vram_cache, placement, options, store.device) if hooks else None
         divides = devices is not None
         plan = _plan_now(layout, expert_cache, vram_cache, placement, options, devices or (), sizes, store)

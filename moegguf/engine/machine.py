@@ -76,7 +76,8 @@ class DiskSpeed:
     direct: bool
 
 
-def _text(path: Path) -> str:
+def file_text(path: Path) -> str:
+    """The text of a small file of the system; "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -85,27 +86,27 @@ def _text(path: Path) -> str:
 
 def _number(path: Path) -> int | None:
     """The whole number in a cgroup file; None when it is absent or "max"."""
-    text = _text(path).strip()
+    text = file_text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _table(path: Path) -> dict[str, int]:
     """Lines such as "inactive_file 4096" as {name: bytes}."""
-    pairs = (line.partition(" ")[::2] for line in _text(path).splitlines())
+    pairs = (line.partition(" ")[::2] for line in file_text(path).splitlines())
     return {name: int(value) for name, value in pairs if value.isascii() and value.isdigit()}
 
 
 def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
     """(1 or 2, folder) of every cgroup that can limit `controller` for this process, innermost first."""
     paths: dict[int, str] = {}
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in file_text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if number == "0" and not names:
             paths[2] = path
         elif controller in names.split(","):
             paths[1] = path
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in file_text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
         if len(fields) < 5 or len(kind) < 3:
@@ -160,7 +161,7 @@ def count_cpus(root: Path = ROOT) -> int:
         files = (
             [folder / f"cpu.cfs_{name}_us" for name in ("quota", "period")] if version == 1 else [folder / "cpu.max"]
         )
-        fields = " ".join(map(_text, files)).split()
+        fields = " ".join(map(file_text, files)).split()
         if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
             n_cpu = min(n_cpu, int(fields[0]) // int(fields[1]))
     return max(1, n_cpu)

@@ -1,4 +1,5 @@
-"""Memory that llama.cpp takes beside the experts: dense weights, KV cache, compute buffers.
+"""Memory that llama.cpp takes beside the experts, by the sizes of the context and of passes: dense weights, KV cache,
+compute buffers.
 
 Upper bounds from the model's metadata, computed before anything is loaded, so that a budget and a context length can be
 planned; llama.cpp states the true figures after loading.
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from moegguf.engine.machine import Memory
-from moegguf.errors import AllocationError
+from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
 from moegguf.gguf.reader import GGML_TYPES
@@ -21,6 +22,8 @@ ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and 
 FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, staging buffers of the readers
 VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with its merges
 KV_PAD_TOKENS = 256
+MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
+DEFAULT_UBATCH_TOKENS = 512
 HEADS_UBATCH_TOKENS = 32  # of a pass of the heads that draft
 
 
@@ -99,26 +102,51 @@ def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: b
     return n_ubatch * per_token + layout.n_vocab * VOCAB_TOKEN_BYTES + routers + FIXED_BYTES
 
 
-def memory_needs(
-    layout: ExpertLayout,
-    n_ctx: int,
-    n_ubatch: int,
-    type_k: int = F16,
-    type_v: int = F16,
-    flash_attn: bool = False,
-    projector: ProjectorHeader | None = None,
-) -> MemoryNeeds:
-    """The upper bounds for passes of `n_ubatch` tokens in a context of `n_ctx`; KV cache types as in ggml.
+@dataclass(frozen=True)
+class Sizes:
+    """Context and passes to plan for; types of the KV cache are ggml's numbers.
 
-    CPU mul_mat_id keeps a row list of 8 bytes per slot, chosen expert and token.
+    n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`pool_plan.choose_context`).
+    n_ubatch: stays as given unless there are too few slots for it; None: at most n_batch, chosen together with the
+    slots. kv_tokens: of all n_seq_max sequences that the context holds; None: chosen. projector: of a model that reads
+    images, too. adapter_bytes: of a LoRA adapter. reasons: of what was chosen.
     """
-    return MemoryNeeds(
-        layout.dense_bytes + layout.tied_output_bytes,
-        kv_bytes(layout, n_ctx, type_k, type_v),
-        compute_bytes(layout, n_ctx, n_ubatch, flash_attn),
-        8 * layout.n_expert_used * n_ubatch,
-        projector.total_bytes if projector else 0,
-    )
+
+    n_ctx: int | None = None
+    n_ubatch: int | None = None
+    n_batch: int = DEFAULT_UBATCH_TOKENS
+    n_seq_max: int = 1
+    kv_tokens: int | None = None
+    type_k: int = F16
+    type_v: int = F16
+    flash_attn: bool = False
+    projector: ProjectorHeader | None = None
+    adapter_bytes: int = 0
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def one_pass_tokens(self) -> int:
+        """Tokens that a pass has to hold, for an image; 1 where an image may be read in several."""
+        return max(1, self.projector.one_pass_tokens if self.projector else 1)
+
+    @property
+    def most_ubatch(self) -> int:
+        """The most tokens of a pass."""
+        return max(self.one_pass_tokens, self.n_ubatch or min(DEFAULT_UBATCH_TOKENS, self.n_batch))
+
+    def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
+        """Upper bounds of memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left.
+
+        CPU mul_mat_id keeps a row list of 8 bytes per slot, chosen expert and token.
+        """
+        n_kv = self.kv_tokens or self.n_ctx or 0
+        return MemoryNeeds(
+            layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes,
+            kv_bytes(layout, n_kv, self.type_k, self.type_v),
+            compute_bytes(layout, n_kv, n_ubatch, self.flash_attn),
+            8 * layout.n_expert_used * n_ubatch,
+            self.projector.total_bytes if self.projector else 0,
+        )
 
 
 MARGIN_BYTES = 256 * MIB  # left free at least
@@ -134,12 +162,23 @@ def pooling_batch_tokens(n_ctx: int) -> int:
     return min(n_ctx, 2048)
 
 
-def check_context(layout: ExpertLayout, n_ctx: int, memory: Memory, type_k: int = F16, type_v: int = F16) -> None:
+def pad_context(n_ctx: int) -> int:
+    """`n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context.
+
+    Raises OptionError for a number that no context can have.
+    """
+    if not 0 <= n_ctx <= MAX_CTX_TOKENS:
+        raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
+    return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+
+
+def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
     """Raises AllocationError for a KV cache above all memory of the machine.
 
     llama.cpp would fail minutes later, or be killed.
     """
-    n_bytes = kv_bytes(layout, n_ctx, type_k, type_v)
+    n_ctx = max(sizes.kv_tokens or 0, sizes.n_ctx or 0)
+    n_bytes = kv_bytes(layout, n_ctx, sizes.type_k, sizes.type_v)
     if n_bytes > memory.total_bytes:
         raise AllocationError(
             f"a context of {n_ctx} tokens needs {format_bytes(n_bytes)} for this model, but the machine has"

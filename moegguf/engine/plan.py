@@ -1,4 +1,5 @@
-"""A plan: which memory has which experts, context and buffers, with the reasons as sentences.
+"""What a user gives, and the plan for it: which memory has which experts, context and buffers, with the reasons as
+sentences.
 
 A slot holds one expert of any layer: one place in each arena (gate, up, down; or gate_up, down). `planner.make_plan`
 makes a plan before anything is loaded; workers receive it.
@@ -9,11 +10,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moegguf.engine.cost import Placement, Speeds
+from moegguf.engine.cost import Kind, Placement, Speeds
+from moegguf.engine.machine import Memory
+from moegguf.engine.memory import Sizes, margin_bytes
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_sizes
+from moegguf.quantities import ExpertCache
 
 NO_LIMIT = 1 << 30  # tokens of a pass
+AUTO, SIZES = ExpertCache("auto"), Sizes()  # of `Budgets` that say nothing else
+KINDS_OF: dict[str, tuple[Kind, ...]] = {
+    "auto": ("resident", "slots", "layers", "cpu"),
+    "layers": ("resident", "layers"),
+    "slots": ("resident", "slots"),
+    "cpu": ("cpu",),
+}
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What a user gives, and wants.
+
+    ram, vram: memory for experts; vram of all devices together, or of each. choice: one of `options.PLACEMENTS`.
+    n_gpu_layers, tensor_split: as llama.cpp's (-1: every layer; None: by memory). divided: the caller divides layers
+    so, or chooses one of several devices: only slots are planned. refuses_cpu: not everything may be left to the CPU.
+    staging: tensors of each device that prompts are staged in, beside `vram`; None: chosen, within it. streams: whether
+    the store may stream experts through the CPU's slots. margin_bytes: of RAM, that stay free with "auto"; None:
+    `memory.margin_bytes`.
+    """
+
+    ram: ExpertCache = AUTO
+    vram: tuple[ExpertCache, ...] = (AUTO,)
+    choice: str = "auto"
+    sizes: Sizes = SIZES
+    n_gpu_layers: int = -1
+    tensor_split: tuple[float, ...] | None = None
+    divided: bool = False
+    refuses_cpu: bool = False
+    staging: int | None = None
+    streams: bool = True
+    margin_bytes: int | None = None
+
+    def margin_of(self, ram: Memory) -> int:
+        """Bytes of this RAM that stay free with "auto"."""
+        return margin_bytes(ram.available_bytes) if self.margin_bytes is None else self.margin_bytes
 
 
 @dataclass(frozen=True)

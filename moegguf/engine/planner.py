@@ -1,7 +1,7 @@
 """The one plan: where a model's experts go on a machine, within budgets, decided before anything is loaded.
 
-The context is chosen first, then slots and passes for every placement that is allowed and fits; with speeds the cost
-model compares these. `make_plan` reads no weights, measures nothing and allocates nothing: the same arguments, the same
+Context, slots and passes are chosen for every placement that is allowed and fits; with speeds the cost model compares
+these. `make_plan` reads no weights, measures nothing and allocates nothing: the same arguments, the same
 plan. A server makes it for its workers, and `Llama` for itself.
 """
 
@@ -10,13 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from moegguf.controller.hit_rates import HitCurve
 from moegguf.engine import cost
-from moegguf.engine.budgets import AUTO, KINDS_OF, Budgets, choose_context
-from moegguf.engine.cost import HitCurve, Kind, ModelBytes, Placement, Speeds, format_speed, known_hits, published_curve
+from moegguf.engine.cost import HitRates, Kind, ModelBytes, Placement, Speeds, format_speed
 from moegguf.engine.device_plan import plan_slots
 from moegguf.engine.machine import Device, Machine
-from moegguf.engine.plan import PlacementPlan, Plan, allowed_ubatch, slot_bytes
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, host_bytes, placed, ram_slots, short_of, too_few
+from moegguf.engine.memory import Sizes
+from moegguf.engine.plan import AUTO, KINDS_OF, Budgets, PlacementPlan, Plan, allowed_ubatch, slot_bytes
+from moegguf.engine.pool_plan import (
+    VRAM_MARGIN_BYTES,
+    Pool,
+    choose_context,
+    host_bytes,
+    placed,
+    ram_slots,
+    short_of,
+    too_few,
+)
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes
@@ -36,13 +46,8 @@ def make_plan(
     expect; None: published ones. Raises BudgetError, stating the minimum, where nothing that `budgets` allow fits, and
     OptionError for options that do not fit the devices.
     """
-    on_cpu = replace(
-        budgets, sizes=choose_context(layout, budgets.sizes, machine.memory.available_bytes, (budgets.ram,))
-    )
     if not machine.devices:
-        return _plan_cpu(layout, machine, on_cpu)
-    free_bytes = sum(device.free_bytes for device in machine.devices)
-    on_devices = replace(budgets, sizes=choose_context(layout, budgets.sizes, free_bytes, budgets.vram))
+        return _plan_cpu(layout, machine, budgets)
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, make in _WAYS.items():
         # Slots for every expert are the same as whole layers without the CPU.
@@ -51,7 +56,7 @@ def make_plan(
         if kind == "cpu" and budgets.divided and plans:
             continue
         try:
-            found = make(layout, machine, on_cpu if kind == "cpu" else on_devices)
+            found = make(layout, machine, budgets)
             plans["resident" if kind == "slots" and found.resident else kind] = found
         except BudgetError as error:
             refused[kind] = error
@@ -60,9 +65,8 @@ def make_plan(
     if budgets.divided and budgets.choice == "auto" and kinds[0] != "cpu":
         reasons.append("placement 'auto' is slots where layers are divided: no other one was compared")
     elif speeds is not None and not budgets.divided:
-        device_bytes = max(0, expert_bytes_on(layout, machine.devices[0], on_devices))
-        hits = hits or published_curve(layout.n_expert, layout.n_expert_used)
-        placement = _compare(layout, plans, kinds, speeds, hits, device_bytes)
+        hits = hits or HitRates(layout).curve()
+        placement = _compare(layout, machine.devices[0], budgets, plans, kinds, speeds, hits)
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
     reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[budgets.choice]]
@@ -75,16 +79,17 @@ def plan_known(layout: ExpertLayout, machine: Machine, budgets: Budgets, measure
     measure: the speeds of a device with the model. Raises BudgetError, OptionError, also where the device has no kernel
     for the model's experts and has to be used.
     """
-    if not machine.devices or budgets.divided:
-        return make_plan(layout, machine, budgets)
-    (device,) = machine.devices
-    try:
-        return make_plan(layout, machine, budgets, measure(device), known_hits(layout))
-    except OptionError as error:
-        if budgets.choice != "auto" or budgets.refuses_cpu:
-            raise
-        found = make_plan(layout, replace(machine, devices=()), budgets)
-        return replace(found, reasons=(*found.reasons, f"not on {device.name}: {error}"))
+    speeds, hits, reasons = None, None, list[str]()
+    if machine.devices and not budgets.divided:
+        (device,) = machine.devices
+        try:
+            speeds, hits = measure(device), HitRates.of(layout).curve()
+        except OptionError as error:
+            if budgets.choice != "auto" or budgets.refuses_cpu:
+                raise
+            machine, reasons = replace(machine, devices=()), [f"not on {device.name}: {error}"]
+    found = make_plan(layout, machine, budgets, speeds, hits)
+    return replace(found, reasons=(*found.reasons, *reasons))
 
 
 def _plan_cpu(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
@@ -108,11 +113,12 @@ def _allowed(budgets: Budgets, plans: Mapping[Kind, Plan], refused: Mapping[Kind
 
 def _compare(
     layout: ExpertLayout,
+    device: Device,
+    budgets: Budgets,
     plans: Mapping[Kind, Plan],
     allowed: Sequence[Kind],
     speeds: Speeds,
     hits: HitCurve,
-    device_bytes: int,
 ) -> PlacementPlan:
     """The fastest of the allowed placements."""
     predicted = {kind: _predict(layout, kind, found, speeds, hits) for kind, found in plans.items()}
@@ -123,6 +129,7 @@ def _compare(
         reason += f", against {format_speed(other.tokens_per_s)} with {other}"
     if "slots" in predicted:
         reason += f" (hit rates {hits.source})"
+    device_bytes = max(0, expert_room(layout, device, budgets)[1])
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
     return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
@@ -148,28 +155,28 @@ def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits:
     return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate)
 
 
-def expert_bytes_on(layout: ExpertLayout, device: Device, budgets: Budgets) -> int:
-    """What a device that computes every layer has for experts within its budget, below 0 where not even everything else
-    fits. budgets: with the context chosen."""
-    budget, sizes = budgets.vram[0], budgets.sizes
-    free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - VRAM_MARGIN_BYTES
+def expert_room(layout: ExpertLayout, device: Device, budgets: Budgets) -> tuple[Sizes, int]:
+    """The context of a device that computes every layer, and its bytes for experts within its budget, below 0 where not
+    even everything else fits."""
+    budget = budgets.vram[0]
+    sizes = choose_context(layout, budgets.sizes, device.free_bytes, budget)
     if budget.mode == "auto":
-        return min(free, budget.n_bytes or free)
-    if budget.mode == "bytes":
-        return budget.n_bytes
-    every_slot = layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
-    return every_slot if budget.fraction >= 1 else round(budget.fraction * layout.expert_bytes)
+        free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - VRAM_MARGIN_BYTES
+        return sizes, min(free, budget.n_bytes or free)
+    if budget.mode == "fraction" and budget.fraction >= 1:
+        return sizes, layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
+    return sizes, budget.n_bytes or round(budget.fraction * layout.expert_bytes)
 
 
 def plan_layers(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
     """The plan for computing everything on a device but the experts of the first layers, which the CPU computes from
     slots in RAM. Experts of as many last layers as fit lie on the device, as every other weight does.
 
-    budgets: with the context chosen. Raises BudgetError where the device has too little memory for what is no expert,
+    Raises BudgetError where the device has too little memory for what is no expert,
     or RAM too few experts of a token.
     """
-    (device,), ram, sizes, whole = machine.devices, machine.memory, budgets.sizes, set[int]()
-    left_bytes = expert_bytes_on(layout, device, budgets)
+    (device,), ram, whole = machine.devices, machine.memory, set[int]()
+    sizes, left_bytes = expert_room(layout, device, budgets)
     for layer in reversed(layout.layers[1:]):
         left_bytes -= layer.n_expert * layer.expert_bytes
         if left_bytes < 0:

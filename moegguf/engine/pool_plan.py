@@ -1,4 +1,5 @@
-"""Slots of one memory: with the tokens of a pass, beside everything else that lies there; and in RAM beside a device.
+"""Slots of one memory: with the context and the tokens of a pass, beside everything else that lies there; and in RAM
+beside a device.
 
 Buffers of a pass grow with its tokens. Fewer tokens leave room for more slots, which saves reading while answering;
 but every pass of a prompt fetches most experts again, so fewer tokens mean more reading for a prompt.
@@ -7,15 +8,37 @@ but every pass of a prompt fetches most experts again, so fewer tokens mean more
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import request_cost
 from moegguf.engine.machine import Memory
-from moegguf.engine.memory import F16, FIXED_BYTES, VOCAB_TOKEN_BYTES, row_bytes
-from moegguf.engine.plan import NO_LIMIT, Plan, allowed_ubatch, layer_slots, slot_bytes, slots_for, staging_bytes
+from moegguf.engine.memory import (
+    F16,
+    FIXED_BYTES,
+    KV_PAD_TOKENS,
+    VOCAB_TOKEN_BYTES,
+    Sizes,
+    compute_bytes,
+    kv_bytes,
+    margin_bytes,
+    pad_context,
+    row_bytes,
+)
+from moegguf.engine.plan import (
+    AUTO,
+    NO_LIMIT,
+    Budgets,
+    Plan,
+    allowed_ubatch,
+    layer_slots,
+    slot_bytes,
+    slots_for,
+    staging_bytes,
+)
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up
@@ -23,6 +46,9 @@ from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up
 VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
 SMALL_UBATCH_TOKENS = 32
 ABOUT = 1.05
+SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
+LEAST_CTX_TOKENS = 512
+KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
 
 Fit = tuple[int, int]
 """(slots, tokens of a pass) that fit together."""
@@ -69,13 +95,70 @@ def placed(
     )
 
 
-@dataclass(frozen=True)
+def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: ExpertCache = AUTO) -> Sizes:
+    """`sizes` with a context and a KV cache, chosen for so much free memory, of which experts are given `cache`
+    ("auto": what is left).
+
+    A context that is not given is the largest, up to the model's own, in a tenth of the free memory, or in a quarter
+    where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves to experts, or
+    than a `cache` that is given leaves to it. A KV cache that is not given has all tokens that its sequences can have
+    together, less by the same rule, and at least those of one: answers are rarely as long as their context can be, and
+    memory of experts makes each of them faster. One that is given has no more than these, and no fewer, with a warning:
+    without, the longest answer cannot end.
+
+    Raises OptionError for a context that cannot be.
+    """
+    given_bytes = 0 if cache.mode == "auto" else cache.n_bytes or round(cache.fraction * layout.expert_bytes)
+    pool_bytes = min(given_bytes, layout.expert_bytes)
+    free_bytes -= sizes.adapter_bytes + (sizes.projector.total_bytes if sizes.projector else 0)
+    buffers = partial(compute_bytes, layout, flash_attn=sizes.flash_attn)
+    # The weights of a model without experts are mapped: they need not stay in memory.
+    dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
+    rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1)
+    modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
+
+    def is_modest(n_tokens: int) -> bool:
+        """Whether a KV cache of so many tokens leaves enough memory to experts."""
+        cached_bytes = kv_bytes(layout, n_tokens, sizes.type_k, sizes.type_v)
+        grown = buffers(n_tokens, sizes.most_ubatch) - buffers(KV_PAD_TOKENS, sizes.most_ubatch)
+        is_small = n_tokens <= SMALL_CTX_TOKENS or cached_bytes + grown <= modest_bytes
+        return is_small and cached_bytes <= (rest - pool_bytes if pool_bytes else rest // 2)
+
+    n_ctx, n_kv, reasons = sizes.n_ctx, sizes.kv_tokens, list[str]()
+    trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
+    if n_ctx is None:
+        powers = (1 << bit for bit in reversed(range(trained.bit_length())))
+        defaults = (trained, *(n for n in powers if LEAST_CTX_TOKENS <= n < trained))
+        n_ctx = next(filter(is_modest, defaults), defaults[-1])
+        if n_ctx < trained:
+            reasons.append(
+                f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take too much of the memory"
+                " for experts; --ctx sets another"
+            )
+    n_ctx = pad_context(n_ctx) or trained
+    if not n_kv:
+        parts = (n_ctx * (sizes.n_seq_max - 1) * part // KV_PARTS for part in range(KV_PARTS, 0, -1))
+        n_kv = next(filter(is_modest, (pad_context(n_ctx + part) for part in parts)), n_ctx)
+    elif n_kv < n_ctx:
+        warnings.warn(
+            f"kv_tokens={n_kv} cannot hold one context of {n_ctx} tokens, so {n_ctx} are kept; for less memory give"
+            " a shorter context, too.",
+            stacklevel=2,
+        )
+    n_kv = pad_context(max(n_ctx, min(n_kv, sizes.n_seq_max * n_ctx)))
+    if n_kv > n_ctx:
+        reasons.append(f"answers that are computed together share a context of {n_kv:,} tokens")
+    return replace(sizes, n_ctx=n_ctx, kv_tokens=n_kv, reasons=tuple(reasons))
+
+
+@dataclass
 class Pool:
     """A model in one memory, or in those of several devices together, with slots for its experts.
 
     cache: the budget, given as `option`. margin_bytes: stay free with "auto". streams: experts without a slot are
     streamed or staged. staging_bytes: of tensors in which prompts are staged; staging_within: a budget that is given
-    holds them, too. slot_tokens: of a pass that is not staged (`plan.allowed_ubatch`). sizes: without choices left.
+    holds them, too. slot_tokens: of a pass that is not staged (`plan.allowed_ubatch`). sizes: those that are not
+    given are chosen here.
     """
 
     layout: ExpertLayout
@@ -88,6 +171,10 @@ class Pool:
     staging_bytes: int = 0
     staging_within: bool = True
     slot_tokens: int = NO_LIMIT
+
+    def __post_init__(self) -> None:
+        """Raises OptionError for a context that cannot be."""
+        self.sizes = choose_context(self.layout, self.sizes, self.memory.available_bytes, self.cache)
 
     def plan(self) -> Plan:
         """The plan. Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.device_plan import plan_slots
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.plan import DevicePlan, slot_bytes
+from moegguf.engine.memory import Sizes
+from moegguf.engine.plan import Budgets, DevicePlan, slot_bytes
 from moegguf.errors import OptionError
 from moegguf.native.store import DeviceSlots
 from moegguf.quantities import ExpertCache, Link, parse_link

@@ -21,7 +21,7 @@ from moegguf.child import child_command, child_environment
 from moegguf.engine.devices import has_gpu
 from moegguf.engine.known_facts import KnownFact
 from moegguf.engine.machine import count_cpus
-from moegguf.engine.memory import memory_needs
+from moegguf.engine.memory import Sizes
 from moegguf.engine.plan import layer_slots, slot_bytes
 from moegguf.errors import AllocationError, ExpertIOError, ModelFormatError, MoeggufError
 from moegguf.gguf.adapter import read_adapter
@@ -139,7 +139,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
         "policy": "lru", "verbose": False, "n_threads": 1, "n_threads_batch": n_threads_batch,
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
-    needs = memory_needs(layout, n_ctx, max(N_BATCH, n_image), projector=projector).total_bytes(n_slots) + beside
+    needs = Sizes(n_ctx, projector=projector).needs(layout, max(N_BATCH, n_image)).total_bytes(n_slots) + beside
     on_device = bool(options.get("n_gpu_layers"))  # drivers map far more than they use
     return Request(
         path=str(layout.shards[0].path.absolute()),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
-from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
 from moegguf.errors import OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing

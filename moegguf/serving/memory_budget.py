@@ -11,15 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes, choose_context, pad_context
 from moegguf.engine.devices import NO_GPU
 from moegguf.engine.drafts import drafted
 from moegguf.engine.load import default_store, given_budgets
 from moegguf.engine.machine import Device, Machine, Memory, count_cpus, read_memory
-from moegguf.engine.memory import margin_bytes, pooling_batch_tokens
-from moegguf.engine.plan import Plan, layer_slots, slot_bytes
+from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, margin_bytes, pad_context, pooling_batch_tokens
+from moegguf.engine.plan import Budgets, Plan, layer_slots, slot_bytes
 from moegguf.engine.planner import make_plan, plan_known
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, choose_context
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError
@@ -91,7 +90,7 @@ def measure(
         sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
         kv_tokens=settings.kv_tokens,
     )  # fmt: skip
-    sizes = choose_context(layout, sizes, free_bytes, budgets.vram if devices else (budgets.ram,))
+    sizes = choose_context(layout, sizes, free_bytes, budgets.vram[0] if devices else budgets.ram)
     store, n_threads = default_store(chosen.get("strategy")), chosen["n_threads"] or count_cpus()
     budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=store.overlap, margin_bytes=0)
     options = chosen | {

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moegguf.engine import machine
-from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
 from moegguf.engine.load import plan_here
-from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
+from moegguf.engine.memory import Sizes
+from moegguf.engine.plan import Budgets, PlacementPlan, Plan, slot_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.errors import ModelNotFoundError, OptionError

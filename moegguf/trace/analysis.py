@@ -28,11 +28,10 @@ from moegguf.controller.strategies import STRATEGIES, find_strategy
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
-from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import DeviceSlots
 from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
-from moegguf.trace.simulate import SIMULATED, RamTier, SimOptions, SimResult, Simulation, fitted, slots_of
+from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, slots_of
 from moegguf.trace.trace import Trace
 
 ALL = "all"
@@ -276,19 +275,18 @@ class TraceAnalysis:
         by_tier = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
         for name in {vram for vram, _ in by_tier.values()} - {AUTO}:
             self.policy(name)
-        named, shape, window = self.predictors(predictors), self.trace.shape, slot_tokens(f"{SIMULATED}0")
+        named, shape = self.predictors(predictors), self.trace.shape
         rows, pairs = list[Row](), list(itertools.product(budgets.items(), ram_shares))
         step = step_reporter(progress, "hit rates", len(pairs) * len(by_tier) * len(named))
         for ((share, devices), ram_share), (label, (vram, ram)), ahead in itertools.product(
             pairs, by_tier.items(), named
         ):
             step(f"{label} with {ahead} in {share:.4g} of the experts over {ram_share:.4g}")
-            n_slots: int | tuple[DeviceSlots, ...] = devices if len(devices) > 1 else devices[0].n_slots
-            behind = RamTier(slots_of(shape, ram_share), ram, devices[0].link, devices[0].staging, window)
+            over = replace(options, n_ram_slots=slots_of(shape, ram_share), ram_policy=ram)
             policy = self._measured_choice(share, timed=False).policy if vram == AUTO else vram
             of_devices = {str(d.name): d.n_slots / shape.n_expert / len(shape.layers) for d in devices}
             several = {"ram_share": ram_share, "devices": of_devices if len(devices) > 1 else {}}
-            row = self._replayed(policy, ahead, n_slots, replace(options, ram=behind), share, **several)
+            row = self._replayed(policy, ahead, devices, over, share, **several)
             rows.append(replace(row, policy=label))
         return rows
 

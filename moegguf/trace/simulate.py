@@ -1,19 +1,18 @@
 """Replays a trace against the same store and the same controller as live, on a modelled link: hits, bytes, stall, t/s.
 
 Its counters equal those of a live run with the same trace, policy and slots. It needs the native library but no model:
-the layout comes from the trace's shape. With a `RamTier` layers compute on one or several devices, with slots there and
-in RAM behind them.
+the layout comes from the trace's shape. Layers may compute on one or several devices, with slots there and in RAM
+behind them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
 from moegguf.controller.policies import LRU, AnyPolicy
@@ -23,13 +22,12 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
-from moegguf.native.events import Announcement, Int32s, Phase
+from moegguf.native.events import Announcement, Phase
+from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
-from moegguf.quantities import Link
 from moegguf.trace.trace import Trace
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
-MOST_TOKENS = 4096  # of a `Part`, so that its arrays stay small
 NO_LIMIT = 1 << 30  # tokens of a pass
 REAL_TIME = ("hook_ns", "forecast_ns")  # the counters that do not follow from the trace
 VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
@@ -37,27 +35,12 @@ SIMULATED = "CUDA"  # backend of the devices whose slots are simulated, by ggml'
 
 
 @dataclass(frozen=True)
-class RamTier:
-    """Slots in RAM behind those that layers compute with, which are a device's then.
-
-    policy: a native one. link: from there to the device; None: copies take no time. n_staging: tensors of a layer's
-    full shape on each device, beside its slots, in which passes of more than one token are staged. slot_tokens: of a
-    pass, at most, where there are none (`slot_sizes.slot_tokens`).
-    """
-
-    n_slots: int
-    policy: str = LRU.name
-    link: Link | None = None
-    n_staging: int = 0
-    slot_tokens: int = NO_LIMIT
-
-
-@dataclass(frozen=True)
 class SimOptions:
     """Options of a replay.
 
     prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: a layer's time for
-    one token, layer_pass_us: and for a pass. store: switches of a strategy. ram: None, unless a device computes.
+    one token, layer_pass_us: and for a pass. store: switches of a strategy. n_ram_slots: in RAM behind those of
+    devices, with a native policy, ram_policy.
     """
 
     prefetch: PrefetchOptions | None = None
@@ -66,26 +49,20 @@ class SimOptions:
     layer_compute_us: float = 0.0
     layer_pass_us: float = 0.0
     store: StoreOptions = field(default_factory=StoreOptions)
-    ram: RamTier | None = None
+    n_ram_slots: int = 0
+    ram_policy: str = LRU.name
 
     @property
     def timed(self) -> bool:
-        """Whether transfers take time."""
-        return self.link_bytes_per_s > 0 or (self.ram is not None and self.ram.link is not None)
-
-    @property
-    def any_pass(self) -> bool:
-        """Whether passes of more experts of a layer than there are slots need no splitting."""
-        return self.ram.n_staging > 0 if self.ram else self.simulated.can_stream
+        """Whether reads take time."""
+        return self.link_bytes_per_s > 0
 
     @property
     def simulated(self) -> StoreOptions:
         """The options of the simulated store."""
-        copied = (self.ram and self.ram.link) or Link(0.0)
         return replace(
             self.store, repack=False, fill=False, simulate=True, link_bytes_per_s=self.link_bytes_per_s,
-            link_latency_s=self.link_latency_s, copy_bytes_per_s=copied.bytes_per_s, copy_latency_s=copied.latency_s,
-            staging=self.ram.n_staging if self.ram else None,
+            link_latency_s=self.link_latency_s,
         )  # fmt: skip
 
 
@@ -213,14 +190,13 @@ def slots_of(shape: MoeShape, share: float) -> int:
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
 
 
-def fitted(trace: Trace, n_slots: int, slot_tokens: int = NO_LIMIT) -> Trace:
-    """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed.
-    slot_tokens: of a pass, at most, where not every expert has a slot."""
-    return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), slot_tokens))
+def fitted(trace: Trace, n_slots: int) -> Trace:
+    """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed."""
+    return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), NO_LIMIT))
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
-    """The most tokens of a pass with so many slots for so many layers."""
+    """The most tokens of a pass with so many slots for so many layers; slot_tokens where not every expert has one."""
     shape, longest = trace.shape, int(np.diff(trace.pass_start).max(initial=0))
     if n_slots >= n_layers * shape.n_expert:
         return NO_LIMIT
@@ -244,58 +220,12 @@ def _cut(trace: Trace, most: int) -> Trace:
     )  # fmt: skip
 
 
-class Part(NamedTuple):
-    """Routing events of consecutive passes of one request and phase, in order; a batch counts for its first request.
-
-    il, n_tokens, n_expert_used (n_events,); expert_ids: [n_tokens][n_expert_used] of each event, one after another.
-    pass_tokens: the passes' tokens together, each counted at its first event; n_decoded: those of them that decode.
-    """
-
-    sequence: int
-    phase: Phase
-    pass_tokens: int
-    n_decoded: int
-    il: Int32s
-    n_tokens: Int32s
-    n_expert_used: Int32s
-    expert_ids: Int32s
-
-
-def parts(trace: Trace) -> Iterator[Part]:
-    """The events of `trace.events()`, without announcements, weights and inputs."""
-    used, computed = np.array(trace.used(), np.int64), np.array(trace.computed(), np.int64)
-    first, starts = 0, trace.pass_start.tolist()
-    keys = list(zip(trace.pass_sequence.tolist(), trace.pass_phase.tolist(), strict=True))
-    for p in range(1, trace.n_pass + 1):
-        if p == trace.n_pass or keys[p] != keys[first] or starts[p + 1] - starts[first] > MOST_TOKENS:
-            yield _part(trace, used, computed[first:p], first)
-            first = p
-
-
-def _part(trace: Trace, used: npt.NDArray[np.int64], computed: npt.NDArray[np.int64], first: int) -> Part:
-    passes, rows = np.nonzero(computed)
-    n_tokens = computed[passes, rows]
-    starts = trace.pass_start[first : first + len(computed) + 1]
-    row, token = np.nonzero(trace.expert_ids[:, starts[0] : starts[-1], 0] >= 0)
-    pass_of = np.repeat(np.arange(len(computed)), np.diff(starts))
-    order = np.lexsort((token, row, pass_of[token]))  # event after event
-    row, token = row[order], token[order] + starts[0]
-    ids = trace.expert_ids[row, token]
-    chosen = np.arange(ids.shape[1]) < used[row][:, np.newaxis]
-    begins = np.diff(passes, prepend=-1) > 0
-    decoded = trace.phase_of[token[np.repeat(begins, n_tokens)]] == Phase.DECODE
-    return Part(
-        int(trace.pass_sequence[first]), Phase(int(trace.pass_phase[first])), len(decoded), int(decoded.sum()),
-        np.array(trace.shape.layers, np.int32)[rows], n_tokens.astype(np.int32), used[rows].astype(np.int32),
-        ids[chosen].astype(np.int32),
-    )  # fmt: skip
-
-
 class Simulation:
     """One replay of a trace with one policy and predictor, which must be new: they keep state.
 
-    n_slots: those of what computes every layer, or of each of several devices. Raises OptionError when
-    they cannot hold one token's experts of a layer.
+    n_slots: those of the CPU, which computes every layer, or of devices, with tensors in which passes of more than one
+    token are staged; where there are none, passes are cut to what slots are exact for. Raises OptionError for slots
+    that cannot hold one token's experts of a layer.
     """
 
     def __init__(
@@ -306,6 +236,7 @@ class Simulation:
         n_slots: int | Sequence[DeviceSlots],
         options: SimOptions | None = None,
     ) -> None:
+        self.options, on_devices = options or SimOptions(), not isinstance(n_slots, int)
         devices = [DeviceSlots(None, n_slots, trace.shape.layers)] if isinstance(n_slots, int) else n_slots
         for device in devices:
             if device.n_slots < trace.shape.n_expert_used:
@@ -314,21 +245,21 @@ class Simulation:
                     f"{device.n_slots} slots{where} cannot hold the {trace.shape.n_expert_used} experts that a token"
                     " uses."
                 )
-        self.options = options or SimOptions()
-        slot_tokens = self.options.ram.slot_tokens if self.options.ram else NO_LIMIT
-        most = min(_most_tokens(trace, device.n_slots, len(device.layers), slot_tokens) for device in devices)
-        self.trace = trace if self.options.any_pass else _cut(trace, most)
+        self._is_staged = any(device.staging for device in devices)
+        any_pass = self._is_staged if on_devices else self.options.simulated.can_stream
+        most = min(_most_tokens(trace, d.n_slots, len(d.layers), slot_tokens(d.name)) for d in devices)
+        self.trace = trace if any_pass else _cut(trace, most)
+        self._timed = self.options.timed or any(device.link for device in devices)
         self.policy, self.predictor = policy, predictor
         self.slots, self.n_slots = n_slots, sum(device.n_slots for device in devices)
 
     def run(self) -> SimResult:
         """Replays all passes. Raises CallbackError when the policy or predictor fails."""
-        ram = self.options.ram
-        n_ram = ram.n_slots if ram else 0
+        n_ram = self.options.n_ram_slots
         store = Store(layout_of(self.trace.shape), self.slots, self.options.simulated, n_ram_slots=n_ram)
         try:
-            if ram is not None and ram.n_slots:
-                store.set_policy(ram.policy, Tier.RAM)
+            if n_ram:
+                store.set_policy(self.options.ram_policy, Tier.RAM)
             return self._replay(store)
         finally:
             store.close()
@@ -336,29 +267,34 @@ class Simulation:
     def _controller(self, store: Store) -> Controller | None:
         """The same as live; None where the store needs none. A policy or predictor that fails ends the simulation."""
         acting = ActingOptions(
-            self.options.prefetch, slowest_s=float("inf"), strict=True,
-            clock_ns=lambda: store.counters()["sim_clock_ns"],
+            self.options.prefetch, strict=True, clock_ns=lambda: store.counters()["sim_clock_ns"],
         )  # fmt: skip
         return build_controller(self.trace.shape, self.policy, self.predictor, store, acting)
 
     def _replay(self, store: Store) -> SimResult:
         controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
-        announced = self.options.ram is not None and self.options.ram.n_staging > 0  # the end of a prompt counts
-        if controller is None and self.trace.token_sequence is None and not announced:
-            self._replay_parts(store.context, meter)
-        else:
+        if controller is None and self.trace.token_sequence is None and not self._is_staged:
+            self._replay_passes(store.context, meter)
+        else:  # where prompts are staged, their end counts
             self._replay_events(store, controller, meter)
         failure = store.context.take_failure()
         if failure is not None:
             raise OptionError(f"the trace cannot be replayed in {self.n_slots} slots: {failure.message.decode()}.")
         return self._result(meter)
 
-    def _replay_parts(self, context: StoreContext, meter: _Meter) -> None:
-        for part in parts(self.trace):
-            if part.il.size:
-                meter.begin(part.sequence, part.phase, part.pass_tokens, part.n_decoded)
-                routing = part.il, part.n_tokens, part.n_expert_used, part.expert_ids
-                context.replay(*routing, self._layer_ns(part.n_tokens.astype(np.uint64)))
+    def _replay_passes(self, context: StoreContext, meter: _Meter) -> None:
+        """The events of a pass at once, without announcements."""
+        trace, layers = self.trace, np.array(self.trace.shape.layers, np.int32)
+        used, starts = np.array(trace.used(), np.int32), trace.pass_start
+        for p, computed in enumerate(np.array(trace.computed(), np.int32).reshape(-1, len(layers))):
+            rows, phase = np.flatnonzero(computed), Phase(int(trace.pass_phase[p]))
+            if rows.size == 0:
+                continue
+            n_tokens, ids = computed[rows], trace.expert_ids[:, starts[p] : starts[p + 1]]
+            n_decoded = int(n_tokens[0]) * (phase == Phase.DECODE)
+            meter.begin(int(trace.pass_sequence[p]), phase, int(n_tokens[0]), n_decoded)
+            layer_ns = self._layer_ns(n_tokens.astype(np.uint64))
+            context.replay(layers[rows], n_tokens, used[rows], ids[ids >= 0].astype(np.int32), layer_ns)
 
     def _layer_ns(self, n_tokens: Any) -> Any:
         """What layers of so many tokens take (a number, or uint64); None where they take no time."""
@@ -389,7 +325,7 @@ class Simulation:
         meter.end()
         decode, total = meter.decode, len(self.trace.shape.layers) * self.trace.shape.n_expert
         counters = {name: n for name, n in meter.counters.items() if name not in REAL_TIME}
-        timed = self.options.timed and decode.clock_ns > 0
+        timed = self._timed and decode.clock_ns > 0
         return SimResult(
             name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, counters,
             meter.whole, decode, meter.requests(),

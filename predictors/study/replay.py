@@ -59,7 +59,7 @@ class Replay(Simulation):
         self._store = store
         return NextLayer(self.trace.shape, store) if self.next_layer else super()._controller(store)
 
-    def _replay_parts(self, context: Any, meter: Any) -> None:
+    def _replay_passes(self, context: Any, meter: Any) -> None:
         self._replay_events(self._store, None, meter)
 
     def _replay_events(self, store: Store, controller: Controller | None, meter: Any) -> None:

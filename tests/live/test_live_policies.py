@@ -232,18 +232,18 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
 ) -> None:
     path = own("tiny-qwen2moe")
     monkeypatch.setattr(Watchdog, "_decide", _never_pays)
-    llm = load(path, policy="next-use", predictor="eamc", prefetch=True, n_ctx=512, expert_cache="30%")
+    llm = load(path, policy="next-use", predictor="previous-token", prefetch=True, n_ctx=512, expert_cache="30%")
     controller, tokens = controller_of(llm), random_prompt(llm, 40)
     controller.watchdog = Watchdog(BRIEF)
     plain = load(path, policy="lru", n_ctx=512, expert_cache="30%")
-    received = []
+    predicted = []
     for token in tokens:
         llm.eval([token])
         plain.eval([token])
         assert np.array_equal(llm.scores[llm.n_tokens - 1], plain.scores[plain.n_tokens - 1])
-        received.append(controller.n_events)
-    idle = [before == after for before, after in itertools.pairwise(received)]
-    assert any(idle), "it paused, and received no events"
+        predicted.append(llm.session.store.counters()["forecast_picks"])
+    idle = [before == after for before, after in itertools.pairwise(predicted)]
+    assert any(idle), "it paused, and predicted nothing"
     assert not all(idle[idle.index(True) :]), "it ran another trial"
     assert llm.decisions()["prefetch"] in ("measuring", "paused", "on")
 

@@ -25,12 +25,12 @@ from moegguf.gguf.experts import read_layout
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.native.store import StoreOptions
+from moegguf.native.store import DeviceSlots, StoreOptions
 from moegguf.quantities import Link
 from moegguf.trace.format import read
 from moegguf.trace.prompts import Prompt
 from moegguf.trace.recorder import Recorder
-from moegguf.trace.simulate import RAM, STAGING, VRAM, RamTier, SimOptions, SimResult, Simulation, TierSpan
+from moegguf.trace.simulate import RAM, STAGING, VRAM, SimOptions, SimResult, Simulation, TierSpan
 from moegguf.trace.trace import Trace
 from tools.draft_check import Eager
 
@@ -179,10 +179,12 @@ def test_a_simulation_of_two_tiers_counts_what_each_of_them_counted(
     tiers = in_child(live_on_a_device, model, tmp_path / "t", f"vram={vram},ram={ram}", n_slots, staging)
     trace = read(tmp_path / "t")
     assert trace.header.settings["events_dropped"] == 0
-    ram_tier = RamTier(n_slots[1], ram, Link(2e9, 2e-5), staging)
+    link = Link(2e9, 2e-5)
+    device = DeviceSlots("GPU0", n_slots[0], trace.shape.layers, through_ram=True, staging=staging, link=link)
     policy, predictor = make_policy(vram, trace.shape, Artifacts(read_layout(model))), NoPrediction(trace.shape)
-    options = SimOptions(store=StoreOptions(sweep=False), link_bytes_per_s=1e9, ram=ram_tier)
-    result = Simulation(trace, policy, predictor, n_slots[0], options).run()
+    how = StoreOptions(sweep=False)
+    options = SimOptions(store=how, link_bytes_per_s=1e9, n_ram_slots=n_slots[1], ram_policy=ram)
+    result = Simulation(trace, policy, predictor, [device], options).run()
     assert compared(tiers) == compared({name: result.tiers[name] for name in tiers})
     assert all(result.tiers[name].evictions > 0 for name in (VRAM, RAM))
     assert (STAGING in result.tiers) == (staging > 0)

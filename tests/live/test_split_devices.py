@@ -50,7 +50,7 @@ from moegguf.quantities import Link
 from moegguf.settings import cache_folder
 from moegguf.terminal.statistics import expert_lines
 from moegguf.trace.format import read
-from moegguf.trace.simulate import RamTier, SimOptions, Simulation, TierSpan
+from moegguf.trace.simulate import SimOptions, Simulation, TierSpan
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
 Outcome = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, tuple[int, ...]]]
@@ -262,12 +262,12 @@ def test_simulated_devices_count_as_two_servers(path: Path, tmp_path: Path, vram
         llm.session.store.drain(10)
         figures = llm.session.tiers() | devices_of(llm)
         tiers = {name: TierSpan.of(of) for name, of in figures.items()}
-        slots = [replace(device, link=None) for device in llm.session.store.devices]
+        slots = [replace(device, link=Link(2e9, 2e-5)) for device in llm.session.store.devices]
     trace = read(out)
     assert trace.header.settings["events_dropped"] == 0
-    ram_tier = RamTier(n_ram, "slru", Link(2e9, 2e-5), staging)
     policy = make_policy("next-use", trace.shape, Artifacts(read_layout(path)))
-    options = SimOptions(store=StoreOptions(sweep=False), link_bytes_per_s=1e9, ram=ram_tier)
+    how = StoreOptions(sweep=False)
+    options = SimOptions(store=how, link_bytes_per_s=1e9, n_ram_slots=n_ram, ram_policy="slru")
     result = Simulation(trace, policy, NoPrediction(trace.shape), slots, options).run()
     for name in tiers:
         for figure in ("lookups", "hits", "evictions", "bytes_in"):

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Open, make_model
-from traces import random_trace
 
 from moegguf.errors import GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -18,7 +17,6 @@ from moegguf.native import abi, library
 from moegguf.native.events import RoutingEvent
 from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.store import native_policies
-from moegguf.trace.simulate import MOST_TOKENS, parts
 
 Events = list[tuple[int, npt.NDArray[np.int32]]]
 
@@ -109,19 +107,6 @@ def test_a_replay_of_impossible_events_is_refused(fake: FakeModel, open_store: O
     none = np.zeros(0, np.int32)
     context.replay(none, none, none, none)
     assert store.counters()["routing_events"] == 0
-
-
-def test_the_parts_of_a_trace_are_its_events() -> None:
-    trace = random_trace(n_sequences=3, n_prefill=6, n_decode=20)
-    some = [event for event in trace.events() if isinstance(event, RoutingEvent)]
-    all_ = list(parts(trace))
-    assert np.concatenate([part.il for part in all_]).tolist() == [event.il for event in some]
-    assert np.concatenate([part.n_tokens for part in all_]).tolist() == [len(event.expert_ids) for event in some]
-    flat = np.concatenate([event.expert_ids.ravel() for event in some])
-    assert np.array_equal(np.concatenate([part.expert_ids for part in all_]), flat)
-    assert sum(part.pass_tokens for part in all_) == trace.n_tokens
-    assert len(all_) == 6 < MOST_TOKENS
-    assert list(parts(trace.select([]))) == []
 
 
 def expected_stride(layout: ExpertLayout, kind: str) -> int:

@@ -266,7 +266,7 @@ def test_a_policy_in_python_scores_with_what_the_store_expects() -> None:
 
     with simulated() as (store, context):
         controller = build_controller(SHAPE, Forecasts(), affinity(), store, ActingOptions(strict=True))
-        assert controller is not None and controller.native and not controller.redundant
+        assert controller is not None and controller.native and controller.needs_events
         for row, il in enumerate(SHAPE.layers):
             event = RoutingEvent(0, 0, 0, Phase.DECODE, 0, il, choice(random, 1))
             context.acquire(il, event.expert_ids)
@@ -347,6 +347,15 @@ def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
         assert store.counters()["forecast_picks"] == 0
         context.announce([2, 0], [Phase.DECODE] * 2, [1, 1])
         assert store.forecast()[1].any(), "what they showed is known"
+
+
+def test_popularity_predicts_every_layer_whatever_the_token() -> None:
+    shares = rng().dirichlet(np.ones(SHAPE.n_expert), N).astype(np.float32)
+    predictor = asked(lambda: counts.popularity(SHAPE, Weights({"popularity": shares})))
+    predictor.announce(Announcement(0, Phase.DECODE, np.array([7], np.int32)))
+    for row, il in enumerate(SHAPE.layers):
+        expected = np.minimum(shares[row] * SHAPE.n_expert_used, 1)
+        assert predictor.predict(il, row + 1) == pytest.approx(expected)
 
 
 def test_every_predictor_of_the_library_has_a_definition() -> None:

@@ -107,12 +107,11 @@ def test_periods_without_prefetching_differ_in_acting_only() -> None:
         store.clock_ns += 1000
         on = controller.prefetching
         if not controller.watchdog.resting:
-            assert not controller.redundant  # it stays attached
             seen[on] |= {kind for kind, what in store.actions if what}
             predicted[on].append(len(store.named("predict")))
     assert seen[True] - seen[False] == {"prefetch", "forecast"}
     assert set(predicted[True]) == set(predicted[False])
-    assert controller.watchdog.resting and controller.redundant
+    assert controller.watchdog.resting and store.named("predict") == []
     assert store.named("forecast") == []  # cleared once, when the period ended
     assert controller.history.clock == 18 * 3
 
@@ -159,7 +158,7 @@ def test_the_store_predicts_with_requests_that_the_controller_has_collected() ->
     policy = make_policy("sparsity", SHAPE, Artifacts(None))
     acting = ActingOptions(prefetch=replace(AMPLE, by_proximity=True))
     controller = build_controller(SHAPE, policy, predictor, store, acting)
-    assert controller is not None and controller.native and not controller.redundant
+    assert controller is not None and controller.native and controller.needs_events
     assert store.actions == [("policy", "sparsity"), ("predictor", "eamc")]
     for sequence in range(3):
         run_pass(controller, pass_=sequence, sequence=sequence)

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import Speeds
 from moegguf.engine.device_plan import ON_CPU, device_of_layers
 from moegguf.engine.load import parse_vram_caches
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.memory import kv_bytes, margin_bytes
-from moegguf.engine.plan import DevicePlan, Plan, slot_bytes
+from moegguf.engine.memory import Sizes, kv_bytes, margin_bytes
+from moegguf.engine.plan import Budgets, DevicePlan, Plan, slot_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, divide_ram_slots, host_bytes
 from moegguf.engine.simulated_devices import devices_of

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from gguf_builder import moe
 
-from moegguf.engine.budgets import Budgets, Sizes
-from moegguf.engine.cost import HitCurve, ModelBytes, Placement, Speeds, cpu_s, layers_s, published_curve, slots_s
+from moegguf.controller.hit_rates import HitCurve, published_curve
+from moegguf.engine.cost import ModelBytes, Placement, Speeds, cpu_s, layers_s, slots_s
 from moegguf.engine.load import given_budgets
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.memory import memory_needs
-from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.memory import Sizes
+from moegguf.engine.plan import Budgets, Plan, slot_bytes
 from moegguf.engine.planner import make_plan, plan_layers
 from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
 from moegguf.engine.speeds import best_of
@@ -85,7 +85,7 @@ def planned(
     layout: ExpertLayout, share: float | None, speeds: Speeds = RTX_3070, memory: Memory = AMPLE, **budgets: Any
 ) -> Plan:
     """On a device with room for so many of the experts beside everything else; None: not even for that."""
-    needs = memory_needs(layout, 512, 64).total_bytes(0) + VRAM_MARGIN_BYTES
+    needs = Sizes(512).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
     free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
     device = Device("GPU0", 0, free, 64 * GIB)
     how = Budgets(sizes=Sizes(512, 64), staging=0, **budgets)

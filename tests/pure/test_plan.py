@@ -11,13 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
-from moegguf.engine.budgets import Budgets, Sizes, choose_context
 from moegguf.engine.cost import HitRates, Speeds, request_cost
 from moegguf.engine.machine import Machine, Memory
-from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, margin_bytes, memory_needs, row_bytes
-from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.memory import MARGIN_BYTES, Sizes, compute_bytes, kv_bytes, margin_bytes, row_bytes
+from moegguf.engine.plan import Budgets, Plan, slot_bytes
 from moegguf.engine.planner import make_plan
-from moegguf.engine.pool_plan import best_fit
+from moegguf.engine.pool_plan import best_fit, choose_context
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_sizes
@@ -67,7 +66,7 @@ def test_everything_fits_and_the_reason_counts_what_the_plan_counts(layout: Expe
         assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
     made = plan(layout, "auto")
     beside = made.total_bytes - made.budget_bytes
-    assert made.compute_bytes > memory_needs(layout, made.n_ctx, made.n_ubatch).compute_bytes, "slots have work memory"
+    assert made.compute_bytes > Sizes(made.n_ctx).needs(layout, made.n_ubatch).compute_bytes, "slots have work memory"
     assert f"{format_bytes(beside)} go to weights" in made.reasons[0]
 
 
@@ -122,7 +121,7 @@ def test_any_plan_keeps_its_promises(
     left = free - margin_bytes(free) - p.total_bytes
     assert left >= 0 and any("cgroup v2 /x" in reason for reason in p.reasons)
     if p.n_slots < 96 and p.n_ubatch == n_ubatch:
-        assert left < size + memory_needs(layout, 4096, n_ubatch).slot_work_bytes, "no memory is left unused"
+        assert left < size + Sizes(4096).needs(layout, n_ubatch).slot_work_bytes, "no memory is left unused"
 
 
 def test_kv_cache_and_recurrent_state_by_hand(tmp_path: Path) -> None:
@@ -162,7 +161,7 @@ def test_compute_grows_with_batch_and_context_and_more_slots_and_larger_passes_p
 def test_batch_and_slots_are_chosen_together(layout: ExpertLayout) -> None:
     """Where buffers for 512 tokens leave no layer's experts, a smaller pass leaves room for them."""
     size = slot_bytes(layout)
-    large, small = memory_needs(layout, 4096, 512), memory_needs(layout, 4096, 64)
+    large, small = Sizes(4096).needs(layout, 512), Sizes(4096).needs(layout, 64)
     free = large.total_bytes(0) + MARGIN_BYTES + 5 * size  # 5 slots beside 512 tokens: passes of one token
     p = plan(layout, "auto", Memory(64 * GIB, free, "x"))
     assert small.total_bytes(p.n_slots) + p.budget_bytes <= free - MARGIN_BYTES
@@ -170,18 +169,18 @@ def test_batch_and_slots_are_chosen_together(layout: ExpertLayout) -> None:
     (reason,) = [reason for reason in p.reasons if "at a time instead of 512" in reason]
     assert "more for experts" in reason
     assert free - MARGIN_BYTES - p.total_bytes < size + (p.n_ubatch * 1024**2), "no memory is left unused"
-    free = memory_needs(layout, 4096, 512).total_bytes(0) + MARGIN_BYTES - MIB
+    free = Sizes(4096).needs(layout, 512).total_bytes(0) + MARGIN_BYTES - MIB
     assert plan(layout, "auto", Memory(64 * GIB, free, "x")).n_ubatch < 512
 
 
 def test_a_given_batch_stays_and_a_given_budget_gets_the_largest_pass_that_fits_beside_it(layout: ExpertLayout) -> None:
-    size, needs = slot_bytes(layout), memory_needs(layout, 4096, 256)
+    size, needs = slot_bytes(layout), Sizes(4096).needs(layout, 256)
     memory = Memory(64 * GIB, needs.total_bytes(0) + MARGIN_BYTES + 20 * (size + needs.slot_work_bytes), "x")
     assert plan(layout, "auto", memory, n_ubatch=256).n_ubatch == 256
     assert plan(layout, "auto", memory).n_slots > plan(layout, "auto", memory, n_ubatch=256).n_slots
     for budget in ("30%", "100%"):
         assert plan(layout, budget, Memory(64 * GIB, MIB, "x"), n_ubatch=256).n_ubatch == 256
-    free = memory_needs(layout, 4096, 128).total_bytes(48) + 48 * slot_bytes(layout)
+    free = Sizes(4096).needs(layout, 128).total_bytes(48) + 48 * slot_bytes(layout)
     p = plan(layout, "50%", Memory(64 * GIB, free, "x"))
     assert p.n_ubatch == 128 and not p.warnings and "would not fit" in " ".join(p.reasons)
 
@@ -205,10 +204,10 @@ def test_the_context_is_the_largest_in_a_tenth_of_the_free_memory(layout: Expert
 
 def test_a_context_leaves_room_for_a_given_budget_and_little_memory_goes_to_experts_first(layout: ExpertLayout) -> None:
     long = trained_on(layout, 131072)
-    free = memory_needs(long, 1024, 1).total_bytes(96) + 96 * slot_bytes(long) + MARGIN_BYTES
+    free = Sizes(1024).needs(long, 1).total_bytes(96) + 96 * slot_bytes(long) + MARGIN_BYTES
     p = plan(long, "100%", Memory(64 * GIB, free, "x"), n_ctx=None)
     assert p.n_ctx <= 1024 and not p.warnings
-    free = memory_needs(long, 512, 8).total_bytes(0) + MARGIN_BYTES + 30 * slot_bytes(long)
+    free = Sizes(512).needs(long, 8).total_bytes(0) + MARGIN_BYTES + 30 * slot_bytes(long)
     p = plan(long, "auto", Memory(64 * GIB, free, "x"), n_ctx=None)
     assert 512 <= p.n_ctx < 4096 and p.n_slots >= layout.n_expert
 

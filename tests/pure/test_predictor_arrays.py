@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracles import counted, hand_made
+from oracles import hand_made
 from safetensors.numpy import save_file
 from traces import random_trace
 
@@ -25,7 +25,6 @@ from moegguf.controller.predictors.networks import expert_mlp, mlp, state_size, 
 from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Announcement, Phase
 from moegguf.native.predictor import QuantizedMatrix
 from predictors.train.fit import COUNTED, count_affinity, count_popularity, count_tokens
 from predictors.train.states import states
@@ -52,16 +51,6 @@ def test_popularity_and_affinity_are_shares_of_choices_and_of_pairs() -> None:
     trace.expert_ids[0][trace.expert_ids[0] == 2] = 1
     popularity = count_popularity(trace)
     assert count_affinity(trace, popularity)[0, 2] == pytest.approx(popularity[1])
-
-
-def test_popularity_predicts_any_layer_with_experts_at_any_time() -> None:
-    popularity = counted("popularity", PAIRS)
-    assert popularity.predict(0, 1) == pytest.approx([1, 2 / 3, 1 / 3])
-    assert popularity.predict(2, 2) == pytest.approx([0.5, 1, 0.5])
-    assert popularity.predict(1, 1) is popularity.predict(7, 1) is None
-    two = np.array([3, 4], np.int32), np.full(2, Phase.DECODE, np.int32)
-    popularity.announce(Announcement(3, Phase.DECODE, np.array([1, 2], np.int32), *two))
-    assert popularity.predict(2, 2) == pytest.approx([0.75, 1, 0.75])
 
 
 def test_a_table_is_bounded_and_its_counts_never_overflow() -> None:

@@ -11,11 +11,11 @@ from gguf_builder import moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.load import plan_here
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.plan import Plan, slot_bytes, staging_bytes
+from moegguf.engine.memory import Sizes
+from moegguf.engine.plan import Budgets, Plan, slot_bytes, staging_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, host_bytes
 from moegguf.errors import BudgetError, OptionError

@@ -208,7 +208,7 @@ def test_the_eams_of_a_pass_are_those_of_its_requests_together_and_the_collectio
             continue
         history.update(event)
         present = {part.sequence for part in event.parts()}
-        sums = [sum(getattr(history.requests[s], phase) for s in sorted(present)) for phase in ("prefill", "decode")]
+        sums = sum(history.requests[s].counts for s in sorted(present))
         np.testing.assert_array_equal(history.prefill, sums[0])
         np.testing.assert_array_equal(history.decode, sums[1])
         counted = np.bincount(event.expert_ids.ravel(), minlength=SMALL.n_expert)
@@ -249,7 +249,7 @@ def test_a_group_that_waits_goes_on_with_its_own_ream_and_memory_is_bounded(monk
     for pass_ in range(10):
         history.update(decoded([0, 1] if pass_ % 2 else [2, 3], pass_, [pass_ % 2, 5]))
         assert not history.finished
-    assert [history.requests[s].decode.sum() for s in range(4)] == [5, 5, 5, 5]
+    assert [history.requests[s].counts[Phase.DECODE].sum() for s in range(4)] == [5, 5, 5, 5]
     monkeypatch.setattr(history_module, "MOST_REQUESTS", 4)
     for pass_ in range(10, 30):
         history.update(decoded([2 * pass_, 2 * pass_ + 1], pass_, [0, 1]))

@@ -7,7 +7,7 @@ from functools import partial
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.counts import Popularity, affinity, previous_token, token_table
+from moegguf.controller.predictors.counts import affinity, popularity, previous_token, token_table
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.predictors.networks import MLP, SKIP, expert_mlp, mlp, skip
 from moegguf.controller.predictors.routing_path import routing_path
@@ -42,7 +42,7 @@ UNTRAINED: dict[str, Make] = {
 }
 LEARNED: dict[str, Callable[[MoeShape, Weights], Predictor]] = {
     "token-id": token_table,
-    "popularity": Popularity,
+    "popularity": popularity,
     "affinity": affinity,
     MLP: mlp,
     "expert-mlp": expert_mlp,

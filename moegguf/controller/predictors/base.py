@@ -61,7 +61,10 @@ class NoPrediction(Predictor):
 
 
 class StorePredictor(Predictor):
-    """One that only the store computes. arrays: what it knows, as its file in `moegguf/native/predictors` says."""
+    """One that only the store computes, by `name`. arrays: what it knows, as its file in `moegguf/native/predictors`
+    says. title: its name for users, where that is another one."""
+
+    title = ""
 
     def __init__(
         self,

@@ -1,39 +1,25 @@
-"""Predictors by counting: popularity and affinity, the last token's experts, the experts of a token id. All but
-popularity are computed by the store."""
+"""Predictors by counting: popularity and affinity, the last token's experts, the experts of a token id. The store
+computes them."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
-from moegguf.controller.predictors.base import Predictor, StorePredictor
+from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Announcement, Float32s
+from moegguf.native.predictor import Array
 
 MAX_COUNT = np.iinfo(np.uint16).max
 
 
-class Popularity(Predictor):
-    """DuoServe-MoE's popularity (section 4.1): for every layer, at any distance, how often each expert was chosen."""
-
-    name: ClassVar[str] = "popularity"
-
-    def __init__(self, shape: MoeShape, weights: Weights) -> None:
-        super().__init__(shape, reach=len(shape.layers))
-        popularity = weights.array("popularity", len(shape.layers), shape.n_expert)
-        self._probabilities = np.minimum(popularity * shape.n_expert_used, 1.0).astype(np.float32)
-        self._n_sequences = 1
-
-    def announce(self, announcement: Announcement) -> None:
-        """Counts the sequences, any of which may use an expert."""
-        self._n_sequences = len(announcement.parts())
-
-    def predict(self, il: int, distance: int) -> Float32s | None:
-        """The same at any distance."""
-        row = self.shape.row_of.get(il)
-        return None if row is None else 1 - (1 - self._probabilities[row]) ** self._n_sequences
+def popularity(shape: MoeShape, weights: Weights) -> StorePredictor:
+    """DuoServe-MoE's popularity (section 4.1): for every layer, at any distance, how often each expert was chosen: a
+    table without tokens, which gives the average."""
+    found = weights.array("popularity", len(shape.layers), shape.n_expert)
+    made = _table(shape, np.zeros(0, np.int32), np.zeros((0, *found.shape), np.uint16), found * shape.n_expert_used)
+    made.title = "popularity"
+    return made
 
 
 def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
@@ -66,10 +52,14 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
     if counts.min(initial=0) < 0 or counts.max(initial=0) > MAX_COUNT:
         raise ValueError(f"'counts' must be from 0 to {MAX_COUNT}")
     counts = counts.astype(np.uint16)
+    chosen = counts.sum(axis=0)
+    sums = np.maximum(chosen.sum(axis=-1, keepdims=True), 1.0)
+    return _table(shape, tokens, counts, chosen * (shape.n_expert_used / sums))
+
+
+def _table(shape: MoeShape, tokens: Array, counts: Array, average: Array) -> StorePredictor:
+    """counts: of `tokens`. average: times that an average token uses each expert."""
     entry_of = np.full(max(1, shape.n_vocab), -1, np.int32)
     entry_of[tokens] = np.arange(len(tokens))
-    popularity = counts.sum(axis=0)
-    sums = np.maximum(popularity.sum(axis=-1, keepdims=True), 1.0)
-    average = np.asarray(popularity * (shape.n_expert_used / sums), np.float32)  # times that an average token uses each
-    arrays = {"entry_of": entry_of, "counts": counts, "average": average}
+    arrays: dict[str, Array] = {"entry_of": entry_of, "counts": counts, "average": np.asarray(average, np.float32)}
     return StorePredictor("token-id", shape, len(shape.layers), arrays)
