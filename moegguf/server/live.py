@@ -141,7 +141,7 @@ async def _get_budget(request: Request) -> Response:
 def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
     """What experts of a loaded model have, the most that they can have, and all of its memory, in bytes."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
-    most, most_vram = planned_budgets(loaded.plan)
+    most = planned_budgets(loaded.plan)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
     return {
         "model": loaded.name,
@@ -152,8 +152,8 @@ def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
         "staging_bytes": staging_bytes,
         "slot_bytes": slot_bytes,
         "n_experts": loaded.stats.n_experts,
-        "max_expert_cache_bytes": most,
-        "max_vram_cache_bytes": most_vram,
+        "max_expert_cache_bytes": most["expert_cache"],
+        "max_vram_cache_bytes": most["vram_cache"],
         "size_bytes": loaded.size_bytes,
         "vram_bytes": loaded.vram_bytes,
     }

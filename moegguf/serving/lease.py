@@ -32,6 +32,7 @@ from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 MAX_WAIT_S = 30.0  # that a request in the background comes after all others
 BACKGROUND = "background"  # the client of all requests there
+BESIDE_ANSWERS = ("tokenize", "detokenize", "count", "render")  # what a model replies while it answers others
 
 
 _tickets = itertools.count(1)
@@ -124,10 +125,9 @@ class ManagedModel:
         self.ready = Ready(n_ctx=0)
         self.default_n_ctx = 0  # of a load without overrides
         self.used: dict[str, int] = {}  # bytes by place, reserved from the decision to load until the process has ended
-        self.expert_cache_bytes = 0  # of those in RAM, for slots that are in use
-        self.vram_cache_bytes = 0  # of those on its device, likewise
+        self.cache_bytes: dict[str, int] = {}  # of those, for slots that are in use, by name of the budget
         self.changing_budget = asyncio.Lock()
-        self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded, by name of the field; a reload keeps them
+        self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded; a reload keeps them
         self.last_used_s = 0.0
         self.n_requests = 0
 
@@ -209,14 +209,14 @@ class ManagedModel:
         return next((place for place in self.used if place != RAM), None)
 
     def place_of(self, budget: str) -> str:
-        """Where a budget is: "expert_cache_bytes" or "vram_cache_bytes"."""
-        return RAM if budget == "expert_cache_bytes" else self.device or RAM
+        """Where a budget is: "expert_cache" or "vram_cache"."""
+        return RAM if budget == "expert_cache" else self.device or RAM
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
         """Counts this for slots, by budget."""
         for budget, n in n_bytes.items():
-            self.used[self.place_of(budget)] += n - getattr(self, budget)
-            setattr(self, budget, n)
+            self.used[self.place_of(budget)] += n - self.cache_bytes[budget]
+            self.cache_bytes[budget] = n
 
     def serves(self, waiter: Waiter) -> bool:
         """Whether the loaded model has the content and context that `waiter` needs; else it is loaded again.
@@ -261,8 +261,8 @@ class ManagedModel:
             stats=process.stats,
             plan=self.ready.plan,
             decisions=process.decisions,
-            expert_cache_bytes=self.expert_cache_bytes,
-            vram_cache_bytes=self.vram_cache_bytes,
+            expert_cache_bytes=self.cache_bytes["expert_cache"],
+            vram_cache_bytes=self.cache_bytes["vram_cache"],
             n_parallel=self.ready.n_parallel,
             n_answering=len(self.answering),
             last_answer_tokens=process.last_timing.answer_tokens,
@@ -291,7 +291,7 @@ class Calls(ABC):
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
         """Scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank` raises."""
-        return build(Embeddings, await self.value("embed", inputs=list(documents), query=query))
+        return build(Embeddings, await self.value("rank", query=query, documents=list(documents)))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
@@ -361,7 +361,7 @@ class Lease(Calls):
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """The events of a request, then its value; sent once more when the process ends before the first of them."""
-        beside_answers = kind in ("tokenize", "detokenize", "count", "render")
+        beside_answers = kind in BESIDE_ANSWERS
         has_events = is_repeated = False
         while True:
             if self._acquired is None and (is_repeated or not beside_answers):

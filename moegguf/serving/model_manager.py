@@ -249,7 +249,7 @@ class ModelManager:
         model = self._used_by((await self._find(name)).name)
         if model is None:
             raise ModelNotFoundError(f"the model {name!r} is not loaded; a request loads it.")
-        asked = {"expert_cache_bytes": expert_cache, "vram_cache_bytes": vram_cache}
+        asked = {"expert_cache": expert_cache, "vram_cache": vram_cache}
         async with model.changing_budget:
             await self._set_budget(model, {name: cache for name, cache in asked.items() if cache is not None})
         return model.status(self._now())
@@ -258,24 +258,23 @@ class ModelManager:
         process, plan = model.process, model.ready.plan
         if process is None or not model.is_ready:
             raise BusyError(f"{model.name!r} is being loaded or unloaded; try again.")
-        ram, vram = memory_budget.planned_budgets(plan)
-        if "vram_cache_bytes" in given and not vram:
+        reserved = memory_budget.planned_budgets(plan)
+        if "vram_cache" in given and not reserved["vram_cache"]:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
-        if "expert_cache_bytes" in given and vram and not ram:
+        if "expert_cache" in given and reserved["vram_cache"] and not reserved["expert_cache"]:
             raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
-        reserved = {"expert_cache_bytes": ram, "vram_cache_bytes": vram}
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
         wanted: dict[str, Any] = {
             name: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[name])
             for name, cache in given.items()
         }
-        before = {name: getattr(model, name) for name in wanted}
+        before = {name: model.cache_bytes[name] for name in wanted}
         for name, n_bytes in wanted.items():
             self._check_growth(model, model.place_of(name), n_bytes - before[name])
         model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # nobody else gets it meanwhile
         now = wanted
         try:
-            await process.request("budget", **{**dict.fromkeys(reserved), **wanted}).value()
+            await process.request("budget", **wanted).value()
         except MoeggufError:
             now = before
             raise
@@ -460,7 +459,7 @@ class ModelManager:
         process = await self._take_process()
         try:
             model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
-            model.expert_cache_bytes, model.vram_cache_bytes = memory_budget.planned_budgets(model.ready.plan)
+            model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model)
             model.process = process
             self._use(model, waiter)

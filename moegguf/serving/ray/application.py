@@ -31,7 +31,7 @@ from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.events import Event, LoadedModel, LoadedName, LoadOverrides
-from moegguf.serving.lease import Calls
+from moegguf.serving.lease import BESIDE_ANSWERS, Calls
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
 from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, rank
@@ -146,8 +146,7 @@ class Replica:
         """The events of an answer, of the kind "generate"; else the value of a request (`Calls.value`). Closing it
         stops an answer within a token. `conversation` is the router's."""
         try:
-            will_answer = kind in ("generate", "embed")
-            options = {"will_answer": will_answer, "in_background": in_background}
+            options = {"will_answer": kind not in BESIDE_ANSWERS, "in_background": in_background}
             async with self._manager.lease(self._name, self._overrides, **options) as lease:
                 if kind != "generate":
                     yield await lease.value(kind, **fields)
