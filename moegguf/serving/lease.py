@@ -12,10 +12,10 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS
 from moegguf.errors import OptionError, WorkerError
@@ -24,14 +24,13 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
-from moegguf.serving.clients import current_client
+from moegguf.serving.clients import BACKGROUND, current_client
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 MAX_WAIT_S = 30.0  # that a request in the background comes after all others
-BACKGROUND = "background"  # the client of all requests there
 BESIDE_ANSWERS = ("tokenize", "detokenize", "count", "render")  # what a model replies while it answers others
 
 
@@ -400,21 +399,3 @@ class Lease(Calls):
         acquired, self._acquired = self._acquired, None
         if acquired is not None:
             self._release_model(*acquired)
-
-
-class Leases(Protocol):
-    """The part of a manager that is needed here."""
-
-    def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
-        """The use of a model by one request (`ModelManager.lease`)."""
-
-
-@dataclass(frozen=True)
-class BackgroundLeases:
-    """`lease` as a manager has it, for requests that come after those of others (`in_turn`)."""
-
-    manager: Leases
-
-    def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
-        """The use of a model, in the background."""
-        return self.manager.lease(*arguments, in_background=True, **options)

@@ -42,7 +42,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.lease import BACKGROUND, Lease, ManagedModel, Waiter, files_key, process_key
+from moegguf.serving.lease import Lease, ManagedModel, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, WorkerProcess
@@ -111,13 +111,12 @@ class ModelManager:
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
-        in_background: bool = False,
     ) -> Lease:
         """The use of a model, inside `async with`: loads it if needed and waits in its queue.
 
         `name`: a name, or its catalog entry. `keep_alive_s`: how long an idle model stays loaded afterwards; None: the
         setting, 0: not at all, inf: for ever. With `will_answer=False` the lease does not wait for answers of other
-        requests, and cannot generate or embed. `in_background`: requests of others come first.
+        requests, and cannot generate or embed.
 
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
@@ -127,8 +126,6 @@ class ModelManager:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
             waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
-            if in_background:
-                waiter.client = BACKGROUND
             return await self._acquire(waiter), waiter
 
         return Lease(acquire, self._release)

@@ -151,7 +151,6 @@ class FakeManager:
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
-        in_background: bool = False,
     ) -> AsyncIterator[FakeLease]:
         entry = self.catalog.find(model) if isinstance(model, str) else model
         self.leases.append((entry.name, overrides, keep_alive_s, will_answer))

@@ -7,7 +7,6 @@ leases, loops, errors in mid stream, disconnects and counts for `/metrics` are h
 from __future__ import annotations
 
 import asyncio
-import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
@@ -31,11 +30,9 @@ from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, co
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
-from moegguf.serving.lease import Lease, Leases
+from moegguf.serving.lease import Lease
 
 Json = dict[str, Any]
-
-_BACKGROUND = re.compile(r"(^|,)\s*u=7\s*(,|;|$)")
 
 
 class Reply(ABC):
@@ -155,12 +152,12 @@ class Question(Loading):
 
     async def respond(self, request: Request) -> Response:
         """The response to a request that has this body. Raises MoeggufError."""
-        events, reply = await _ask(request.app.state, leases_of(request), self)
+        events, reply = await _ask(request.app.state, self)
         return reply.streamed(_lines(events, reply)) if self.streams else WholeResponse(_whole(events, reply))
 
-    async def whole_reply(self, state: State, leases: Leases) -> Any:
+    async def whole_reply(self, state: State) -> Any:
         """The object of a reply that is not streamed. Raises MoeggufError."""
-        return await _whole(*await _ask(state, leases, self))
+        return await _whole(*await _ask(state, self))
 
 
 Kind = TypeVar("Kind", bound=Question)
@@ -189,10 +186,10 @@ def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Js
     return computed(path, kind, compute, kind.limit)
 
 
-async def _ask(state: State, leases: Leases, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
+async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
     entry, generations = await _understand(state, body)
     reply = body.reply(entry, generations)
-    return _answers(state, leases, body, entry, generations, reply), reply
+    return _answers(state, body, entry, generations, reply), reply
 
 
 async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
@@ -212,21 +209,8 @@ async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequenc
     return entry, generations
 
 
-def leases_of(request: Request) -> Leases:
-    """What gives a request the use of a model: `lease`. With `Priority: u=7` (RFC 9218: nobody waits for it) others
-    come first."""
-    state = request.app.state
-    found: Leases = state.background if _BACKGROUND.search(request.headers.get("priority", "")) else state.manager
-    return found
-
-
 async def _answers(
-    state: State,
-    leases: Leases,
-    body: Question,
-    entry: ModelEntry,
-    generations: Sequence[GenerationRequest],
-    reply: Reply,
+    state: State, body: Question, entry: ModelEntry, generations: Sequence[GenerationRequest], reply: Reply
 ) -> AsyncGenerator[Event]:
     """The events of each generation after those of the one before; a `Done` ends each. Closing it stops the answers.
     They are computed together, as many as the model answers at once; between two, other requests have their turn."""
@@ -234,7 +218,7 @@ async def _answers(
     left = iter(zip(generations, queues, strict=True))
 
     def new_lease() -> AbstractAsyncContextManager[Lease]:
-        return leases.lease(entry, body.overrides(), body.keep_alive_s())
+        return state.manager.lease(entry, body.overrides(), body.keep_alive_s())
 
     async def compute(lease: Lease) -> None:
         for generation, queue in left:
