@@ -19,7 +19,6 @@ from pydantic import AfterValidator, Field, field_validator
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from moegguf.errors import ContextError
 from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
 from moegguf.server.common.conversation import Json
@@ -119,14 +118,11 @@ async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
 async def _compute(
     request: Request, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[str, Embeddings, float]:
-    """(name of the model, vectors, load_s). Raises HttpError 404, 400 for a text that is too long."""
+    """(name of the model, vectors, load_s). Raises HttpError 404, ContextError for a text that is too long."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     async with state.manager.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
-        try:
-            found = await lease.embed(texts, truncate=truncate, normalize=normalize) if texts else Embeddings([], 0)
-        except ContextError as error:
-            raise HttpError(400, f"the input length exceeds the context length ({error})") from None
+        found = await lease.embed(texts, truncate=truncate, normalize=normalize) if texts else Embeddings([], 0)
         return entry.name, found, lease.load_s
 
 

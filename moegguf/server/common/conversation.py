@@ -60,10 +60,6 @@ class Reply(ABC):
         """What ends a stream that has begun, of a request at `path`."""
         return event_line(error.body(path))
 
-    def streamed(self, lines: Lines) -> LineResponse:
-        """The response with the lines of a stream."""
-        return LineResponse(lines, self.error_line, self.ping_line)
-
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
         """Tool calls with their number among all of the reply."""
         for call in calls:
@@ -153,7 +149,9 @@ class Question(Loading):
     async def respond(self, request: Request) -> Response:
         """The response to a request that has this body. Raises MoeggufError."""
         events, reply = await _ask(request.app.state, self)
-        return reply.streamed(_lines(events, reply)) if self.streams else WholeResponse(_whole(events, reply))
+        if not self.streams:
+            return WholeResponse(_whole(events, reply))
+        return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
 
     async def whole_reply(self, state: State) -> Any:
         """The object of a reply that is not streamed. Raises MoeggufError."""
