@@ -270,11 +270,29 @@ class ManagedModel:
 
 
 class Calls(ABC):
-    """What a request may ask of a model besides answers."""
+    """What a request may ask of a model.
+
+    A call whose process ends before it gave anything is repeated once, with a new process. Every call raises
+    WorkerError when the process ends later, or again.
+    """
 
     @abstractmethod
-    def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """What the worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
+    def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        """What a worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
+
+    async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        """The events of a request, then its value."""
+        has_begun = False
+        for is_last in (False, True):
+            try:
+                async with aclosing(self._attempt(kind, **fields)) as events:
+                    async for event in events:
+                        has_begun = True
+                        yield event
+                return
+            except WorkerError:
+                if has_begun or is_last:
+                    raise
 
     async def value(self, kind: str, **fields: Any) -> Any:
         """The value of a message."""
@@ -315,9 +333,6 @@ class Lease(Calls):
 
     The next request is granted as soon as the model has finished an answer, even when this one's reader has not; the
     next call then waits in the queue again. Leaving the block cancels what still runs.
-
-    A call whose process ends before it gave anything is repeated once, with a new process. Every call raises
-    WorkerError when the process ends later, or again.
     """
 
     entry: ModelEntry
@@ -358,33 +373,25 @@ class Lease(Calls):
                     self._process.last_timing = build(Timing, event)
                     yield Done(self._process.last_timing, self.load_s, self._process.decisions)
 
-    async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """The events of a request, then its value; sent once more when the process ends before the first of them."""
-        beside_answers = kind in BESIDE_ANSWERS
-        has_events = is_repeated = False
-        while True:
-            if self._acquired is None and (is_repeated or not beside_answers):
-                await self._acquire()
+    async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        is_beside = kind in BESIDE_ANSWERS
+        if self._acquired is None and (not is_beside or self._process.exited.done()):
+            await self._acquire()
+        try:
+            if is_beside:
+                request = self._process.request(kind, **fields)
+            elif self._acquired is not None and self._acquired[1].will_answer:
+                request = self._request = self._process.request(kind, self._release, **fields)
+            else:
+                raise OptionError("this lease was taken with will_answer=False; take another one.")
             try:
-                if beside_answers:
-                    request = self._process.request(kind, **fields)
-                else:
-                    assert self._acquired is not None
-                    if not self._acquired[1].will_answer:
-                        raise OptionError("this lease was taken with will_answer=False; take another one.")
-                    request = self._request = self._process.request(kind, self._release, **fields)
-                try:
-                    async for event in request.events():
-                        has_events = True
-                        yield event
-                    return
-                finally:
-                    request.cancel()
-            except WorkerError:
-                if has_events or is_repeated:
-                    raise
-                is_repeated = True
-                self._release()  # of a request that could not be sent
+                async for event in request.events():
+                    yield event
+            finally:
+                request.cancel()
+        except WorkerError:
+            self._release()
+            raise
 
     async def _acquire(self) -> None:
         while True:

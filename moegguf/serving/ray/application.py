@@ -256,11 +256,7 @@ def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
 
 
 class ReplicaLease(Calls):
-    """The use of a model by one request, as `moegguf.serving.lease.Lease`.
-
-    A call whose replica ends before it gave anything is repeated once, by another one. Every call raises WorkerError
-    when its replica ends later, or again.
-    """
+    """The use of a model by one request, as `moegguf.serving.lease.Lease`. A call is repeated by another replica."""
 
     load_s = 0.0
 
@@ -270,27 +266,18 @@ class ReplicaLease(Calls):
 
     def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """The events of an answer. Closing it stops the answer. Raises what `Lease.answer` raises."""
-        return self.events("generate", conversation_of(generation), generation=generation, stream=stream)
+        return self.events("generate", conversation=conversation_of(generation), generation=generation, stream=stream)
 
-    async def events(self, kind: str, conversation: str = "", **fields: Any) -> AsyncGenerator[Any, None]:
-        """What a replica sends."""
-        has_begun = is_repeated = False
-        while True:
-            items = self._handle.options(stream=True).call.remote(conversation, kind, fields, current_client.get())
-            try:
-                with ray_errors():
-                    async for item in items:
-                        if isinstance(item, Failure):
-                            raise build_error(item.error)
-                        has_begun = True
-                        yield item
-                return
-            except WorkerError:
-                if has_begun or is_repeated:
-                    raise
-                is_repeated = True
-            finally:
-                items.cancel()
+    async def _attempt(self, kind: str, conversation: str = "", **fields: Any) -> AsyncGenerator[Any, None]:
+        items = self._handle.options(stream=True).call.remote(conversation, kind, fields, current_client.get())
+        try:
+            with ray_errors():
+                async for item in items:
+                    if isinstance(item, Failure):
+                        raise build_error(item.error)
+                    yield item
+        finally:
+            items.cancel()
 
 
 @contextmanager
