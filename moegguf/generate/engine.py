@@ -27,8 +27,8 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class EngineAnswer(Delta):
-    """An answer: its text, what it was thought before, calls of tools, and logprobs where they were asked for. `error`:
-    why it ended early, in one of many; the rest is then what there was."""
+    """An answer: all of its deltas as one. `error`: why it ended early, in one of many; the rest is then what there
+    was."""
 
     timing: Timing = field(default_factory=Timing, repr=False)
     error: Exception | None = None
