@@ -42,7 +42,8 @@ class Waiter:
     """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
     entry's own parameters, and those of the last request of its name. `keep_alive_s`: from `last_used_s` on; then its
     name gives the model up, if this was the last request. `will_answer`: it generates, of which a model does a number
-    at once; else it uses the model beside that. `ticket`: order of arrival over all models."""
+    at once; else it uses the model beside that. `ticket`: order of arrival over all models. `model`: the one that it
+    waits for."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -54,6 +55,7 @@ class Waiter:
     load_s: float = 0.0  # duration of the load that it waited for
     last_used_s: float = 0.0  # the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
+    model: ManagedModel = field(init=False)
 
     @property
     def name(self) -> str:
@@ -328,24 +330,21 @@ class Calls(ABC):
 
 
 class Lease(Calls):
-    """The use of a model, inside `async with`, which sets `entry`, `loaded` (state when the lease was granted) and
-    `load_s` (time that the last load took for this lease, 0 when the model was loaded already).
+    """The use of a model, inside `async with`, which sets `entry` and `load_s` (time that the last load took for this
+    lease, 0 when the model was loaded already).
 
     The next request is granted as soon as the model has finished an answer, even when this one's reader has not; the
     next call then waits in the queue again. Leaving the block cancels what still runs.
     """
 
     entry: ModelEntry
-    loaded: LoadedModel
     load_s: float
 
-    def __init__(
-        self, acquire: Callable[[], Awaitable[tuple[ManagedModel, Waiter]]], release: Callable[..., None]
-    ) -> None:
+    def __init__(self, acquire: Callable[[], Awaitable[Waiter]], release: Callable[[Waiter], None]) -> None:
         """`acquire` waits for the model; `release` gives back what it gave."""
         self._acquire_model = acquire
         self._release_model = release
-        self._acquired: tuple[ManagedModel, Waiter] | None = None
+        self._acquired: Waiter | None = None
         self._process: WorkerProcess
         self._request: PendingRequest | None = None
 
@@ -380,7 +379,7 @@ class Lease(Calls):
         try:
             if is_beside:
                 request = self._process.request(kind, **fields)
-            elif self._acquired is not None and self._acquired[1].will_answer:
+            elif self._acquired is not None and self._acquired.will_answer:
                 request = self._request = self._process.request(kind, self._release, **fields)
             else:
                 raise OptionError("this lease was taken with will_answer=False; take another one.")
@@ -395,14 +394,13 @@ class Lease(Calls):
 
     async def _acquire(self) -> None:
         while True:
-            self._acquired = model, waiter = await self._acquire_model()
-            if model.process is not None:
+            self._acquired = waiter = await self._acquire_model()
+            if waiter.model.process is not None:
                 break
             self._release()  # the process ended after the grant
-        self._process, self.entry, self.load_s = model.process, waiter.entry, waiter.load_s
-        self.loaded = model.status(asyncio.get_running_loop().time())
+        self._process, self.entry, self.load_s = waiter.model.process, waiter.entry, waiter.load_s
 
     def _release(self) -> None:
         acquired, self._acquired = self._acquired, None
         if acquired is not None:
-            self._release_model(*acquired)
+            self._release_model(acquired)

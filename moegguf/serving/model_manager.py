@@ -122,11 +122,12 @@ class ModelManager:
         WorkerError.
         """
 
-        async def acquire() -> tuple[ManagedModel, Waiter]:
+        async def acquire() -> Waiter:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
             waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
-            return await self._acquire(waiter), waiter
+            await self._acquire(waiter)
+            return waiter
 
         return Lease(acquire, self._release)
 
@@ -134,8 +135,9 @@ class ModelManager:
         self, name: str | ModelEntry, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
         """Loads a model, or restarts the keep-alive time of a loaded one. Raises what entering a lease raises."""
-        async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
-            return lease.loaded
+        entry = await self._find(name)
+        async with self.lease(entry, overrides, keep_alive_s, will_answer=False):
+            return next(model.status(self._now()) for model in self._models.values() if entry.name in model.uses)
 
     async def unload(self, name: str | ModelEntry) -> bool:
         """Ends the use of a model by a name, after its current answer; False when the name used none.
@@ -189,7 +191,7 @@ class ModelManager:
                 return model
         return None
 
-    async def _acquire(self, waiter: Waiter) -> ManagedModel:
+    async def _acquire(self, waiter: Waiter) -> None:
         """Waits until `waiter` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
         loading."""
         if self._closed:
@@ -203,24 +205,32 @@ class ModelManager:
         elif model.waiters or not model.has_room:
             self._make_queue_room(waiter)
         model.waiters.append(waiter)
+        waiter.model = model
         model.look_at_files()
-        await self._wait(model, waiter)
-        return model
+        self._dispatch()
+        try:
+            await waiter.granted
+        except BaseException:  # also where the request is cancelled
+            if waiter in model.waiters:
+                model.waiters.remove(waiter)
+                self._dispatch()
+            self._release(waiter)  # it may have been granted just before its task was cancelled
+            raise
 
     def _make_queue_room(self, waiter: Waiter) -> None:
         """Refuses somebody when the queue is full: of the client with most requests there the newest, where `waiter` is
         of one that has fewer even with it, else `waiter` (longest queue drop: Suter et al., 1998). So nobody can take
         the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
-        waiting = [(model, other) for model in self._models.values() for other in model.waiters]
+        waiting = [other for model in self._models.values() for other in model.waiters]
         if len(waiting) < self.settings.max_queue:
             return
-        counts = Counter(other.client for _, other in waiting)
+        counts = Counter(other.client for other in waiting)
         most = max(counts.values(), default=0)
         busy = BusyError("server busy, please try again.  maximum pending requests exceeded")
         if counts[waiter.client] + 1 >= most:
             raise busy
-        model, newest = max((pair for pair in waiting if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
-        model.waiters.remove(newest)
+        newest = max((other for other in waiting if counts[other.client] == most), key=lambda other: other.ticket)
+        newest.model.waiters.remove(newest)
         newest.end(busy)
 
     def _remembered(self, waiter: Waiter) -> LoadOverrides:
@@ -289,19 +299,9 @@ class ModelManager:
                 f" models, which leave {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give less."
             )
 
-    async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
-        self._dispatch()
-        try:
-            await waiter.granted
-        except BaseException:  # also where the request is cancelled
-            if waiter in model.waiters:
-                model.waiters.remove(waiter)
-                self._dispatch()
-            self._release(model, waiter)  # it may have been granted just before its task was cancelled
-            raise
-
-    def _release(self, model: ManagedModel, waiter: Waiter) -> None:
+    def _release(self, waiter: Waiter) -> None:
         """Ends the use of a model. Idempotent."""
+        model = waiter.model
         if waiter not in model.users:
             return
         model.release(waiter)

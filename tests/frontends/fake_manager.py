@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -77,10 +77,6 @@ class FakeLease:
     manager: FakeManager
     entry: ModelEntry
     load_s: float = 0.125
-    loaded: LoadedModel = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.loaded = self.manager.status(self.entry)
 
     async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncIterator[Event]:
         self.manager.requests.append(generation)
@@ -167,7 +163,7 @@ class FakeManager:
         self, name: str, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
         async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
-            return lease.loaded
+            return self.status(lease.entry)
 
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None

@@ -38,7 +38,7 @@ async def test_the_last_event_has_the_timing_and_the_manager_the_state(catalog: 
     async with manager_of(catalog) as manager:
         for first in (True, False):
             async with manager.lease("a") as lease:
-                assert lease.entry.name == "a:latest" and lease.loaded.n_ctx == 4096
+                assert lease.entry.name == "a:latest" and manager.loaded()[0].n_ctx == 4096
                 events = [event async for event in lease.answer(GenerationRequest(prompt="say x"))]
             assert [type(event) for event in events] == [Delta, Done]
             assert isinstance(events[-1], Done) and events[-1].timing.finish == "stop"
@@ -181,7 +181,7 @@ async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repe
         os.kill(pid, signal.SIGKILL)
         assert await generate(manager, "a", "say x") == "x", "the exit is not known yet"
         async with manager.lease("a") as lease, manager.lease("a", will_answer=False) as shared:
-            os.kill(lease.loaded.pid, signal.SIGKILL)
+            os.kill(manager.loaded()[0].pid, signal.SIGKILL)
             assert await shared.tokenize("ab") == [97, 98]
             assert await answer_text(lease, "say y") == "y"
         left = tmp_path / "left"
