@@ -297,7 +297,8 @@ class Calls(ABC):
                     raise
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """The value of a message."""
+        """The value of a message: of "count" the tokens, of "render" the text of a conversation's prompt. Raises what
+        `moegguf.generate.prompt.count_prompt` and `render_prompt` raise."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
@@ -319,14 +320,6 @@ class Calls(ABC):
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones by name."""
         return str(await self.value("detokenize", tokens=list(tokens)))
-
-    async def count(self, generation: GenerationRequest) -> int:
-        """The tokens of a conversation's prompt. Raises what `moegguf.generate.prompt.count_prompt` raises."""
-        return int(await self.value("count", generation=generation))
-
-    async def render(self, generation: GenerationRequest) -> str:
-        """The text of a conversation's prompt. Raises what `moegguf.generate.prompt.render_prompt` raises."""
-        return str(await self.value("render", generation=generation))
 
 
 class Lease(Calls):

@@ -105,13 +105,9 @@ class FakeLease:
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    async def count(self, generation: GenerationRequest) -> int:
+    async def value(self, kind: str, generation: GenerationRequest) -> Any:
         self.manager.requests.append(generation)
-        return 42
-
-    async def render(self, generation: GenerationRequest) -> str:
-        self.manager.requests.append(generation)
-        return "rendered"
+        return {"count": 42, "render": "rendered"}[kind]
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return bytes(token % 128 for token in tokens).decode()

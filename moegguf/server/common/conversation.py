@@ -173,13 +173,13 @@ def conversation(path: str, kind: type[Question]) -> Route:
 
 def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Json]) -> Route:
     """An endpoint that replies with what `tell` makes of an answer about a conversation's prompt, which goes through
-    the model's own template. `ask`: a method of `moegguf.serving.lease.Calls`. It loads the model if needed, and does
-    not wait for running answers."""
+    the model's own template. `ask`: "count" or "render". It loads the model if needed, and does not wait for running
+    answers."""
 
     async def compute(request: Request, body: Kind) -> Json:
         entry, generations = await _understand(request.app.state, body)
         async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-            return tell(await getattr(lease, ask)(generations[0]))
+            return tell(await lease.value(ask, generation=generations[0]))
 
     return computed(path, kind, compute, kind.limit)
 
