@@ -17,9 +17,6 @@ from moegguf.generate.images import has_images, text_of
 from moegguf.generate.limited import LimitedError, reply_of
 from moegguf.generate.request import Message
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
-from moegguf.gguf.chat_template import capabilities_of as capabilities
-
-__all__ = ["capabilities", "render"]
 
 MAX_TEMPLATE_BYTES = 128 << 10
 MAX_CHARACTERS = 16 << 20  # of a prompt
