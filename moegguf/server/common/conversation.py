@@ -39,7 +39,8 @@ class Reply(ABC):
     """The answers to one question in the form of an API."""
 
     ping_line: ClassVar[bytes] = b": ping\n\n"  # in a stream without other events
-    n_calls = 0
+    n_calls = 0  # of an answer
+    parallel_calls = True  # else only the first is sent
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
         """Asks the model for what the reply needs besides the answer, before it."""
@@ -61,8 +62,10 @@ class Reply(ABC):
         return event_line(error.body(path))
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
-        """Tool calls with their number among all of the reply."""
+        """Tool calls that are sent, with their number among all of an answer."""
         for call in calls:
+            if self.n_calls and not self.parallel_calls:
+                return
             self.n_calls += 1
             yield self.n_calls - 1, call
 
@@ -135,7 +138,7 @@ class Question(Loading):
 
     @property
     def parallel_calls(self) -> bool:
-        """Whether an answer may have several tool calls; else only the first is sent."""
+        """Whether an answer may have several tool calls."""
         return True
 
     @abstractmethod
@@ -187,6 +190,7 @@ def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Js
 async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
     entry, generations = await _understand(state, body)
     reply = body.reply(entry, generations)
+    reply.parallel_calls = body.parallel_calls
     return _answers(state, body, entry, generations, reply), reply
 
 
@@ -240,14 +244,11 @@ async def _answers(
         tasks = [asyncio.create_task(compute(lease)), *(asyncio.create_task(compute_beside()) for _ in range(n_beside))]
         try:
             for queue in queues:
-                has_call, event = False, None
+                event = None
                 while not isinstance(event, Done):
                     event = await queue.get()
                     if isinstance(event, Exception):
                         raise event
-                    if isinstance(event, Delta) and event.tool_calls and not body.parallel_calls:
-                        event = replace(event, tool_calls=() if has_call else event.tool_calls[:1])
-                        has_call = True
                     record(state, entry.name, event)
                     yield event
         finally:
