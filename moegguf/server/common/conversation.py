@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -218,9 +218,7 @@ async def _answers(
     They are computed together, as many as the model answers at once; between two, other requests have their turn."""
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in generations]
     left = iter(zip(generations, queues, strict=True))
-
-    def new_lease() -> AbstractAsyncContextManager[Lease]:
-        return state.manager.lease(entry, body.overrides(), body.keep_alive_s())
+    use = entry, body.overrides(), body.keep_alive_s()
 
     async def compute(lease: Lease) -> None:
         for generation, queue in left:
@@ -234,10 +232,10 @@ async def _answers(
 
     async def compute_beside() -> None:
         with suppress(MoeggufError):  # where no lease can be had, the first computes all
-            async with new_lease() as lease:
+            async with state.manager.lease(*use) as lease:
                 await compute(lease)
 
-    async with new_lease() as lease:
+    async with state.manager.lease(*use) as lease:
         await reply.prepare(lease)
         loaded = loaded_of(state, entry)
         n_beside = min(loaded.n_parallel if loaded else 1, len(generations)) - 1
