@@ -17,17 +17,7 @@ from moegguf.errors import ClosedError, OptionError
 from moegguf.generate.answer import AnswerEvents, BatchedAnswer
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.kv_slots import Schedule
-from moegguf.generate.request import (
-    Delta,
-    GenerationRequest,
-    Message,
-    Sampling,
-    Timing,
-    TokenLogprob,
-    ToolCall,
-    join,
-    sampling_with,
-)
+from moegguf.generate.request import Delta, GenerationRequest, Message, Sampling, Timing, join, sampling_with
 
 DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
@@ -36,14 +26,10 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
-class EngineAnswer:
-    """An answer: its text, what it was thought before, calls of tools, and logprobs where they were asked for. `error`:
-    why it ended early, in one of many; the rest is then what there was."""
+class EngineAnswer(Delta):
+    """An answer: all of its deltas as one. `error`: why it ended early, in one of many; the rest is then what there
+    was."""
 
-    text: str = ""
-    thinking: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
     timing: Timing = field(default_factory=Timing, repr=False)
     error: Exception | None = None
 
@@ -64,9 +50,7 @@ class _Collected(AnswerEvents):
         self._deltas.append(delta)
 
     def on_end(self, timing: Timing, error: Exception | None) -> None:
-        whole = join(self._deltas)
-        answer = EngineAnswer(whole.text, whole.thinking, whole.tool_calls, whole.logprobs, timing, error)
-        self.done.set_result(answer)
+        self.done.set_result(EngineAnswer(**vars(join(self._deltas)), timing=timing, error=error))
 
 
 class _Streamed(AnswerEvents):

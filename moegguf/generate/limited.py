@@ -35,10 +35,16 @@ class LimitedError(Exception):
 
 
 def reply_of(request: Mapping[str, Any]) -> str:
-    """The text of a process's reply to a request (sandbox.py). Raises LimitedError, also when a limit of time, memory
-    or output is reached."""
+    """The text of a process's reply to a request (sandbox.py), where what JSON does not have is text. Raises
+    LimitedError, also when a limit of time, memory or output is reached."""
     try:
-        line = json.dumps({**request, "seconds": MAX_S}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        text = json.dumps(
+            {**request, "seconds": MAX_S}, ensure_ascii=False,
+            default=lambda value: dict(value) if isinstance(value, Mapping) else str(value),
+        )  # fmt: skip
+        line = text.encode("utf-8", "surrogatepass")
+    except RecursionError as error:
+        raise LimitedError("failed", "its variables nest too deep") from error
     except (TypeError, ValueError) as error:
         raise LimitedError("failed", f"its variables are not JSON: {error}") from error
     with _process() as process:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall, join
-from moegguf.generate.template import Continuation, capabilities
+from moegguf.generate.template import Continuation
 from moegguf.generate.tool_calls import (
     JSON_ONLY,
     ToolFormat,
@@ -25,7 +25,7 @@ from moegguf.generate.tool_calls import (
     tool_call,
     types_of,
 )
-from moegguf.gguf.chat_template import HARMONY, ThinkMarks, tail, think_marks_of
+from moegguf.gguf.chat_template import HARMONY, ThinkMarks, capabilities_of, tail, think_marks_of
 
 if TYPE_CHECKING:
     from moegguf.engine.vocabulary import Vocabulary
@@ -407,7 +407,7 @@ def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocab
     """The transcript of an answer to `request`. Only answers to a chat template's prompt are parsed."""
     tools = () if request.tool_choice == "none" else request.tools
     template = prompt.template
-    if template is None or not (tools or "thinking" in capabilities(template)):
+    if template is None or not (tools or "thinking" in capabilities_of(template)):
         return Transcript(vocabulary, request.sampling.stop)
     parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
     return Transcript(vocabulary, request.sampling.stop, parser, special=needs_special_tokens(template))

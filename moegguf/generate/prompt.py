@@ -18,7 +18,8 @@ from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
 from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.generate.template import Continuation, capabilities, continuation_of, render, split_last
+from moegguf.generate.template import Continuation, continuation_of, render, split_last
+from moegguf.gguf.chat_template import capabilities_of
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -188,7 +189,7 @@ class _Renderer:
     def __init__(self, llm: Llama, request: GenerationRequest) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
         self.template = request.template or llm.metadata.get("tokenizer.chat_template") or None
-        able = capabilities(self.template) if self.template else ()
+        able = capabilities_of(self.template)
         if request.tools and request.tool_choice != "none" and "tools" not in able:
             raise CapabilityError("this model does not support tools: its chat template has no place for them.")
         if request.think and "thinking" not in able:

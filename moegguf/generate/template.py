@@ -17,13 +17,9 @@ from moegguf.generate.images import has_images, text_of
 from moegguf.generate.limited import LimitedError, reply_of
 from moegguf.generate.request import Message
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
-from moegguf.gguf.chat_template import capabilities_of as capabilities
-
-__all__ = ["capabilities", "render"]
 
 MAX_TEMPLATE_BYTES = 128 << 10
 MAX_CHARACTERS = 16 << 20  # of a prompt
-MAX_DEPTH = 64  # nesting of lists and objects in the variables
 
 
 def render(
@@ -43,7 +39,7 @@ def render(
     Raises TemplateError when the template is too long or invalid, rejects the conversation, fails, or exceeds the
     limits of time, memory or output.
     """
-    prepared = [_message(_plain(message)) for message in messages]
+    prepared = [_message(message) for message in messages]
     system_first = bool(prepared) and prepared[0].get("role") == "system"
     if "length 9" in template:
         for message in prepared:
@@ -52,11 +48,11 @@ def render(
             if "tool_call_id" in message:
                 message["tool_call_id"] = _short_id(message["tool_call_id"])
     variables = {
-        **_plain(options or {}),
+        **(options or {}),
         **({} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}),
         **({"reasoning_effort": think} if isinstance(think, str) else {}),
         "messages": prepared,
-        "tools": [_plain(tool) for tool in tools] or None,
+        "tools": list(tools) or None,
         "bos_token": bos,
         "eos_token": eos,
         "add_generation_prompt": True,
@@ -121,19 +117,6 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
             rest[at] = {**message, "content": f"{system['content']}\n\n{message['content']}"}
             return rest
     return [{"role": "user", "content": system["content"]}, *rest]
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Plain JSON values; values of other types become text."""
-    if isinstance(value, str | int | float | None):
-        return value
-    if depth > MAX_DEPTH:
-        raise TemplateError(f"messages and tools nest up to {MAX_DEPTH} deep; give simpler ones.")
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
-    return str(value)
 
 
 @dataclass(frozen=True)

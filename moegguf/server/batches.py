@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from starlette.datastructures import State
@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.models.catalog import Catalog
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, parse_body, parse_fields, read_body, read_form, too_large
 from moegguf.server.common.conversation import Question
@@ -29,8 +28,13 @@ from moegguf.server.openai import chat, completions, responses
 from moegguf.serving.batch.answers import Reply
 from moegguf.serving.batch.batches import CANCELLABLE, Batch, Batches
 from moegguf.serving.batch.files import StoredFile
-from moegguf.serving.lease import BackgroundLeases, Leases
-from moegguf.serving.ray.config import ConfiguredCatalog
+from moegguf.serving.clients import BACKGROUND, current_client
+
+if TYPE_CHECKING:
+    from moegguf.models.catalog import Catalog
+    from moegguf.serving.model_manager import ModelManager
+    from moegguf.serving.ray.application import ReplicaManager
+    from moegguf.serving.ray.config import ConfiguredCatalog
 
 MAX_FILES_LISTED = 10_000
 MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
@@ -47,19 +51,21 @@ ENDPOINTS: Mapping[str, type[Question | EmbeddingsBody]] = {
 """Those that a request of a batch may have, and their bodies."""
 
 
-def new_state(manager: Leases, catalog: Catalog | ConfiguredCatalog, share_contexts: bool = False) -> State:
+def new_state(
+    manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, share_contexts: bool = False
+) -> State:
     """What the endpoints need of an application: `app.state`."""
-    leases = {"manager": manager, "background": BackgroundLeases(manager)}
-    return State({**leases, "catalog": catalog, "totals": Totals(), "share_contexts": share_contexts})
+    return State({"manager": manager, "catalog": catalog, "totals": Totals(), "share_contexts": share_contexts})
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
     """The reply to a POST request, of lower priority. Cancelling it is a client's disconnect."""
     kind = ENDPOINTS[url]
+    current_client.set(BACKGROUND)
     try:
         if len(body) > kind.limit:
             raise too_large(kind.limit)
-        return Reply(200, await parse_body(body, kind).whole_reply(state, state.background))
+        return Reply(200, await parse_body(body, kind).whole_reply(state))
     except Exception as error:
         found = http_error(error)
         return Reply(found.status, found.body(url))

@@ -19,15 +19,13 @@ from pydantic import AfterValidator, Field, field_validator
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from moegguf.errors import ContextError
 from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
-from moegguf.server.common.conversation import Json, leases_of
+from moegguf.server.common.conversation import Json
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import Loading, ModelName, Text, Texts, find, selected_model
 from moegguf.server.common.replies import computed, to_ns
 from moegguf.server.ollama.chat import ModelBody
-from moegguf.serving.lease import Leases
 
 RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
@@ -62,9 +60,9 @@ class EmbeddingsBody(Loading):
     dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     truncate: bool | None = None
 
-    async def whole_reply(self, state: State, leases: Leases) -> Json:
+    async def whole_reply(self, state: State) -> Json:
         """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
-        async with leases.lease(self.model, self.overrides(), self.keep_alive_s()) as lease:
+        async with state.manager.lease(self.model, self.overrides(), self.keep_alive_s()) as lease:
             found = await lease.embed(self.input, truncate=bool(self.truncate), normalize=True)
             name = lease.entry.name
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
@@ -120,14 +118,11 @@ async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
 async def _compute(
     request: Request, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[str, Embeddings, float]:
-    """(name of the model, vectors, load_s). Raises HttpError 404, 400 for a text that is too long."""
+    """(name of the model, vectors, load_s). Raises HttpError 404, ContextError for a text that is too long."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     async with state.manager.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
-        try:
-            found = await lease.embed(texts, truncate=truncate, normalize=normalize) if texts else Embeddings([], 0)
-        except ContextError as error:
-            raise HttpError(400, f"the input length exceeds the context length ({error})") from None
+        found = await lease.embed(texts, truncate=truncate, normalize=normalize) if texts else Embeddings([], 0)
         return entry.name, found, lease.load_s
 
 
@@ -159,7 +154,7 @@ async def _rerank(request: Request, body: _RerankBody) -> Any:
     if not texts:
         raise HttpError(400, "documents: a list of texts is missing")
     model = selected_model(request.app.state, body.model)
-    async with leases_of(request).lease(model, body.overrides(), body.keep_alive_s()) as lease:
+    async with request.app.state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
         found, name = await lease.rank(body.query, texts), lease.entry.name
     scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
     best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
@@ -174,7 +169,7 @@ async def _rerank(request: Request, body: _RerankBody) -> Any:
 
 
 routes = [
-    computed("/v1/embeddings", EmbeddingsBody, lambda it, body: body.whole_reply(it.app.state, leases_of(it))),
+    computed("/v1/embeddings", EmbeddingsBody, lambda request, body: body.whole_reply(request.app.state)),
     computed("/api/embed", _EmbedRequest, _embed),
     computed("/api/embeddings", _EmbeddingRequest, _embedding),
     *(computed(path, _RerankBody, _rerank) for path in RERANK_PATHS),

@@ -31,11 +31,13 @@ from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import loaded_of
 from moegguf.server.common.replies import LineResponse, json_line
-from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, LoadedModel, Snapshot, Watch
+from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
 
 HEARTBEAT_S = 5.0  # between two lines at most
+MAX_SNAPSHOTS_PER_S = 20.0
+POLL_S = 0.5  # between two checks which models are loaded, at most
 
 
 async def _live(request: Request) -> Response:
@@ -56,11 +58,16 @@ async def _live(request: Request) -> Response:
 
 async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
     """The state of each loaded model, with its snapshot under `snapshot`; None of one that has just ended."""
-    loaded, watch = manager.loaded(), Watch(manager.snapshots, None, MAX_SNAPSHOTS_PER_S)
-    await watch.take()
-    await watch.wait()
-    found = {snapshot.model: _snapshot_object(snapshot) for snapshot in await watch.take()}
+    loaded, before = manager.loaded(), await _snapshots(manager, None, MAX_SNAPSHOTS_PER_S)
+    await asyncio.sleep(1 / MAX_SNAPSHOTS_PER_S)
+    now = await _snapshots(manager, None, MAX_SNAPSHOTS_PER_S)
+    found = {name: _snapshot_object(snapshot.since(before.get(name))) for name, snapshot in now.items()}
     return [_loaded_object(model, whole=True) | {"snapshot": found.get(model.name)} for model in loaded]
+
+
+async def _snapshots(manager: ModelManager, entry: ModelEntry | None, per_s: float) -> dict[str, Snapshot]:
+    """By model, those of now, for a client that asks so often."""
+    return {snapshot.model: snapshot for snapshot in await manager.snapshots(entry, 2 / per_s + POLL_S)}
 
 
 async def snapshot_lines(
@@ -69,7 +76,8 @@ async def snapshot_lines(
     """The lines for one client, until closed, or until the server shuts down."""
     sent: dict[str, Any] = {}
     sent_names: list[str] | None = None
-    sent_names_s, watch = 0.0, Watch(manager.snapshots, entry, per_s)
+    sent_names_s = due_s = 0.0
+    latest: dict[str, Snapshot] = {}
     while not ending.is_set():
         models = manager.loaded()
         loaded = {each.name: model for model in models for each in model.names}
@@ -77,17 +85,21 @@ async def snapshot_lines(
         if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
             sent_names, sent_names_s = names, time.monotonic()
             yield json_line({"loaded_models": sent_names})
-        for snapshot in await watch.take():
-            model = loaded.get(snapshot.model)
-            if model is None:
-                continue
-            # What a client displays, besides uses and loads.
-            figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes, model.last_answer_s
-            visible = snapshot.state, snapshot.busy, snapshot.stats.tokens, snapshot.layers, *figures
-            if visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads):
-                sent[snapshot.model] = visible
-                yield json_line(_snapshot_object(snapshot) | {"loaded": _loaded_object(model)})
-        await watch.wait()
+        if time.monotonic() >= due_s:
+            due_s, before = time.monotonic() + 1 / per_s, latest
+            latest = await _snapshots(manager, entry, per_s)
+            for name, now in latest.items():
+                if (model := loaded.get(name)) is None:
+                    continue
+                snapshot = now.since(before.get(name))
+                # What a client displays, besides uses and loads.
+                figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes
+                tokens = snapshot.stats.tokens, model.last_answer_s
+                visible = snapshot.state, snapshot.busy, snapshot.layers, *tokens, *figures
+                if visible != sent.get(name) or any(snapshot.uses) or any(snapshot.loads):
+                    sent[name] = visible
+                    yield json_line(_snapshot_object(snapshot) | {"loaded": _loaded_object(model)})
+        await asyncio.sleep(max(0.0, min(POLL_S, due_s - time.monotonic())))
 
 
 def _snapshot_object(snapshot: Snapshot) -> dict[str, Any]:
@@ -141,7 +153,7 @@ async def _get_budget(request: Request) -> Response:
 def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
     """What experts of a loaded model have, the most that they can have, and all of its memory, in bytes."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
-    most, most_vram = planned_budgets(loaded.plan)
+    most = planned_budgets(loaded.plan)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
     return {
         "model": loaded.name,
@@ -152,8 +164,8 @@ def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
         "staging_bytes": staging_bytes,
         "slot_bytes": slot_bytes,
         "n_experts": loaded.stats.n_experts,
-        "max_expert_cache_bytes": most,
-        "max_vram_cache_bytes": most_vram,
+        "max_expert_cache_bytes": most["expert_cache"],
+        "max_vram_cache_bytes": most["vram_cache"],
         "size_bytes": loaded.size_bytes,
         "vram_bytes": loaded.vram_bytes,
     }

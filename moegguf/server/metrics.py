@@ -6,7 +6,7 @@ of an unloaded model stay in its total. Names follow Prometheus: base units, `_t
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.engine.stats import TierStats
+from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.serving.events import Done, Event, LoadedModel
 
@@ -59,7 +59,6 @@ COUNTS = (
     CounterSpec("staging_stall_seconds", "The part of it in which a layer waited.", {"": "staging_stall_s"}),
     CounterSpec("eval_seconds", "Time in passes through the model, stalls included.", {"": "eval_s"}),
 )  # fmt: skip
-FIELDS = tuple(field for count in COUNTS for field in count.fields.values())
 
 # Of `TierStats`: per model and tier, "vram", "ram" or "cpu", and device.
 TIER_COUNTS = (
@@ -72,7 +71,6 @@ TIER_COUNTS = (
           {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
     CounterSpec("tier_stall_seconds", "Time that computation waited; below VRAM for the disk.", {"": "stall_s"}),
 )  # fmt: skip
-TIER_FIELDS = tuple(field for count in TIER_COUNTS for field in count.fields.values())
 TIER_LABELS = ("tier", "device")
 
 # Name, help, and the field of `Timing`, besides the number of answers.
@@ -86,19 +84,18 @@ ANSWERS = (
     ("answer_seconds", "Time from the first token to the last.", "answer_s"),
 )
 
-Figure = tuple[tuple[str, ...], str]
-"""() for the model or (tier, its device), and a field."""
 Family = tuple[str, str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
 """Name, help, names of its labels, and {values of the labels, number}."""
 
 
 class Totals:
-    """Counts since the server's start, of loaded and unloaded models. Used on one event loop."""
+    """Counts since the server's start, of loaded and unloaded models. Used on one event loop. `stats`: of each model,
+    sums of what its processes have counted."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._sums: defaultdict[str, Counter[Figure]] = defaultdict(Counter)
-        self._counts_by_pid: dict[int, Counter[Figure]] = {}
+        self.stats: defaultdict[str, Stats] = defaultdict(Stats)
+        self._last: dict[int, Stats] = {}  # of processes that run
 
     def add(self, model: str, timing: Timing) -> None:
         """Adds a finished answer."""
@@ -114,24 +111,15 @@ class Totals:
 
     def update(self, loaded: Iterable[LoadedModel]) -> None:
         """Adds what the models in memory have counted since the last call, each under the first name that uses it."""
-        now: dict[int, Counter[Figure]] = {}
+        before, self._last = self._last, {}
         for model in loaded:
-            counts: Counter[Figure] = Counter({((), field): getattr(model.stats, field) for field in FIELDS})
-            for tier in model.stats.tiers:
-                counts.update({(_labels_of(tier), field): getattr(tier, field) for field in TIER_FIELDS})
-            now[model.pid] = counts
-            added = Counter(counts)
-            added.subtract(self._counts_by_pid.get(model.pid, Counter()))
-            self._sums[model.name].update(added)
-        self._counts_by_pid = now
-
-    def counts(self) -> dict[str, Counter[Figure]]:
-        """{model: sums of `FIELDS` and of each tier's `TIER_FIELDS`}."""
-        return dict(sorted(self._sums.items()))
+            self.stats[model.name] += model.stats - before.get(model.pid, Stats())
+            self._last[model.pid] = model.stats
 
 
-def _labels_of(tier: TierStats) -> tuple[str, str]:
-    return tier.name.lower(), tier.device
+def _tiers(models: Iterable[tuple[str, Stats]]) -> list[tuple[tuple[str, ...], TierStats]]:
+    """The tiers of models, each with the values of its labels."""
+    return [((name, tier.name.lower(), tier.device), tier) for name, stats in models for tier in stats.tiers]
 
 
 def _resident_bytes(pid: int) -> int:
@@ -167,7 +155,7 @@ class _Scrape:
 
     def __init__(self, totals: Totals, loaded: Iterable[LoadedModel]) -> None:
         self._answers = dict(sorted(totals.answers.items()))
-        self._counts = totals.counts()
+        self._stats = sorted(totals.stats.items())
         self._loaded = sorted(loaded, key=lambda model: model.name)
 
     def collect(self) -> Iterator[Metric]:
@@ -185,7 +173,7 @@ class _Scrape:
         total = {field: sum(one[field] for one in self._answers.values()) for _, _, field in ANSWERS}
         n_prompt, prompt_s = total["prompt_tokens"], total["prompt_s"]
         n_answer, answer_s = total["answer_tokens"], total["answer_s"]
-        n_passes = sum(counts[(), "passes"] for counts in self._counts.values())
+        n_passes = sum(stats.passes for _, stats in self._stats)
         sums = (n_prompt, prompt_s), (n_answer, answer_s)
         prompt_rate, rate = (n / seconds if seconds else 0.0 for n, seconds in sums)
         for name, text, value in (
@@ -207,22 +195,22 @@ class _Scrape:
         for name, text, field in ANSWERS:
             answers = [((model,), done[field]) for model, done in self._answers.items()]
             yield f"moegguf_{name}_total", text, ("model",), answers
-        for labels, counters in (((), COUNTS), (TIER_LABELS, TIER_COUNTS)):
+        models = [((name,), stats) for name, stats in self._stats]
+        tiers = sorted(_tiers(self._stats), key=lambda tier: tier[0])
+        for labels, counters, figures in (((), COUNTS, models), (TIER_LABELS, TIER_COUNTS, tiers)):
             for spec in counters:
                 names = ("model", *labels, *([spec.by] if spec.by else ()))
                 counted = [
-                    ((model, *of, value), sums[of, field])
-                    for model, sums in self._counts.items()
-                    for of in sorted({of for of, _ in sums if len(of) == len(labels)})
+                    ((*of, value), getattr(found, field))
+                    for of, found in figures
                     for value, field in spec.fields.items()
                 ]
                 yield f"moegguf_{spec.name}_total", spec.help, names, counted
         for name, text, value in GAUGES:
             yield f"moegguf_{name}", text, ("model",), [((m.name,), float(value(m))) for m in self._loaded]
+        present = _tiers((model.name, model.stats) for model in self._loaded)
         for name, text, field in TIER_GAUGES:
-            tiers = [(model.name, tier) for model in self._loaded for tier in model.stats.tiers]
-            sizes = [((model, *_labels_of(tier)), getattr(tier, field)) for model, tier in tiers]
-            yield f"moegguf_{name}", text, ("model", *TIER_LABELS), sizes
+            yield f"moegguf_{name}", text, ("model", *TIER_LABELS), [(of, getattr(tier, field)) for of, tier in present]
 
 
 def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:

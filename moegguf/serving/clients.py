@@ -9,8 +9,9 @@ from functools import cache
 SALT = b"moegguf owner"
 ROUNDS = 100_000  # some 30 ms for each key that is tried to find the one of an owner
 
+BACKGROUND = "background"
 current_client: ContextVar[str] = ContextVar("current_client", default="")
-"""Whose turn the request takes. Empty: nobody that frontends know."""
+"""Whose turn the request takes. Empty: nobody that frontends know; BACKGROUND: of all who come after others."""
 
 current_owner: ContextVar[str] = ContextVar("current_owner", default="")
 """To whom belongs what the request computes and stores: an `owner_of`. Empty: to all who send no key."""

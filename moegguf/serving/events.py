@@ -5,22 +5,14 @@ An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`
 
 from __future__ import annotations
 
-import asyncio
-import math
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Delta, PromptProgress, Timing
-from moegguf.models.entry import ModelEntry
 from moegguf.options import LOAD_PARAMETERS
-
-MAX_SNAPSHOTS_PER_S = 20.0
-POLL_S = 0.5  # between two checks which models are loaded
-EARLY_S = 0.001  # that a timer may be
 
 
 @dataclass(frozen=True)
@@ -132,34 +124,3 @@ class Snapshot:
         uses, loads = (np.minimum(each, 255).astype(np.uint8).tobytes() for each in counts)
         speed = (self.answer_tokens - before.answer_tokens) / max(self.seconds - before.seconds, 1e-3)
         return replace(self, uses=uses, loads=loads, tokens_per_s=max(0.0, speed))
-
-
-class Watch:
-    """Snapshots of the model that `entry` names, None: of each loaded one, `per_s` times a second. Loads no model.
-    `snapshots`: those of the manager (`ModelManager.snapshots`)."""
-
-    def __init__(
-        self,
-        snapshots: Callable[[ModelEntry | None, float], Awaitable[list[Snapshot]]],
-        entry: ModelEntry | None,
-        per_s: float,
-    ) -> None:
-        self._snapshots = snapshots
-        self._entry = entry
-        self._interval_s = 1 / per_s
-        self._due_s = -math.inf
-        self._before: dict[str, Snapshot] = {}
-
-    async def take(self) -> list[Snapshot]:
-        """A snapshot of each model, with what was used and loaded since the one before; none before they are due."""
-        if time.monotonic() < self._due_s - EARLY_S:
-            return []
-        self._due_s = time.monotonic() + self._interval_s
-        before = self._before
-        now = await self._snapshots(self._entry, 2 * self._interval_s + POLL_S)
-        self._before = {snapshot.model: snapshot for snapshot in now}
-        return [snapshot.since(before.get(snapshot.model)) for snapshot in now]
-
-    async def wait(self) -> None:
-        """Returns when there is something to take, or to look at: after POLL_S at the latest."""
-        await asyncio.sleep(max(0.0, min(POLL_S, self._due_s - time.monotonic())))

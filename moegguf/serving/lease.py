@@ -12,10 +12,10 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
 from moegguf.errors import OptionError, WorkerError
@@ -24,14 +24,14 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
-from moegguf.serving.clients import current_client
+from moegguf.serving.clients import BACKGROUND, current_client
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 MAX_WAIT_S = 30.0  # that a request in the background comes after all others
-BACKGROUND = "background"  # the client of all requests there
+BESIDE_ANSWERS = ("tokenize", "detokenize", "count", "render")  # what a model replies while it answers others
 
 
 _tickets = itertools.count(1)
@@ -42,7 +42,8 @@ class Waiter:
     """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
     entry's own parameters, and those of the last request of its name. `keep_alive_s`: from `last_used_s` on; then its
     name gives the model up, if this was the last request. `will_answer`: it generates, of which a model does a number
-    at once; else it uses the model beside that. `ticket`: order of arrival over all models."""
+    at once; else it uses the model beside that. `ticket`: order of arrival over all models. `model`: the one that it
+    waits for."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -54,6 +55,7 @@ class Waiter:
     load_s: float = 0.0  # duration of the load that it waited for
     last_used_s: float = 0.0  # the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
+    model: ManagedModel = field(init=False)
 
     @property
     def name(self) -> str:
@@ -124,10 +126,9 @@ class ManagedModel:
         self.ready = Ready(n_ctx=0)
         self.default_n_ctx = 0  # of a load without overrides
         self.used: dict[str, int] = {}  # bytes by place, reserved from the decision to load until the process has ended
-        self.expert_cache_bytes = 0  # of those in RAM, for slots that are in use
-        self.vram_cache_bytes = 0  # of those on its device, likewise
+        self.cache_bytes: dict[str, int] = {}  # of those, for slots that are in use, by name of the budget
         self.changing_budget = asyncio.Lock()
-        self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded, by name of the field; a reload keeps them
+        self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded; a reload keeps them
         self.last_used_s = 0.0
         self.n_requests = 0
 
@@ -209,14 +210,14 @@ class ManagedModel:
         return next((place for place in self.used if place != RAM), None)
 
     def place_of(self, budget: str) -> str:
-        """Where a budget is: "expert_cache_bytes" or "vram_cache_bytes"."""
-        return RAM if budget == "expert_cache_bytes" else self.device or RAM
+        """Where a budget is: "expert_cache" or "vram_cache"."""
+        return RAM if budget == "expert_cache" else self.device or RAM
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
         """Counts this for slots, by budget."""
         for budget, n in n_bytes.items():
-            self.used[self.place_of(budget)] += n - getattr(self, budget)
-            setattr(self, budget, n)
+            self.used[self.place_of(budget)] += n - self.cache_bytes[budget]
+            self.cache_bytes[budget] = n
 
     def serves(self, waiter: Waiter) -> bool:
         """Whether the loaded model has the content and context that `waiter` needs; else it is loaded again.
@@ -261,8 +262,8 @@ class ManagedModel:
             stats=process.stats,
             plan=self.ready.plan,
             decisions=process.decisions,
-            expert_cache_bytes=self.expert_cache_bytes,
-            vram_cache_bytes=self.vram_cache_bytes,
+            expert_cache_bytes=self.cache_bytes["expert_cache"],
+            vram_cache_bytes=self.cache_bytes["vram_cache"],
             n_parallel=self.ready.n_parallel,
             n_answering=len(self.answering),
             last_answer_tokens=process.last_timing.answer_tokens,
@@ -271,14 +272,33 @@ class ManagedModel:
 
 
 class Calls(ABC):
-    """What a request may ask of a model besides answers."""
+    """What a request may ask of a model.
+
+    A call whose process ends before it gave anything is repeated once, with a new process. Every call raises
+    WorkerError when the process ends later, or again.
+    """
 
     @abstractmethod
-    def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """What the worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
+    def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        """What a worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
+
+    async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        """The events of a request, then its value."""
+        has_begun = False
+        for is_last in (False, True):
+            try:
+                async with aclosing(self._attempt(kind, **fields)) as events:
+                    async for event in events:
+                        has_begun = True
+                        yield event
+                return
+            except WorkerError:
+                if has_begun or is_last:
+                    raise
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """The value of a message."""
+        """The value of a message: of "count" the tokens, of "render" the text of a conversation's prompt. Raises what
+        `moegguf.generate.prompt.count_prompt` and `render_prompt` raise."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
@@ -291,7 +311,7 @@ class Calls(ABC):
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
         """Scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank` raises."""
-        return build(Embeddings, await self.value("embed", inputs=list(documents), query=query))
+        return build(Embeddings, await self.value("rank", query=query, documents=list(documents)))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
@@ -301,37 +321,23 @@ class Calls(ABC):
         """The text of tokens, special ones by name."""
         return str(await self.value("detokenize", tokens=list(tokens)))
 
-    async def count(self, generation: GenerationRequest) -> int:
-        """The tokens of a conversation's prompt. Raises what `moegguf.generate.prompt.count_prompt` raises."""
-        return int(await self.value("count", generation=generation))
-
-    async def render(self, generation: GenerationRequest) -> str:
-        """The text of a conversation's prompt. Raises what `moegguf.generate.prompt.render_prompt` raises."""
-        return str(await self.value("render", generation=generation))
-
 
 class Lease(Calls):
-    """The use of a model, inside `async with`, which sets `entry`, `loaded` (state when the lease was granted) and
-    `load_s` (time that the last load took for this lease, 0 when the model was loaded already).
+    """The use of a model, inside `async with`, which sets `entry` and `load_s` (time that the last load took for this
+    lease, 0 when the model was loaded already).
 
     The next request is granted as soon as the model has finished an answer, even when this one's reader has not; the
     next call then waits in the queue again. Leaving the block cancels what still runs.
-
-    A call whose process ends before it gave anything is repeated once, with a new process. Every call raises
-    WorkerError when the process ends later, or again.
     """
 
     entry: ModelEntry
-    loaded: LoadedModel
     load_s: float
 
-    def __init__(
-        self, acquire: Callable[[], Awaitable[tuple[ManagedModel, Waiter]]], release: Callable[..., None]
-    ) -> None:
+    def __init__(self, acquire: Callable[[], Awaitable[Waiter]], release: Callable[[Waiter], None]) -> None:
         """`acquire` waits for the model; `release` gives back what it gave."""
         self._acquire_model = acquire
         self._release_model = release
-        self._acquired: tuple[ManagedModel, Waiter] | None = None
+        self._acquired: Waiter | None = None
         self._process: WorkerProcess
         self._request: PendingRequest | None = None
 
@@ -359,62 +365,35 @@ class Lease(Calls):
                     self._process.last_timing = build(Timing, event)
                     yield Done(self._process.last_timing, self.load_s, self._process.decisions)
 
-    async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """The events of a request, then its value; sent once more when the process ends before the first of them."""
-        beside_answers = kind in ("tokenize", "detokenize", "count", "render")
-        has_events = is_repeated = False
-        while True:
-            if self._acquired is None and (is_repeated or not beside_answers):
-                await self._acquire()
+    async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        is_beside = kind in BESIDE_ANSWERS
+        if self._acquired is None and (not is_beside or self._process.exited.done()):
+            await self._acquire()
+        try:
+            if is_beside:
+                request = self._process.request(kind, **fields)
+            elif self._acquired is not None and self._acquired.will_answer:
+                request = self._request = self._process.request(kind, self._release, **fields)
+            else:
+                raise OptionError("this lease was taken with will_answer=False; take another one.")
             try:
-                if beside_answers:
-                    request = self._process.request(kind, **fields)
-                else:
-                    assert self._acquired is not None
-                    if not self._acquired[1].will_answer:
-                        raise OptionError("this lease was taken with will_answer=False; take another one.")
-                    request = self._request = self._process.request(kind, self._release, **fields)
-                try:
-                    async for event in request.events():
-                        has_events = True
-                        yield event
-                    return
-                finally:
-                    request.cancel()
-            except WorkerError:
-                if has_events or is_repeated:
-                    raise
-                is_repeated = True
-                self._release()  # of a request that could not be sent
+                async for event in request.events():
+                    yield event
+            finally:
+                request.cancel()
+        except WorkerError:
+            self._release()
+            raise
 
     async def _acquire(self) -> None:
         while True:
-            self._acquired = model, waiter = await self._acquire_model()
-            if model.process is not None:
+            self._acquired = waiter = await self._acquire_model()
+            if waiter.model.process is not None:
                 break
             self._release()  # the process ended after the grant
-        self._process, self.entry, self.load_s = model.process, waiter.entry, waiter.load_s
-        self.loaded = model.status(asyncio.get_running_loop().time())
+        self._process, self.entry, self.load_s = waiter.model.process, waiter.entry, waiter.load_s
 
     def _release(self) -> None:
         acquired, self._acquired = self._acquired, None
         if acquired is not None:
-            self._release_model(*acquired)
-
-
-class Leases(Protocol):
-    """The part of a manager that is needed here."""
-
-    def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
-        """The use of a model by one request (`ModelManager.lease`)."""
-
-
-@dataclass(frozen=True)
-class BackgroundLeases:
-    """`lease` as a manager has it, for requests that come after those of others (`in_turn`)."""
-
-    manager: Leases
-
-    def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
-        """The use of a model, in the background."""
-        return self.manager.lease(*arguments, in_background=True, **options)
+            self._release_model(acquired)

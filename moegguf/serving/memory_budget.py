@@ -270,12 +270,12 @@ class MemoryLimits:
         return replace(best, free_bytes=limit)
 
 
-def planned_budgets(plan: Mapping[str, Any]) -> tuple[int, int]:
-    """What a model with this plan (as JSON) was loaded with for slots: in RAM, and on its device, there with what
-    prompts are staged in."""
+def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
+    """What a model with this plan (as JSON) was loaded with for slots: `expert_cache` in RAM, and `vram_cache` on its
+    device, there with what prompts are staged in."""
     if plan.get("device"):
-        return plan.get("n_ram_slots", 0) * plan["slot_bytes"], plan["vram_cache_bytes"]
-    return plan.get("budget_bytes", 0), 0
+        return {"expert_cache": plan.get("n_ram_slots", 0) * plan["slot_bytes"], "vram_cache": plan["vram_cache_bytes"]}
+    return {"expert_cache": plan.get("budget_bytes", 0), "vram_cache": 0}
 
 
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:

@@ -42,7 +42,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.lease import BACKGROUND, Lease, ManagedModel, Waiter, files_key, process_key
+from moegguf.serving.lease import Lease, ManagedModel, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, WorkerProcess
@@ -111,25 +111,23 @@ class ModelManager:
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
-        in_background: bool = False,
     ) -> Lease:
         """The use of a model, inside `async with`: loads it if needed and waits in its queue.
 
         `name`: a name, or its catalog entry. `keep_alive_s`: how long an idle model stays loaded afterwards; None: the
         setting, 0: not at all, inf: for ever. With `will_answer=False` the lease does not wait for answers of other
-        requests, and cannot generate or embed. `in_background`: requests of others come first.
+        requests, and cannot generate or embed.
 
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
         """
 
-        async def acquire() -> tuple[ManagedModel, Waiter]:
+        async def acquire() -> Waiter:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
             waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
-            if in_background:
-                waiter.client = BACKGROUND
-            return await self._acquire(waiter), waiter
+            await self._acquire(waiter)
+            return waiter
 
         return Lease(acquire, self._release)
 
@@ -137,8 +135,9 @@ class ModelManager:
         self, name: str | ModelEntry, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
         """Loads a model, or restarts the keep-alive time of a loaded one. Raises what entering a lease raises."""
-        async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
-            return lease.loaded
+        entry = await self._find(name)
+        async with self.lease(entry, overrides, keep_alive_s, will_answer=False):
+            return next(model.status(self._now()) for model in self._models.values() if entry.name in model.uses)
 
     async def unload(self, name: str | ModelEntry) -> bool:
         """Ends the use of a model by a name, after its current answer; False when the name used none.
@@ -192,7 +191,7 @@ class ModelManager:
                 return model
         return None
 
-    async def _acquire(self, waiter: Waiter) -> ManagedModel:
+    async def _acquire(self, waiter: Waiter) -> None:
         """Waits until `waiter` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
         loading."""
         if self._closed:
@@ -206,24 +205,32 @@ class ModelManager:
         elif model.waiters or not model.has_room:
             self._make_queue_room(waiter)
         model.waiters.append(waiter)
+        waiter.model = model
         model.look_at_files()
-        await self._wait(model, waiter)
-        return model
+        self._dispatch()
+        try:
+            await waiter.granted
+        except BaseException:  # also where the request is cancelled
+            if waiter in model.waiters:
+                model.waiters.remove(waiter)
+                self._dispatch()
+            self._release(waiter)  # it may have been granted just before its task was cancelled
+            raise
 
     def _make_queue_room(self, waiter: Waiter) -> None:
         """Refuses somebody when the queue is full: of the client with most requests there the newest, where `waiter` is
         of one that has fewer even with it, else `waiter` (longest queue drop: Suter et al., 1998). So nobody can take
         the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
-        waiting = [(model, other) for model in self._models.values() for other in model.waiters]
+        waiting = [other for model in self._models.values() for other in model.waiters]
         if len(waiting) < self.settings.max_queue:
             return
-        counts = Counter(other.client for _, other in waiting)
+        counts = Counter(other.client for other in waiting)
         most = max(counts.values(), default=0)
         busy = BusyError("server busy, please try again.  maximum pending requests exceeded")
         if counts[waiter.client] + 1 >= most:
             raise busy
-        model, newest = max((pair for pair in waiting if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
-        model.waiters.remove(newest)
+        newest = max((other for other in waiting if counts[other.client] == most), key=lambda other: other.ticket)
+        newest.model.waiters.remove(newest)
         newest.end(busy)
 
     def _remembered(self, waiter: Waiter) -> LoadOverrides:
@@ -249,7 +256,7 @@ class ModelManager:
         model = self._used_by((await self._find(name)).name)
         if model is None:
             raise ModelNotFoundError(f"the model {name!r} is not loaded; a request loads it.")
-        asked = {"expert_cache_bytes": expert_cache, "vram_cache_bytes": vram_cache}
+        asked = {"expert_cache": expert_cache, "vram_cache": vram_cache}
         async with model.changing_budget:
             await self._set_budget(model, {name: cache for name, cache in asked.items() if cache is not None})
         return model.status(self._now())
@@ -258,24 +265,23 @@ class ModelManager:
         process, plan = model.process, model.ready.plan
         if process is None or not model.is_ready:
             raise BusyError(f"{model.name!r} is being loaded or unloaded; try again.")
-        ram, vram = memory_budget.planned_budgets(plan)
-        if "vram_cache_bytes" in given and not vram:
+        reserved = memory_budget.planned_budgets(plan)
+        if "vram_cache" in given and not reserved["vram_cache"]:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
-        if "expert_cache_bytes" in given and vram and not ram:
+        if "expert_cache" in given and reserved["vram_cache"] and not reserved["expert_cache"]:
             raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
-        reserved = {"expert_cache_bytes": ram, "vram_cache_bytes": vram}
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
         wanted: dict[str, Any] = {
             name: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[name])
             for name, cache in given.items()
         }
-        before = {name: getattr(model, name) for name in wanted}
+        before = {name: model.cache_bytes[name] for name in wanted}
         for name, n_bytes in wanted.items():
             self._check_growth(model, model.place_of(name), n_bytes - before[name])
         model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # nobody else gets it meanwhile
         now = wanted
         try:
-            await process.request("budget", **{**dict.fromkeys(reserved), **wanted}).value()
+            await process.request("budget", **wanted).value()
         except MoeggufError:
             now = before
             raise
@@ -293,19 +299,9 @@ class ModelManager:
                 f" models, which leave {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give less."
             )
 
-    async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
-        self._dispatch()
-        try:
-            await waiter.granted
-        except BaseException:  # also where the request is cancelled
-            if waiter in model.waiters:
-                model.waiters.remove(waiter)
-                self._dispatch()
-            self._release(model, waiter)  # it may have been granted just before its task was cancelled
-            raise
-
-    def _release(self, model: ManagedModel, waiter: Waiter) -> None:
+    def _release(self, waiter: Waiter) -> None:
         """Ends the use of a model. Idempotent."""
+        model = waiter.model
         if waiter not in model.users:
             return
         model.release(waiter)
@@ -460,7 +456,7 @@ class ModelManager:
         process = await self._take_process()
         try:
             model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
-            model.expert_cache_bytes, model.vram_cache_bytes = memory_budget.planned_budgets(model.ready.plan)
+            model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model)
             model.process = process
             self._use(model, waiter)

@@ -2,8 +2,8 @@
 
 Messages arrive on the socket inherited as FD; the process exits when the socket closes, so that none outlives a killed
 server. The main thread loads and computes (`BatchLoop`); a second one reads messages, so that an answer can be
-cancelled; a third one counts tokens of conversations, which may render slowly, and changes the budget for experts,
-which waits for a pass to end. Which requests are sent is model_manager.py's.
+cancelled; others reply to what needs no computing (`VALUES`), of which a template may render slowly, and a change of
+the budget waits for a pass to end. Which requests are sent is model_manager.py's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import logging
 import math
 import os
-import queue
 import signal
 import socket
 import sys
@@ -20,7 +19,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
@@ -44,7 +44,7 @@ from moegguf.serving.events import Snapshot
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 DELTA_S = 0.02  # between two messages with an answer's text
 PROGRESS_S = 0.1  # between two messages of progress
-BESIDE = ("count", "render", "budget")  # a slow template, say, would keep the next cancel from being read
+MAX_REPLIES = 4  # that are made at once: slow templates are fewer (moegguf.generate.limited)
 
 
 class Outbox:
@@ -136,13 +136,38 @@ def every(interval_s: float, last_s: float, clock: Callable[[], float] = time.mo
     return is_due
 
 
+def _tokenize(llm: Llama, text: str, special: bool) -> list[int]:
+    return llm.tokenize(to_utf8(text), add_bos=special, special=special)
+
+
+def _detokenize(llm: Llama, tokens: Sequence[int]) -> str:
+    llm.vocabulary.check(tokens)
+    return b"".join(llm.vocabulary.piece(token, special=True) for token in tokens).decode(errors="replace")
+
+
+def _count(llm: Llama, generation: wire.Message) -> int:
+    return count_prompt(llm, wire.build(GenerationRequest, generation))
+
+
+def _render(llm: Llama, generation: wire.Message) -> str:
+    return render_prompt(llm, wire.build(GenerationRequest, generation))
+
+
+VALUES: Mapping[str, Callable[..., Any]] = {
+    "tokenize": _tokenize, "detokenize": _detokenize, "count": _count, "render": _render, "budget": Llama.set_budget,
+    "embed": embed, "rank": rank,
+}  # fmt: skip
+"""{kind of a message: what makes its value of the model and the other fields}"""
+COMPUTED = ("embed", "rank")  # of these, who need the model for themselves
+
+
 class Worker:
     """One worker process, from its first message to the close of its socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
-        self._beside: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()  # what does not wait for an answer to end
+        self._replies = ThreadPoolExecutor(MAX_REPLIES, "moegguf-reply")
         self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
         self._jobs_lock = threading.RLock()
         self._closing = False
@@ -161,18 +186,26 @@ class Worker:
                 read_layout(path)
         first = lines.readline(wire.MAX_MESSAGE_BYTES)
         threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
-        threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
         if not first or not self._load(wire.decode(first)):
             return
-        assert self._loop is not None
         if self._closing:  # the socket closed before there was a loop to end
-            self._loop.close()
+            self._answers.close()
         try:
-            self._loop.run()
+            self._answers.run()
         except (BrokenPipeError, ConnectionResetError):
             pass  # the server closed the socket during a send
         finally:
             self._model.close()
+
+    @property
+    def _model(self) -> Llama:
+        assert self._llm is not None
+        return self._llm
+
+    @property
+    def _answers(self) -> BatchLoop:
+        assert self._loop is not None  # the server sends requests only once the model is loaded
+        return self._loop
 
     def _send(self, kind: str, **fields: Any) -> None:
         self._outbox.put(wire.encode({"kind": kind, **fields}))
@@ -193,49 +226,39 @@ class Worker:
             timer.start()
 
     def _on_message(self, message: wire.Message) -> None:
-        kind = message["kind"]
+        kind, number = message.pop("kind"), message.pop("id")
         if kind == "cancel":
             with self._jobs_lock:
-                job = self._jobs.get(message["id"])
-            if job is not None and self._loop is not None:
-                self._loop.cancel(job)
-        elif kind in ("generate", "embed"):
-            self._submit(message)
-        elif kind in BESIDE:
-            self._beside.put(message)
-        else:  # what is only read, so that this need not wait for the current answer
-            self._reply(message)
+                job = self._jobs.get(number)
+            if job is not None:
+                self._answers.cancel(job)
+        elif kind == "generate":
+            self._generate(number, **message)
+        elif kind in COMPUTED:
+            compute = functools.partial(self._reply, number, kind, message)
+            with self._jobs_lock:  # it may end at once
+                fail = functools.partial(self._end, number, None)
+                self._jobs[number] = self._answers.submit_task(compute, self._model.cancel, fail)
+        else:
+            self._replies.submit(self._reply, number, kind, message)
 
-    def _reply_beside(self) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):
-            while True:
-                self._reply(self._beside.get())
+    def _generate(self, number: int, generation: wire.Message, stream: bool) -> None:
+        """Begins to answer."""
 
-    def _value(self, message: wire.Message) -> Any:
-        llm, kind = self._model, message["kind"]
-        if kind == "tokenize":
-            return llm.tokenize(to_utf8(message["text"]), add_bos=message["special"], special=message["special"])
-        if kind == "detokenize":
-            llm.vocabulary.check(message["tokens"])
-            pieces = (llm.vocabulary.piece(token, special=True) for token in message["tokens"])
-            return b"".join(pieces).decode(errors="replace")
-        if kind == "experts":
-            return self._experts(message["watch_s"])
-        if kind == "count":
-            return count_prompt(llm, wire.build(GenerationRequest, message["generation"]))
-        if kind == "render":
-            return render_prompt(llm, wire.build(GenerationRequest, message["generation"]))
-        if kind == "budget":
-            return llm.set_budget(**{name: message[f"{name}_bytes"] for name in ("expert_cache", "vram_cache")})
-        if "query" in message:
-            return rank(llm, message["query"], message["inputs"])
-        return embed(llm, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
+        def send(event: Delta | PromptProgress) -> None:
+            self._send("event", id=number, **{type(event).__name__: event})
+
+        events = Events(stream, send, functools.partial(self._end, number))
+        try:
+            with self._jobs_lock:  # it may end at once
+                self._jobs[number] = self._answers.submit(wire.build(GenerationRequest, generation), events)
+        except MoeggufError as error:
+            self._end(number, None, error)
 
     def _experts(self, watch_s: float) -> Snapshot:
         """The experts as they are now. For `watch_s` uses count also where that makes layers slower: of a model that is
         in memory as a whole."""
-        llm, loop, now_s = self._model, self._loop, time.monotonic()
-        assert loop is not None
+        llm, loop, now_s = self._model, self._answers, time.monotonic()
         layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
         if llm.session is None:
             layers, n_expert = [], 0
@@ -279,33 +302,13 @@ class Worker:
         with suppress(OSError):  # the server closed the socket
             self._send("warning", text=" ".join(str(message).split()))
 
-    def _submit(self, message: wire.Message) -> None:
-        """Begins to answer, or to embed. The server sends such a message only once the model is loaded."""
-        loop, number = self._loop, message["id"]
-        assert loop is not None
-
-        def send(event: Delta | PromptProgress) -> None:
-            self._send("event", id=number, **{type(event).__name__: event})
-
-        try:
-            with self._jobs_lock:  # it may end at once
-                if message["kind"] == "generate":
-                    end = functools.partial(self._end, number)
-                    events = Events(stream=message["stream"], send=send, end=end)
-                    self._jobs[number] = loop.submit(wire.build(GenerationRequest, message["generation"]), events)
-                else:
-                    fail = functools.partial(self._end, number, None)
-                    self._jobs[number] = loop.submit_task(lambda: self._reply(message), self._model.cancel, fail)
-        except MoeggufError as error:
-            self._end(number, None, error)
-
-    def _reply(self, message: wire.Message) -> None:
+    def _reply(self, number: int, kind: str, fields: wire.Message) -> None:
         value, failure = None, None
         try:
-            value = self._value(message)
+            value = self._experts(**fields) if kind == "experts" else VALUES[kind](self._model, **fields)
         except Exception as error:
             failure = error
-        self._end(message["id"], value, failure)
+        self._end(number, value, failure)
 
     def _end(self, request_id: int, value: Any, error: Exception | None) -> None:
         """Sends the value, or the error where there is one, with the statistics after it."""
@@ -315,11 +318,6 @@ class Worker:
         with self._jobs_lock:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
-
-    @property
-    def _model(self) -> Llama:
-        assert self._llm is not None
-        return self._llm
 
     def _statistics(self) -> wire.Message:
         if self._model.session is not None and time.monotonic() > self._watched_until_s:

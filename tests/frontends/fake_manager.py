@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -77,10 +77,6 @@ class FakeLease:
     manager: FakeManager
     entry: ModelEntry
     load_s: float = 0.125
-    loaded: LoadedModel = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.loaded = self.manager.status(self.entry)
 
     async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncIterator[Event]:
         self.manager.requests.append(generation)
@@ -109,13 +105,9 @@ class FakeLease:
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    async def count(self, generation: GenerationRequest) -> int:
+    async def value(self, kind: str, generation: GenerationRequest) -> Any:
         self.manager.requests.append(generation)
-        return 42
-
-    async def render(self, generation: GenerationRequest) -> str:
-        self.manager.requests.append(generation)
-        return "rendered"
+        return {"count": 42, "render": "rendered"}[kind]
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return bytes(token % 128 for token in tokens).decode()
@@ -151,7 +143,6 @@ class FakeManager:
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
-        in_background: bool = False,
     ) -> AsyncIterator[FakeLease]:
         entry = self.catalog.find(model) if isinstance(model, str) else model
         self.leases.append((entry.name, overrides, keep_alive_s, will_answer))
@@ -168,7 +159,7 @@ class FakeManager:
         self, name: str, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
         async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
-            return lease.loaded
+            return self.status(lease.entry)
 
     async def unload(self, name: str) -> bool:
         return self.there.pop(self.catalog.find(name).name, None) is not None

@@ -22,7 +22,7 @@ from moegguf.generate.request import Delta
 from moegguf.models.sources import demo_path
 from moegguf.server.common import limits
 from moegguf.serving.batch import answers
-from moegguf.serving.lease import BackgroundLeases
+from moegguf.serving.clients import BACKGROUND, current_client
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 JSON = {"content-type": "application/json"}
@@ -297,11 +297,13 @@ def test_files_and_batches_are_their_keys_own(manager: FakeManager) -> None:
 
 def test_requests_of_batches_come_after_others(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of clients too, that say so: `Priority: u=7` of RFC 9218."""
-    lease, taken = BackgroundLeases.lease, []
-    monkeypatch.setattr(BackgroundLeases, "lease", lambda *given, **more: taken.append(1) or lease(*given, **more))
+    lease, clients = FakeManager.lease, []
+    monkeypatch.setattr(
+        FakeManager, "lease", lambda *given, **more: clients.append(current_client.get()) or lease(*given, **more)
+    )
     ended(client, create(client, upload(client, [request("a"), request("b")])))
-    assert len(taken) == 2
+    assert clients == [BACKGROUND] * 2
     for header, is_background in (("u=7", True), ("i, u=7", True), ("u=7;x, i", True), ("u=3", False), ("u=70", False)):
-        taken.clear()
+        clients.clear()
         client.chat.completions.create(**request("a")["body"], extra_headers={"priority": header})
-        assert bool(taken) is is_background
+        assert (clients == [BACKGROUND]) is is_background

@@ -8,7 +8,7 @@ from recorded_texts import check_recorded
 
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
-from moegguf.server.metrics import FIELDS, TIER_FIELDS, Totals, exposition
+from moegguf.server.metrics import COUNTS, TIER_COUNTS, CounterSpec, Totals, exposition
 from moegguf.serving.events import LoadedModel
 
 
@@ -31,6 +31,10 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     return found
 
 
+def fields_of(specs: Iterable[CounterSpec]) -> list[str]:
+    return [field for spec in specs for field in spec.fields.values()]
+
+
 def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
     """Another number for every field."""
     return {name: first + i for i, name in enumerate(fields)}
@@ -43,9 +47,9 @@ def test_every_figure_has_its_name_help_and_labels() -> None:
         counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}
         totals.add(name, Timing(prompt_s=n, answer_s=2 * n, **counts))
     slots = ("n_slots", "slots_used", "pool_bytes")
-    vram, ram = (numbered([*TIER_FIELDS, *slots], first) for first in (200, 300))
+    vram, ram = (numbered([*fields_of(TIER_COUNTS), *slots], first) for first in (200, 300))
     tiers = (TierStats("VRAM", "CUDA0", **vram), TierStats("RAM", "CUDA0", **ram))
-    stats = Stats(tiers=tiers, **numbered([*FIELDS, *slots, "n_experts", "staging_bytes"], 100))
+    stats = Stats(tiers=tiers, **numbered([*fields_of(COUNTS), *slots, "n_experts", "staging_bytes"], 100))
     gone = 2**22 + 1  # a process that has ended
     loaded = [
         model("a:latest", gone, stats=stats, busy=True, queue=2, n_ctx=7),

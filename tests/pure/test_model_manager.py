@@ -17,9 +17,8 @@ from moegguf.errors import BudgetError, BusyError, ModelFormatError, ModelNotFou
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import lease as lease_module
 from moegguf.serving import worker_process
-from moegguf.serving.clients import current_client
+from moegguf.serving.clients import BACKGROUND, current_client
 from moegguf.serving.events import Done, LoadOverrides
-from moegguf.serving.lease import BackgroundLeases
 from moegguf.serving.model_manager import ModelManager
 
 
@@ -39,7 +38,7 @@ async def test_the_last_event_has_the_timing_and_the_manager_the_state(catalog: 
     async with manager_of(catalog) as manager:
         for first in (True, False):
             async with manager.lease("a") as lease:
-                assert lease.entry.name == "a:latest" and lease.loaded.n_ctx == 4096
+                assert lease.entry.name == "a:latest" and manager.loaded()[0].n_ctx == 4096
                 events = [event async for event in lease.answer(GenerationRequest(prompt="say x"))]
             assert [type(event) for event in events] == [Delta, Done]
             assert isinstance(events[-1], Done) and events[-1].timing.finish == "stop"
@@ -182,7 +181,7 @@ async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repe
         os.kill(pid, signal.SIGKILL)
         assert await generate(manager, "a", "say x") == "x", "the exit is not known yet"
         async with manager.lease("a") as lease, manager.lease("a", will_answer=False) as shared:
-            os.kill(lease.loaded.pid, signal.SIGKILL)
+            os.kill(manager.loaded()[0].pid, signal.SIGKILL)
             assert await shared.tokenize("ab") == [97, 98]
             assert await answer_text(lease, "say y") == "y"
         left = tmp_path / "left"
@@ -380,11 +379,6 @@ async def test_unloading_during_a_load_that_fails_is_no_error(catalog: FakeCatal
         assert await unloading is True and manager.loaded() == []
 
 
-async def in_background(leases: BackgroundLeases, prompt: str) -> str:
-    async with leases.lease("a") as lease:
-        return await answer_text(lease, prompt)
-
-
 @pytest.mark.parametrize(("max_wait_s", "first"), [(60.0, "f0 f1 f2"), (0.0, "b0 f0")])
 async def test_requests_in_the_background_come_last_for_a_time(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_wait_s: float, first: str
@@ -396,10 +390,11 @@ async def test_requests_in_the_background_come_last_for_a_time(
         ended.append(await answer)
 
     async with manager_of(catalog) as manager:
-        leases, gate = BackgroundLeases(manager), tmp_path / "gate"
+        gate = tmp_path / "gate"
         current_client.set("a")
         other = await begun(manager, "a", gate)
-        tasks = [asyncio.create_task(note(in_background(leases, f"say b{i}"))) for i in range(5)]
+        current_client.set(BACKGROUND)
+        tasks = [asyncio.create_task(note(generate(manager, "a", f"say b{i}"))) for i in range(5)]
         await until(lambda: waiting(manager) == 5)
         current_client.set("b")
         tasks += [asyncio.create_task(note(generate(manager, "a", f"say f{i}"))) for i in range(3)]

@@ -158,9 +158,9 @@ async def test_counts_are_of_the_process_and_counted_once(catalog: FakeCatalog) 
             totals.update(manager.loaded())
         (model,) = manager.loaded()
         totals.update([replace(model, stats=Stats(tokens=10))])
-        assert {name: counts[(), "tokens"] for name, counts in totals.counts().items()} == {"a:latest": 10}
+        assert {name: stats.tokens for name, stats in totals.stats.items()} == {"a:latest": 10}
         totals.update([replace(model, name="b:latest", stats=Stats(tokens=15))])
         totals.update([])
         totals.update([replace(model, pid=1, name="b:latest", stats=Stats(tokens=3))])
-        counted = {name: counts[(), "tokens"] for name, counts in totals.counts().items()}
+        counted = {name: stats.tokens for name, stats in totals.stats.items()}
         assert counted == {"a:latest": 10, "b:latest": 8}

@@ -22,7 +22,8 @@ from moegguf.child import child_command
 from moegguf.errors import TemplateError
 from moegguf.generate import limited
 from moegguf.generate.limited import MAX_S
-from moegguf.generate.template import capabilities, render
+from moegguf.generate.template import render
+from moegguf.gguf.chat_template import capabilities_of
 
 TOOL = {
     "type": "function",
@@ -282,5 +283,5 @@ def test_whatever_the_template_says_there_is_a_prompt_or_a_template_error(templa
 def test_capabilities_are_read_from_the_text() -> None:
     both = ("tools", "thinking")
     expected = {"plain": (), "qwen": both, "mistral": both[:1], "llama": both[:1], "deepseek": both, "harmony": both}
-    assert {kind: capabilities(templates.TEMPLATES[kind]) for kind in expected} == expected
-    assert capabilities(None) == ()
+    assert {kind: capabilities_of(templates.TEMPLATES[kind]) for kind in expected} == expected
+    assert capabilities_of(None) == ()

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, error_response
-from moegguf.serving.clients import current_client, current_owner, owner_of
+from moegguf.serving.clients import BACKGROUND, current_client, current_owner, owner_of
 from moegguf.settings import Network
 
 # Ollama's defaults (envconfig/config.go), with and without a port.
@@ -41,6 +41,7 @@ FORWARDED = re.compile(
     rb"|^(?:x-)?(?:akamai|appengine|arr|azure|cdn|cf|cloudfront|envoy|fastly|fly|goog-iap|l5d|nf|ngrok|original|pomerium"
     rb"|railway|tailscale|varnish|vercel)(?:-|$)"
 )
+IN_BACKGROUND = re.compile(rb"(^|,)\s*u=7\s*(,|;|$)")  # of the header Priority (RFC 9218): nobody waits for it
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 
 
@@ -91,7 +92,8 @@ class AccessControl:
         # its clients is not believed, as anyone can write it.
         owner = "" if key is None else self._keys[key][-1]
         current_owner.set(owner)
-        current_client.set(f"{owner} {scope['client'][0] if scope['client'] else ''}")
+        client = f"{owner} {scope['client'][0] if scope['client'] else ''}"
+        current_client.set(BACKGROUND if IN_BACKGROUND.search(headers.get(b"priority", b"")) else client)
         if len(self._keys) > 1:
             scope["key"] = None if key is None else key + 1  # its place in MOEGGUF_API_KEY, for the log
         await (self._cors if origin else self.app)(scope, receive, send)

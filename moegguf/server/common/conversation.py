@@ -7,10 +7,9 @@ leases, loops, errors in mid stream, disconnects and counts for `/metrics` are h
 from __future__ import annotations
 
 import asyncio
-import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -31,18 +30,17 @@ from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, co
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
-from moegguf.serving.lease import Lease, Leases
+from moegguf.serving.lease import Lease
 
 Json = dict[str, Any]
-
-_BACKGROUND = re.compile(r"(^|,)\s*u=7\s*(,|;|$)")
 
 
 class Reply(ABC):
     """The answers to one question in the form of an API."""
 
     ping_line: ClassVar[bytes] = b": ping\n\n"  # in a stream without other events
-    n_calls = 0
+    n_calls = 0  # of an answer
+    parallel_calls = True  # else only the first is sent
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
         """Asks the model for what the reply needs besides the answer, before it."""
@@ -63,13 +61,11 @@ class Reply(ABC):
         """What ends a stream that has begun, of a request at `path`."""
         return event_line(error.body(path))
 
-    def streamed(self, lines: Lines) -> LineResponse:
-        """The response with the lines of a stream."""
-        return LineResponse(lines, self.error_line, self.ping_line)
-
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
-        """Tool calls with their number among all of the reply."""
+        """Tool calls that are sent, with their number among all of an answer."""
         for call in calls:
+            if self.n_calls and not self.parallel_calls:
+                return
             self.n_calls += 1
             yield self.n_calls - 1, call
 
@@ -142,7 +138,7 @@ class Question(Loading):
 
     @property
     def parallel_calls(self) -> bool:
-        """Whether an answer may have several tool calls; else only the first is sent."""
+        """Whether an answer may have several tool calls."""
         return True
 
     @abstractmethod
@@ -155,12 +151,14 @@ class Question(Loading):
 
     async def respond(self, request: Request) -> Response:
         """The response to a request that has this body. Raises MoeggufError."""
-        events, reply = await _ask(request.app.state, leases_of(request), self)
-        return reply.streamed(_lines(events, reply)) if self.streams else WholeResponse(_whole(events, reply))
+        events, reply = await _ask(request.app.state, self)
+        if not self.streams:
+            return WholeResponse(_whole(events, reply))
+        return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
 
-    async def whole_reply(self, state: State, leases: Leases) -> Any:
+    async def whole_reply(self, state: State) -> Any:
         """The object of a reply that is not streamed. Raises MoeggufError."""
-        return await _whole(*await _ask(state, leases, self))
+        return await _whole(*await _ask(state, self))
 
 
 Kind = TypeVar("Kind", bound=Question)
@@ -178,21 +176,22 @@ def conversation(path: str, kind: type[Question]) -> Route:
 
 def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Json]) -> Route:
     """An endpoint that replies with what `tell` makes of an answer about a conversation's prompt, which goes through
-    the model's own template. `ask`: a method of `moegguf.serving.lease.Calls`. It loads the model if needed, and does
-    not wait for running answers."""
+    the model's own template. `ask`: "count" or "render". It loads the model if needed, and does not wait for running
+    answers."""
 
     async def compute(request: Request, body: Kind) -> Json:
         entry, generations = await _understand(request.app.state, body)
         async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-            return tell(await getattr(lease, ask)(generations[0]))
+            return tell(await lease.value(ask, generation=generations[0]))
 
     return computed(path, kind, compute, kind.limit)
 
 
-async def _ask(state: State, leases: Leases, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
+async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
     entry, generations = await _understand(state, body)
     reply = body.reply(entry, generations)
-    return _answers(state, leases, body, entry, generations, reply), reply
+    reply.parallel_calls = body.parallel_calls
+    return _answers(state, body, entry, generations, reply), reply
 
 
 async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
@@ -212,29 +211,14 @@ async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequenc
     return entry, generations
 
 
-def leases_of(request: Request) -> Leases:
-    """What gives a request the use of a model: `lease`. With `Priority: u=7` (RFC 9218: nobody waits for it) others
-    come first."""
-    state = request.app.state
-    found: Leases = state.background if _BACKGROUND.search(request.headers.get("priority", "")) else state.manager
-    return found
-
-
 async def _answers(
-    state: State,
-    leases: Leases,
-    body: Question,
-    entry: ModelEntry,
-    generations: Sequence[GenerationRequest],
-    reply: Reply,
+    state: State, body: Question, entry: ModelEntry, generations: Sequence[GenerationRequest], reply: Reply
 ) -> AsyncGenerator[Event]:
     """The events of each generation after those of the one before; a `Done` ends each. Closing it stops the answers.
     They are computed together, as many as the model answers at once; between two, other requests have their turn."""
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in generations]
     left = iter(zip(generations, queues, strict=True))
-
-    def new_lease() -> AbstractAsyncContextManager[Lease]:
-        return leases.lease(entry, body.overrides(), body.keep_alive_s())
+    use = entry, body.overrides(), body.keep_alive_s()
 
     async def compute(lease: Lease) -> None:
         for generation, queue in left:
@@ -248,24 +232,21 @@ async def _answers(
 
     async def compute_beside() -> None:
         with suppress(MoeggufError):  # where no lease can be had, the first computes all
-            async with new_lease() as lease:
+            async with state.manager.lease(*use) as lease:
                 await compute(lease)
 
-    async with new_lease() as lease:
+    async with state.manager.lease(*use) as lease:
         await reply.prepare(lease)
         loaded = loaded_of(state, entry)
         n_beside = min(loaded.n_parallel if loaded else 1, len(generations)) - 1
         tasks = [asyncio.create_task(compute(lease)), *(asyncio.create_task(compute_beside()) for _ in range(n_beside))]
         try:
             for queue in queues:
-                has_call, event = False, None
+                event = None
                 while not isinstance(event, Done):
                     event = await queue.get()
                     if isinstance(event, Exception):
                         raise event
-                    if isinstance(event, Delta) and event.tool_calls and not body.parallel_calls:
-                        event = replace(event, tool_calls=() if has_call else event.tool_calls[:1])
-                        has_call = True
                     record(state, entry.name, event)
                     yield event
         finally:

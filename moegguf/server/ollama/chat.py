@@ -27,6 +27,7 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits, replies
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Json, Question, Reply, conversation
+from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import Tool, ToolCall, with_entry_messages
 from moegguf.server.common.options import ModelName, check_capabilities, find, sampling_of
 from moegguf.serving.events import Done, Event
@@ -203,6 +204,8 @@ class _Reply(Reply):
     the last object has the tokens to continue from.
     """
 
+    ping_line = b""
+
     def __init__(self, body: _GenerationBody, name: str, with_context: bool = False) -> None:
         self._is_chat = isinstance(body, ChatRequest)
         self._with_details = bool(body.details)
@@ -210,8 +213,8 @@ class _Reply(Reply):
         self._start_ns = time.perf_counter_ns()
         self._whole: Json = {}
 
-    def streamed(self, lines: replies.Lines) -> replies.LineResponse:
-        return replies.LineResponse(lines)
+    def error_line(self, error: HttpError, path: str) -> bytes:
+        return replies.json_line(error.body(path))
 
     def lines(self, event: Event) -> bytes:
         if isinstance(event, Delta):

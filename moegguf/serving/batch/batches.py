@@ -1,8 +1,8 @@
 """Batches that a server carries out: each from a stored file of requests to stored files of answers and of errors.
 
-They are answered one at a time, in the order of their creation, and checked when they are created. What is known of a
-batch is on disk before anything depends on it, so that a server that was killed goes on where it stopped. While the
-disk is full a batch waits. One whose time is over, or that is cancelled, has files of what was answered until then.
+They are checked when they are created, and answered one at a time, first come, first served. What is known of a batch
+is on disk before anything depends on it, so that a server that was killed goes on where it stopped. While the disk is
+full a batch waits. One whose time is over, or that is cancelled, has files of what was answered until then.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Batches:
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
         self._begun: set[str] = set()  # batches whose task runs, or has run
-        self._changed = asyncio.Event()  # a status
+        self._turn = asyncio.Lock()  # of the one that is answered; others get it in the order in which they ask
         self._closing = False
 
     async def __aenter__(self) -> Batches:
@@ -256,13 +256,9 @@ class Batches:
         elif batch.status == "in_progress":
             try:
                 left_s = None if batch.expires_at is None else batch.expires_at - self.now()
-                async with asyncio.timeout(left_s) as window:
-                    while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
-                        self._changed.clear()  # others are to be answered, cancelled or found invalid first
-                        await self._changed.wait()
-                    async with self._answers(batch) as (requests, journal):
-                        journal.check_space = self._files.check_space
-                        await answers.answer_requests(requests, journal, self.answer, self.n_parallel, lambda _: None)
+                async with asyncio.timeout(left_s) as window, self._turn, self._answers(batch) as (requests, journal):
+                    journal.check_space = self._files.check_space
+                    await answers.answer_requests(requests, journal, self.answer, self.n_parallel, lambda _: None)
             except TimeoutError:
                 if not window.expired():
                     raise
@@ -353,7 +349,6 @@ class Batches:
             known["counts"] = asdict(known["counts"])
         write_atomically(self.folder / f"{batch.id}.json", json.dumps(known).encode())
         vars(batch).update(changes)
-        self._changed.set()
 
     def _try_update(self, batch: Batch, **changes: Any) -> None:
         try:
@@ -361,7 +356,6 @@ class Batches:
         except OSError as error:
             log.warning("%s could not be written: %s", batch.id, error)
             vars(batch).update(changes)
-            self._changed.set()
 
 
 async def _in_thread(call: Callable[[], Result]) -> Result:

@@ -30,8 +30,9 @@ from moegguf.errors import BusyError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
+from moegguf.serving.clients import current_client
 from moegguf.serving.events import Event, LoadedModel, LoadedName, LoadOverrides
-from moegguf.serving.lease import Calls
+from moegguf.serving.lease import BESIDE_ANSWERS, Calls
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
 from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, rank
@@ -141,14 +142,14 @@ class Replica:
         await self._manager.__aexit__()
 
     async def call(
-        self, conversation: str, kind: str, fields: Mapping[str, Any], in_background: bool
+        self, conversation: str, kind: str, fields: Mapping[str, Any], client: str
     ) -> AsyncGenerator[Event | Failure | Any]:
         """The events of an answer, of the kind "generate"; else the value of a request (`Calls.value`). Closing it
-        stops an answer within a token. `conversation` is the router's."""
+        stops an answer within a token. `conversation` is the router's; `client`: whose turn it takes."""
+        current_client.set(client)
         try:
-            will_answer = kind in ("generate", "embed")
-            options = {"will_answer": will_answer, "in_background": in_background}
-            async with self._manager.lease(self._name, self._overrides, **options) as lease:
+            will_answer = kind not in BESIDE_ANSWERS
+            async with self._manager.lease(self._name, self._overrides, will_answer=will_answer) as lease:
                 if kind != "generate":
                     yield await lease.value(kind, **fields)
                     return
@@ -196,13 +197,11 @@ class ReplicaManager:
             await self._updating
 
     @asynccontextmanager
-    async def lease(
-        self, name: str | ModelEntry, *_: object, in_background: bool = False, **__: object
-    ) -> AsyncIterator[ReplicaLease]:
+    async def lease(self, name: str | ModelEntry, *_: object, **__: object) -> AsyncIterator[ReplicaLease]:
         """The use of a model by one request; each call goes to a replica that suits it. Raises ModelNotFoundError,
         ModelNameError."""
         entry = await self._find(name)
-        yield ReplicaLease(entry, self._handles[entry.name], in_background)
+        yield ReplicaLease(entry, self._handles[entry.name])
 
     async def load(self, name: str | ModelEntry, *_: object, **__: object) -> LoadedModel:
         """The state of a model, which its replicas hold in memory. Raises BusyError while none does."""
@@ -257,42 +256,28 @@ def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
 
 
 class ReplicaLease(Calls):
-    """The use of a model by one request, as `moegguf.serving.lease.Lease`.
-
-    A call whose replica ends before it gave anything is repeated once, by another one. Every call raises WorkerError
-    when its replica ends later, or again.
-    """
+    """The use of a model by one request, as `moegguf.serving.lease.Lease`. A call is repeated by another replica."""
 
     load_s = 0.0
 
-    def __init__(self, entry: ModelEntry, handle: DeploymentHandle, in_background: bool) -> None:
+    def __init__(self, entry: ModelEntry, handle: DeploymentHandle) -> None:
         self.entry = entry
         self._handle = handle
-        self._in_background = in_background
 
     def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """The events of an answer. Closing it stops the answer. Raises what `Lease.answer` raises."""
-        return self.events("generate", conversation_of(generation), generation=generation, stream=stream)
+        return self.events("generate", conversation=conversation_of(generation), generation=generation, stream=stream)
 
-    async def events(self, kind: str, conversation: str = "", **fields: Any) -> AsyncGenerator[Any, None]:
-        """What a replica sends."""
-        has_begun = is_repeated = False
-        while True:
-            items = self._handle.options(stream=True).call.remote(conversation, kind, fields, self._in_background)
-            try:
-                with ray_errors():
-                    async for item in items:
-                        if isinstance(item, Failure):
-                            raise build_error(item.error)
-                        has_begun = True
-                        yield item
-                return
-            except WorkerError:
-                if has_begun or is_repeated:
-                    raise
-                is_repeated = True
-            finally:
-                items.cancel()
+    async def _attempt(self, kind: str, conversation: str = "", **fields: Any) -> AsyncGenerator[Any, None]:
+        items = self._handle.options(stream=True).call.remote(conversation, kind, fields, current_client.get())
+        try:
+            with ray_errors():
+                async for item in items:
+                    if isinstance(item, Failure):
+                        raise build_error(item.error)
+                    yield item
+        finally:
+            items.cancel()
 
 
 @contextmanager
