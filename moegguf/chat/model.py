@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -384,14 +384,11 @@ class RunningServer:
 
     def experts(self) -> Snapshot | None:
         """The experts, with what was used and loaded within the last snapshot; None: the model is not loaded."""
-        from moegguf.engine.stats import Stats
+        from moegguf.chat.experts import read_snapshot
 
         loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
         found = next((model["snapshot"] for model in loaded if model["snapshot"]), None)
-        if found is None:
-            return None
-        stats = {field.name: found["stats"][field.name] for field in fields(Stats)}  # without what follows from them
-        return build(Snapshot, found | {"model": self.entry.name, "stats": stats})
+        return None if found is None else replace(read_snapshot(found), model=self.entry.name)
 
     def close(self) -> None:
         """The server keeps the model for other requests."""
@@ -476,12 +473,12 @@ class ChatModel:
 
     def print_experts(self) -> None:
         """A map of the experts: which are in memory, and which were used and loaded of late."""
-        from moegguf.terminal.heatmap import print_map
+        from moegguf.chat.experts import print_map
 
         found, url = self.connection.experts(), self.connection.url
         if found is None or not found.layers:
             print_message("The model is not loaded." if found is None else "This model has no experts.")
             return
-        print_map(found.model, (found.state, found.uses, found.loads), found.layers, found.n_expert, found.stats)
+        print_map(found)
         if url:
             print_message(f"It is in the server at {url}; `moegguf top` shows its experts live.")
