@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from moegguf.chat.conversation import parse_parameter
 from moegguf.chat.reader import QUOTES, InputHistory, Reader, is_quoted_message, unquoted
 from moegguf.chat.session import begins_with_image, extract_images, print_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import text_of
 from moegguf.generate.request import THINK_LEVELS
+from moegguf.models.recipe import check_ranges, parse_parameter
 from moegguf.settings import data_folder, read_settings, shows_tracebacks
 from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.loading import parse_format
@@ -96,12 +96,12 @@ class Chat:
         conversation = self.conversation
         with Spinner() as spinner:
             self.model.prepare(conversation, spinner)
-            reply = print_answer(self.model, conversation, spinner, "\n\n")
-        if reply.error is not None:
-            print_error(reply.error)
-        if reply.text or reply.thinking or not (reply.interrupted or reply.error):
-            thinking = {"thinking": reply.thinking} if reply.thinking else {}
-            conversation.messages.append({"role": "assistant", "content": reply.text, **thinking})
+            answer = print_answer(self.model, conversation, spinner, "\n\n")
+        if answer.error is not None:
+            print_error(answer.error)
+        if answer.text or answer.thinking or not (answer.is_interrupted or answer.error):
+            thinking = {"thinking": answer.thinking} if answer.thinking else {}
+            conversation.messages.append({"role": "assistant", "content": answer.text, **thinking})
         else:
             conversation.restore(snapshot)
         if conversation.verbose:
@@ -295,7 +295,8 @@ def _set_parameter(chat: Chat, value: str) -> None:
         return
     name, *values = words
     try:
-        parsed = parse_parameter(name, values)
+        parsed = values if name == "stop" else parse_parameter(name, values[0])
+        check_ranges({name: parsed})
         chat.model.connection.check_parameter(name)
     except MoeggufError as error:
         print_message(f"Couldn't set parameter: {error}")

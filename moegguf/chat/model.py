@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
-from moegguf.errors import ModelNotFoundError, OptionError
+from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.request import Delta, Message, OnProgress, PromptProgress, Timing
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
@@ -42,8 +42,8 @@ Result = TypeVar("Result")
 
 
 class Answer:
-    """One answer. `read` gets its parts on a thread of its own and gives them to `put`; `deltas` yields them on the
-    main thread, which Ctrl-C can then interrupt.
+    """One answer, and what became of it. `read` gets its parts on a thread of its own and gives them to `put`; `deltas`
+    yields them on the main thread, which Ctrl-C can then interrupt, and collects them in `text` and `thinking`.
 
     `stop` has the other process end it, also where it has not begun to (`stopped`); None: `read` sees that by itself,
     and nobody waits for it. `timing` and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of
@@ -54,7 +54,9 @@ class Answer:
         self.timing = Timing(finish="cancelled")
         self.decisions: Mapping[str, Any] = {}
         self.load_s = 0.0
-        self.stopped = False
+        self.text = self.thinking = ""
+        self.error: MoeggufError | None = None  # that ended it early
+        self.stopped = self.is_interrupted = False
         self._read = read
         self._stop = stop
         self._parts: queue.SimpleQueue[Delta | PromptProgress | BaseException | None] = queue.SimpleQueue()
@@ -99,6 +101,8 @@ class Answer:
                 if isinstance(part, PromptProgress):
                     on_progress(part)
                 else:
+                    self.text += part.text
+                    self.thinking += part.thinking
                     yield part
         finally:
             if not self._ended.is_set():
