@@ -43,7 +43,7 @@ def print_once(client: Client, *, as_json: bool) -> None:
     digit: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM."""
     from moegguf.chat.experts import maps_of
     from moegguf.cli.top_screen import ModelView, Screen
-    from moegguf.terminal.tables import make_console, print_json, print_renderable
+    from moegguf.terminal.tables import print_json, print_renderable
 
     models, views = client.get("/live?once=1")["models"], []
     for model in models:
@@ -57,7 +57,7 @@ def print_once(client: Client, *, as_json: bool) -> None:
     if as_json:
         print_json({"server": client.host.url, "models": models})
     else:
-        print_renderable(make_console(), Screen(client.host.url, views, height=None))
+        print_renderable(Screen(client.host.url, views, height=None))
 
 
 def watch(client: Client) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from moegguf.controller.policies import LRU
 from moegguf.controller.strategies import OWN
-from moegguf.terminal.tables import make_console, print_renderable
+from moegguf.terminal.tables import print_renderable
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
 from moegguf.trace.simulate import RAM, STAGING, VRAM, SimResult
@@ -30,16 +30,14 @@ def print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left:
         table.add_column(names[column], justify="left" if column < n_left else "right", no_wrap=True)
     for line in lines:
         table.add_row(*(Text(line[column]) for column in filled))
-    console = make_console()
-    print_renderable(console, Text(title, style="bold"))
-    print_renderable(console, table)
+    print_renderable(Text(title, style="bold"))
+    print_renderable(table)
 
 
 def print_notes(*notes: str) -> None:
     """Dim lines below a table."""
-    console = make_console()
     for note in notes:
-        print_renderable(console, Text(note, style="dim"))
+        print_renderable(Text(note, style="dim"))
 
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:
