@@ -45,9 +45,8 @@ class Answer:
     """One answer, and what became of it. `read` gets its parts on a thread of its own and gives them to `put`; `deltas`
     yields them on the main thread, which Ctrl-C can then interrupt, and collects them in `text` and `thinking`.
 
-    `stop` has the other process end it, also where it has not begun to (`stopped`); None: `read` sees that by itself,
-    and nobody waits for it. `timing` and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of
-    a load before it.
+    `stop` has the other process end it; None: `read` sees that by itself (`stopped`), and nobody waits for it. `timing`
+    and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of a load before it.
     """
 
     def __init__(self, read: Callable[[Answer], object], stop: Callable[[], object] | None = None) -> None:
@@ -202,15 +201,15 @@ class OwnWorker:
 
     def answer(self, conversation: Conversation) -> Answer:
         """The answer to the last message."""
-        generation, worker, requests = conversation.request(), self._own, list[PendingRequest]()
+        worker = self._own
+
+        async def send() -> PendingRequest:
+            self._before = worker.request("experts", watch_s=0)
+            return worker.request("generate", generation=conversation.request(), stream=True)
 
         async def read(answer: Answer) -> None:
             try:
-                self._before = worker.request("experts", watch_s=0)
-                requests.append(worker.request("generate", generation=generation, stream=True))
-                if answer.stopped:
-                    requests[0].cancel()
-                async for event in requests[0].events():
+                async for event in request.events():
                     if isinstance(event, Delta | PromptProgress):
                         answer.put(event)
                     else:
@@ -218,11 +217,8 @@ class OwnWorker:
             finally:
                 answer.decisions = worker.decisions
 
-        def stop() -> None:
-            for request in requests:
-                self._loop.call_soon_threadsafe(request.cancel)
-
-        return Answer(lambda answer: self._run(read(answer)), stop)
+        request = self._run(send())
+        return Answer(lambda answer: self._run(read(answer)), lambda: self._loop.call_soon_threadsafe(request.cancel))
 
     def experts(self) -> Snapshot | None:
         """The experts now, with what was used and loaded since the last answer began; None: the model is not loaded."""

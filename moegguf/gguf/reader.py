@@ -216,10 +216,6 @@ class GgufFile:
         """The file's name, with which messages start."""
         return self.shard.path.name
 
-    def key_error(self, key: str, rule: str) -> ModelFormatError:
-        """The error of a key that breaks a rule."""
-        return ModelFormatError(f"{self.name}: key '{key}': {rule}; the file cannot be run, fetch it again.")
-
     def tensor_error(self, tensor: TensorInfo, rule: str) -> ModelFormatError:
         """The error of a tensor that breaks a rule."""
         return ModelFormatError(
