@@ -149,16 +149,8 @@ def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
     return "\n".join(["Available Commands:", *lines, ""])
 
 
-def _set_help() -> str:
-    return _help_of(SETTINGS, 23, "/set ")
-
-
-def _show_help() -> str:
-    return _help_of(PARTS, 19, "/show ")
-
-
 def _help(_chat: Chat, topic: str) -> None:
-    texts = {"set": _set_help(), "show": _show_help(), "shortcut": SHORTCUTS_HELP, "shortcuts": SHORTCUTS_HELP}
+    texts = {"set": SET_HELP, "show": SHOW_HELP, "shortcut": SHORTCUTS_HELP, "shortcuts": SHORTCUTS_HELP}
     print_message(texts.get(topic.removeprefix("/"), _help_of(COMMANDS, 16) + MORE_HELP))
 
 
@@ -250,7 +242,7 @@ def _show(chat: Chat, part: str) -> None:
     if part in PARTS:
         PARTS[part].run(chat, "")
     else:
-        print_message(f"Unknown command '/show {part}'. Type /? for help" if part else _show_help())
+        print_message(f"Unknown command '/show {part}'. Type /? for help" if part else SHOW_HELP)
 
 
 def _show_text(text: Callable[[Chat], str | None], what: str) -> Command:
@@ -275,7 +267,7 @@ def _set(chat: Chat, rest: str) -> None:
     if name in SETTINGS:
         SETTINGS[name].run(chat, value.strip())
     else:
-        print_message(f"Unknown command '/set {name}'. Type /? for help" if name else _set_help())
+        print_message(f"Unknown command '/set {name}'. Type /? for help" if name else SET_HELP)
 
 
 def _switch(attribute: str, value: Any, message: str, owner: str = "conversation") -> Command:
@@ -307,7 +299,7 @@ def _set_parameter(chat: Chat, value: str) -> None:
 
 def _set_system(chat: Chat, value: str) -> None:
     if not value:
-        print_message(_set_help())
+        print_message(SET_HELP)
         return
     chat.conversation.system = unquoted(value) if value.startswith(QUOTES) else value
     print_message("Set system message.")
@@ -378,6 +370,8 @@ COMMANDS = {
     "/help": Row(_help),
 }
 """Ollama's commands first, with its texts, then moegguf's own."""
+
+SET_HELP, SHOW_HELP = _help_of(SETTINGS, 23, "/set "), _help_of(PARTS, 19, "/show ")
 
 MORE_HELP = """\
   /? shortcuts    Help for keyboard shortcuts

@@ -122,11 +122,11 @@ class OwnWorker:
         self._log = log
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="moegguf-worker", daemon=True).start()
-        self._worker: WorkerProcess | None = self._start()
+        self._spare: WorkerProcess | None = self._start()
+        self._worker: WorkerProcess | None = None  # that has loaded a model
         from moegguf.models.catalog import Catalog
 
         self.names = Catalog()
-        self._has_model = False
         self._before: PendingRequest | Snapshot | None = None  # the experts when the last answer began
 
     def _start(self) -> WorkerProcess:
@@ -154,10 +154,10 @@ class OwnWorker:
     def load(self, entry: NamedModel, options: Mapping[str, Any], spinner: Spinner) -> None:
         """Loads a model; the present one ends first, since memory may not hold two."""
         here, start_s = _here(entry), time.perf_counter()
-        if self._has_model:
+        if self._worker:
             self.close()
         spinner.show("starting a worker")
-        worker, self._worker = self._worker or self._start(), None
+        worker, self._spare = self._spare or self._start(), None
         try:
             from moegguf.engine.cost import Placement
             from moegguf.gguf.experts import read_layout
@@ -179,7 +179,7 @@ class OwnWorker:
         except BaseException:  # also an interrupt
             self._run(worker.close(0))
             raise
-        self._worker, self._has_model, self._before = worker, True, None
+        self._worker, self._before = worker, None
         self.n_ctx, self.reads_images = ready.n_ctx, ready.reads_images
         placement = ready.plan.get("placement")
         self.placement = None if placement is None else build(Placement, placement["chosen"])
@@ -187,21 +187,17 @@ class OwnWorker:
     @property
     def ended(self) -> bool:
         """Whether there is no process with a model."""
-        return not self._has_model or self._own.exited.done()
+        return self._worker is None or self._worker.exited.done()
 
     @property
     def stats(self) -> Stats | None:
         """Counts since the load; None of a model that is not loaded."""
-        return self._own.stats if self._has_model else None
-
-    @property
-    def _own(self) -> WorkerProcess:
-        assert self._worker is not None
-        return self._worker
+        return self._worker.stats if self._worker else None
 
     def answer(self, conversation: Conversation) -> Answer:
         """The answer to the last message."""
-        worker = self._own
+        worker = self._worker
+        assert worker is not None
 
         async def send() -> PendingRequest:
             self._before = worker.request("experts", watch_s=0)
@@ -222,15 +218,17 @@ class OwnWorker:
 
     def experts(self) -> Snapshot | None:
         """The experts now, with what was used and loaded since the last answer began; None: the model is not loaded."""
+        if (worker := self._worker) is None:
+            return None
 
         async def ask() -> Snapshot:
             before, self._before = self._before, None
             if isinstance(before, PendingRequest):
                 before = build(Snapshot, await before.value())
-            now, self._before = build(Snapshot, await self._own.request("experts", watch_s=math.inf).value()), before
+            now, self._before = build(Snapshot, await worker.request("experts", watch_s=math.inf).value()), before
             return now.since(before)
 
-        return self._run(ask()) if self._has_model else None
+        return self._run(ask())
 
     def check_parameter(self, name: str) -> None:
         """Every parameter has its effect here."""
@@ -248,8 +246,8 @@ class OwnWorker:
 
     def close(self) -> None:
         """Ends the worker, if there is one."""
-        worker, self._worker, self._has_model = self._worker, None, False
-        if worker is not None:
+        workers, self._spare, self._worker = (self._spare, self._worker), None, None
+        for worker in filter(None, workers):
             self._run(worker.close())
 
 

@@ -54,11 +54,14 @@ def _section(title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None
     print_renderable(Padding(table, (0, 0, 1, 4)))
 
 
-def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table as `ollama list` prints it: a header, four spaces between columns."""
-    table = Table(box=None, padding=(0, 4, 0, 0), pad_edge=False, header_style="")
-    for name in header:
-        table.add_column(name, no_wrap=True)
+def print_columns(
+    header: Sequence[str], rows: Iterable[Sequence[str]], between: int = 4, n_left: int | None = None, style: str = ""
+) -> None:
+    """A table with a header, as `ollama list` prints it. between: spaces between columns, of which the first `n_left`
+    (None: all) are left-aligned, the others right-aligned. style: of the header."""
+    table = Table(box=None, padding=(0, between, 0, 0), pad_edge=False, header_style=style)
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if n_left is None or column < n_left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     print_renderable(table)

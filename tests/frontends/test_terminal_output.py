@@ -223,15 +223,8 @@ def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: 
     stats = {"tokens": tokens, "lookups": 10 * tokens, "hits_ready": 9 * tokens, "hits_late": 0}
     stats |= {"bytes_missed": 1_000_000 * tokens, "stall_s": 0.25 * tokens, "eval_s": float(tokens)}
     maps = {"state": map_, "uses": map_, "loads": map_, "layers": list(range(n_layer)), "n_expert": n_expert}
-    return {
-        "model": name,
-        **maps,
-        "stats": stats,
-        "busy": True,
-        "seconds": 60.0,
-        "tokens_per_s": 12.5,
-        "loaded": {**LOADED, "name": name},
-    }
+    snapshot = {"model": name, **maps, "stats": stats, "busy": True, "seconds": 60.0, "tokens_per_s": 12.5}
+    return {**snapshot, "loaded": {**LOADED, "name": name}}
 
 
 def models_of(*names: str, **shape: int) -> dict[str, ModelView]:

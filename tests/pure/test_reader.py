@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf_builder as build
 import pytest
@@ -194,28 +193,24 @@ def test_what_is_not_a_file_and_a_disk_error_are_typed_errors(tmp_path: Path, mo
     assert issubclass(ModelNotFoundError, FileNotFoundError)
     path = small().write(tmp_path / "io.gguf")
 
-    class Broken(io.FileIO):
-        def readinto(self, _: object) -> int:
-            raise OSError(5, "Input/output error")
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(reader, "open", opening(Broken), raising=False)
+    monkeypatch.setattr(reader, "open", opening(broken), raising=False)
     with pytest.raises(ExpertIOError, match="Input/output error"):
         read_gguf(path)
 
 
-def opening(kind: type[io.FileIO]) -> Callable[..., io.BufferedReader]:
+def opening(readinto: Callable[..., int]) -> Callable[..., io.BufferedReader]:
+    kind = type("Raw", (io.FileIO,), {"readinto": readinto})
     return lambda path, mode, buffering, opener: io.BufferedReader(kind(path, mode, opener=opener), buffering)
 
 
 def test_short_reads_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Short(io.FileIO):
-        def readinto(self, buffer: Any) -> int | None:
-            return super().readinto(memoryview(buffer)[:7])
-
     g = small().add_array("words", STR, ["a", "bcdefghijkl", ""])
     g.version = 2
-    whole = read_gguf(g.write(tmp_path / "short.gguf"))
-    monkeypatch.setattr(reader, "open", opening(Short), raising=False)
+    whole, real = read_gguf(g.write(tmp_path / "short.gguf")), io.FileIO.readinto
+    monkeypatch.setattr(reader, "open", opening(lambda raw, to: real(raw, memoryview(to)[:7])), raising=False)
     assert read_gguf(g.write(tmp_path / "short.gguf")).tensors == whole.tensors
 
 
