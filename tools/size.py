@@ -17,19 +17,19 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_110,
+    "moegguf": 1_100,
     "moegguf/bench": 1_360,
     "moegguf/chat": 1_560,
-    "moegguf/cli": 2_130,
+    "moegguf/cli": 2_080,
     "moegguf/controller": 2_110,
     "moegguf/engine": 7_090,
     "moegguf/generate": 4_010,
-    "moegguf/gguf": 1_400,
+    "moegguf/gguf": 1_380,
     "moegguf/models": 2_610,
     "moegguf/native": 14_040,
     "moegguf/server": 7_220,
     "moegguf/serving": 3_870,
-    "moegguf/terminal": 1_280,
+    "moegguf/terminal": 1_250,
     "moegguf/trace": 1_920,
     "predictors": 8_080,
     "tests": 33_740,
