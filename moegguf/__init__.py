@@ -17,26 +17,14 @@ from moegguf.package import __version__
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-    from moegguf.engine.llama import Llama
-    from moegguf.engine.planner import make_plan
-    from moegguf.engine.stats import Stats
-    from moegguf.generate.engine import Engine, EngineAnswer
-    from moegguf.generate.request import Sampling
-    from moegguf.gguf.experts import read_layout
-    from moegguf.native.store import StoreOptions
-
-__all__ = [
-    "Engine",
-    "EngineAnswer",
-    "Llama",
-    "MoeggufError",
-    "Sampling",
-    "Stats",
-    "StoreOptions",
-    "__version__",
-    "make_plan",
-    "read_layout",
-]
+    from moegguf.engine.llama import Llama as Llama
+    from moegguf.engine.planner import make_plan as make_plan
+    from moegguf.engine.stats import Stats as Stats
+    from moegguf.generate.engine import Engine as Engine
+    from moegguf.generate.engine import EngineAnswer as EngineAnswer
+    from moegguf.generate.request import Sampling as Sampling
+    from moegguf.gguf.experts import read_layout as read_layout
+    from moegguf.native.store import StoreOptions as StoreOptions
 
 _MODULES = {
     "Engine": "moegguf.generate.engine",
@@ -48,6 +36,7 @@ _MODULES = {
     "make_plan": "moegguf.engine.planner",
     "read_layout": "moegguf.gguf.experts",
 }
+__all__ = ["MoeggufError", "__version__", *_MODULES]
 
 
 class BindingsFinder:

@@ -31,11 +31,13 @@ class OptionError(MoeggufError, TypeError):
     """An option does not exist or has a value that is not allowed."""
 
     @classmethod
-    def unknown(cls, name: str, known: Iterable[str], listed: str = "help(moegguf.Llama)") -> OptionError:
+    def unknown(
+        cls, name: str, known: Iterable[str], listed: str = "help(moegguf.Llama)", what: str = "option"
+    ) -> OptionError:
         """The error for a keyword that does not exist, naming the nearest known one, or where they are listed."""
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"see {listed} for the list."
-        return cls(f"unknown option {name!r}; {hint}")
+        return cls(f"unknown {what} {name!r}; {hint}")
 
 
 class TraceError(MoeggufError, ValueError):

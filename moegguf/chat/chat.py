@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from moegguf.chat.conversation import parse_parameter
 from moegguf.chat.reader import QUOTES, InputHistory, Reader, is_quoted_message, unquoted
 from moegguf.chat.session import begins_with_image, extract_images, print_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import text_of
 from moegguf.generate.request import THINK_LEVELS
+from moegguf.models.recipe import check_ranges, parse_parameter
 from moegguf.settings import data_folder, read_settings, shows_tracebacks
 from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.loading import parse_format
@@ -96,12 +96,12 @@ class Chat:
         conversation = self.conversation
         with Spinner() as spinner:
             self.model.prepare(conversation, spinner)
-            reply = print_answer(self.model, conversation, spinner, "\n\n")
-        if reply.error is not None:
-            print_error(reply.error)
-        if reply.text or reply.thinking or not (reply.interrupted or reply.error):
-            thinking = {"thinking": reply.thinking} if reply.thinking else {}
-            conversation.messages.append({"role": "assistant", "content": reply.text, **thinking})
+            answer = print_answer(self.model, conversation, spinner, "\n\n")
+        if answer.error is not None:
+            print_error(answer.error)
+        if answer.text or answer.thinking or not (answer.is_interrupted or answer.error):
+            thinking = {"thinking": answer.thinking} if answer.thinking else {}
+            conversation.messages.append({"role": "assistant", "content": answer.text, **thinking})
         else:
             conversation.restore(snapshot)
         if conversation.verbose:
@@ -149,16 +149,8 @@ def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
     return "\n".join(["Available Commands:", *lines, ""])
 
 
-def _set_help() -> str:
-    return _help_of(SETTINGS, 23, "/set ")
-
-
-def _show_help() -> str:
-    return _help_of(PARTS, 19, "/show ")
-
-
 def _help(_chat: Chat, topic: str) -> None:
-    texts = {"set": _set_help(), "show": _show_help(), "shortcut": SHORTCUTS_HELP, "shortcuts": SHORTCUTS_HELP}
+    texts = {"set": SET_HELP, "show": SHOW_HELP, "shortcut": SHORTCUTS_HELP, "shortcuts": SHORTCUTS_HELP}
     print_message(texts.get(topic.removeprefix("/"), _help_of(COMMANDS, 16) + MORE_HELP))
 
 
@@ -250,7 +242,7 @@ def _show(chat: Chat, part: str) -> None:
     if part in PARTS:
         PARTS[part].run(chat, "")
     else:
-        print_message(f"Unknown command '/show {part}'. Type /? for help" if part else _show_help())
+        print_message(f"Unknown command '/show {part}'. Type /? for help" if part else SHOW_HELP)
 
 
 def _show_text(text: Callable[[Chat], str | None], what: str) -> Command:
@@ -275,7 +267,7 @@ def _set(chat: Chat, rest: str) -> None:
     if name in SETTINGS:
         SETTINGS[name].run(chat, value.strip())
     else:
-        print_message(f"Unknown command '/set {name}'. Type /? for help" if name else _set_help())
+        print_message(f"Unknown command '/set {name}'. Type /? for help" if name else SET_HELP)
 
 
 def _switch(attribute: str, value: Any, message: str, owner: str = "conversation") -> Command:
@@ -295,7 +287,8 @@ def _set_parameter(chat: Chat, value: str) -> None:
         return
     name, *values = words
     try:
-        parsed = parse_parameter(name, values)
+        parsed = values if name == "stop" else parse_parameter(name, values[0])
+        check_ranges({name: parsed})
         chat.model.connection.check_parameter(name)
     except MoeggufError as error:
         print_message(f"Couldn't set parameter: {error}")
@@ -306,7 +299,7 @@ def _set_parameter(chat: Chat, value: str) -> None:
 
 def _set_system(chat: Chat, value: str) -> None:
     if not value:
-        print_message(_set_help())
+        print_message(SET_HELP)
         return
     chat.conversation.system = unquoted(value) if value.startswith(QUOTES) else value
     print_message("Set system message.")
@@ -377,6 +370,8 @@ COMMANDS = {
     "/help": Row(_help),
 }
 """Ollama's commands first, with its texts, then moegguf's own."""
+
+SET_HELP, SHOW_HELP = _help_of(SETTINGS, 23, "/set "), _help_of(PARTS, 19, "/show ")
 
 MORE_HELP = """\
   /? shortcuts    Help for keyboard shortcuts

@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moegguf.errors import OptionError
 from moegguf.generate.images import with_images
 from moegguf.generate.request import GenerationRequest, Message, Sampling, sampling_with
-from moegguf.models import recipe
 from moegguf.models.details import parameters_of
 from moegguf.options import LOAD_PARAMETERS
-from moegguf.quantities import parse_expert_cache
 
 if TYPE_CHECKING:
     from moegguf.models.entry import NamedModel
@@ -82,8 +79,13 @@ class Conversation:
         return parameters_of(self.entry) | self.user_parameters()
 
     def load_options(self) -> dict[str, Any]:
-        """How the model has to be loaded for the next answer: keywords of `Llama`."""
-        return load_options_with(self.base_options, self.all_parameters())
+        """How the model has to be loaded for the next answer: keywords of `Llama`. 0, and num_gpu -1, mean moegguf's
+        default, which is left out."""
+        parameters = self.all_parameters()
+        changed = {keyword: parameters[name] for name, keyword in LOAD_PARAMETERS.items() if name in parameters}
+        defaults = {keyword: -1 if keyword == "n_gpu_layers" else 0 for keyword in changed}
+        merged = {**self.base_options, **changed}
+        return {name: value for name, value in merged.items() if value is not None and value != defaults.get(name)}
 
     def request(self) -> GenerationRequest:
         """The request for the next answer."""
@@ -96,26 +98,3 @@ class Conversation:
             shift=self.context_shift,
             sampling=sampling_with(Sampling(), self.all_parameters()),
         )
-
-
-def parse_parameter(name: str, values: Sequence[str]) -> Any:
-    """The value written by `values`; `stop` takes all of them, every other option the first. Raises OptionError for an
-    unknown name or a value out of range, BudgetError for an expert_cache."""
-    if name not in recipe.PARAMETERS:
-        raise OptionError(f"unknown parameter '{name}'")
-    if name == "stop":
-        return list(values)
-    value = recipe.parse_parameter(name, values[0])
-    recipe.check_ranges({name: value})
-    if name == "expert_cache":
-        parse_expert_cache(value)
-    return value
-
-
-def load_options_with(base: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `Llama`: `base` changed by those of `parameters` in LOAD_PARAMETERS. 0, and num_gpu -1, mean
-    moegguf's default, which is left out."""
-    changed = {keyword: parameters[name] for name, keyword in LOAD_PARAMETERS.items() if name in parameters}
-    defaults = {keyword: -1 if keyword == "n_gpu_layers" else 0 for keyword in changed}
-    merged = {**base, **changed}
-    return {name: value for name, value in merged.items() if value is not None and value != defaults.get(name)}

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
-from moegguf.errors import ModelNotFoundError, OptionError
+from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.request import Delta, Message, OnProgress, PromptProgress, Timing
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
@@ -42,19 +42,20 @@ Result = TypeVar("Result")
 
 
 class Answer:
-    """One answer. `read` gets its parts on a thread of its own and gives them to `put`; `deltas` yields them on the
-    main thread, which Ctrl-C can then interrupt.
+    """One answer, and what became of it. `read` gets its parts on a thread of its own and gives them to `put`; `deltas`
+    yields them on the main thread, which Ctrl-C can then interrupt, and collects them in `text` and `thinking`.
 
-    `stop` has the other process end it, also where it has not begun to (`stopped`); None: `read` sees that by itself,
-    and nobody waits for it. `timing` and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of
-    a load before it.
+    `stop` has the other process end it; None: `read` sees that by itself (`stopped`), and nobody waits for it. `timing`
+    and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of a load before it.
     """
 
     def __init__(self, read: Callable[[Answer], object], stop: Callable[[], object] | None = None) -> None:
         self.timing = Timing(finish="cancelled")
         self.decisions: Mapping[str, Any] = {}
         self.load_s = 0.0
-        self.stopped = False
+        self.text = self.thinking = ""
+        self.error: MoeggufError | None = None  # that ended it early
+        self.stopped = self.is_interrupted = False
         self._read = read
         self._stop = stop
         self._parts: queue.SimpleQueue[Delta | PromptProgress | BaseException | None] = queue.SimpleQueue()
@@ -99,6 +100,8 @@ class Answer:
                 if isinstance(part, PromptProgress):
                     on_progress(part)
                 else:
+                    self.text += part.text
+                    self.thinking += part.thinking
                     yield part
         finally:
             if not self._ended.is_set():
@@ -119,11 +122,11 @@ class OwnWorker:
         self._log = log
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="moegguf-worker", daemon=True).start()
-        self._worker: WorkerProcess | None = self._start()
+        self._spare: WorkerProcess | None = self._start()
+        self._worker: WorkerProcess | None = None  # that has loaded a model
         from moegguf.models.catalog import Catalog
 
         self.names = Catalog()
-        self._has_model = False
         self._before: PendingRequest | Snapshot | None = None  # the experts when the last answer began
 
     def _start(self) -> WorkerProcess:
@@ -151,10 +154,10 @@ class OwnWorker:
     def load(self, entry: NamedModel, options: Mapping[str, Any], spinner: Spinner) -> None:
         """Loads a model; the present one ends first, since memory may not hold two."""
         here, start_s = _here(entry), time.perf_counter()
-        if self._has_model:
+        if self._worker:
             self.close()
         spinner.show("starting a worker")
-        worker, self._worker = self._worker or self._start(), None
+        worker, self._spare = self._spare or self._start(), None
         try:
             from moegguf.engine.cost import Placement
             from moegguf.gguf.experts import read_layout
@@ -176,7 +179,7 @@ class OwnWorker:
         except BaseException:  # also an interrupt
             self._run(worker.close(0))
             raise
-        self._worker, self._has_model, self._before = worker, True, None
+        self._worker, self._before = worker, None
         self.n_ctx, self.reads_images = ready.n_ctx, ready.reads_images
         placement = ready.plan.get("placement")
         self.placement = None if placement is None else build(Placement, placement["chosen"])
@@ -184,29 +187,25 @@ class OwnWorker:
     @property
     def ended(self) -> bool:
         """Whether there is no process with a model."""
-        return not self._has_model or self._own.exited.done()
+        return self._worker is None or self._worker.exited.done()
 
     @property
     def stats(self) -> Stats | None:
         """Counts since the load; None of a model that is not loaded."""
-        return self._own.stats if self._has_model else None
-
-    @property
-    def _own(self) -> WorkerProcess:
-        assert self._worker is not None
-        return self._worker
+        return self._worker.stats if self._worker else None
 
     def answer(self, conversation: Conversation) -> Answer:
         """The answer to the last message."""
-        generation, worker, requests = conversation.request(), self._own, list[PendingRequest]()
+        worker = self._worker
+        assert worker is not None
+
+        async def send() -> PendingRequest:
+            self._before = worker.request("experts", watch_s=0)
+            return worker.request("generate", generation=conversation.request(), stream=True)
 
         async def read(answer: Answer) -> None:
             try:
-                self._before = worker.request("experts", watch_s=0)
-                requests.append(worker.request("generate", generation=generation, stream=True))
-                if answer.stopped:
-                    requests[0].cancel()
-                async for event in requests[0].events():
+                async for event in request.events():
                     if isinstance(event, Delta | PromptProgress):
                         answer.put(event)
                     else:
@@ -214,23 +213,22 @@ class OwnWorker:
             finally:
                 answer.decisions = worker.decisions
 
-        def stop() -> None:
-            for request in requests:
-                self._loop.call_soon_threadsafe(request.cancel)
-
-        return Answer(lambda answer: self._run(read(answer)), stop)
+        request = self._run(send())
+        return Answer(lambda answer: self._run(read(answer)), lambda: self._loop.call_soon_threadsafe(request.cancel))
 
     def experts(self) -> Snapshot | None:
         """The experts now, with what was used and loaded since the last answer began; None: the model is not loaded."""
+        if (worker := self._worker) is None:
+            return None
 
         async def ask() -> Snapshot:
             before, self._before = self._before, None
             if isinstance(before, PendingRequest):
                 before = build(Snapshot, await before.value())
-            now, self._before = build(Snapshot, await self._own.request("experts", watch_s=math.inf).value()), before
+            now, self._before = build(Snapshot, await worker.request("experts", watch_s=math.inf).value()), before
             return now.since(before)
 
-        return self._run(ask()) if self._has_model else None
+        return self._run(ask())
 
     def check_parameter(self, name: str) -> None:
         """Every parameter has its effect here."""
@@ -248,8 +246,8 @@ class OwnWorker:
 
     def close(self) -> None:
         """Ends the worker, if there is one."""
-        worker, self._worker, self._has_model = self._worker, None, False
-        if worker is not None:
+        workers, self._spare, self._worker = (self._spare, self._worker), None, None
+        for worker in filter(None, workers):
             self._run(worker.close())
 
 
@@ -384,14 +382,11 @@ class RunningServer:
 
     def experts(self) -> Snapshot | None:
         """The experts, with what was used and loaded within the last snapshot; None: the model is not loaded."""
-        from moegguf.engine.stats import Stats
+        from moegguf.chat.experts import read_snapshot
 
         loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
         found = next((model["snapshot"] for model in loaded if model["snapshot"]), None)
-        if found is None:
-            return None
-        stats = {field.name: found["stats"][field.name] for field in fields(Stats)}  # without what follows from them
-        return build(Snapshot, found | {"model": self.entry.name, "stats": stats})
+        return None if found is None else replace(read_snapshot(found), model=self.entry.name)
 
     def close(self) -> None:
         """The server keeps the model for other requests."""
@@ -476,12 +471,12 @@ class ChatModel:
 
     def print_experts(self) -> None:
         """A map of the experts: which are in memory, and which were used and loaded of late."""
-        from moegguf.terminal.heatmap import print_map
+        from moegguf.chat.experts import print_map
 
         found, url = self.connection.experts(), self.connection.url
         if found is None or not found.layers:
             print_message("The model is not loaded." if found is None else "This model has no experts.")
             return
-        print_map(found.model, (found.state, found.uses, found.loads), found.layers, found.n_expert, found.stats)
+        print_map(found)
         if url:
             print_message(f"It is in the server at {url}; `moegguf top` shows its experts live.")

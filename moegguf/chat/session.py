@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from moegguf.terminal.progress import Spinner, prompt_text
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
+    from moegguf.chat.model import Answer, ChatModel
     from moegguf.generate.request import Delta, PromptProgress
 
 TAB_CELLS = 8
@@ -93,36 +92,30 @@ FALLBACK_SIZE = (80, 24)
 
 
 class Printer:
-    """Prints deltas; collects them in `text` and `thinking`. On a terminal, a model's control characters are replaced,
-    and lines are broken between words unless `wrap` is False. Anything else gets the text unchanged, as UTF-8, whatever
-    the locale."""
+    """Prints deltas. On a terminal, a model's control characters are replaced, and lines are broken between words
+    unless `wrap` is False. Anything else gets the text unchanged, as UTF-8, whatever the locale."""
 
-    def __init__(self, *, wrap: bool = True, hide_thinking: bool = False) -> None:
-        self.text = ""
-        self.thinking = ""
+    def __init__(self, *, wrap: bool, hide_thinking: bool) -> None:
         self._terminal = sys.stdout.isatty()
         moves = self._terminal and os.environ.get("TERM") != "dumb"
         self._colour = moves and not os.environ.get("NO_COLOR")
         self._wrapper = Wrapper(lambda: shutil.get_terminal_size(FALLBACK_SIZE).columns) if wrap and moves else None
         self._hide = hide_thinking
-        self._is_thinking = False
+        self._thinking = ""  # what was printed of it, until its end
 
     def show(self, delta: Delta) -> None:
         """Prints a delta at once."""
-        if delta.thinking:
-            self.thinking += delta.thinking
-            if not self._hide:
-                self._write(("" if self._is_thinking else THINKING) + delta.thinking, grey=True)
-                self._is_thinking = True
+        if delta.thinking and not self._hide:
+            self._write(("" if self._thinking else THINKING) + delta.thinking, grey=True)
+            self._thinking += delta.thinking
         if delta.text:
-            self.text += delta.text
             self.end(delta.text)
 
     def end(self, text: str = "\n") -> None:
         """Prints `text`, such as the end of the answer, after the end of its thinking if that is unfinished."""
-        if self._is_thinking:
-            self._is_thinking = False
-            self._write("\n" * (not self.thinking.endswith("\n")) + DONE_THINKING, grey=True)
+        if self._thinking:
+            self._write("\n" * (not self._thinking.endswith("\n")) + DONE_THINKING, grey=True)
+            self._thinking = ""
         self._write(text)
 
     def _write(self, text: str, *, grey: bool = False) -> None:
@@ -140,24 +133,14 @@ class Printer:
 CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The outcome of an answer. `error`: what ended it early, or None."""
-
-    text: str
-    thinking: str
-    interrupted: bool
-    error: MoeggufError | None = None
-
-
 def print_answer(
     model: ChatModel, conversation: Conversation, spinner: Spinner, end: str = "\n", exit_timeout_s: float | None = None
-) -> Reply:
+) -> Answer:
     """Prints the answer to the last message, `end` after it, and below it what was left out of the context. Ctrl-C
     cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
     spinner.show("")
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
-    answer, error = model.answer(conversation), None
+    answer = model.answer(conversation)
 
     def on_progress(now: PromptProgress) -> None:
         spinner.show(prompt_text(now.n_tokens, now.n_cached, now.n_done, now.seconds))
@@ -171,20 +154,20 @@ def print_answer(
             for delta in answer.deltas(on_progress):
                 spinner.close()
                 printer.show(delta)
-        except MoeggufError as fault:
-            error = fault
+        except MoeggufError as error:
+            answer.error = error
         finally:
             spinner.close()
-    timing = answer.timing
-    if error is None or printer.text or printer.thinking:
-        printer.end("\n" if error or interrupted.is_set() else end)
+    answer.is_interrupted, timing = interrupted.is_set(), answer.timing
+    if answer.error is None or answer.text or answer.thinking:
+        printer.end("\n" if answer.error or answer.is_interrupted else end)
         counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
         if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
             print_message(f"prompt cut: {', '.join(parts)} left out")
         if n := timing.n_shifts:
             times = "" if n == 1 else f" {n} times"
             print_message(f"the context was full{times}: the model no longer knows the older half")
-    return Reply(printer.text, printer.thinking, interrupted.is_set(), error)
+    return answer
 
 
 _EXTENSION = r"\.(?:png|jpe?g|gif|webp|bmp)"

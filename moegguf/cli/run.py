@@ -45,13 +45,13 @@ def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spin
     from moegguf.chat.session import extract_images, print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
-    reply = print_answer(model, conversation, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
-    if conversation.verbose and not reply.error:
+    answer = print_answer(model, conversation, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
+    if conversation.verbose and not answer.error:
         print_message("\n" + "\n".join(model.statistics(with_load=True)))
     model.connection.close()
-    if reply.error is not None:
-        raise reply.error
-    return EXIT_INTERRUPTED if reply.interrupted else 0
+    if answer.error is not None:
+        raise answer.error
+    return EXIT_INTERRUPTED if answer.is_interrupted else 0
 
 
 THINK = "--think"

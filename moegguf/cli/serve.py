@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.options import OFTEN, Command, Flag, Given, flags, loading_options, model_argument
@@ -74,18 +73,12 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
 
 def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
     """The model with another projector, or an adapter. Raises ModelFormatError, ModelNotFoundError."""
-    from moegguf.gguf.adapter import read_adapter
-    from moegguf.gguf.experts import read_layout
     from moegguf.gguf.projector import read_projector
-    from moegguf.models.entry import weights_digest
+    from moegguf.models.catalog import with_adapter
 
     if mmproj is not None:
         entry = replace(entry, mmproj=read_projector(os.path.expanduser(mmproj)).path.absolute())
-    if lora_path is None:
-        return entry
-    adapter = Path(lora_path).expanduser().absolute()
-    read_adapter(adapter, read_layout(entry.path).arch)
-    return replace(entry, adapter=adapter, weights=weights_digest(entry.files, adapter))
+    return entry if lora_path is None else with_adapter(entry, lora_path)
 
 
 def serve_settings(port: int | None, given: Given) -> Settings:

@@ -41,21 +41,23 @@ def top(
 def print_once(client: Client, *, as_json: bool) -> None:
     """Prints one frame with every layer, or statistics, plan and experts of each model as JSON; there an expert is a
     digit: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM."""
-    from moegguf.cli.top_screen import ModelView, Screen, state_rows
-    from moegguf.terminal.tables import make_console, print_json, print_renderable
+    from moegguf.chat.experts import maps_of
+    from moegguf.cli.top_screen import ModelView, Screen
+    from moegguf.terminal.tables import print_json, print_renderable
 
     models, views = client.get("/live?once=1")["models"], []
     for model in models:
-        snapshot, experts = model.pop("snapshot"), None
-        views.append(ModelView(model["name"]))
-        views[-1].update(dict(model), snapshot)
-        if snapshot:
-            experts = {name: snapshot[name] for name in ("layers", "n_expert")} | {"state": state_rows(snapshot)}
-        model |= {"tokens_per_s": snapshot["tokens_per_s"] if snapshot else 0.0, "experts": experts}
+        views.append(view := ModelView(model["name"]))
+        view.update(dict(model), model.pop("snapshot"))
+        experts, now = None, view.snapshot
+        if now is not None:
+            digits = ["".join(map(str, row)) for row in maps_of(now)[0]]
+            experts = {"layers": now.layers, "n_expert": now.n_expert, "state": digits}
+        model |= {"tokens_per_s": now.tokens_per_s if now else 0.0, "experts": experts}
     if as_json:
         print_json({"server": client.host.url, "models": models})
     else:
-        print_renderable(make_console(), Screen(client.host.url, views, height=None))
+        print_renderable(Screen(client.host.url, views, height=None))
 
 
 def watch(client: Client) -> None:

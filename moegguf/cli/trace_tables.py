@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from moegguf.controller.policies import LRU
 from moegguf.controller.strategies import OWN
-from moegguf.terminal.tables import make_console, print_renderable
+from moegguf.terminal.tables import print_columns, print_renderable
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
 from moegguf.trace.simulate import RAM, STAGING, VRAM, SimResult
@@ -23,23 +22,17 @@ def print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left:
     """A table whose first `n_left` columns are left-aligned, the others right-aligned; empty columns are omitted."""
     lines = list(lines)
     filled = [column for column in range(len(names)) if any(line[column] for line in lines)]
-    widths = [max(len(line[column]) for line in (names, *lines)) for column in filled]
+    shown = [[line[column] for column in filled] for line in (names, *lines)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     between = 2 if sum(widths) + 2 * len(widths) <= WIDTH else 1
-    table = Table(box=None, padding=(0, between, 0, 0), pad_edge=False, header_style="dim")
-    for column in filled:
-        table.add_column(names[column], justify="left" if column < n_left else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*(Text(line[column]) for column in filled))
-    console = make_console()
-    print_renderable(console, Text(title, style="bold"))
-    print_renderable(console, table)
+    print_renderable(Text(title, style="bold"))
+    print_columns(shown[0], shown[1:], between, sum(column < n_left for column in filled), "dim")
 
 
 def print_notes(*notes: str) -> None:
     """Dim lines below a table."""
-    console = make_console()
     for note in notes:
-        print_renderable(console, Text(note, style="dim"))
+        print_renderable(Text(note, style="dim"))
 
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:

@@ -1,4 +1,4 @@
-"""What the header of a LoRA adapter (a GGUF file) says: for which architecture it is, and how large.
+"""What the header of a LoRA adapter (a GGUF file) says: how large it is, and whether it is for an architecture.
 
 llama.cpp reads the rest, and compares its matrices with those of the model.
 """
@@ -17,7 +17,6 @@ class AdapterHeader:
     """Facts of an adapter. `n_bytes`: its matrices, which stay in memory beside the model."""
 
     shard: Shard
-    arch: str
     n_bytes: int
 
 
@@ -39,4 +38,4 @@ def read_adapter(path: str | os.PathLike[str], arch: str | None = None) -> Adapt
             f"{file.name} is an adapter for the architecture {found!r:.40}, but the model's is {arch!r}; give one that"
             " was trained on this model."
         )
-    return AdapterHeader(file.shard, str(found), sum(tensor.n_bytes for tensor in file.tensors))
+    return AdapterHeader(file.shard, sum(tensor.n_bytes for tensor in file.tensors))

@@ -233,7 +233,7 @@ def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
-    embedding, tokens = tensors.get("token_embd.weight"), files[0].arrays.get("tokenizer.ggml.tokens")
+    embedding, n_tokens = tensors.get("token_embd.weight"), files[0].arrays.get("tokenizer.ggml.tokens", 0)
     embedding_bytes = embedding.n_bytes if embedding else 0
     is_tied, n_rows = "output.weight" not in tensors, embedding.shape[1:2] if embedding else ()
     has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors  # llama.cpp computes one such layer, and no more
@@ -247,7 +247,7 @@ def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
         expert_bytes=expert_bytes,
         unused_bytes=unused_bytes,
         tied_output_bytes=embedding_bytes * is_tied,
-        n_vocab=max(tokens.count if tokens else 0, *n_rows, 0),
+        n_vocab=max(n_tokens, *n_rows),
         hparams=hparams,
         metadata=files[0].metadata,
         tensor_types={name: (len(sizes), sum(sizes)) for name, sizes in sorted(types.items())},

@@ -41,14 +41,17 @@ class Hparams:
 
 
 class Keys:
-    """Typed access to the keys of one architecture; every error is a ModelFormatError naming the key."""
+    """Typed access to the keys of one architecture, or with another prefix; every error is a ModelFormatError naming
+    the key."""
 
     def __init__(self, arch: str, file: GgufFile) -> None:
-        self.arch, self.metadata, self._file = arch, file.metadata, file
+        self.arch, self.metadata, self._name = arch, file.metadata, file.name
 
     def fail(self, name: str, rule: str) -> ModelFormatError:
         """The error of a key that breaks a rule."""
-        return self._file.key_error(f"{self.arch}.{name}", rule)
+        return ModelFormatError(
+            f"{self._name}: key '{self.arch}.{name}': {rule}; the file cannot be run, fetch it again."
+        )
 
     def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
         """A whole number from low to high; default: where the key is missing, None where it must not be."""

@@ -7,7 +7,6 @@ stepped over in chunks. The meaning of the tensors is in experts.py.
 
 from __future__ import annotations
 
-import errno
 import functools
 import math
 import os
@@ -16,7 +15,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
@@ -30,42 +29,27 @@ FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
 
 @dataclass
 class Cursor:
-    """Reads an open file of `size` bytes from its start, one chunk in memory at a time.
+    """Reads a file of `size` bytes from its start, of which a chunk is in memory at a time.
 
-    Every read raises ModelFormatError at the end of the file, ExpertIOError when the disk fails.
+    Every read raises ModelFormatError at the end of the file, OSError when the disk fails.
     """
 
-    fd: int
+    file: BinaryIO
     size: int
     label: str
-    pos: int = 0
-    base: int = 0
-    buf: bytes = b""
     n_strings: int = 0
     kept_bytes: int = 0
     what: str = "header"
+
+    @property
+    def pos(self) -> int:
+        """The current offset."""
+        return self.file.tell()
 
     def fail(self, rule: str, at: int | None = None) -> NoReturn:
         """Raises ModelFormatError with the current key or tensor and the offset `at` (default: the current one)."""
         offset = self.pos if at is None else at
         raise ModelFormatError(f"{self.label}: {self.what}, at offset {offset}: {rule}.")
-
-    def need(self, n: int) -> int:
-        """Reads the next `n` (at most a chunk) bytes into `buf`; returns their index there."""
-        self._check_end(n)
-        at = self.pos - self.base
-        if at < 0 or at + n > len(self.buf):
-            parts, left = list[bytes](), max(n, CHUNK_BYTES)
-            try:
-                while left and (part := os.pread(self.fd, left, self.pos + max(n, CHUNK_BYTES) - left)):
-                    parts.append(part)
-                    left -= len(part)
-            except OSError as error:
-                raise ExpertIOError(f"{self.label}: reading at offset {self.pos} failed ({error.strerror}).") from error
-            self.buf, self.base, at = b"".join(parts), self.pos, 0
-            if len(self.buf) < n:
-                self.fail(f"the file got shorter while it was read; {FETCH_AGAIN}")
-        return at
 
     def _check_end(self, n: int) -> None:
         if self.pos + n > self.size:
@@ -73,9 +57,11 @@ class Cursor:
 
     def take(self, n: int) -> bytes:
         """The next `n` (at most a chunk) bytes."""
-        at = self.need(n)
-        self.pos += n
-        return self.buf[at : at + n]
+        self._check_end(n)
+        data = self.file.read(n)
+        if len(data) < n:
+            self.fail(f"the file got shorter while it was read; {FETCH_AGAIN}")
+        return data
 
     def u32(self) -> int:
         """The next 4 bytes as a number."""
@@ -88,7 +74,7 @@ class Cursor:
     def skip(self, n: int) -> None:
         """Moves on by `n` bytes without reading them."""
         self._check_end(n)
-        self.pos += n
+        self.file.seek(n, os.SEEK_CUR)
 
     def length(self, most: int, what: str) -> int:
         """The length of a string, in bytes, of which so many are allowed."""
@@ -110,12 +96,15 @@ class Cursor:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
         if count * 8 > self.size - self.pos:
             self.fail(f"{count} strings do not fit before the end of the file at {self.size}; {FETCH_AGAIN}")
-        unpack = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            at = self.pos - self.base
-            if not 0 <= at <= len(self.buf) - 8:
-                at = self.need(8)
-            self.pos += 8 + unpack(self.buf, at)[0]
+        read, seek, unpack = self.file.read, self.file.seek, struct.Struct("<Q").unpack
+        try:
+            for _ in range(count):  # no calls of ours: a vocabulary has some 100,000
+                (n,) = unpack(read(8))
+                if n > self.size:
+                    self.skip(n)
+                seek(n, os.SEEK_CUR)
+        except struct.error:  # the end of the file
+            self.take(8)
         self._check_end(0)
 
 
@@ -174,14 +163,6 @@ class TensorInfo:
         return GGML_TYPES[self.ggml_type][0]
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayInfo:
-    """An array that was checked and not kept: its GGUF element type and number of elements."""
-
-    gguf_type: int
-    count: int
-
-
 @dataclass(frozen=True)
 class FileVersion:
     """One file and its identity when it was read, from which a later change is detected."""
@@ -222,22 +203,18 @@ class Shard(FileVersion):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The checked header of one file. `metadata` has scalars, strings up to 1 MiB, short numeric arrays."""
+    """The checked header of one file. `metadata` has scalars, strings up to 1 MiB, short numeric arrays; `arrays` the
+    number of elements of every array."""
 
     shard: Shard
-    version: int
     metadata: Mapping[str, Value]
-    arrays: Mapping[str, ArrayInfo]
+    arrays: Mapping[str, int]
     tensors: tuple[TensorInfo, ...]
 
     @property
     def name(self) -> str:
         """The file's name, with which messages start."""
         return self.shard.path.name
-
-    def key_error(self, key: str, rule: str) -> ModelFormatError:
-        """The error of a key that breaks a rule."""
-        return ModelFormatError(f"{self.name}: key '{key}': {rule}; the file cannot be run, fetch it again.")
 
     def tensor_error(self, tensor: TensorInfo, rule: str) -> ModelFormatError:
         """The error of a tensor that breaks a rule."""
@@ -247,22 +224,22 @@ class GgufFile:
         )
 
 
-def _read_array(cur: Cursor) -> tuple[Value | None, ArrayInfo]:
-    info = ArrayInfo(cur.u32(), cur.u64())
-    gguf_type, count = info.gguf_type, info.count
+def _read_array(cur: Cursor) -> tuple[Value | None, int]:
+    """The numbers of a short array, else None; and how many elements it has."""
+    gguf_type, count = cur.u32(), cur.u64()
     if gguf_type == STRING:
         cur.skip_strings(count)
-        return None, info
+        return None, count
     if gguf_type not in _SCALARS:
         cur.fail(f"array elements of type {gguf_type} are not allowed")
     if count > MAX_ITEMS:
         cur.fail(f"an array of {count} elements is too long, at most {MAX_ITEMS} are allowed")
-    item = _SCALARS[gguf_type]
+    items = struct.Struct(f"<{count}{_SCALARS[gguf_type]}")
     if count > KEPT_ITEMS:
-        cur.skip(count * struct.calcsize(f"<{item}"))
-        return None, info
+        cur.skip(items.size)
+        return None, count
     cur.keep(64 + 32 * count)
-    return struct.unpack(f"<{count}{item}", cur.take(struct.calcsize(f"<{count}{item}"))), info
+    return items.unpack(cur.take(items.size)), count
 
 
 def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
@@ -281,8 +258,8 @@ def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
     return value
 
 
-def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, ArrayInfo]]:
-    metadata, arrays, keys = dict[str, Value](), dict[str, ArrayInfo](), set[str]()
+def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, int]]:
+    metadata, arrays, keys = dict[str, Value](), dict[str, int](), set[str]()
     for i in range(n_kv):
         cur.what, start = f"key-value {i} of {n_kv}", cur.pos
         raw = cur.take(cur.length(MAX_KEY_BYTES, "the key"))
@@ -307,8 +284,8 @@ def _short(name: str) -> str:
     return repr(name if len(name) <= 80 else name[:77] + "...")
 
 
-def _read_header(cur: Cursor) -> tuple[int, int, int]:
-    """(version, number of tensors, number of key-values), each within its limit."""
+def _read_header(cur: Cursor) -> tuple[int, int]:
+    """(number of tensors, number of key-values), each within its limit."""
     magic = cur.take(4)
     if magic != MAGIC:
         cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file", 0)
@@ -323,7 +300,7 @@ def _read_header(cur: Cursor) -> tuple[int, int, int]:
             cur.fail(f"{n} {what} are too many, at most {cap} are allowed", 8)
         if n * least > cur.size:
             cur.fail(f"{n} {what} do not fit in a file of {cur.size} bytes; {FETCH_AGAIN}", 8)
-    return version, n_tensors, n_kv
+    return n_tensors, n_kv
 
 
 def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
@@ -382,24 +359,15 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
     return data_offset, tuple(tensors)
 
 
-def _open(path: Path) -> tuple[int, os.stat_result]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
-    except (OSError, ValueError) as error:
-        missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
-        why = "does not exist; check the path" if missing else f"cannot be opened ({error})"
-        raise ModelNotFoundError(f"model file {str(path)!r} {why}.") from error
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
-        raise ModelNotFoundError(f"{str(path)!r} is not a regular file; give the path of a .gguf file.")
-    return fd, info
+def _open(path: str | os.PathLike[str]) -> BinaryIO:
+    """The file, of which a FIFO does not block. Raises OSError, ValueError."""
+    return open(path, "rb", CHUNK_BYTES, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def is_other_kind(path: str | os.PathLike[str]) -> bool:
     """Whether the file at `path` can be read and does not begin as a GGUF file does, as a pipe does not."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with _open(path) as file:
             return file.read(len(MAGIC)) != MAGIC
     except (OSError, ValueError):
         return False
@@ -426,14 +394,23 @@ def version_of(path: str | os.PathLike[str]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _read_version(path: Path, _version: tuple[int, ...]) -> GgufFile:
-    fd, info = _open(path)
     try:
-        cur = Cursor(fd, info.st_size, path.name)
-        version, n_tensors, n_kv = _read_header(cur)
-        metadata, arrays = _read_key_values(cur, n_kv)
-        alignment = _alignment(cur, metadata)
-        data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
-    finally:
-        os.close(fd)
+        file = _open(path)
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = "does not exist; check the path" if missing else f"cannot be opened ({error})"
+        raise ModelNotFoundError(f"model file {str(path)!r} {why}.") from error
+    with file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise ModelNotFoundError(f"{str(path)!r} is not a regular file; give the path of a .gguf file.")
+        cur = Cursor(file, info.st_size, path.name)
+        try:
+            n_tensors, n_kv = _read_header(cur)
+            metadata, arrays = _read_key_values(cur, n_kv)
+            alignment = _alignment(cur, metadata)
+            data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
+        except OSError as error:
+            raise ExpertIOError(f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}).") from error
     shard = Shard(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, data_offset)
-    return GgufFile(shard, version, metadata, arrays, tensors)
+    return GgufFile(shard, metadata, arrays, tensors)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError
+from moegguf.gguf.hparams import Keys
 from moegguf.gguf.reader import GgufFile, read_gguf
 
 MAX_SHARDS = 1024
@@ -57,7 +58,7 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     if number != 1:
         opener = Path(shard_path(prefix, 1, named)).name
         raise ModelFormatError(f"{path.name} is not the first shard of its model; open {opener!r} instead.")
-    count = _split_number(first, "split.count", 1) or 1
+    count = Keys("split", first).number("count", 1, 0, MAX_SHARDS) or 1
     if count != named:
         raise ModelFormatError(
             f"{first.name}: key 'split.count' is {count}, but the name is that of a file of {named}; restore the"
@@ -66,18 +67,11 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     paths = (Path(shard_path(str(path.with_name(prefix)), n, count)) for n in range(2, count + 1))
     shards = first, *(_read_member(first, other) for other in paths)
     for n, shard in enumerate(shards):
-        if count > 1 and (found := _split_number(shard, "split.no", -1)) != n:
+        if count > 1 and (found := Keys("split", shard).number("no", -1, -1, MAX_SHARDS)) != n:
             raise ModelFormatError(
                 f"shard {shard.name}: key 'split.no' must be {n}, but is {found}; shards were swapped or renamed."
             )
     return shards
-
-
-def _split_number(shard: GgufFile, key: str, default: int) -> int:
-    value = shard.metadata.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not (value == default or 0 <= value <= MAX_SHARDS):
-        raise ModelFormatError(f"{shard.name}: key '{key}' must be from 0 to {MAX_SHARDS}, but is {str(value)[:40]!r}.")
-    return value
 
 
 def _read_member(first: GgufFile, path: Path) -> GgufFile:

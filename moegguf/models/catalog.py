@@ -141,9 +141,7 @@ class Catalog:
             made = replace(entry, **changed, draft=guessing)
             if recipe.adapter or recipe.adapters:
                 sent = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else None
-                adapter = sent or Path(recipe.adapter).expanduser().absolute()
-                read_adapter(adapter, read_layout(entry.path).arch)
-                made = replace(made, adapter=adapter, weights=weights_digest(entry.files, adapter))
+                made = with_adapter(made, sent or recipe.adapter)
             return made
 
         return self._save(make, target)
@@ -264,6 +262,13 @@ _REMOVAL_HINTS = {
     "path": "it is a path; delete the file.",
     "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
+
+
+def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:
+    """The model with a LoRA adapter. Raises ModelFormatError for a file that is none of it, ModelNotFoundError."""
+    adapter = Path(path).expanduser().absolute()
+    read_adapter(adapter, read_layout(entry.path).arch)
+    return replace(entry, adapter=adapter, weights=weights_digest(entry.files, adapter))
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:

@@ -20,7 +20,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -291,7 +291,7 @@ def _named(files: Mapping[str, str]) -> dict[str, str]:
     return {name if name.lower().endswith(".gguf") else f"{name}.gguf": blob for name, blob in files.items()}
 
 
-class BlobWriter:
+class BlobWriter(AbstractContextManager["BlobWriter"]):
     """Receives the bytes of one blob; without `commit` they are removed at the end of the `with`."""
 
     def __init__(self, folder: Path, digest: str, size_bytes: int | None) -> None:
@@ -305,9 +305,6 @@ class BlobWriter:
             handle, name = locked_temporary(folder, ".", ".partial")
         self._partial = Path(name)
         self._file = os.fdopen(handle, "wb")
-
-    def __enter__(self) -> BlobWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with suppress(OSError):  # a full disk fails again at close

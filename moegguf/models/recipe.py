@@ -20,6 +20,7 @@ from typing import Any
 from moegguf.errors import OptionError
 from moegguf.models.entry import ModelEntry, Overrides
 from moegguf.options import DRAFTS, LOAD_PARAMETERS, OPTIONS
+from moegguf.quantities import parse_expert_cache
 
 MAX_TEXT = 1 << 20  # characters of a system message, template, license or message
 ROLES = ("system", "user", "assistant", "tool")
@@ -124,11 +125,13 @@ def usable_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_ranges(parameters: Mapping[str, Any]) -> None:
-    """Raises OptionError for a parameter out of its range."""
+    """Raises OptionError for a parameter out of its range, BudgetError for an expert_cache that is no budget."""
     for name, value in parameters.items():
         if not _is_in_range(name, value):
             least, most = RANGES[name]
             raise OptionError(f"{name} takes {least:,} to {most:,}, but is {value:,}")
+        if name == "expert_cache":
+            parse_expert_cache(value)
 
 
 def _is_in_range(name: str, value: Any) -> bool:
@@ -160,11 +163,11 @@ def check_text(what: str, text: str | None) -> str | None:
 def parse_parameter(name: str, text: str) -> Any:
     """The value of parameter `name` from the text of a Modelfile or of `/set parameter`; for `stop` one text.
 
-    Raises OptionError for an unknown name or a value that does not fit.
+    Raises OptionError for an unknown name or a value of another type.
     """
     kind = PARAMETERS.get(name)
     if kind is None:
-        raise OptionError.unknown(name, PARAMETERS, "docs/modelfile.md")
+        raise OptionError.unknown(name, PARAMETERS, "docs/modelfile.md", "parameter")
     if kind in (str, list):
         return text
     if kind is bool and text.lower() in ("true", "false"):

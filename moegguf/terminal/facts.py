@@ -75,17 +75,8 @@ def model_facts(model: str, *, verbose: bool = False) -> Facts:
 
 def list_facts(entry: ModelEntry) -> Facts:
     """Facts of `moegguf list` about a catalog entry."""
-    return {
-        "name": entry.name,
-        "source": entry.source,
-        "size_bytes": entry.size_bytes,
-        "digest": entry.digest,
-        "modified": entry.modified.isoformat(),
-        "files": [str(file) for file in entry.files],
-        "missing": [str(file) for file in entry.missing],
-        **{name: str(path) if (path := getattr(entry, name)) else None for name in ("mmproj", "adapter", "draft")},
-        "parent": entry.parent,
-    }
+    names = ("name", "source", "size_bytes", "digest", "files", "missing", "mmproj", "adapter", "draft", "parent")
+    return {name: getattr(entry, name) for name in names} | {"modified": entry.modified.isoformat()}
 
 
 @dataclass(frozen=True)

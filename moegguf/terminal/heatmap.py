@@ -11,12 +11,7 @@ from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.text import Text
-
-from moegguf.engine.stats import Stats
-from moegguf.terminal.messages import print_message
-from moegguf.terminal.statistics import staged
 
 Counts = npt.NDArray[np.unsignedinteger]
 
@@ -118,21 +113,6 @@ def legend(width: int, vram: bool = False) -> Text:
         text.append(letters, STYLES[letters[-1]]).append(f" {meaning}")
         column += len(part)
     return text
-
-
-def print_map(name: str, parts: Sequence[bytes], layers: Sequence[int], n_expert: int, stats: Stats) -> None:
-    """Prints a model's map on stderr, as wide as the terminal, and what `stats` say of its experts. parts: state, uses
-    and loads as of `heatmap`, uint8 row by row."""
-    state, uses, loads = (np.frombuffer(part, np.uint8).reshape(len(layers), n_expert) for part in parts)
-    console = Console(stderr=True, highlight=False)
-    width = console.width - 1
-    n = group_size(n_expert, max(MIN_COLUMNS, width - len(str(max(layers))) - 1))
-    console.print(f"{name}: layers down, experts across" + (f", {n} to a letter" if n > 1 else ""))
-    console.print(heatmap(state, uses, loads, layers, width=width, vram=stats.in_vram))
-    console.print(legend(width, stats.in_vram))
-    print_message(f"{tiers_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
-    if stats.staging_bytes:
-        print_message(f"Prompts staged since load: {staged(stats)}.")
 
 
 def tiers_line(state: Counts, vram: bool) -> str:

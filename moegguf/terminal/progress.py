@@ -119,10 +119,8 @@ class Spinner(_Display):
         self._live.update(Text(done + text, no_wrap=True, overflow="ellipsis"))
 
 
-def loading_text(name: str, share: float | None, n_bytes: int, seconds: float) -> str:
-    """Progress of a load: "loading demo 43% of 6.1 GB · 1.2 GB/s". `share` from 0 to 1, None while unknown."""
-    if share is None:
-        return f"loading {name}"
+def loading_text(name: str, share: float, n_bytes: int, seconds: float) -> str:
+    """Progress of a load: "loading demo 43% of 6.1 GB · 1.2 GB/s". `share`: from 0 to 1."""
     rate = f" · {human_bytes(share * n_bytes / seconds)}/s" if seconds > 0.2 and share > 0 else ""
     return f"loading {name} {share:.0%} of {human_bytes(n_bytes)}{rate}"
 

@@ -29,14 +29,10 @@ def print_json(facts: Any) -> None:
     print(to_json(facts, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode())
 
 
-def make_console() -> Console:
-    """A rich console for stdout."""
+def print_renderable(renderable: Any) -> None:
+    """Prints on stdout; into a pipe without the trailing spaces of tables."""
     # A pipe has no width; rich's default of 80 would break long paths.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
-
-def print_renderable(console: Console, renderable: Any) -> None:
-    """Prints; into a pipe without the trailing spaces of tables."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if console.is_terminal:
         console.print(renderable)
         return
@@ -45,7 +41,7 @@ def print_renderable(console: Console, renderable: Any) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def _section(console: Console, title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None:
+def _section(title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None:
     """A title and rows of name, value and an optional remark. Columns in `right` are right-aligned."""
     rows = list(rows)
     table = Table.grid(padding=(0, 3, 0, 0))
@@ -54,18 +50,21 @@ def _section(console: Console, title: str, rows: Iterable[Row], right: Sequence[
         table.add_column(justify=justify, no_wrap=column == 0, overflow="fold", style="dim" * (column == 2))
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    print_renderable(console, Text(f"  {title}", style="bold"))
-    print_renderable(console, Padding(table, (0, 0, 1, 4)))
+    print_renderable(Text(f"  {title}", style="bold"))
+    print_renderable(Padding(table, (0, 0, 1, 4)))
 
 
-def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table as `ollama list` prints it: a header, four spaces between columns."""
-    table = Table(box=None, padding=(0, 4, 0, 0), pad_edge=False, header_style="")
-    for name in header:
-        table.add_column(name, no_wrap=True)
+def print_columns(
+    header: Sequence[str], rows: Iterable[Sequence[str]], between: int = 4, n_left: int | None = None, style: str = ""
+) -> None:
+    """A table with a header, as `ollama list` prints it. between: spaces between columns, of which the first `n_left`
+    (None: all) are left-aligned, the others right-aligned. style: of the header."""
+    table = Table(box=None, padding=(0, between, 0, 0), pad_edge=False, header_style=style)
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if n_left is None or column < n_left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    print_renderable(make_console(), table)
+    print_renderable(table)
 
 
 def print_model_list(entries: Iterable[ModelEntry]) -> None:
@@ -106,15 +105,14 @@ def two_digits(low: float, high: float) -> str:
 def print_model(facts: Facts) -> None:
     """The output of `moegguf show`: the model, its experts, tensor types, what budgets would mean, and what the catalog
     entry adds to the files; of long texts the first lines."""
-    console, n_active = make_console(), facts["active_parameters"]
-    print_renderable(console, Text(facts["title"], style="bold"))
-    n_parameters = human_number(facts["parameters"])
+    print_renderable(Text(facts["title"], style="bold"))
+    n_parameters, n_active = human_number(facts["parameters"]), facts["active_parameters"]
     if n_active != facts["parameters"]:
         n_parameters += f", {human_number(n_active)} active for a token"
     files = format_bytes(facts["file_bytes"])
     if len(facts["shards"]) > 1:
         files += f" in {len(facts['shards'])} shards"
-    _section(console, "Model", [
+    _section("Model", [
         ("architecture", facts["architecture"]),
         ("parameters", n_parameters),
         ("quantization", f"{facts['quantization']} for most"),
@@ -126,26 +124,26 @@ def print_model(facts: Facts) -> None:
         ("files", files),
         ("path", facts["path"]),
     ])  # fmt: skip
-    _section(console, "Capabilities", [(name, "") for name in facts["capabilities"]])
+    _section("Capabilities", [(name, "") for name in facts["capabilities"]])
     if facts["experts"]:
-        _section(console, "Experts", _expert_rows(facts))
+        _section("Experts", _expert_rows(facts))
     for part in ("projector", "adapter", "draft"):
         if facts[part]:
-            _section(console, part.capitalize(), [("path", facts[part])])
+            _section(part.capitalize(), [("path", facts[part])])
     for title, values in (("Parameters", facts["parameters_set"]), ("Metadata", facts.get("metadata"))):
         if values:
-            _section(console, title, [(name, _value_text(value)) for name, value in values.items()])
+            _section(title, [(name, _value_text(value)) for name, value in values.items()])
     for title, text in (("System", facts["system"]), ("License", facts["license"])):
         if text:
-            _section(console, title, [(line, "") for line in text.strip().splitlines()[:SHOWN_LINES]])
+            _section(title, [(line, "") for line in text.strip().splitlines()[:SHOWN_LINES]])
     if "tensors" in facts:
-        _section(console, "Tensors", [(t["name"], t["type"], str(t["shape"])) for t in facts["tensors"]])
+        _section("Tensors", [(t["name"], t["type"], str(t["shape"])) for t in facts["tensors"]])
     types = sorted(facts["types"].items(), key=lambda item: -item[1]["bytes"])
     rows = [(name, format_bytes(t["bytes"]), f"{t['tensors']} tensors") for name, t in types]
-    _section(console, "Types", rows, right=(1, 2))
+    _section("Types", rows, right=(1, 2))
     if facts["budgets"]:
         title = f"Budgets, with hit rates {facts['budgets'][0]['basis']}"
-        _section(console, title, _budget_rows(facts["budgets"]), right=(1, 2, 3))
+        _section(title, _budget_rows(facts["budgets"]), right=(1, 2, 3))
 
 
 def _expert_rows(facts: Facts) -> Iterator[Row]:
@@ -171,25 +169,25 @@ def _budget_rows(budgets: list[Facts]) -> Iterator[Row]:
 
 def print_estimate(facts: Facts) -> None:
     """The output of `moegguf estimate`: memory, expected speed, reasons and warnings."""
-    console, plan = make_console(), facts["plan"]
-    print_renderable(console, Text(facts["name"], style="bold"))
+    plan = facts["plan"]
+    print_renderable(Text(facts["name"], style="bold"))
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
     if facts["n_expert_total"]:
         title += f" and --expert-cache {facts['expert_cache'].replace(' ', '')}"
         device = plan["device"] or plan["layers_on"]
         title += f", on {device} with --vram-cache {facts['vram_cache']}" if device else ""
-    _section(console, title, _memory_rows(facts), right=(1,))
+    _section(title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
-        _section(console, "What to expect while it answers", _expectation_rows(facts))
+        _section("What to expect while it answers", _expectation_rows(facts))
     if facts["placement"]:
         title = "What a device gives: predicted with speeds " + facts["placement"]["speeds"]["source"]
-        _section(console, title, _placement_rows(facts["placement"]))
-    print_renderable(console, Text("  Why", style="bold"))
+        _section(title, _placement_rows(facts["placement"]))
+    print_renderable(Text("  Why", style="bold"))
     supposed = facts["placement"] if not plan["placement"] else None  # a plan has its own reason
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
-        print_renderable(console, Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
+        print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
-        print_renderable(console, Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
+        print_renderable(Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2)))
 
 
 def _memory_rows(facts: Facts) -> Iterator[Row]:
@@ -260,10 +258,9 @@ def _expectation_rows(facts: Facts) -> Iterator[Row]:
 
 def print_doctor(sections: dict[str, Facts]) -> None:
     """The output of `moegguf doctor`: sections, one fact per line."""
-    console = make_console()
     for title, facts in sections.items():
         rows = [(name.replace("_", " ") if name.islower() else name, value) for name, value in _flatten(facts)]
-        _section(console, title, rows or [("(none set)", "")])
+        _section(title, rows or [("(none set)", "")])
 
 
 def _flatten(facts: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:

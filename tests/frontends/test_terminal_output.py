@@ -18,9 +18,10 @@ from rich.console import Console
 from servers import Command, environment
 from terminal import Terminal, control, moegguf_command
 
+from moegguf.chat.experts import maps_of
 from moegguf.chat.session import Wrapper
 from moegguf.cli.top import apply_line
-from moegguf.cli.top_screen import ModelView, Screen, state_rows
+from moegguf.cli.top_screen import ModelView, Screen
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.models.entry import PullStatus
@@ -220,16 +221,10 @@ def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: 
     """A line of /live: nine of ten lookups hit, a megabyte per token."""
     map_ = base64.b64encode(bytes(i % 3 for i in range(n_layer * n_expert))).decode()
     stats = {"tokens": tokens, "lookups": 10 * tokens, "hits_ready": 9 * tokens, "hits_late": 0}
-    stats |= {"bytes_read": 1_000_000 * tokens, "stall_s": 0.25 * tokens, "eval_s": float(tokens)}
+    stats |= {"bytes_missed": 1_000_000 * tokens, "stall_s": 0.25 * tokens, "eval_s": float(tokens)}
     maps = {"state": map_, "uses": map_, "loads": map_, "layers": list(range(n_layer)), "n_expert": n_expert}
-    return {
-        "model": name,
-        **maps,
-        "stats": stats,
-        "busy": True,
-        "tokens_per_s": 12.5,
-        "loaded": {**LOADED, "name": name},
-    }
+    snapshot = {"model": name, **maps, "stats": stats, "busy": True, "seconds": 60.0, "tokens_per_s": 12.5}
+    return {**snapshot, "loaded": {**LOADED, "name": name}}
 
 
 def models_of(*names: str, **shape: int) -> dict[str, ModelView]:
@@ -266,7 +261,7 @@ def test_two_tiers_have_a_line_each_and_a_map_of_three_places() -> None:
     tier = {"hits_ready": 8, "hits_late": 1, "lookups": 10, "bytes_missed": 3_000_000, "bytes_prefetched": 0}
     tier |= {"evictions": 1234, "slots_used": 47, "n_slots": 48, "pool_bytes": 12_000_000}
     tiers = [{"name": "VRAM", **tier}, {"name": "RAM", **tier, "lookups": 1, "hits_ready": 0, "hits_late": 0}]
-    staged = {"staging_bytes": 6_000_000, "bytes_staged": 9_000_000, "staging_overlap": 0.93}
+    staged = {"staging_bytes": 6_000_000, "bytes_staged": 9_000_000, "staging_copy_s": 1.0, "staging_stall_s": 0.07}
     line["stats"] = {**line["stats"], "tiers": tiers, **staged}
     models = {"demo:latest": ModelView("demo:latest")}
     apply_line(models, line)
@@ -279,7 +274,8 @@ def test_two_tiers_have_a_line_each_and_a_map_of_three_places() -> None:
         assert figures[3] == ["staging", "93.0%", "overlapped, 6 MB · 9 MB in for prompts"]
         assert any("in RAM (some, all)" in text for text in lines)
         assert height is None or len(lines) <= height
-    assert state_rows(models["demo:latest"].snapshot)[0].startswith("0123")
+    found = models["demo:latest"].snapshot
+    assert found is not None and maps_of(found)[0][0, :4].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 16), (40, 10), (80, 24), (20, 24), (200, 60), (100, 12)])
@@ -296,8 +292,7 @@ def test_a_model_that_was_loaded_anew_starts_its_counts_anew() -> None:
     models = models_of("demo:latest")
     apply_line(models, line_of(1))
     apply_line(models, line_of(2))
-    now = models["demo:latest"].now
-    assert now is not None and now["tokens"] == 1
+    assert models["demo:latest"].now.tokens == 1
 
 
 def test_models_come_and_go() -> None:

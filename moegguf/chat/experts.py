@@ -1,0 +1,55 @@
+"""The experts of a model that another process has loaded: what it tells of them, read and printed as a map."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+
+from moegguf.engine.stats import Stats
+from moegguf.serving.events import Snapshot
+from moegguf.serving.wire import build
+from moegguf.terminal.heatmap import MIN_COLUMNS, group_size, heatmap, legend, tiers_line
+from moegguf.terminal.messages import print_message
+from moegguf.terminal.statistics import staged
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def read_stats(found: dict[str, Any]) -> Stats:
+    """The counters that a server tells. Raises WorkerError for JSON that does not fit."""
+    return build(Stats, _fields_of(Stats, found))
+
+
+def read_snapshot(found: dict[str, Any]) -> Snapshot:
+    """A line of `/live`. Raises WorkerError for JSON that does not fit."""
+    return build(Snapshot, _fields_of(Snapshot, found | {"stats": _fields_of(Stats, found["stats"])}))
+
+
+def _fields_of(kind: type[Stats] | type[Snapshot], found: dict[str, Any]) -> dict[str, Any]:
+    """Those of `found` that are fields, not what a server tells besides."""
+    return {field.name: found[field.name] for field in fields(kind) if field.name in found}
+
+
+def maps_of(snapshot: Snapshot) -> tuple[Bytes, Bytes, Bytes]:
+    """State, uses and loads, each (n_layers, n_expert)."""
+    shape, parts = (len(snapshot.layers), snapshot.n_expert), (snapshot.state, snapshot.uses, snapshot.loads)
+    state, uses, loads = (np.frombuffer(part, np.uint8).reshape(shape) for part in parts)
+    return state, uses, loads
+
+
+def print_map(snapshot: Snapshot) -> None:
+    """Prints the map on stderr, as wide as the terminal, and what the statistics say of the experts."""
+    maps, stats, n_expert = maps_of(snapshot), snapshot.stats, snapshot.n_expert
+    console = Console(stderr=True, highlight=False)
+    width = console.width - 1
+    n = group_size(n_expert, max(MIN_COLUMNS, width - len(str(max(snapshot.layers))) - 1))
+    console.print(f"{snapshot.model}: layers down, experts across" + (f", {n} to a letter" if n > 1 else ""))
+    console.print(heatmap(*maps, snapshot.layers, width=width, vram=stats.in_vram))
+    console.print(legend(width, stats.in_vram))
+    print_message(f"{tiers_line(maps[0], stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
+    if stats.staging_bytes:
+        print_message(f"Prompts staged since load: {staged(stats)}.")
