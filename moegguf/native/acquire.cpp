@@ -252,11 +252,8 @@ void Acquire::resize(Tier & tier, int n_slots) {
     store_.staged->drop_ahead();
     store_.transfers.forget(Cause::request);
     store_.transfers.hold_prefetches(true);
-    const auto quiet = [&] {
-        const auto busy = [](const auto & of) { return of && of->busy(); };
-        return std::none_of(store_.tiers.compute.begin(), store_.tiers.compute.end(), busy) &&
-               !busy(store_.tiers.ram) && std::none_of(store_.tiers.staging.begin(), store_.tiers.staging.end(), busy);
-    };
+    const auto & tiers = store_.tiers.all;
+    const auto quiet = [&] { return std::none_of(tiers.begin(), tiers.end(), [](Tier * of) { return of->busy(); }); };
     const bool ended = store_.shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
     store_.transfers.hold_prefetches(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }

@@ -246,8 +246,7 @@ int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
 int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * info) {
     return on(store, [&](Store & s) {
         moegguf_tier_info & out = given(info);
-        const bool no_staging = tier == MOEGGUF_STAGING_TIER && !s.tiers.stages();
-        const std::vector<Tier *> of = no_staging ? std::vector<Tier *>() : s.tiers_at(tier);
+        const std::vector<Tier *> of = s.tiers_at(tier);
         Lock lock(s.shared.mutex);
         out = {};
         out.resident = true;

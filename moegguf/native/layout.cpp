@@ -108,17 +108,13 @@ void Layout::add(const moegguf_matrix & m) {
                         m.offset, m.expert_bytes, (uint64_t)m.padding_bytes});
 }
 
-LayerSet::LayerSet(const Layout & layout, const std::vector<uint8_t> & holds) : has(layout.layers.size(), 0) {
-    for (int il : layout.moe_layers) {
-        if (!holds[il]) { continue; }
-        const Layer & layer = layout.layers[il];
-        has[il] = 1;
-        moe_layers.push_back(il);
-        n_experts += layer.n_expert;
-        n_chunks += layer.n_expert * __builtin_popcount(layer.chunks);
-        token_cycle += layer.n_expert_used;
-        n_used_max = std::max(n_used_max, layer.n_expert_used);
-    }
+void LayerSet::add(int il, const Layer & layer) {
+    has[il] = 1;
+    moe_layers.push_back(il);
+    n_experts += layer.n_expert;
+    n_chunks += layer.n_expert * __builtin_popcount(layer.chunks);
+    token_cycle += layer.n_expert_used;
+    n_used_max = std::max(n_used_max, layer.n_expert_used);
 }
 
 } // namespace moegguf

@@ -37,7 +37,7 @@ class Experts {
   public:
     Experts(const Layout & layout, int n_slots)
         : layout(layout),
-          layers(layout, std::vector<uint8_t>(layout.layers.size(), 1)),
+          layers(layout, [](int) { return true; }),
           numbering(layout, layers, n_slots) {
         if (layout.shards.empty()) { // numbers of no model
             for (const Matrix & m : layout.matrices) { bytes_.emplace_back(m.expert_bytes, 0); }

@@ -362,9 +362,8 @@ void Transfers::wake_all(const Tier & to) {
 }
 
 bool Transfers::idle() const {
-    const auto copies = [](const auto & to) { return to && to->copies && !to->copies->idle(); };
-    const bool copying = std::any_of(tiers_.compute.begin(), tiers_.compute.end(), copies) ||
-                         std::any_of(tiers_.staging.begin(), tiers_.staging.end(), copies);
+    const bool copying = std::any_of(tiers_.all.begin(), tiers_.all.end(),
+                                     [](const Tier * to) { return to->copies && !to->copies->idle(); });
     return n_queued(true) + n_queued(false) + n_wanted() == 0 && !copying && !reading() && !filling();
 }
 
