@@ -467,7 +467,7 @@ int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32
 }
 
 int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event * tokens) {
-    return guarded([&] {
+    return on(store, [&](Store & s) {
         const moegguf_tokens_event & event = given(tokens);
         const auto known = [](int32_t phase) { return phase == MOEGGUF_PREFILL || phase == MOEGGUF_DECODE; };
         if (event.n_tokens < 0 || (event.n_tokens > 0 && !event.tokens) || !known(event.phase)) {
@@ -477,11 +477,7 @@ int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event *
             (event.phases && !std::all_of(event.phases, event.phases + event.n_tokens, known))) {
             throw Error(MOEGGUF_INVALID, "tokens of several sequences have a sequence, a phase and an output each");
         }
-        Context & c = given(store).store.context;
-        if (c.store.shared.forked()) { // a thread of the parent may hold the lock
-            throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
-        }
-        c.store.acquire.announce_tokens(c, event);
+        s.acquire.announce_tokens(s.context, event);
     });
 }
 
@@ -492,11 +488,6 @@ int moegguf_context_failure(moegguf_store * store, moegguf_failure * failure, in
         Store & s = given(store).store;
         s.acquire.take_failure(s.context, given(failure), clear);
     });
-}
-
-void moegguf_context_chain(moegguf_store * store, ggml_backend_sched_eval_callback next, void * user) {
-    store->store.context.next_eval = next;
-    store->store.context.next_user = user;
 }
 
 } // extern "C"

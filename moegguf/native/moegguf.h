@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 24
+#define MOEGGUF_ABI_VERSION 25
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -308,8 +308,6 @@ struct moegguf_listener { // callbacks may be NULL: nothing is kept for them
 
 struct moegguf_failure {
     int32_t status; // enum moegguf_status
-    int32_t il;
-    int32_t expert;
     char message[256];
 };
 
@@ -421,7 +419,6 @@ MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moe
 // 1: no failure to tell and nothing pinned, so that moegguf_context_failure, which takes a lock, need not be called.
 MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
 MOEGGUF_API int moegguf_context_failure(moegguf_store * store, struct moegguf_failure * failure, int clear);
-MOEGGUF_API void moegguf_context_chain(moegguf_store * store, ggml_backend_sched_eval_callback next, void * user);
 
 // For llama_context_params: cb_eval and abort_callback, each with the store as user data.
 MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * store);

@@ -48,7 +48,7 @@ class StagedSupply final : public Supply {
     // What came ahead is there when this returns, so that what is chosen then does not depend on how fast it came.
     bool place(Context & context, Lock & lock) override {
         if (!take_tensor(context, lock)) {
-            context.fail(MOEGGUF_CANCELLED, context.event.il, -1, "cancelled");
+            context.fail(MOEGGUF_CANCELLED, "cancelled");
             return false;
         }
         Event & event = context.event;

@@ -30,7 +30,7 @@ Store::Store(const moegguf_config & config)
       staged(make_staged_supply(layout, shared, transfers, tiers)),
       forecaster(layout, shared, tiers, transfers),
       acquire(*this),
-      buft_(make_reserved_buft(this), free_reserved_buft) {
+      buft_(make_reserved_buft(this)) {
     try {
         shared.clock->carry(transfers, {config.sim_bytes_per_ns, config.sim_latency_ns});
         for (size_t d = 0; d < tiers.compute.size(); d++) {
