@@ -104,8 +104,8 @@ void Layout::add(const moegguf_matrix & m) {
     layer.matrix[m.kind] = (int)matrices.size();
     layer.chunks |= 1 << m.kind;
     layer.n_expert = m.n_expert;
-    matrices.push_back({name, m.il, (moegguf_kind)m.kind, (ggml_type)m.type, m.n_expert, m.ne0, m.ne1, m.shard,
-                        m.offset, m.expert_bytes, (uint64_t)m.padding_bytes});
+    matrices.push_back({name, m.il, (moegguf_kind)m.kind, (ggml_type)m.type, m.ne0, m.ne1, m.shard, m.offset,
+                        m.expert_bytes, (uint64_t)m.padding_bytes});
 }
 
 void LayerSet::add(int il, const Layer & layer) {

@@ -31,7 +31,6 @@ struct Matrix {
     int il = 0;
     moegguf_kind kind = MOEGGUF_GATE;
     ggml_type type = GGML_TYPE_F32;
-    int n_expert = 0;
     int64_t ne0 = 0;
     int64_t ne1 = 0;
     int shard = 0;
