@@ -81,13 +81,13 @@ struct Shared {
     template <typename Done, typename Ends>
     bool wait_for(Lock & lock, Done done, Clock::Deadline deadline, Ends ends) {
         if (done()) { return true; }
-        const uint64_t start = clock->real_ns();
+        const uint64_t start = now_ns();
         bool is_done = false, goes_on = true;
         while (!is_done && goes_on && !ends()) {
             goes_on = clock->wait(this->done, lock, deadline);
             is_done = done();
         }
-        waited_ns += clock->real_ns() - start;
+        waited_ns += now_ns() - start;
         return is_done;
     }
 
