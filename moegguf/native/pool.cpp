@@ -136,10 +136,14 @@ ggml_backend_dev_t find_device(const char * name) {
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
     ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
     if (!backend) { throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend"); }
-    auto set_n_threads = (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(
-        ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
-    if (set_n_threads) { set_n_threads(backend.get(), n_threads); }
+    set_threads(backend.get(), n_threads);
     return backend;
+}
+
+void set_threads(ggml_backend_t backend, int n) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    void * function = ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    if (function) { ((ggml_backend_set_n_threads_t)function)(backend, n); }
 }
 
 PoolMemory device_memory(const char * name, bool repack) {
@@ -238,7 +242,7 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
         // In plain memory: interleaved weights are of no use to nodes that do not multiply.
         cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
         ggml_set_name(cpu_anchor_, "cpu_anchor");
-        anchor_memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory_.buft)); // others have some
+        anchor_memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory_.buft)); // of it alone
         if (!anchor_memory_) { throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes"); }
         ggml_backend_buffer_set_usage(anchor_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }

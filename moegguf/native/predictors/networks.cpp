@@ -78,7 +78,8 @@ Skip::Skip(const Layout & layout, const Arrays & arrays)
         }
         const int n_expert = layout.layers[il].n_expert;
         if (n_expert % n_group_ != 0) { throw Error(MOEGGUF_INVALID, "groups of experts have the same size"); }
-        routers_[il] = {arrays.matrix(name, n_expert, n_embd_), arrays.optional_floats(name + ".choice_bias", n_expert)};
+        routers_[il] = {arrays.matrix(name, n_expert, n_embd_),
+                        arrays.optional_floats(name + ".choice_bias", n_expert)};
     }
     group_.resize(layout.n_expert_max);
     best_.resize(n_group_);
@@ -199,8 +200,8 @@ class ExpertMlp final : public Predictor {
         : layout_(layout),
           n_expert_(layout.n_expert_max),
           n_used_(arrays.integer("n_expert_used")),
-          popularity_(arrays.floats("popularity", size_t(layout.n_moe_layers) * n_expert_)) {
-        affinity_ = layout.n_moe_layers > 1 ? arrays.floats("affinity", n_pairs(layout)) : nullptr;
+          popularity_(arrays.floats("popularity", size_t(layout.n_moe_layers) * n_expert_)),
+          affinity_(affinity_of(layout, arrays)) {
         const size_t n_sizes = arrays.size("sizes");
         const int32_t * sizes = arrays.integers("sizes", 0);
         state_.assign(size_t(std::max(0, n_used_)) * (layout.n_moe_layers - 1 + n_expert_) + n_expert_, 0.0f);
@@ -247,7 +248,7 @@ class ExpertMlp final : public Predictor {
     const int n_expert_;
     const int n_used_;
     const float * popularity_; // [n_moe_layers][n_expert]
-    const float * affinity_;   // [n_moe_layers - 1][n_expert][n_expert]
+    const float * affinity_;
     Network network_;
     std::vector<float> state_;
     std::vector<int> chosen_; // by the last layer

@@ -130,8 +130,10 @@ class Arrays {
     std::map<std::string, moegguf_array> arrays_;
 };
 
-inline size_t n_pairs(const Layout & layout) { // of experts of neighbouring layers
-    return size_t(layout.n_moe_layers - 1) * layout.n_expert_max * layout.n_expert_max;
+// [n_moe_layers - 1][n_expert_max][n_expert_max], of experts of neighbouring layers; nullptr: there is one layer.
+inline const float * affinity_of(const Layout & layout, const Arrays & arrays) {
+    const size_t n = size_t(layout.n_moe_layers - 1) * layout.n_expert_max * layout.n_expert_max;
+    return n > 0 ? arrays.floats("affinity", n) : nullptr;
 }
 
 template <typename T>
