@@ -81,13 +81,6 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     return shares;
 }
 
-// Counters that each tier has its own of.
-constexpr uint64_t moegguf_counters::* tier_counters[] = {
-    &moegguf_counters::lookups,    &moegguf_counters::hits_ready,   &moegguf_counters::hits_late,
-    &moegguf_counters::misses,     &moegguf_counters::evictions,    &moegguf_counters::prefetch_wasted,
-    &moegguf_counters::slots_used, &moegguf_counters::slots_pinned,
-};
-
 // Behind what is there already, with a comma between.
 template <size_t n>
 void append(char (&text)[n], const std::string & more) {
@@ -145,19 +138,7 @@ void replay(Context & c, const moegguf_routing & routing, int64_t & n_done) {
 }
 
 void add_tier(moegguf_tier_info & out, const Tier & tier) {
-    const Counters & counters = tier.counters;
-    out.lookups += get(counters.lookups);
-    out.hits_ready += get(counters.hits_ready);
-    out.hits_late += get(counters.hits_late);
-    out.misses += get(counters.misses);
-    out.evictions += get(counters.evictions);
-    out.bytes_missed += get(counters.bytes_missed);
-    out.bytes_prefetched += get(counters.bytes_prefetched);
-    out.stall_ns += get(counters.stall_ns);
-    out.stream_waits += tier.copies ? tier.copies->n_stream_waits() : 0;
-    out.copy_ns += tier.copies ? tier.copies->busy_ns() : 0;
-    out.slots_used += get(counters.slots_used);
-    out.slots_pinned += get(counters.slots_pinned);
+    add(&tier.counters.lookups, offsetof(moegguf_tier_info, pool_bytes), &out.lookups);
     out.n_slots += tier.residency.n_slots();
     out.n_slots_usable += tier.residency.n_usable();
     out.resident = out.resident && tier.numbering.resident();
@@ -229,11 +210,9 @@ ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store) { return st
 int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
     return on(store, [&](Store & s) {
         moegguf_counters & out = given(counters);
-        copy(s.shared.counters, out);
+        out = {};
+        add(&s.shared.counters.passes, sizeof(out), &out.passes);
         out.events_dropped = s.events.dropped();
-        for (const auto & tier : s.tiers.compute) {
-            for (const auto figure : tier_counters) { out.*figure += get(tier->counters.*figure); }
-        }
         out.queue_needed = s.transfers.n_queued(true);
         out.queue_wanted = s.transfers.n_queued(false) + s.transfers.n_wanted();
         for (const auto & link : s.copies) {

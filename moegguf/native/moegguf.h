@@ -137,18 +137,12 @@ struct moegguf_config {
 // prompts are staged in, of all devices. DEVICE + i: the slots of device i alone.
 enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
 
-// Counted where it happens; cumulative since the store was opened.
-// A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Look-ups, evictions and
-// slots are those of the tier that layers compute on; reads, and bytes of all causes, are those of the file.
+// Counted where it happens; cumulative since the store was opened. Reads, and bytes of all causes, are those of the
+// file.
 struct moegguf_counters {
     uint64_t passes;
     uint64_t tokens; // tokens of all passes
     uint64_t routing_events;
-    uint64_t lookups;
-    uint64_t hits_ready; // every matrix was there
-    uint64_t hits_late;  // on its way: queued or being read by a prefetch
-    uint64_t misses;
-    uint64_t evictions;
     uint64_t bytes_missed;     // read because a pass needed them
     uint64_t bytes_prefetched; // read because of a prefetch request
     uint64_t reads;
@@ -162,29 +156,28 @@ struct moegguf_counters {
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched and then looked up before eviction, when all of it was there
     uint64_t prefetch_late;    // likewise, but some of it was still to come
-    uint64_t prefetch_wasted;  // prefetched and evicted unused
     uint64_t prefetch_dropped; // never started: stale, resident already, no free space
     uint64_t events_dropped;   // the listener was too slow
     uint64_t forecast_picks;   // native prediction: the most probable experts of a layer, as many as a token uses
     uint64_t forecast_right;   // of these, chosen by the router
     uint64_t forecast_ns;      // time of the thread that predicts
     // gauges
-    uint64_t slots_used;
-    uint64_t slots_pinned;
     uint64_t chunks_reading;
     uint64_t queue_needed;
     uint64_t queue_wanted;
     uint64_t sim_clock_ns;
 };
 
-// One tier: what it is, and what was counted there since the store was opened. The tier below is looked up once for
+// One tier: what was counted there since the store was opened, and from pool_bytes on what it is. A lookup is one
+// distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. The tier below is looked up once for
 // each miss above it.
 struct moegguf_tier_info {
     uint64_t lookups;
-    uint64_t hits_ready;
-    uint64_t hits_late;
+    uint64_t hits_ready; // every matrix was there
+    uint64_t hits_late;  // on its way: queued or being read by a prefetch
     uint64_t misses;
     uint64_t evictions;
+    uint64_t prefetch_wasted;  // prefetched and evicted unused
     uint64_t bytes_missed;     // that came into its slots, from wherever, because a pass needed them
     uint64_t bytes_prefetched; // likewise, early
     uint64_t stall_ns;         // compute threads waiting; below: while something was still to be read from the file

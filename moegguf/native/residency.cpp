@@ -21,7 +21,8 @@ struct Rank { // of a victim; the lowest goes first
 
 } // namespace
 
-Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters)
+Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering,
+                     TierCounters & counters)
     : layout_(layout),
       set_(layers),
       numbering_(numbering),

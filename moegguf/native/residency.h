@@ -108,7 +108,7 @@ class EvictionOrder {
 // it has pinned, which keep their owner meanwhile.
 class Residency {
   public:
-    Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters);
+    Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, TierCounters & counters);
 
     const Slot & slot(int s) const { return slots_[s]; }
     int n_slots() const { return (int)slots_.size(); }
@@ -178,7 +178,7 @@ class Residency {
     const Layout & layout_;
     const LayerSet & set_;
     const Numbering & numbering_;
-    Counters & counters_;
+    TierCounters & counters_;
     std::vector<Slot> slots_;
     std::vector<std::atomic<uint8_t>> state_; // [n_slots] a bit per matrix that is there, and failed_bit
     std::vector<int> slot_of_;                // [n_layer * n_expert_max]

@@ -244,7 +244,7 @@ int Tier::reallocate(int n_slots) {
 }
 
 LookUps::~LookUps() {
-    Counters & counters = tier_.counters;
+    TierCounters & counters = tier_.counters;
     count(counters.lookups, n_);
     count(counters.hits_ready, ready_);
     if (const uint64_t missed = n_ - ready_; missed > 0) {

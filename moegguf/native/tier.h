@@ -58,7 +58,7 @@ class Tier {
 
     const TierId id;
     const LayerSet layers; // whose experts may be here
-    Counters counters;     // of look-ups, slots, evictions, stalls and bytes here, wherever they came from
+    TierCounters counters; // of look-ups, slots, evictions, stalls and bytes here, wherever they came from
     Numbering numbering;
     Residency residency;
 
