@@ -376,24 +376,6 @@ int moegguf_store_drain(moegguf_store * store, double timeout_s) {
     });
 }
 
-int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n) {
-    return on(store, [&](Store & s) {
-        const auto & matrices = s.layout.matrices;
-        if (matrix < 0 || matrix >= (int)matrices.size()) {
-            throw Error(MOEGGUF_INVALID, "no matrix " + std::to_string(matrix));
-        }
-        const Tier & tier = s.tiers.of(matrices[matrix].il);
-        const Pool * pool = tier.pool();
-        const int n_slots = tier.residency.n_slots(), n_staged = tier.staging ? tier.staging->residency.n_slots() : 0;
-        if (!pool || slot < 0 || slot >= n_slots + n_staged || n != matrices[matrix].expert_bytes ||
-            pool->repacked(matrix)) {
-            throw Error(MOEGGUF_INVALID, "no plain slot of that size");
-        }
-        const Pool & of = slot < n_slots ? *pool : *tier.staging->pool();
-        of.read(matrix, slot < n_slots ? slot : slot - n_slots, &given((uint8_t *)out));
-    });
-}
-
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
     return on(store, [&](Store & s) { advance(s, ns); });
 }

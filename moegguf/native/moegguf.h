@@ -397,8 +397,6 @@ MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // CANCELLED: it takes longer
-// Plain slots, and behind them places of staging tensors: for tests.
-MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n);
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
 // The context: a store serves one. What acquire and replay do is what the hook does. n_done counts events with the one

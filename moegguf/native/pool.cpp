@@ -390,12 +390,6 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     }
 }
 
-void Pool::read(int matrix, int slot, void * out) const {
-    ggml_tensor view = *slot_[matrix];
-    view.data = data(matrix, slot);
-    ggml_backend_tensor_get(&view, out, 0, ggml_nbytes(&view));
-}
-
 uint8_t * Pool::data(int matrix, int slot) const {
     return arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]];
 }

@@ -62,8 +62,7 @@ class Pool {
     // Rows [row, row + n_rows) of one expert, in the file's layout, into a slot; behind the last one its padding.
     // Called by readers, without the store's lock.
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
-    void read(int matrix, int slot, void * out) const; // plain slots only
-    uint8_t * data(int matrix, int slot) const;        // where it lies
+    uint8_t * data(int matrix, int slot) const; // where it lies
     // Whole matrices of n neighbouring slots with their padding, laid out in `data` as they are here. Returns before it
     // is done where the backend can: synchronize it before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;

@@ -467,13 +467,6 @@ class Store:
         """Waits until nothing is queued or being read."""
         self._library.moegguf_store_drain(self.handle, timeout_s)
 
-    def read_slot(self, matrix: int, slot: int) -> bytes:
-        """The bytes of one matrix of the expert in a plain slot. For tests."""
-        n_bytes = self.layout.matrices[matrix].expert_bytes
-        data = c.create_string_buffer(n_bytes)
-        self._library.moegguf_store_read_slot(self.handle, matrix, slot, data, n_bytes)
-        return data.raw
-
     def advance(self, ns: int) -> None:
         """Simulation: compute time passes on the modelled clock."""
         self._library.moegguf_store_sim_advance(self.handle, ns)
