@@ -26,13 +26,13 @@ LIMITS = {
     "moegguf/generate": 4_010,
     "moegguf/gguf": 1_400,
     "moegguf/models": 2_610,
-    "moegguf/native": 14_040,
+    "moegguf/native": 13_850,
     "moegguf/server": 7_220,
     "moegguf/serving": 3_870,
     "moegguf/terminal": 1_280,
     "moegguf/trace": 1_920,
     "predictors": 8_080,
-    "tests": 33_740,
+    "tests": 33_730,
     "tools": 5_860,
 }
 

@@ -163,7 +163,6 @@ int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int3
         std::copy(std::begin(strides.of_kind), std::end(strides.of_kind), out.stride_bytes);
         out.slot_bytes = strides.slot_bytes();
         out.pool_bytes = strides.pool_bytes(n_slots);
-        out.guard_bytes = out.pool_bytes - out.slot_bytes * n_slots;
         out.streams = cpu_kernels_ask_for_order(matrices, n_matrices);
     });
 }
@@ -232,7 +231,6 @@ int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * 
         out.slot_bytes = s.layout.strides.slot_bytes();
         out.read_buffer_bytes = s.transfers.buffer_bytes();
         out.direct = s.transfers.direct();
-        out.n_matrices = (int)s.layout.matrices.size();
         out.n_experts = s.layout.n_experts;
         for (const Tier * each : of) { add_tier(out, *each); }
     });

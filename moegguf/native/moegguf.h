@@ -189,8 +189,7 @@ struct moegguf_tier_info {
     uint64_t slot_bytes; // one expert over all arenas, as what follows of the whole store
     uint64_t read_buffer_bytes;
     int32_t direct;     // shards read with O_DIRECT
-    int32_t n_matrices; // of all layers, as n_experts
-    int32_t n_experts;
+    int32_t n_experts;  // of all layers
     int32_t n_repacked; // matrices whose slots here are interleaved
     int32_t n_uncached; // of these, those that are written past the cache
     int32_t n_slots;
@@ -237,7 +236,6 @@ struct moegguf_sizes {
     uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // from slot to slot in the arena of a kind; 0: no such matrices
     uint64_t slot_bytes;                      // one expert over all arenas
     uint64_t pool_bytes;                      // all arenas, guards included
-    uint64_t guard_bytes;                     // of all arenas together
     uint64_t streams; // in a pool of the CPU's a pass may use more experts of a layer than there are slots
 };
 
