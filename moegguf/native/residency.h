@@ -39,8 +39,8 @@ class EvictionOrder {
         int slot;
         int expert;
 
-        bool before(const Entry & other) const {
-            return score != other.score ? score < other.score : last_use < other.last_use;
+        bool before(const Entry & other) const { // without a branch, as it is asked of whole layers
+            return (score < other.score) | ((score == other.score) & (last_use < other.last_use));
         }
     };
 
