@@ -146,8 +146,7 @@ bool changes_size(const Tier & tier, int n_slots) {
 void Acquire::acquire(Context & context, const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
     if (store_.shared.forked()) { // a thread of the parent may hold the lock
-        context.fail(MOEGGUF_FORKED, choice.il, -1,
-                     "the model was loaded in the parent process; load it again in this one");
+        context.fail(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);
         return;
     }
@@ -170,11 +169,10 @@ void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock)
     const bool has_experts = store_.layout.has_experts(choice.il);
     const int32_t * wrong = context.event.begin(choice, has_experts ? store_.layout.layers[choice.il].n_expert : 0);
     if (!has_experts) {
-        context.fail(MOEGGUF_ROUTING, choice.il, -1, "a layer without experts was routed");
+        context.fail(MOEGGUF_ROUTING, "a layer without experts was routed");
     } else if (wrong) {
-        context.fail(MOEGGUF_ROUTING, choice.il, *wrong,
-                     "the router chose expert " + std::to_string(*wrong) + " of " +
-                         std::to_string(store_.layout.layers[choice.il].n_expert));
+        context.fail(MOEGGUF_ROUTING, "the router chose expert " + std::to_string(*wrong) + " of " +
+                                          std::to_string(store_.layout.layers[choice.il].n_expert));
     }
     await_copies(context, lock);
     context.note_failures(store_.shared);
@@ -252,11 +250,8 @@ void Acquire::resize(Tier & tier, int n_slots) {
     store_.staged->drop_ahead();
     store_.transfers.forget(Cause::request);
     store_.transfers.hold_prefetches(true);
-    const auto quiet = [&] {
-        const auto busy = [](const auto & of) { return of && of->busy(); };
-        return std::none_of(store_.tiers.compute.begin(), store_.tiers.compute.end(), busy) &&
-               !busy(store_.tiers.ram) && std::none_of(store_.tiers.staging.begin(), store_.tiers.staging.end(), busy);
-    };
+    const auto & tiers = store_.tiers.all;
+    const auto quiet = [&] { return std::none_of(tiers.begin(), tiers.end(), [](Tier * of) { return of->busy(); }); };
     const bool ended = store_.shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
     store_.transfers.hold_prefetches(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }

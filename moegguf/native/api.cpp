@@ -81,13 +81,6 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     return shares;
 }
 
-// Counters that each tier has its own of.
-constexpr uint64_t moegguf_counters::* tier_counters[] = {
-    &moegguf_counters::lookups,    &moegguf_counters::hits_ready,   &moegguf_counters::hits_late,
-    &moegguf_counters::misses,     &moegguf_counters::evictions,    &moegguf_counters::prefetch_wasted,
-    &moegguf_counters::slots_used, &moegguf_counters::slots_pinned,
-};
-
 // Behind what is there already, with a comma between.
 template <size_t n>
 void append(char (&text)[n], const std::string & more) {
@@ -145,19 +138,7 @@ void replay(Context & c, const moegguf_routing & routing, int64_t & n_done) {
 }
 
 void add_tier(moegguf_tier_info & out, const Tier & tier) {
-    const Counters & counters = tier.counters;
-    out.lookups += get(counters.lookups);
-    out.hits_ready += get(counters.hits_ready);
-    out.hits_late += get(counters.hits_late);
-    out.misses += get(counters.misses);
-    out.evictions += get(counters.evictions);
-    out.bytes_missed += get(counters.bytes_missed);
-    out.bytes_prefetched += get(counters.bytes_prefetched);
-    out.stall_ns += get(counters.stall_ns);
-    out.stream_waits += tier.copies ? tier.copies->n_stream_waits() : 0;
-    out.copy_ns += tier.copies ? tier.copies->busy_ns() : 0;
-    out.slots_used += get(counters.slots_used);
-    out.slots_pinned += get(counters.slots_pinned);
+    add(&tier.counters.lookups, offsetof(moegguf_tier_info, pool_bytes), &out.lookups);
     out.n_slots += tier.residency.n_slots();
     out.n_slots_usable += tier.residency.n_usable();
     out.resident = out.resident && tier.numbering.resident();
@@ -182,7 +163,6 @@ int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int3
         std::copy(std::begin(strides.of_kind), std::end(strides.of_kind), out.stride_bytes);
         out.slot_bytes = strides.slot_bytes();
         out.pool_bytes = strides.pool_bytes(n_slots);
-        out.guard_bytes = out.pool_bytes - out.slot_bytes * n_slots;
         out.streams = cpu_kernels_ask_for_order(matrices, n_matrices);
     });
 }
@@ -229,11 +209,9 @@ ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store) { return st
 int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
     return on(store, [&](Store & s) {
         moegguf_counters & out = given(counters);
-        copy(s.shared.counters, out);
+        out = {};
+        add(&s.shared.counters.passes, sizeof(out), &out.passes);
         out.events_dropped = s.events.dropped();
-        for (const auto & tier : s.tiers.compute) {
-            for (const auto figure : tier_counters) { out.*figure += get(tier->counters.*figure); }
-        }
         out.queue_needed = s.transfers.n_queued(true);
         out.queue_wanted = s.transfers.n_queued(false) + s.transfers.n_wanted();
         for (const auto & link : s.copies) {
@@ -246,15 +224,13 @@ int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
 int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * info) {
     return on(store, [&](Store & s) {
         moegguf_tier_info & out = given(info);
-        const bool no_staging = tier == MOEGGUF_STAGING_TIER && !s.tiers.stages();
-        const std::vector<Tier *> of = no_staging ? std::vector<Tier *>() : s.tiers_at(tier);
+        const std::vector<Tier *> of = s.tiers_at(tier);
         Lock lock(s.shared.mutex);
         out = {};
         out.resident = true;
         out.slot_bytes = s.layout.strides.slot_bytes();
         out.read_buffer_bytes = s.transfers.buffer_bytes();
         out.direct = s.transfers.direct();
-        out.n_matrices = (int)s.layout.matrices.size();
         out.n_experts = s.layout.n_experts;
         for (const Tier * each : of) { add_tier(out, *each); }
     });
@@ -398,24 +374,6 @@ int moegguf_store_drain(moegguf_store * store, double timeout_s) {
     });
 }
 
-int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n) {
-    return on(store, [&](Store & s) {
-        const auto & matrices = s.layout.matrices;
-        if (matrix < 0 || matrix >= (int)matrices.size()) {
-            throw Error(MOEGGUF_INVALID, "no matrix " + std::to_string(matrix));
-        }
-        const Tier & tier = s.tiers.of(matrices[matrix].il);
-        const Pool * pool = tier.pool();
-        const int n_slots = tier.residency.n_slots(), n_staged = tier.staging ? tier.staging->residency.n_slots() : 0;
-        if (!pool || slot < 0 || slot >= n_slots + n_staged || n != matrices[matrix].expert_bytes ||
-            pool->repacked(matrix)) {
-            throw Error(MOEGGUF_INVALID, "no plain slot of that size");
-        }
-        const Pool & of = slot < n_slots ? *pool : *tier.staging->pool();
-        of.read(matrix, slot < n_slots ? slot : slot - n_slots, &given((uint8_t *)out));
-    });
-}
-
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
     return on(store, [&](Store & s) { advance(s, ns); });
 }
@@ -468,7 +426,7 @@ int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32
 }
 
 int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event * tokens) {
-    return guarded([&] {
+    return on(store, [&](Store & s) {
         const moegguf_tokens_event & event = given(tokens);
         const auto known = [](int32_t phase) { return phase == MOEGGUF_PREFILL || phase == MOEGGUF_DECODE; };
         if (event.n_tokens < 0 || (event.n_tokens > 0 && !event.tokens) || !known(event.phase)) {
@@ -478,11 +436,7 @@ int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event *
             (event.phases && !std::all_of(event.phases, event.phases + event.n_tokens, known))) {
             throw Error(MOEGGUF_INVALID, "tokens of several sequences have a sequence, a phase and an output each");
         }
-        Context & c = given(store).store.context;
-        if (c.store.shared.forked()) { // a thread of the parent may hold the lock
-            throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
-        }
-        c.store.acquire.announce_tokens(c, event);
+        s.acquire.announce_tokens(s.context, event);
     });
 }
 
@@ -493,11 +447,6 @@ int moegguf_context_failure(moegguf_store * store, moegguf_failure * failure, in
         Store & s = given(store).store;
         s.acquire.take_failure(s.context, given(failure), clear);
     });
-}
-
-void moegguf_context_chain(moegguf_store * store, ggml_backend_sched_eval_callback next, void * user) {
-    store->store.context.next_eval = next;
-    store->store.context.next_user = user;
 }
 
 } // extern "C"

@@ -13,7 +13,6 @@ namespace {
 class RealClock final : public Clock {
   public:
     uint64_t now_ns() const override { return moegguf::now_ns(); }
-    uint64_t real_ns() const override { return moegguf::now_ns(); }
     bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) override {
         if (deadline == Deadline::max()) {
             changed.wait(lock);
@@ -35,7 +34,6 @@ class VirtualClock final : public Clock {
     explicit VirtualClock(uint64_t & time_ns) : time_ns_(time_ns) {}
 
     uint64_t now_ns() const override { return get(time_ns_); }
-    uint64_t real_ns() const override { return 0; }
 
     bool wait(std::condition_variable &, std::unique_lock<std::mutex> &, Deadline) override {
         return start_idle() || end_first(UINT64_MAX);

@@ -32,7 +32,6 @@ class Clock {
 
     virtual ~Clock() = default;
     virtual uint64_t now_ns() const = 0;
-    virtual uint64_t real_ns() const = 0; // 0 where time is virtual: its threads do not wait
 
     // Returns when something may have changed that threads tell by `changed`; the lock is free meanwhile. false:
     // nothing will, or not before the deadline.

@@ -65,7 +65,7 @@ uint64_t Copies::link_bytes(const Job & job) const {
     return job.source.tier == TierId::ram ? Link::link_bytes(job) : 0;
 }
 
-void Copies::note_time(uint64_t ns) { count(busy_ns_, ns); }
+void Copies::note_time(uint64_t ns) { count(to_.counters.copy_ns, ns); }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
@@ -81,7 +81,7 @@ void Copies::order(ggml_backend_t stream) {
     std::lock_guard<std::mutex> lock(event_mutex_);
     if (in_flight_) {
         ggml_backend_event_wait(stream, event_.get());
-        count(n_stream_waits_);
+        count(to_.counters.stream_waits);
     }
 }
 
@@ -114,7 +114,7 @@ void Copies::run() {
         }
         const uint64_t took_ns = now_ns() - start;
         count(shared_.counters.upload_ns, took_ns);
-        count(busy_ns_, took_ns);
+        count(to_.counters.copy_ns, took_ns);
         {
             std::lock_guard<std::mutex> event_lock(event_mutex_);
             in_flight_ = false;

@@ -35,9 +35,6 @@ class Copies final : public Link {
     uint8_t submitted(int s) const;    // matrices on their way in the copies' stream; any thread
     void order(ggml_backend_t stream); // what is computed there from now on comes after what was submitted; any thread
 
-    uint64_t n_stream_waits() const { return get(n_stream_waits_); }
-    uint64_t busy_ns() const { return get(busy_ns_); } // of the thread, or of the link in virtual time
-
   private:
     void run();
     void submit_batch();
@@ -49,8 +46,6 @@ class Copies final : public Link {
     ggml_backend_event_ptr event_; // behind the batch submitted last; nullptr: the device has none
     std::mutex event_mutex_;       // of event_ and in_flight_
     bool in_flight_ = false;
-    uint64_t n_stream_waits_ = 0;
-    uint64_t busy_ns_ = 0;
     std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
     std::vector<Job> batch_;                      // of the thread, one matrix each
     std::condition_variable work_;

@@ -7,7 +7,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -130,12 +129,10 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
                                 path_ + "': " + strerror(error));
 }
 
-Files::Files(const Layout & layout, bool direct) {
-    for (const std::string & path : layout.shards) { shards_.push_back(std::make_unique<Shard>(path, direct)); }
-}
-
-bool Files::direct() const {
-    return std::all_of(shards_.begin(), shards_.end(), [](const auto & shard) { return shard->direct(); });
+Shards open_shards(const Layout & layout, bool direct) {
+    Shards shards;
+    for (const std::string & path : layout.shards) { shards.push_back(std::make_unique<Shard>(path, direct)); }
+    return shards;
 }
 
 } // namespace moegguf

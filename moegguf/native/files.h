@@ -65,14 +65,8 @@ class Shard {
     mutable std::atomic<bool> use_direct_{false};
 };
 
-class Files {
-  public:
-    Files(const Layout & layout, bool direct);
-    const Shard & operator[](int shard) const { return *shards_[shard]; }
-    bool direct() const;
+using Shards = std::vector<std::unique_ptr<const Shard>>;
 
-  private:
-    std::vector<std::unique_ptr<Shard>> shards_;
-};
+Shards open_shards(const Layout & layout, bool direct); // Throws Error(IO).
 
 } // namespace moegguf

@@ -218,7 +218,6 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
 
 // What a stop is for. No exception leaves it: the caller is C.
 void stopped(Context & context, ggml_tensor * t) {
-    if (!is_of_experts(t)) { return; }
     const int il = layer_of(t, ids_node);
     ggml_backend_t backend = backend_of(context, t);
     try {
@@ -229,7 +228,7 @@ void stopped(Context & context, ggml_tensor * t) {
             context.supply->wait(context, kinds);
         }
     } catch (const std::exception & e) {
-        context.fail(MOEGGUF_MEMORY, il, -1, e.what());
+        context.fail(MOEGGUF_MEMORY, e.what());
         if (il >= 0) {
             ggml_backend_tensor_memset(t, 0, 0, ggml_nbytes(t)); // slots that exist, for a pass that ends here
         }
@@ -238,8 +237,8 @@ void stopped(Context & context, ggml_tensor * t) {
 
 } // namespace
 
-ggml_backend_buffer_type * make_reserved_buft(Store * store) {
-    auto * buft = new ggml_backend_buffer_type{};
+std::shared_ptr<ggml_backend_buffer_type> make_reserved_buft(Store * store) {
+    auto buft = std::make_shared<ggml_backend_buffer_type>();
     buft->iface.get_name = get_name;
     buft->iface.alloc_buffer = alloc_buffer;
     buft->iface.get_alignment = [](ggml_backend_buffer_type_t) { return (size_t)64; };
@@ -248,20 +247,15 @@ ggml_backend_buffer_type * make_reserved_buft(Store * store) {
     return buft;
 }
 
-void free_reserved_buft(ggml_backend_buffer_type * buft) { delete buft; }
-
 } // namespace moegguf
 
 using namespace moegguf;
 
 extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * store) {
     Context & context = ((moegguf_store *)store)->store.context;
-    // Both callbacks see every node that either of them asked for.
-    if (ask) { return (context.next_eval && context.next_eval(t, true, context.next_user)) || must_stop(context, t); }
+    if (ask) { return must_stop(context, t); }
     stopped(context, t);
-    if (!context.next_eval) { return true; }
-    synchronize(backend_of(context, t));
-    return context.next_eval(t, false, context.next_user);
+    return true;
 }
 
 extern "C" bool moegguf_abort(void * store) {

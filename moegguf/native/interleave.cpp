@@ -62,19 +62,17 @@ bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
     piece.ne[1] = n_rows;
     piece.nb[2] = piece.nb[3] = piece.nb[1] * n_rows;
     const size_t n = ggml_nbytes(&piece);
-    const auto aligned = [n](std::vector<uint8_t> & memory) {
-        memory.resize(n + 64);
-        return (uint8_t *)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    struct alignas(64) Line {
+        uint8_t bytes[64];
     };
-    std::vector<uint8_t> rows(n), memory[2];
+    std::vector<Line> theirs(n / sizeof(Line) + 1), out(theirs);
+    std::vector<uint8_t> rows(n);
     std::minstd_rand random(1);
     for (uint8_t & byte : rows) { byte = (uint8_t)random(); }
-    uint8_t * theirs = aligned(memory[0]);
-    uint8_t * out = aligned(memory[1]);
-    piece.data = theirs;
+    piece.data = theirs.data();
     ggml_backend_tensor_set(&piece, rows.data(), 0, n);
-    ours(out, rows.data(), n_rows, piece.ne[0]);
-    return memcmp(theirs, out, n) == 0;
+    ours(out[0].bytes, rows.data(), n_rows, piece.ne[0]);
+    return memcmp(theirs.data(), out.data(), n) == 0;
 }
 
 } // namespace

@@ -104,21 +104,17 @@ void Layout::add(const moegguf_matrix & m) {
     layer.matrix[m.kind] = (int)matrices.size();
     layer.chunks |= 1 << m.kind;
     layer.n_expert = m.n_expert;
-    matrices.push_back({name, m.il, (moegguf_kind)m.kind, (ggml_type)m.type, m.n_expert, m.ne0, m.ne1, m.shard,
-                        m.offset, m.expert_bytes, (uint64_t)m.padding_bytes});
+    matrices.push_back({name, m.il, (moegguf_kind)m.kind, (ggml_type)m.type, m.ne0, m.ne1, m.shard, m.offset,
+                        m.expert_bytes, (uint64_t)m.padding_bytes});
 }
 
-LayerSet::LayerSet(const Layout & layout, const std::vector<uint8_t> & holds) : has(layout.layers.size(), 0) {
-    for (int il : layout.moe_layers) {
-        if (!holds[il]) { continue; }
-        const Layer & layer = layout.layers[il];
-        has[il] = 1;
-        moe_layers.push_back(il);
-        n_experts += layer.n_expert;
-        n_chunks += layer.n_expert * __builtin_popcount(layer.chunks);
-        token_cycle += layer.n_expert_used;
-        n_used_max = std::max(n_used_max, layer.n_expert_used);
-    }
+void LayerSet::add(int il, const Layer & layer) {
+    has[il] = 1;
+    moe_layers.push_back(il);
+    n_experts += layer.n_expert;
+    n_chunks += layer.n_expert * __builtin_popcount(layer.chunks);
+    token_cycle += layer.n_expert_used;
+    n_used_max = std::max(n_used_max, layer.n_expert_used);
 }
 
 } // namespace moegguf

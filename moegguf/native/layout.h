@@ -31,7 +31,6 @@ struct Matrix {
     int il = 0;
     moegguf_kind kind = MOEGGUF_GATE;
     ggml_type type = GGML_TYPE_F32;
-    int n_expert = 0;
     int64_t ne0 = 0;
     int64_t ne1 = 0;
     int shard = 0;
@@ -102,8 +101,16 @@ struct LayerSet {
     int token_cycle = 0;         // slots one token touches
     int n_used_max = 0;          // the most experts that a token uses in a layer
 
-    // Those with experts for which `holds` is not 0, [n_layer].
-    LayerSet(const Layout & layout, const std::vector<uint8_t> & holds);
+    // Those with experts for which holds(il).
+    template <typename Holds>
+    LayerSet(const Layout & layout, Holds holds) : has(layout.layers.size(), 0) {
+        for (int il : layout.moe_layers) {
+            if (holds(il)) { add(il, layout.layers[il]); }
+        }
+    }
+
+  private:
+    void add(int il, const Layer & layer);
 };
 
 // The slots that a layer's pool tensor shows: slot ids count from `first_slot`.
@@ -130,11 +137,6 @@ class Numbering {
             first += n_expert;
         }
     }
-
-    Numbering(const Numbering & other)
-        : n_slots_(other.n_slots_),
-          resident_(other.resident()),
-          windows_(other.windows_) {}
 
     int n_slots() const { return n_slots_; }
     bool resident() const { return resident_; } // any thread

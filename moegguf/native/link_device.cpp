@@ -114,11 +114,10 @@ struct LinkDevice {
     LinkDevice(const moegguf_link & link, int index);
 
     bool take(size_t n) { // false: it is full
-        size_t used = used_bytes;
-        while (n <= memory_bytes - used) {
-            if (used_bytes.compare_exchange_weak(used, used + n)) { return true; }
-        }
-        return false;
+        std::lock_guard<std::mutex> lock(mutex);
+        const bool fits = n <= memory_bytes - used_bytes;
+        used_bytes += fits ? n : 0;
+        return fits;
     }
 
     // Whether a copy may go on after the call for it has returned.
@@ -313,12 +312,6 @@ Event & of(ggml_backend_event_t event) { return *(Event *)event->context; }
 
 ggml_backend_dev_t cpu_device() { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
 
-void set_cpu_threads(ggml_backend_t cpu, int n) {
-    void * function =
-        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_device()), "ggml_backend_set_n_threads");
-    if (function) { ((ggml_backend_set_n_threads_t)function)(cpu, n); }
-}
-
 ggml_backend_i backend_interface() {
     ggml_backend_i backend = {};
     backend.get_name = [](ggml_backend_t of_device) { return of(of_device).device.name.c_str(); };
@@ -349,7 +342,7 @@ ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
     static uint8_t guid[] = {0x6d, 0x6f, 0x65, 0x67, 0x67, 0x75, 0x66, 0x2d, 0x6c, 0x69, 0x6e, 0x6b, 0, 0, 0, 1};
     ggml_backend_ptr cpu(ggml_backend_dev_init(cpu_device(), nullptr));
     if (!cpu) { return nullptr; }
-    if (of(device).n_threads) { set_cpu_threads(cpu.get(), of(device).n_threads); }
+    if (of(device).n_threads) { set_threads(cpu.get(), of(device).n_threads); }
     return new ggml_backend{&guid, backend_interface(), device,
                             new Backend{of(device), std::move(cpu), CommandQueue(of(device).strict)}};
 }
@@ -379,7 +372,7 @@ Registry & registry() {
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
-    if (!of(backend).device.n_threads) { set_cpu_threads(of(backend).cpu.get(), n); }
+    if (!of(backend).device.n_threads) { set_threads(of(backend).cpu.get(), n); }
 }
 
 ggml_backend_reg_t reg() {

@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 24
+#define MOEGGUF_ABI_VERSION 25
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -137,18 +137,12 @@ struct moegguf_config {
 // prompts are staged in, of all devices. DEVICE + i: the slots of device i alone.
 enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
 
-// Counted where it happens; cumulative since the store was opened.
-// A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Look-ups, evictions and
-// slots are those of the tier that layers compute on; reads, and bytes of all causes, are those of the file.
+// Counted where it happens; cumulative since the store was opened. Reads, and bytes of all causes, are those of the
+// file.
 struct moegguf_counters {
     uint64_t passes;
     uint64_t tokens; // tokens of all passes
     uint64_t routing_events;
-    uint64_t lookups;
-    uint64_t hits_ready; // every matrix was there
-    uint64_t hits_late;  // on its way: queued or being read by a prefetch
-    uint64_t misses;
-    uint64_t evictions;
     uint64_t bytes_missed;     // read because a pass needed them
     uint64_t bytes_prefetched; // read because of a prefetch request
     uint64_t reads;
@@ -162,29 +156,28 @@ struct moegguf_counters {
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched and then looked up before eviction, when all of it was there
     uint64_t prefetch_late;    // likewise, but some of it was still to come
-    uint64_t prefetch_wasted;  // prefetched and evicted unused
     uint64_t prefetch_dropped; // never started: stale, resident already, no free space
     uint64_t events_dropped;   // the listener was too slow
     uint64_t forecast_picks;   // native prediction: the most probable experts of a layer, as many as a token uses
     uint64_t forecast_right;   // of these, chosen by the router
     uint64_t forecast_ns;      // time of the thread that predicts
     // gauges
-    uint64_t slots_used;
-    uint64_t slots_pinned;
     uint64_t chunks_reading;
     uint64_t queue_needed;
     uint64_t queue_wanted;
     uint64_t sim_clock_ns;
 };
 
-// One tier: what it is, and what was counted there since the store was opened. The tier below is looked up once for
+// One tier: what was counted there since the store was opened, and from pool_bytes on what it is. A lookup is one
+// distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. The tier below is looked up once for
 // each miss above it.
 struct moegguf_tier_info {
     uint64_t lookups;
-    uint64_t hits_ready;
-    uint64_t hits_late;
+    uint64_t hits_ready; // every matrix was there
+    uint64_t hits_late;  // on its way: queued or being read by a prefetch
     uint64_t misses;
     uint64_t evictions;
+    uint64_t prefetch_wasted;  // prefetched and evicted unused
     uint64_t bytes_missed;     // that came into its slots, from wherever, because a pass needed them
     uint64_t bytes_prefetched; // likewise, early
     uint64_t stall_ns;         // compute threads waiting; below: while something was still to be read from the file
@@ -196,8 +189,7 @@ struct moegguf_tier_info {
     uint64_t slot_bytes; // one expert over all arenas, as what follows of the whole store
     uint64_t read_buffer_bytes;
     int32_t direct;     // shards read with O_DIRECT
-    int32_t n_matrices; // of all layers, as n_experts
-    int32_t n_experts;
+    int32_t n_experts;  // of all layers
     int32_t n_repacked; // matrices whose slots here are interleaved
     int32_t n_uncached; // of these, those that are written past the cache
     int32_t n_slots;
@@ -244,7 +236,6 @@ struct moegguf_sizes {
     uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // from slot to slot in the arena of a kind; 0: no such matrices
     uint64_t slot_bytes;                      // one expert over all arenas
     uint64_t pool_bytes;                      // all arenas, guards included
-    uint64_t guard_bytes;                     // of all arenas together
     uint64_t streams; // in a pool of the CPU's a pass may use more experts of a layer than there are slots
 };
 
@@ -308,8 +299,6 @@ struct moegguf_listener { // callbacks may be NULL: nothing is kept for them
 
 struct moegguf_failure {
     int32_t status; // enum moegguf_status
-    int32_t il;
-    int32_t expert;
     char message[256];
 };
 
@@ -406,8 +395,6 @@ MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // CANCELLED: it takes longer
-// Plain slots, and behind them places of staging tensors: for tests.
-MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n);
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
 // The context: a store serves one. What acquire and replay do is what the hook does. n_done counts events with the one
@@ -421,7 +408,6 @@ MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moe
 // 1: no failure to tell and nothing pinned, so that moegguf_context_failure, which takes a lock, need not be called.
 MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
 MOEGGUF_API int moegguf_context_failure(moegguf_store * store, struct moegguf_failure * failure, int clear);
-MOEGGUF_API void moegguf_context_chain(moegguf_store * store, ggml_backend_sched_eval_callback next, void * user);
 
 // For llama_context_params: cb_eval and abort_callback, each with the store as user data.
 MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * store);

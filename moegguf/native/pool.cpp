@@ -65,6 +65,21 @@ uint64_t most_buffer_bytes(ggml_backend_dev_t device) {
                                      : ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device));
 }
 
+// nullptr: it is refused.
+ggml_backend_buffer_ptr allocate_weights(ggml_backend_buffer_type_t buft, uint64_t n) {
+    ggml_backend_buffer_ptr memory(fault(MOEGGUF_FAULT_ALLOC) ? nullptr : ggml_backend_buft_alloc_buffer(buft, n));
+    if (memory) { ggml_backend_buffer_set_usage(memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS); }
+    return memory;
+}
+
+void bind(ggml_tensor * t, const ggml_backend_buffer_ptr & buffer, void * address) {
+    t->buffer = nullptr;
+    t->data = nullptr;
+    if (ggml_backend_tensor_alloc(buffer.get(), t, address) != GGML_STATUS_SUCCESS) {
+        throw Error(MOEGGUF_MEMORY, std::string("the device cannot describe '") + t->name + "'");
+    }
+}
+
 // What a buffer type has behind a matrix, as kernels read on there.
 uint64_t padding_of(ggml_backend_buffer_type_t buft, const ggml_tensor * matrix) {
     return ggml_backend_buft_get_alloc_size(buft, matrix) - ggml_nbytes(matrix);
@@ -121,10 +136,14 @@ ggml_backend_dev_t find_device(const char * name) {
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
     ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
     if (!backend) { throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend"); }
-    auto set_n_threads = (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(
-        ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
-    if (set_n_threads) { set_n_threads(backend.get(), n_threads); }
+    set_threads(backend.get(), n_threads);
     return backend;
+}
+
+void set_threads(ggml_backend_t backend, int n) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    void * function = ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    if (function) { ((ggml_backend_set_n_threads_t)function)(backend, n); }
 }
 
 PoolMemory device_memory(const char * name, bool repack) {
@@ -194,7 +213,8 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
 
 Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory)
     : memory_(memory),
-      strides_(layout.strides) {
+      strides_(layout.strides),
+      host_(ggml_backend_buft_is_host(memory.buft)) {
     const size_t n = layout.matrices.size();
     context_ = tensor_context(2 * n);
     interleaved_.assign(n, nullptr);
@@ -222,13 +242,8 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
         // In plain memory: interleaved weights are of no use to nodes that do not multiply.
         cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
         ggml_set_name(cpu_anchor_, "cpu_anchor");
-        anchor_memory_.reset(
-            ggml_backend_buft_alloc_buffer(memory_.buft, ggml_backend_buft_get_alignment(memory_.buft)));
-        if (!anchor_memory_ ||
-            ggml_backend_tensor_alloc(anchor_memory_.get(), cpu_anchor_,
-                                      ggml_backend_buffer_get_base(anchor_memory_.get())) != GGML_STATUS_SUCCESS) {
-            throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes");
-        }
+        anchor_memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory_.buft)); // of it alone
+        if (!anchor_memory_) { throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes"); }
         ggml_backend_buffer_set_usage(anchor_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
     if (!numbering.resident()) { share_all_slots(numbering.n_slots()); }
@@ -247,45 +262,36 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         if (!used) { continue; }
         Arena & arena = arenas_[kind];
         const uint64_t n = strides_.arena_bytes(kind, n_slots);
-        if (!fault(MOEGGUF_FAULT_ALLOC)) { arena.memory.reset(ggml_backend_buft_alloc_buffer(buft, n)); }
-        if (!arena.memory && memory_.pinned) {
-            arena.memory.reset(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), n));
-        }
+        arena.memory = allocate_weights(buft, n);
+        if (!arena.memory && memory_.pinned) { arena.memory = allocate_weights(ggml_backend_cpu_buffer_type(), n); }
         if (!arena.memory) {
             throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(memory_.device)) + " refused " +
                                             std::to_string(n >> 20) + " MiB for expert slots");
         }
-        ggml_backend_buffer_set_usage(arena.memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
         if (memory_.pinned && ggml_backend_buffer_get_type(arena.memory.get()) != memory_.buft) {
             memory_.pinned = false; // backends give pageable memory, and say nothing, where the system refuses
             memory_.note = std::string(ggml_backend_dev_name(memory_.device)) +
                            " was refused pinned memory: slots in RAM are pageable, and copies from them slower";
         }
-        host_ = ggml_backend_buft_is_host(plain);
         if (buft != plain) {
             arena.alias.reset(ggml_backend_cpu_buffer_from_ptr(arena.base, n));
             ggml_backend_buffer_set_usage(arena.alias.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         }
-        bytes_ += n;
     }
-    n_allocated_ = n_slots;
 }
 
 void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     Arena & arena = arenas_[m.kind];
-    ggml_backend_buffer_t buffer = arena.alias && !interleaved_[matrix] ? arena.alias.get() : arena.memory.get();
+    const ggml_backend_buffer_ptr & buffer = arena.alias && !interleaved_[matrix] ? arena.alias : arena.memory;
 
     ggml_tensor * pool = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, window.n_slots);
     pool->nb[2] = strides_.of_kind[m.kind];
     pool->nb[3] = pool->nb[2] * window.n_slots;
     ggml_format_name(pool, "pool.%s", m.name.c_str());
     ggml_tensor * slot = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, 1);
-    const bool ok =
-        ggml_backend_tensor_alloc(buffer, pool, arena.base + window.first_slot * strides_.of_kind[m.kind]) ==
-            GGML_STATUS_SUCCESS &&
-        ggml_backend_tensor_alloc(buffer, slot, arena.base) == GGML_STATUS_SUCCESS;
-    if (!ok) { throw Error(MOEGGUF_MEMORY, "the device cannot describe the slots of '" + m.name + "'"); }
+    bind(pool, buffer, arena.base + window.first_slot * strides_.of_kind[m.kind]);
+    bind(slot, buffer, arena.base);
     if (!interleaved_[matrix] && padding_of(memory_.buft, slot) > padding_[matrix]) {
         throw Error(MOEGGUF_INVALID, "slots of '" + m.name + "' lack the padding that " +
                                          ggml_backend_dev_name(memory_.device) + " reads (moegguf_pad)");
@@ -311,44 +317,38 @@ void Pool::share_all_slots(int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (!tensors_[i]) { continue; }
         tensors_[i]->data = arenas_[kind_[i]].base;
-        tensors_[i]->ne[2] = std::max(n_slots, n_ids_);
-        tensors_[i]->nb[3] = tensors_[i]->nb[2] * tensors_[i]->ne[2];
+        show(tensors_[i], n_slots);
     }
+}
+
+void Pool::show(ggml_tensor * pool, int n_slots) const {
+    pool->ne[2] = std::max(n_slots, n_ids_);
+    pool->nb[3] = pool->nb[2] * pool->ne[2];
 }
 
 // A backend may write behind the end of a tensor that is bound, which is into slots: CUDA zeroes its padding there, in
 // a stream that nothing else waits for but what clears and copies whole buffers. So both come after rebind().
 bool Pool::reallocate(int n_slots, bool keep) {
-    const int n_kept = keep ? std::min(n_slots, n_allocated_) : 0;
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
-        const uint64_t n = strides_.arena_bytes(kind, n_slots);
-        if (strides_.of_kind[kind] == 0) { continue; }
         Arena & arena = arenas_[kind];
-        if (!keep && arena.memory) {
-            bytes_ -= ggml_backend_buffer_get_size(arena.memory.get());
-            arena.memory.reset();
-        }
-        ggml_backend_buffer_ptr memory;
-        if (!fault(MOEGGUF_FAULT_ALLOC)) { memory.reset(ggml_backend_buft_alloc_buffer(memory_.buft, n)); }
+        if (!arena.base) { continue; }
+        if (!keep) { arena.memory.reset(); }
+        ggml_backend_buffer_ptr memory = allocate_weights(memory_.buft, strides_.arena_bytes(kind, n_slots));
         if (!memory) { return false; }
-        ggml_backend_buffer_set_usage(memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         std::swap(arena.memory, memory);
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
-        bytes_ += ggml_backend_buffer_get_size(arena.memory.get());
         rebind(kind, n_slots);
         ggml_backend_buffer_clear(arena.memory.get(), 0);
-        if (keep) {
-            copy_slots(kind, memory.get(), arena.memory.get(), n_kept);
-            bytes_ -= ggml_backend_buffer_get_size(memory.get());
-        }
+        if (memory) { copy_slots(kind, memory.get(), arena.memory.get()); }
     }
-    n_allocated_ = n_slots;
     return true;
 }
 
-// Slot by slot, as bytes: arenas may be larger than what a backend counts in one row.
-void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to, int n) const {
+// Those that both have room for. Slot by slot, as bytes: arenas may be larger than what a backend counts in one row.
+void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const {
     const int64_t stride = (int64_t)strides_.of_kind[kind];
+    const uint64_t bytes = std::min(ggml_backend_buffer_get_size(from), ggml_backend_buffer_get_size(to));
+    const int n = int((bytes - Strides::guard_bytes) / stride);
     ggml_context_ptr context = tensor_context(2);
     ggml_tensor * ends[] = {ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, stride),
                             ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, stride)};
@@ -367,16 +367,8 @@ void Pool::rebind(int kind, int n_slots) {
     n_bindings += 1;
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (kind_[i] != kind || !tensors_[i]) { continue; }
-        ggml_tensor * pool = tensors_[i];
-        pool->ne[2] = std::max(n_slots, n_ids_);
-        pool->nb[3] = pool->nb[2] * pool->ne[2];
-        for (ggml_tensor * t : {pool, slot_[i]}) {
-            t->buffer = nullptr;
-            t->data = nullptr;
-            if (ggml_backend_tensor_alloc(arenas_[kind].memory.get(), t, arenas_[kind].base) != GGML_STATUS_SUCCESS) {
-                throw Error(MOEGGUF_MEMORY, std::string("the device cannot describe '") + t->name + "'");
-            }
-        }
+        show(tensors_[i], n_slots);
+        for (ggml_tensor * t : {tensors_[i], slot_[i]}) { bind(t, arenas_[kind].memory, arenas_[kind].base); }
     }
 }
 
@@ -396,12 +388,6 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
         const std::vector<uint8_t> zeros(padding_[matrix]);
         ggml_backend_tensor_set(&bytes, zeros.data(), bytes.ne[0] - zeros.size(), zeros.size());
     }
-}
-
-void Pool::read(int matrix, int slot, void * out) const {
-    ggml_tensor view = *slot_[matrix];
-    view.data = data(matrix, slot);
-    ggml_backend_tensor_get(&view, out, 0, ggml_nbytes(&view));
 }
 
 uint8_t * Pool::data(int matrix, int slot) const {
@@ -447,6 +433,12 @@ void Pool::release(int first, int last) const {
         const uint64_t end = ((uint64_t)arenas_[kind].base + last * strides_.of_kind[kind]) / page * page;
         if (arenas_[kind].base && begin < end) { madvise((void *)begin, end - begin, MADV_DONTNEED); }
     }
+}
+
+uint64_t Pool::bytes() const {
+    uint64_t n = 0;
+    for (const Arena & arena : arenas_) { n += arena.memory ? ggml_backend_buffer_get_size(arena.memory.get()) : 0; }
+    return n;
 }
 
 int Pool::n_repacked() const {

@@ -29,6 +29,7 @@ struct PoolMemory {
 ggml_backend_dev_t find_device(const char * name); // NULL: the CPU. Throws Error(INVALID).
 // That computes with so many threads, where the device has any. Throws Error(MEMORY).
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads);
+void set_threads(ggml_backend_t backend, int n);
 PoolMemory device_memory(const char * name, bool repack); // of the device itself; likewise
 // To copy to these devices from: pinned where the first that pins memory does so.
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
@@ -61,8 +62,7 @@ class Pool {
     // Rows [row, row + n_rows) of one expert, in the file's layout, into a slot; behind the last one its padding.
     // Called by readers, without the store's lock.
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
-    void read(int matrix, int slot, void * out) const; // plain slots only
-    uint8_t * data(int matrix, int slot) const;        // where it lies
+    uint8_t * data(int matrix, int slot) const; // where it lies
     // Whole matrices of n neighbouring slots with their padding, laid out in `data` as they are here. Returns before it
     // is done where the backend can: synchronize it before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
@@ -92,7 +92,7 @@ class Pool {
     bool reallocate(int n_slots, bool keep);
     bool gives_pages_back() const { return host_ && !memory_.pinned; } // by release(): it need not be allocated anew
 
-    uint64_t bytes() const { return bytes_; }
+    uint64_t bytes() const;
     bool host() const { return host_; }
     const PoolMemory & memory() const { return memory_; }
     int n_repacked() const;
@@ -102,12 +102,13 @@ class Pool {
     struct Arena {
         ggml_backend_buffer_ptr memory; // owns; of the interleaving buffer type where a layer wants that
         ggml_backend_buffer_ptr alias;  // the same memory as a plain buffer
-        uint8_t * base = nullptr;
+        uint8_t * base = nullptr;       // nullptr: no matrices of this kind here
     };
 
     void allocate(const Layout & layout, const LayerSet & layers, int n_slots);
-    void copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to, int n) const;
+    void copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const;
     void rebind(int kind, int n_slots);
+    void show(ggml_tensor * pool, int n_slots) const;
     ggml_tensor slots_view(int matrix, int slot, int n) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
 
@@ -123,10 +124,8 @@ class Pool {
     std::vector<uint64_t> padding_; // [n_matrices] behind an expert; 0 where slots are interleaved
     ggml_backend_buffer_ptr anchor_memory_;
     ggml_tensor * cpu_anchor_ = nullptr;
-    uint64_t bytes_ = 0;
-    int n_allocated_ = 0; // slots that every arena has room for
-    int n_ids_ = 0;       // that kernels may be given, also where there are fewer slots: experts that are streamed
-    bool host_ = true;
+    int n_ids_ = 0; // that kernels may be given, also where there are fewer slots: experts that are streamed
+    bool host_;
 };
 
 } // namespace moegguf

@@ -21,7 +21,8 @@ struct Rank { // of a victim; the lowest goes first
 
 } // namespace
 
-Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters)
+Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering,
+                     TierCounters & counters)
     : layout_(layout),
       set_(layers),
       numbering_(numbering),
@@ -40,7 +41,6 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
       forecast_known_(layout.layers.size(), 0),
       n_usable_(numbering.n_slots()),
       n_free_(numbering.n_slots()) {
-    order_.set_policy(policy_.get());
     set_floors();
 }
 
@@ -76,12 +76,13 @@ int Residency::victim(const LayerStep & now) {
     const int n_layer = (int)layout_.layers.size();
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
+    order_.follow(ordered ? &policy : nullptr);
     int best[2] = {-1, -1}; // of layers at their floor, above it
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
-        const EvictionOrder::First first = ordered ? order_.lowest(il) : order_.least_recent(il);
-        if (first.slot < 0) { continue; }
-        Rank rank = {first.score, 0, first.last_use};
+        const EvictionOrder::Entry * first = order_.first(il);
+        if (!first) { continue; }
+        Rank rank = {first->score, 0, first->last_use};
         if (ordered) { rank.score += policy.layer_offset(il, now); }
         if (now.sweep) {
             const int distance = (il - now.il + n_layer) % n_layer;
@@ -89,7 +90,7 @@ int Residency::victim(const LayerStep & now) {
         }
         const bool above_floor = count_[il] > floor_[il];
         if (best[above_floor] < 0 || rank.before(best_rank[above_floor])) {
-            best[above_floor] = first.slot;
+            best[above_floor] = first->slot;
             best_rank[above_floor] = rank;
         }
     }
@@ -226,13 +227,12 @@ void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
         }
     }
     policy_.swap(policy);
-    order_.set_policy(&this->policy());
+    order_.follow(nullptr); // a later one may lie where this one did
 }
 
 void Residency::exchange_scores(std::vector<float> & scores) {
-    const bool was_set = scores_.set();
     scores_.exchange(scores, [this](int il) { order_.scores_changed(il); });
-    if (scores_.set() != was_set) { order_.set_policy(&policy()); }
+    if (!scores_.set()) { order_.follow(nullptr); }
 }
 
 // With a slot for every expert there is nothing to decide, and idle layers do not even count: policies start when the

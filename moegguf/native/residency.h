@@ -28,104 +28,79 @@ struct Slot {
     bool streams() const { return il >= 0 && expert < 0; }
 };
 
-// The experts that may be evicted, by layer, and which of a layer is the first to go. A slot is in here while its
-// expert may be evicted. By recency, a list of the layer's slots has it at every moment. By the policy's score, it is
-// found in one pass over them when it is asked for, and is known until it is taken or the policy's scores of the layer
-// change.
+// The experts that may be evicted, by layer, and which of a layer is the first to go: the least recently used of those
+// with the lowest score. A slot is in here while its expert may be evicted. The first is found in one pass over them
+// when it is asked for, and is known until it is taken or scores of the layer change.
 class EvictionOrder {
   public:
-    struct First {
-        int slot; // -1: the layer has none
-        float score;
+    struct Entry {
+        float score; // holds while the layer is scored
         uint64_t last_use;
+        int slot;
+        int expert;
+
+        bool before(const Entry & other) const { // without a branch, as it is asked of whole layers
+            return (score < other.score) | ((score == other.score) & (last_use < other.last_use));
+        }
     };
 
-    EvictionOrder(const Layout & layout, int n_slots)
-        : n_slots_(n_slots),
-          at_(n_slots, -1),
-          nodes_(n_slots + layout.layers.size()),
-          layers_(layout.layers.size()) {
-        for (int il = 0; il < (int)layers_.size(); il++) {
+    EvictionOrder(const Layout & layout, int n_slots) : at_(n_slots, -1), layers_(layout.layers.size()) {
+        for (size_t il = 0; il < layers_.size(); il++) {
             layers_[il].entries.reserve(std::min(n_slots, layout.layers[il].n_expert)); // never allocates later
-            nodes_[end(il)] = {end(il), end(il), 0};
         }
     }
 
-    void set_policy(const EvictionPolicy * policy) { // scores of all layers changed
+    void follow(const EvictionPolicy * policy) { // whose scores decide from now on; nullptr: recency alone
+        if (policy == policy_) { return; }
         policy_ = policy;
-        for (size_t il = 0; il < layers_.size(); il++) { scores_changed((int)il); }
+        for (LayerOrder & layer : layers_) { layer.is_scored = false; }
     }
     void scores_changed(int il) { layers_[il].is_scored = false; }
 
     bool contains(int s) const { return at_[s] >= 0; }
     void insert(int s, int il, int expert, uint64_t last_use) {
-        int older = nodes_[end(il)].older; // slots come back in the order of their last use, nearly: the walk is short
-        while (nodes_[older].last_use > last_use) { older = nodes_[older].older; }
-        nodes_[s] = {older, nodes_[older].newer, last_use};
-        nodes_[nodes_[s].newer].older = nodes_[older].newer = s;
         LayerOrder & layer = layers_[il];
         at_[s] = (int)layer.entries.size();
-        layer.entries.push_back({layer.is_scored ? policy_->score(il, expert) : 0.0f, s, last_use, expert});
-        if (layer.lowest >= 0 && before(layer.entries.back(), layer.entries[layer.lowest])) { layer.lowest = at_[s]; }
+        layer.entries.push_back({layer.is_scored ? score(il, expert) : 0.0f, last_use, s, expert});
+        if (layer.first >= 0 && layer.entries.back().before(layer.entries[layer.first])) { layer.first = at_[s]; }
     }
     void remove(int s, int il) {
-        nodes_[nodes_[s].older].newer = nodes_[s].newer;
-        nodes_[nodes_[s].newer].older = nodes_[s].older;
         LayerOrder & layer = layers_[il];
         const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry takes its place
-        layer.lowest = layer.lowest == at ? -1 : layer.lowest == end ? at : layer.lowest;
+        layer.first = layer.first == at ? -1 : layer.first == end ? at : layer.first;
         layer.entries[at] = layer.entries[end];
         at_[layer.entries[at].slot] = at;
         layer.entries.pop_back();
         at_[s] = -1;
     }
 
-    First least_recent(int il) const {
-        const int s = nodes_[end(il)].newer;
-        return {s < n_slots_ ? s : -1, 0.0f, nodes_[s].last_use};
-    }
-    First lowest(int il) { // the least recently used of those with the lowest score
+    const Entry * first(int il) { // nullptr: the layer has none
         LayerOrder & layer = layers_[il];
-        if (layer.entries.empty()) { return {-1, 0.0f, 0}; }
+        std::vector<Entry> & entries = layer.entries;
+        if (entries.empty()) { return nullptr; }
         if (!layer.is_scored) {
-            for (Entry & entry : layer.entries) { entry.score = policy_->score(il, entry.expert); }
+            for (Entry & entry : entries) { entry.score = score(il, entry.expert); }
             layer.is_scored = true;
-            layer.lowest = -1;
+            layer.first = -1;
         }
-        if (layer.lowest < 0) {
-            layer.lowest =
-                int(std::min_element(layer.entries.begin(), layer.entries.end(), before) - layer.entries.begin());
+        if (layer.first < 0) {
+            const auto before = [](const Entry & a, const Entry & b) { return a.before(b); };
+            layer.first = int(std::min_element(entries.begin(), entries.end(), before) - entries.begin());
         }
-        const Entry & lowest = layer.entries[layer.lowest];
-        return {lowest.slot, lowest.score, lowest.last_use};
+        return &entries[layer.first];
     }
 
   private:
-    struct Node {
-        int older, newer; // at the ends of a list: end(il)
-        uint64_t last_use;
-    };
-    struct Entry {
-        float score; // holds while the layer is scored
-        int slot;
-        uint64_t last_use;
-        int expert;
-    };
     struct LayerOrder {
         std::vector<Entry> entries;
         bool is_scored = false;
-        int lowest = -1; // the entry that goes first by score, of a scored layer; -1: not known
+        int first = -1; // of a scored layer, the entry that goes first; -1: not known
     };
 
-    static bool before(const Entry & a, const Entry & b) {
-        return a.score != b.score ? a.score < b.score : a.last_use < b.last_use;
-    }
-    int end(int il) const { return n_slots_ + il; }
+    float score(int il, int expert) const { return policy_ ? policy_->score(il, expert) : 0.0f; }
 
-    const int n_slots_;
     const EvictionPolicy * policy_ = nullptr;
     std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here
-    std::vector<Node> nodes_;        // [n_slots + n_layer], a circular list of each layer
     std::vector<LayerOrder> layers_; // [n_layer]
 };
 
@@ -133,7 +108,7 @@ class EvictionOrder {
 // it has pinned, which keep their owner meanwhile.
 class Residency {
   public:
-    Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters);
+    Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, TierCounters & counters);
 
     const Slot & slot(int s) const { return slots_[s]; }
     int n_slots() const { return (int)slots_.size(); }
@@ -203,7 +178,7 @@ class Residency {
     const Layout & layout_;
     const LayerSet & set_;
     const Numbering & numbering_;
-    Counters & counters_;
+    TierCounters & counters_;
     std::vector<Slot> slots_;
     std::vector<std::atomic<uint8_t>> state_; // [n_slots] a bit per matrix that is there, and failed_bit
     std::vector<int> slot_of_;                // [n_layer * n_expert_max]

@@ -15,12 +15,15 @@ namespace moegguf {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// moegguf_counters as the parts of a store count in it. Every access is atomic and relaxed: figures order nothing.
-struct Counters : moegguf_counters {
-    Counters() : moegguf_counters{} {}
-    Counters(const Counters &) = delete;
-    Counters & operator=(const Counters &) = delete;
+// Figures of the ABI as the parts of a store count in them. Every access is atomic and relaxed: figures order nothing.
+template <typename Figures>
+struct Counted : Figures {
+    Counted() : Figures{} {}
+    Counted(const Counted &) = delete;
+    Counted & operator=(const Counted &) = delete;
 };
+using Counters = Counted<moegguf_counters>;
+using TierCounters = Counted<moegguf_tier_info>; // of a tier, before its pool_bytes
 
 inline void count(uint64_t & figure, uint64_t n = 1) { __atomic_fetch_add(&figure, n, __ATOMIC_RELAXED); }
 
@@ -30,11 +33,9 @@ inline void set_gauge(uint64_t & figure, uint64_t n) { __atomic_store_n(&figure,
 
 inline uint64_t get(const uint64_t & figure) { return __atomic_load_n(&figure, __ATOMIC_RELAXED); }
 
-inline void copy(const Counters & from, moegguf_counters & to) {
-    constexpr size_t n = sizeof(moegguf_counters) / sizeof(uint64_t);
-    static_assert(n * sizeof(uint64_t) == sizeof(moegguf_counters), "every figure is a uint64_t");
-    const uint64_t * figures = &from.passes;
-    for (size_t i = 0; i < n; i++) { (&to.passes)[i] = get(figures[i]); }
+// Adds the first figures, of n_bytes.
+inline void add(const uint64_t * figures, size_t n_bytes, uint64_t * to) {
+    for (size_t i = 0; i < n_bytes / sizeof(*to); i++) { to[i] += get(figures[i]); }
 }
 
 // How many times this process was forked from one that had the library loaded. Counted, because getpid() would
@@ -81,13 +82,13 @@ struct Shared {
     template <typename Done, typename Ends>
     bool wait_for(Lock & lock, Done done, Clock::Deadline deadline, Ends ends) {
         if (done()) { return true; }
-        const uint64_t start = clock->real_ns();
+        const uint64_t start = now_ns();
         bool is_done = false, goes_on = true;
         while (!is_done && goes_on && !ends()) {
             goes_on = clock->wait(this->done, lock, deadline);
             is_done = done();
         }
-        waited_ns += clock->real_ns() - start;
+        waited_ns += now_ns() - start;
         return is_done;
     }
 

@@ -48,15 +48,14 @@ def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
 class SlotSizes:
     """stride_bytes: {matrix kind: bytes from one slot to the next in its arena}.
 
-    slot_bytes: one expert over all arenas. pool_bytes: all arenas with n_slots slots; guard_bytes of them are the
-    guards behind the last slots. streams: in the CPU's memory a pass may use more experts of a layer than there are
-    slots (native/streamed_supply.cpp).
+    slot_bytes: one expert over all arenas. pool_bytes: all arenas with n_slots slots, and the guards behind the last
+    ones. streams: in the CPU's memory a pass may use more experts of a layer than there are slots
+    (native/streamed_supply.cpp).
     """
 
     stride_bytes: Mapping[Kind, int]
     slot_bytes: int
     pool_bytes: int
-    guard_bytes: int
     streams: bool
 
 
@@ -68,7 +67,7 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
     sizes, matrices = abi.Sizes(), matrices_of(layout)
     library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes))
     strides = {kind: sizes.stride_bytes[KIND[kind]] for kind in layout.kinds}
-    return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
+    return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, bool(sizes.streams))
 
 
 def slot_tokens(device: str | None) -> int:

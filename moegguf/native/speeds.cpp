@@ -37,17 +37,17 @@ class Experts {
   public:
     Experts(const Layout & layout, int n_slots)
         : layout(layout),
-          layers(layout, std::vector<uint8_t>(layout.layers.size(), 1)),
+          layers(layout, [](int) { return true; }),
           numbering(layout, layers, n_slots) {
         if (layout.shards.empty()) { // numbers of no model
             for (const Matrix & m : layout.matrices) { bytes_.emplace_back(m.expert_bytes, 0); }
             return;
         }
-        const Files files(layout, /*direct =*/false);
+        const Shards shards = open_shards(layout, /*direct =*/false);
         for (const Matrix & m : layout.matrices) {
             const ReadBuffer buffer(m.expert_bytes + 2 * Shard::alignment);
             uint64_t retries = 0;
-            const uint8_t * data = files[m.shard].read(m.offset, m.expert_bytes, buffer, retries);
+            const uint8_t * data = shards[m.shard]->read(m.offset, m.expert_bytes, buffer, retries);
             bytes_.emplace_back(data, data + m.expert_bytes);
         }
     }
@@ -61,12 +61,14 @@ class Experts {
         return n;
     }
 
-    void fill(const Pool & pool) const {
+    Pool pool(const PoolMemory & memory) const { // filled
+        Pool pool(layout, layers, numbering, memory);
         for (size_t i = 0; i < layout.matrices.size(); i++) {
             for (int slot = 0; slot < n_slots(); slot++) {
                 pool.write((int)i, slot, 0, layout.matrices[i].ne1, bytes_[i].data());
             }
         }
+        return pool;
     }
 
     const Layout & layout;
@@ -221,8 +223,7 @@ void measure_stops(ggml_backend_t backend, const Experts & experts, double secon
 
 void measure_cpu(const Experts & experts, bool repack, int n_threads, double seconds, moegguf_speeds & out) {
     const PoolMemory memory = device_memory(nullptr, repack);
-    const Pool pool(experts.layout, experts.layers, experts.numbering, memory);
-    experts.fill(pool);
+    const Pool pool = experts.pool(memory);
     const ggml_backend_ptr backend = make_backend(memory.device, n_threads);
     out.cpu_op_ns = op_ns(backend.get(), experts.n_embd(), seconds);
     out.cpu_bytes_per_ns = multiply_bytes_per_ns(backend.get(), experts, pool, out.cpu_op_ns, seconds);
@@ -230,10 +231,7 @@ void measure_cpu(const Experts & experts, bool repack, int n_threads, double sec
 
 void measure_device(const Experts & experts, const char * name, int n_threads, double seconds, moegguf_speeds & out) {
     const PoolMemory memory = device_memory(name, /*repack =*/false);
-    const Pool host(experts.layout, experts.layers, experts.numbering, host_memory({memory.device}));
-    const Pool pool(experts.layout, experts.layers, experts.numbering, memory);
-    experts.fill(host);
-    experts.fill(pool);
+    const Pool host = experts.pool(host_memory({memory.device})), pool = experts.pool(memory);
     const ggml_backend_ptr backend = make_backend(memory.device, n_threads);
     out.device_op_ns = op_ns(backend.get(), experts.n_embd(), seconds);
     out.device_bytes_per_ns = multiply_bytes_per_ns(backend.get(), experts, pool, out.device_op_ns, seconds);

@@ -28,7 +28,7 @@ class StagedSupply final : public Supply {
 
     // What is on its way ahead of an event that is not staged is dropped.
     void observe(Context & context, Lock & lock) override {
-        if (!tiers_.stages()) { return; }
+        if (tiers_.staging.empty()) { return; }
         const Pass & pass = context.pass;
         if (pass.il <= last_il_ && last_tokens_ > 1) { // the pass before has left out the layers behind its last
             std::fill(shortens_.begin() + last_il_ + 1, shortens_.end(), 1);
@@ -39,9 +39,7 @@ class StagedSupply final : public Supply {
         if (ahead_ && context.pinned.tier->id != TierId::staging) {
             drop_ahead();
             for (const auto & tier : tiers_.staging) {
-                if (tier) {
-                    shared_.wait(lock, [&] { return !tier->busy(); });
-                }
+                shared_.wait(lock, [&] { return !tier->busy(); });
             }
             ahead_ = false;
         }
@@ -50,7 +48,7 @@ class StagedSupply final : public Supply {
     // What came ahead is there when this returns, so that what is chosen then does not depend on how fast it came.
     bool place(Context & context, Lock & lock) override {
         if (!take_tensor(context, lock)) {
-            context.fail(MOEGGUF_CANCELLED, context.event.il, -1, "cancelled");
+            context.fail(MOEGGUF_CANCELLED, "cancelled");
             return false;
         }
         Event & event = context.event;
@@ -67,9 +65,7 @@ class StagedSupply final : public Supply {
 
     // What is on its way ahead will not come: slots that it comes from are free once the copies under way are done.
     void drop_ahead() override {
-        for (const auto & tier : tiers_.staging) {
-            if (tier) { drop(*tier, nullptr); }
-        }
+        for (const auto & tier : tiers_.staging) { drop(*tier, nullptr); }
     }
 
     // Gives experts of the last pass of a prompt's to slots, and copies those of the next layer ahead.

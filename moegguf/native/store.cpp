@@ -8,13 +8,10 @@ namespace {
 
 std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, Shared & shared, Tiers & tiers) {
     std::vector<std::unique_ptr<Copies>> copies;
-    for (const auto & of_kind : {&tiers.compute, &tiers.staging}) {
-        for (const auto & to : *of_kind) {
-            if (to && to->ram()) {
-                copies.push_back(std::make_unique<Copies>(layout, shared, tiers, *to));
-                to->copies = copies.back().get();
-            }
-        }
+    for (Tier * to : tiers.all) {
+        if (!to->ram()) { continue; }
+        copies.push_back(std::make_unique<Copies>(layout, shared, tiers, *to));
+        to->copies = copies.back().get();
     }
     return copies;
 }
@@ -33,12 +30,12 @@ Store::Store(const moegguf_config & config)
       staged(make_staged_supply(layout, shared, transfers, tiers)),
       forecaster(layout, shared, tiers, transfers),
       acquire(*this),
-      buft_(make_reserved_buft(this), free_reserved_buft) {
+      buft_(make_reserved_buft(this)) {
     try {
         shared.clock->carry(transfers, {config.sim_bytes_per_ns, config.sim_latency_ns});
         for (size_t d = 0; d < tiers.compute.size(); d++) {
             const moegguf_device & device = config.devices[d];
-            for (Tier * to : {tiers.compute[d].get(), tiers.staging[d].get()}) {
+            for (Tier * to : {tiers.compute[d].get(), tiers.compute[d]->staging}) {
                 if (!to || !to->copies) { continue; }
                 shared.clock->carry(*to->copies, {device.sim_copy_bytes_per_ns, device.sim_copy_latency_ns});
             }
@@ -76,10 +73,8 @@ std::vector<Tier *> Store::tiers_at(int index) {
         for (auto & tier : tiers.compute) { found.push_back(tier.get()); }
     } else if (index == MOEGGUF_RAM_TIER && tiers.ram) {
         found.push_back(tiers.ram.get());
-    } else if (index == MOEGGUF_STAGING_TIER && tiers.stages()) {
-        for (auto & tier : tiers.staging) {
-            if (tier) { found.push_back(tier.get()); }
-        }
+    } else if (index == MOEGGUF_STAGING_TIER) {
+        for (auto & tier : tiers.staging) { found.push_back(tier.get()); }
     } else if (const int d = index - MOEGGUF_DEVICE_TIER; d >= 0 && d < (int)tiers.compute.size()) {
         found.push_back(tiers.compute[d].get());
     } else {

@@ -9,8 +9,7 @@
 namespace moegguf {
 
 // A buffer type that only reserves address space (hook.cpp); Store's own.
-ggml_backend_buffer_type * make_reserved_buft(Store * store);
-void free_reserved_buft(ggml_backend_buffer_type * buft);
+std::shared_ptr<ggml_backend_buffer_type> make_reserved_buft(Store * store);
 
 // The barrier between the router's choice and the multiplication. When it ends, every chosen expert is where the
 // layer's kernels find it, or the context says why not and the ids are safe to compute with. It chooses a supply for
@@ -75,7 +74,7 @@ class Store {
   private:
     void stop_links();
 
-    std::unique_ptr<ggml_backend_buffer_type, void (*)(ggml_backend_buffer_type *)> buft_;
+    const std::shared_ptr<ggml_backend_buffer_type> buft_;
 };
 
 } // namespace moegguf

@@ -59,6 +59,9 @@ class DeviceSlots:
 UInt64s = npt.NDArray[np.uint64]
 Integers = Sequence[int] | Int32s
 EVERY_PASS = 2**31 - 1
+_COUNTED_BY_TIER = (
+    "lookups", "hits_ready", "hits_late", "misses", "evictions", "prefetch_wasted", "slots_used", "slots_pinned",
+)  # fmt: skip
 
 
 def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
@@ -270,8 +273,10 @@ class Store:
         return {k: v.decode(errors="replace") if isinstance(v, bytes) else v for k, v in fields.items()}
 
     def counters(self) -> dict[str, int]:
-        """Every figure of struct moegguf_counters; times in ns."""
-        return self._figures(self._library.moegguf_store_counters, abi.Counters())
+        """Every figure of struct moegguf_counters, and some of the tier that layers compute on; times in ns."""
+        tier = self.tier()
+        of_tier = {name: tier[name] for name in _COUNTED_BY_TIER}
+        return self._figures(self._library.moegguf_store_counters, abi.Counters()) | of_tier
 
     def info(self) -> dict[str, Any]:
         """Every figure of struct moegguf_tier_info, of the tier that layers compute on."""
@@ -461,13 +466,6 @@ class Store:
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""
         self._library.moegguf_store_drain(self.handle, timeout_s)
-
-    def read_slot(self, matrix: int, slot: int) -> bytes:
-        """The bytes of one matrix of the expert in a plain slot. For tests."""
-        n_bytes = self.layout.matrices[matrix].expert_bytes
-        data = c.create_string_buffer(n_bytes)
-        self._library.moegguf_store_read_slot(self.handle, matrix, slot, data, n_bytes)
-        return data.raw
 
     def advance(self, ns: int) -> None:
         """Simulation: compute time passes on the modelled clock."""

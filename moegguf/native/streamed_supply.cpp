@@ -137,10 +137,7 @@ class StreamedSupply final : public Supply, private StreamedReads {
             context.pinned.pin(s);
             n += 1;
         }
-        if (n == 0) {
-            fail_without_slot(context, *std::find_if(event.experts.begin(), event.experts.end(),
-                                                     [&](int expert) { return event.slot_of[expert] < 0; }));
-        }
+        if (n == 0) { fail_without_slot(context); }
         return n > 0;
     }
 

@@ -18,7 +18,7 @@ bool Supply::place(Context & context, Lock & lock) {
         const auto take = [&] { return tier.take_slot(event.il, expert, event.step); };
         const int s = fits ? wait_for_slot(context, take, lock) : -1;
         if (s < 0) {
-            fail_without_slot(context, expert);
+            fail_without_slot(context);
             return false;
         }
         pinned.pin(s);
@@ -62,11 +62,10 @@ void Supply::pin_present(Context & context, int most) {
     count(shared_.counters.prefetch_late, n_late);
 }
 
-void Supply::fail_without_slot(Context & context, int expert) {
-    const int il = context.event.il;
-    context.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS, il, expert,
+void Supply::fail_without_slot(Context & context) {
+    context.fail(shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS,
                  "one pass needs " + std::to_string(context.event.experts.size()) + " experts of layer " +
-                     std::to_string(il) + " at once, the pool has " +
+                     std::to_string(context.event.il) + " at once, the pool has " +
                      std::to_string(context.pinned.tier->residency.n_usable()) + " slots");
 }
 
@@ -85,7 +84,7 @@ void Supply::wait(Context & context, uint8_t kinds) {
             return pinned.decided(kinds);
         });
         if (ram) { count(ram->counters.stall_ns, file_done - start); }
-        if (shared_.cancelled) { context.fail(MOEGGUF_CANCELLED, context.pass.il, -1, "cancelled"); }
+        if (shared_.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
         context.note_failures(shared_);
     }
     if (pinned.stream && kinds && !context.failed()) { // it waits for copies that are under way
@@ -159,9 +158,9 @@ Context::Context(Store & store, Tier & tier, int n_expert_max) : store(store) {
     event.experts.reserve(n_expert_max);
 }
 
-void Context::fail(moegguf_status status, int il, int expert, const std::string & why) {
+void Context::fail(moegguf_status status, const std::string & why) {
     if (failed()) { return; }
-    failure.reason = {status, il, expert, {}};
+    failure.reason = {status, {}};
     snprintf(failure.reason.message, sizeof(failure.reason.message), "%s", why.c_str());
     failure.failed = true;
 }
@@ -170,14 +169,11 @@ void Context::note_failures(const Shared & shared) {
     failure.read_errors = get(shared.counters.read_errors);
     const uint64_t given_up = shared.given_up;
     if (failure.given_up != given_up && !pinned.slots.empty()) { // also when it was allowed again since
-        fail(MOEGGUF_CANCELLED, pass.il, -1, "cancelled");
+        fail(MOEGGUF_CANCELLED, "cancelled");
     }
     failure.given_up = given_up;
     for (int s : pinned.slots) {
-        if (pinned.tier->residency.failed(s)) {
-            const Slot & slot = pinned.tier->residency.slot(s);
-            fail(MOEGGUF_IO, slot.il, slot.expert, shared.error);
-        }
+        if (pinned.tier->residency.failed(s)) { fail(MOEGGUF_IO, shared.error); }
     }
 }
 

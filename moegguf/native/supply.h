@@ -106,7 +106,7 @@ struct Context {
     Context(Store & store, Tier & tier, int n_expert_max);
 
     // The first failure of a pass is kept; from then on its slot ids are all 0.
-    void fail(moegguf_status status, int il, int expert, const std::string & why);
+    void fail(moegguf_status status, const std::string & why);
     bool failed() const { return failure.failed; }
     // Nothing has failed in the store since note_failures() looked, which does so under its lock.
     bool noted(const Shared & shared) const {
@@ -128,8 +128,6 @@ struct Context {
     std::vector<int32_t> ids;                 // scratch for devices whose memory is not the host's, as what follows
     std::vector<float> weights;
     std::vector<float> inputs;
-    ggml_backend_sched_eval_callback next_eval = nullptr;
-    void * next_user = nullptr;
 };
 
 // From slots: those that are there are used, and each of the others gets the slot of a victim. The supply of single
@@ -169,7 +167,7 @@ class Supply {
     // What take() returns, once it finds a slot; -1: none becomes free.
     template <typename Take>
     int wait_for_slot(Context & context, Take take, Lock & lock);
-    void fail_without_slot(Context & context, int expert);
+    void fail_without_slot(Context & context);
 
     const Layout & layout_;
     Shared & shared_;

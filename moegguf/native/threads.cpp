@@ -1,7 +1,7 @@
 #include "threads.h"
 
 #include <atomic>
-#include <condition_variable>
+#include <future>
 #include <mutex>
 
 #ifdef __linux__
@@ -38,14 +38,8 @@ void ask_for_short_slices() {
 class ShortSpins::Team {
   public:
 #ifdef _OPENMP
-    Team() : thread_([this] { run(); }) {}
-
     ~Team() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stopping_ = true;
-        }
-        stop_.notify_one();
+        stop_.set_value();
         thread_.join(); // which ends its team
     }
 
@@ -55,14 +49,11 @@ class ShortSpins::Team {
         {
             std::atomic_signal_fence(std::memory_order_seq_cst); // compilers leave out what does nothing
         }
-        std::unique_lock<std::mutex> lock(mutex_);
-        stop_.wait(lock, [this] { return stopping_; });
+        stop_.get_future().wait();
     }
 
-    std::mutex mutex_;
-    std::condition_variable stop_;
-    bool stopping_ = false;
-    std::thread thread_;
+    std::promise<void> stop_;
+    std::thread thread_{[this] { run(); }};
 #endif
 };
 

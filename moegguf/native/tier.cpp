@@ -34,16 +34,16 @@ int most_slot_tokens(const char * device) {
     return name.rfind("CUDA", 0) == 0 || name.rfind("ROCm", 0) == 0 ? 4 : 1;
 }
 
-Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering,
-           const Memory & memory, Tier * ram)
+Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const Memory & memory, Tier * ram,
+           int n_tensors)
     : id(id),
       layers(layers),
-      numbering(numbering),
-      residency(layout, this->layers, this->numbering, counters),
+      numbering(layout, layers, n_slots, n_tensors),
+      residency(layout, this->layers, numbering, counters),
       ram_(ram),
       source_(ram ? numbering.n_slots() : 0),
       n_absent_chunks_(layers.n_chunks) {
-    if (memory) { pool_ = std::make_unique<Pool>(layout, layers, this->numbering, *memory); }
+    if (memory) { pool_ = std::make_unique<Pool>(layout, layers, numbering, *memory); }
     if (!numbering.resident()) { spin_shortly(); }
     borrowers_.reserve(source_.size());
 }
@@ -51,14 +51,9 @@ Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numb
 Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     : device_of_layer(devices_of_layers(layout, config)) {
     const bool has_memory = !(config.flags & MOEGGUF_SIMULATE);
-    const auto layers_where = [&](auto holds) {
-        std::vector<uint8_t> of(layout.layers.size());
-        std::transform(device_of_layer.begin(), device_of_layer.end(), of.begin(), holds);
-        return LayerSet(layout, of);
-    };
     const auto has_ram = [&](int d) { return config.n_ram_slots > 0 && config.devices[d].through_ram; };
     if (config.n_ram_slots < 0) { invalid("a tier has slots, not " + std::to_string(config.n_ram_slots)); }
-    const LayerSet in_ram = layers_where(has_ram);
+    const LayerSet in_ram(layout, [&](int il) { return has_ram(device_of_layer[il]); });
     if (!in_ram.moe_layers.empty()) {
         std::vector<ggml_backend_dev_t> devices;
         for (int d = 0; has_memory && d < config.n_devices; d++) {
@@ -66,25 +61,28 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         }
         Memory memory;
         if (has_memory) { memory = host_memory(devices); }
-        ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, Numbering(layout, in_ram, config.n_ram_slots), memory,
-                                     nullptr);
+        ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, config.n_ram_slots, memory);
     }
     for (int d = 0; d < config.n_devices; d++) {
         const moegguf_device & device = config.devices[d];
-        const LayerSet layers = layers_where([d](int of) { return of == d; });
+        const LayerSet layers(layout, [&](int il) { return device_of_layer[il] == d; });
         if (layers.moe_layers.empty() || device.n_slots <= 0) {
             invalid("a device of a store has layers with experts, and slots");
         }
         Memory memory;
         if (has_memory) { memory = device_memory(device.name, config.flags & MOEGGUF_REPACK); }
-        compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers,
-                                                 Numbering(layout, layers, device.n_slots), memory,
+        compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers, device.n_slots, memory,
                                                  has_ram(d) ? ram.get() : nullptr));
+        Tier & tier = *compute.back();
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
-        if (is_cpu || !device.name) { on_cpu = compute.back().get(); }
-        add_staging(layout, device, *compute.back(), memory);
-        Tier & tier = *compute.back(); // what passes that are not staged need
-        tier.pass_slots = std::min(std::max(device.n_pass_slots, tier.layers.n_used_max), tier.residency.n_slots());
+        if (is_cpu || !device.name) { on_cpu = &tier; }
+        add_staging(layout, device, tier, memory);
+        // What passes that are not staged need.
+        tier.pass_slots = std::min(std::max(device.n_pass_slots, layers.n_used_max), tier.residency.n_slots());
+    }
+    if (ram) { all.push_back(ram.get()); }
+    for (const auto * tiers : {&compute, &staging}) {
+        for (const auto & tier : *tiers) { all.push_back(tier.get()); }
     }
 }
 
@@ -94,10 +92,9 @@ void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Ti
         invalid("a device has at most " + std::to_string(most_staging_tensors) + " staging tensors, not " +
                 std::to_string(device.n_staging_tensors));
     }
-    staging.emplace_back();
     if (device.n_staging_tensors == 0 || !slots.ram() || slots.numbering.resident()) { return; }
-    const Numbering in_turn(layout, slots.layers, 0, device.n_staging_tensors);
-    staging.back() = std::make_unique<Tier>(TierId::staging, layout, slots.layers, in_turn, memory, slots.ram());
+    staging.push_back(std::make_unique<Tier>(TierId::staging, layout, slots.layers, 0, memory, slots.ram(),
+                                             device.n_staging_tensors));
     staging.back()->staged_for = &slots;
     slots.staging = staging.back().get();
     slots.slot_tokens =
@@ -247,7 +244,7 @@ int Tier::reallocate(int n_slots) {
 }
 
 LookUps::~LookUps() {
-    Counters & counters = tier_.counters;
+    TierCounters & counters = tier_.counters;
     count(counters.lookups, n_);
     count(counters.hits_ready, ready_);
     if (const uint64_t missed = n_ - ready_; missed > 0) {

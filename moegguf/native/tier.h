@@ -52,13 +52,13 @@ using Memory = std::optional<PoolMemory>; // none, in a simulation
 // All calls come under the store's lock unless they say otherwise.
 class Tier {
   public:
-    // ram: its slots may be filled from slots of that tier; nullptr: from the file only.
-    Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering, const Memory & memory,
-         Tier * ram);
+    // ram: its slots may be filled from slots of that tier; nullptr: from the file only. n_tensors: as in Numbering.
+    Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const Memory & memory,
+         Tier * ram = nullptr, int n_tensors = 0);
 
     const TierId id;
     const LayerSet layers; // whose experts may be here
-    Counters counters;     // of look-ups, slots, evictions, stalls and bytes here, wherever they came from
+    TierCounters counters; // of look-ups, slots, evictions, stalls and bytes here, wherever they came from
     Numbering numbering;
     Residency residency;
 
@@ -171,16 +171,14 @@ struct Tiers {
         return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
     }
 
-    bool stages() const { // prompts, on some device
-        return std::any_of(staging.begin(), staging.end(), [](const auto & tier) { return tier != nullptr; });
-    }
     // The tier that computes a layer of a pass for so many tokens.
     Tier & of(int il, int n_tokens) const;
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
 
     std::unique_ptr<Tier> ram;                  // that others are filled from; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // that layers compute on, one per device
-    std::vector<std::unique_ptr<Tier>> staging; // [compute], that their prompts are staged in; nullptr: none
+    std::vector<std::unique_ptr<Tier>> staging; // that prompts of some of these are staged in
+    std::vector<Tier *> all;                    // of these
     std::vector<int> device_of_layer;           // [n_layer]
     Tier * on_cpu = nullptr;                    // of those, the one in the CPU's memory; nullptr: none
 };

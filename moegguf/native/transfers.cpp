@@ -13,11 +13,18 @@ constexpr size_t most_wants = 4096; // more than any link moves before they are 
 
 uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
 
+// Whether some tier has a slot for each of its experts.
+bool has_slot_each(const Tiers & tiers) {
+    return tiers.any([](const Tier & tier) { return tier.numbering.resident(); }) ||
+           (tiers.ram && tiers.ram->numbering.resident());
+}
+
 } // namespace
 
 Transfers::Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers)
     : Link(layout, shared, tiers),
-      n_readers_(n_readers) {
+      n_readers_(n_readers),
+      n_to_fill_(shared.has(MOEGGUF_FILL) && has_slot_each(tiers) ? 2 * layout.n_keys() : 0) {
     if (n_readers < 1 || n_readers > max_readers) {
         throw Error(MOEGGUF_INVALID, "readers must be between 1 and " + std::to_string(max_readers) + ", not " +
                                          std::to_string(n_readers));
@@ -27,7 +34,7 @@ Transfers::Transfers(const Layout & layout, int n_readers, Shared & shared, cons
 // Opens the files, and makes buffers for the largest piece.
 void Transfers::start_threads() {
     n_at_once_ = n_readers_;
-    files_ = std::make_unique<const Files>(layout_, shared_.has(MOEGGUF_DIRECT));
+    shards_ = open_shards(layout_, shared_.has(MOEGGUF_DIRECT));
     uint64_t piece = 0;
     for (const Matrix & m : layout_.matrices) { piece = std::max(piece, std::min(m.expert_bytes, piece_bytes(m))); }
     for (int i = 0; i < n_readers_; i++) { buffers_.push_back(std::make_unique<ReadBuffer>(piece + Shard::alignment)); }
@@ -87,7 +94,7 @@ void Transfers::read(const Job & job, const ReadBuffer & buffer) {
             const int64_t n_rows = std::min(step, m.ne1 - row);
             const uint64_t offset = m.offset + job.expert * m.expert_bytes + row * row_bytes;
             const uint64_t start = now_ns();
-            const uint8_t * data = (*files_)[m.shard].read(offset, n_rows * row_bytes, buffer, counters.read_retries);
+            const uint8_t * data = shards_[m.shard]->read(offset, n_rows * row_bytes, buffer, counters.read_retries);
             const uint64_t read = now_ns();
             Lock one_at_a_time(upload_, std::defer_lock);
             if (!pool.host()) { one_at_a_time.lock(); }
@@ -321,26 +328,13 @@ bool Transfers::next_fill(Job & job) {
                 fill(to, next.il, next.expert) || (to.ram() && fill(*to.ram(), next.il, next.expert));
             }
         } else {
-            const bool compute = fills_compute();
-            const int key = compute ? fill_next_++ : fill_next_ram_++;
-            const int il = key / layout_.n_expert_max;
-            Tier & to = compute ? tiers_.of(il) : *tiers_.ram;
-            if (to.numbering.resident()) { fill(to, il, key % layout_.n_expert_max); }
+            const int key = int(n_filled_ % layout_.n_keys()), il = key / layout_.n_expert_max;
+            Tier * to = n_filled_++ < layout_.n_keys() ? &tiers_.of(il) : tiers_.ram.get();
+            if (to && to->numbering.resident()) { fill(*to, il, key % layout_.n_expert_max); }
         }
         if (pop(prefetch_, job)) { return true; }
     }
     return false;
-}
-
-bool Transfers::filling() const {
-    const bool fills_ram = tiers_.ram && tiers_.ram->numbering.resident() && fill_next_ram_ < (int)layout_.n_keys();
-    const bool fills = shared_.has(MOEGGUF_FILL) && (fills_compute() || fills_ram);
-    return !wants_[(int)Cause::warm_start].empty() || fills;
-}
-
-bool Transfers::fills_compute() const {
-    const bool any = tiers_.any([](const Tier & tier) { return tier.numbering.resident(); });
-    return any && fill_next_ < (int)layout_.n_keys();
 }
 
 // False where the tier has the expert, or no free slot. What the other tier has needs none in RAM.
@@ -362,9 +356,8 @@ void Transfers::wake_all(const Tier & to) {
 }
 
 bool Transfers::idle() const {
-    const auto copies = [](const auto & to) { return to && to->copies && !to->copies->idle(); };
-    const bool copying = std::any_of(tiers_.compute.begin(), tiers_.compute.end(), copies) ||
-                         std::any_of(tiers_.staging.begin(), tiers_.staging.end(), copies);
+    const bool copying = std::any_of(tiers_.all.begin(), tiers_.all.end(),
+                                     [](const Tier * to) { return to->copies && !to->copies->idle(); });
     return n_queued(true) + n_queued(false) + n_wanted() == 0 && !copying && !reading() && !filling();
 }
 

@@ -68,7 +68,10 @@ class Transfers final : public Link {
     void finish(const Job & job, const std::string & why) override;
 
     // Any thread; nothing is read in a simulation.
-    bool direct() const { return files_ && files_->direct(); }
+    bool direct() const {
+        return !shards_.empty() &&
+               std::all_of(shards_.begin(), shards_.end(), [](const auto & shard) { return shard->direct(); });
+    }
     uint64_t buffer_bytes() const { return buffers_.empty() ? 0 : buffers_.size() * buffers_[0]->size(); }
 
   private:
@@ -79,8 +82,7 @@ class Transfers final : public Link {
     bool next_fill(Job & job);
     bool start_prefetch(const Want & want);
     Worth worth(const Want & want, const Residency & residency) const;
-    bool filling() const;
-    bool fills_compute() const;
+    bool filling() const { return !wants_[(int)Cause::warm_start].empty() || n_filled_ < n_to_fill_; }
     bool fill(Tier & to, int il, int expert);
     void wake_all(const Tier & to);
     void queue(Tier & to, int s, uint8_t kinds, bool demand);
@@ -99,8 +101,8 @@ class Transfers final : public Link {
     StreamedReads * streamed_ = nullptr;
     Ring<Want> wants_[n_causes]; // that have no slot yet
     int n_demand_reading_ = 0;
-    int fill_next_ = 0; // keys of experts that were tried, where a tier has a slot for each
-    int fill_next_ram_ = 0;
+    size_t n_filled_ = 0; // experts that were tried, first with the layers, then in RAM, where they have a slot each
+    const size_t n_to_fill_;
     bool held_ = false;
     bool fill_held_ = false;
     LayerStep now_;      // the last routing event
@@ -109,7 +111,7 @@ class Transfers final : public Link {
     uint64_t computed_ns_ = 0;
     std::vector<int32_t> looked_up_; // scratch
     std::vector<int> waiting_;       // scratch
-    std::unique_ptr<const Files> files_;
+    Shards shards_;
     std::vector<std::unique_ptr<ReadBuffer>> buffers_; // one per reader
     std::mutex upload_;                                // devices that are not host memory take one upload at a time
     std::vector<std::thread> threads_;

@@ -1,5 +1,7 @@
 """A model for the store alone: files of random bytes, and the layout that says where its experts lie in them."""
 
+import ctypes as c
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +13,11 @@ import numpy.typing as npt
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
 from moegguf.gguf.reader import Shard
+from moegguf.native import library
 from moegguf.native.store import Store, StoreContext
 
-F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 39
+F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, I32, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 26, 39
+NB2 = 64  # of struct ggml_tensor: where the bytes from one matrix to the next are
 BLOCKS = {
     F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210), IQ4_NL: (32, 18),
     MXFP4: (32, 17),
@@ -22,6 +26,12 @@ BLOCKS = {
 Types = dict[Kind, int]
 Open = Callable[..., tuple[Store, StoreContext]]
 PLAIN: Types = {"gate": Q4_0, "up": Q4_0, "down": Q8_0}
+
+
+class InitParams(c.Structure):
+    """struct ggml_init_params."""
+
+    _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
 
 
 def bytes_of(ggml_type: int, ne0: int, ne1: int) -> int:
@@ -57,15 +67,15 @@ class FakeModel:
         """Asserts that the slots given out at a gate hold exactly the file's bytes, and that nobody shares one."""
         pairs = set(zip(np.ravel(expert_ids).tolist(), np.ravel(slot_ids).tolist(), strict=True))
         assert len({expert for expert, _ in pairs}) == len({slot for _, slot in pairs}) == len(pairs)
-        device = store.device_of(il)
-        before = [layer for layer in self.layout.layers if layer.il < il and store.device_of(layer.il) == device]
-        window = sum(layer.n_expert for layer in before) if store.device(device)["resident"] else 0
+        for expert, slot in pairs:
+            self.check_slot(store, il, expert, slot, len(np.atleast_2d(expert_ids)))
+
+    def check_slot(self, store: Store, il: int, expert: int, slot: int, n_tokens: int = 1) -> None:
+        """Asserts that a pass of n_tokens multiplies with this expert's bytes by this slot id, in plain slots."""
         for index, m in enumerate(self.layout.matrices):
             if m.il == il:
-                for expert, slot in pairs:
-                    assert store.read_slot(index, window + slot) == self.matrix_bytes(index, expert), (
-                        f"layer {il} expert {expert} {m.kind} in slot {slot}"
-                    )
+                found = _slot_bytes(store, m, slot, n_tokens)
+                assert found == self.matrix_bytes(index, expert), f"layer {il} expert {expert} {m.kind} in slot {slot}"
 
     def acquire(self, store: Store, context: StoreContext, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """A gate with its bytes checked."""
@@ -77,6 +87,30 @@ class FakeModel:
         """One pass over all layers that routes to the same experts in each."""
         for layer in self.layout.layers:
             self.acquire(store, context, layer.il, expert_ids)
+
+
+@functools.cache
+def _ggml() -> c.CDLL:
+    loaded = library.open_part("ggml-base")
+    for name in ("init", "new_tensor_2d", "new_tensor_3d", "backend_alloc_ctx_tensors_from_buft"):
+        getattr(loaded, f"ggml_{name}").restype = c.c_void_p
+    return loaded
+
+
+def _slot_bytes(store: Store, m: ExpertMatrix, slot: int, n_tokens: int) -> bytes:
+    """From the tensor that the patched llama.cpp multiplies with in place of this one."""
+    ggml, data = _ggml(), c.create_string_buffer(m.expert_bytes)
+    context = c.c_void_p(ggml.ggml_init(InitParams(1 << 12, None, True)))
+    w = c.c_void_p(ggml.ggml_new_tensor_3d(context, m.ggml_type, *map(c.c_int64, (m.ne0, m.ne1, m.n_expert))))
+    ggml.ggml_set_name(w, m.name.encode())
+    reserved = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, c.c_void_p(store.buffer_type))
+    ids = ggml.ggml_new_tensor_2d(context, I32, c.c_int64(1), c.c_int64(n_tokens))
+    pool = library.load().moegguf_pool_tensor(w, ids)
+    stride = c.c_size_t.from_address(pool + NB2).value
+    ggml.ggml_backend_tensor_get(c.c_void_p(pool), data, c.c_size_t(slot * stride), c.c_size_t(m.expert_bytes))
+    ggml.ggml_backend_buffer_free(c.c_void_p(reserved))
+    ggml.ggml_free(context)
+    return data.raw
 
 
 def _layer_matrices(il: int, types: Types, n_embd: int, n_ff: int, n_expert: int) -> list[ExpertMatrix]:

@@ -96,7 +96,7 @@ def skip(predictor: StorePredictor) -> Definition:
 
     def router(il: int) -> Router:
         matrix = arrays[f"{il}.weights"] * arrays[f"{il}.scale"][:, np.newaxis]
-        return Router(n_used, matrix, arrays[f"{il}.logit_bias"], arrays[f"{il}.choice_bias"])
+        return Router(n_used, matrix, arrays[f"{il}.bias"], arrays[f"{il}.choice_bias"])
 
     routers = Routers(Gating(gating), {il: router(il) for il in layers if f"{il}.weights" in arrays}, *groups)
 

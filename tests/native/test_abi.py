@@ -39,7 +39,7 @@ def test_what_was_built_here_runs_on_this_processor_and_another_abi_is_refused()
 def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
     lib = library.load()
     store, context = open_store(fake, 4)
-    ids, n_bytes = np.zeros(2, np.int32).ctypes.data, fake.layout.matrices[0].expert_bytes
+    ids = np.zeros(2, np.int32).ctypes.data
     calls: list[tuple[Any, ...]] = [
         (lib.moegguf_store_open, None, None), (lib.moegguf_store_counters, None, c.byref(abi.Counters())),
         (lib.moegguf_store_drain, None, 1.0),
@@ -50,7 +50,6 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
         (lib.moegguf_store_counters, store.handle, None),
         (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
         (lib.moegguf_store_want, store.handle, None, None, 3, 0),
-        (lib.moegguf_store_read_slot, store.handle, 0, 0, None, n_bytes),
         (lib.moegguf_store_set_policy, store.handle, 0, None, None, 0),
         (lib.moegguf_store_set_policy, store.handle, 0, b"next-use", None, 1),
         (lib.moegguf_store_set_policy, None, 0, b"lru", None, 0),
@@ -165,9 +164,6 @@ def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open)
     small = np.zeros(3, np.uint8)
     with pytest.raises(OptionError):
         library.load().moegguf_store_residency(store.handle, 0, small.ctypes.data, 3)
-    for matrix, slot in ((-1, 0), (0, -1), (99, 0), (0, 4)):
-        with pytest.raises(OptionError):
-            library.load().moegguf_store_read_slot(store.handle, matrix, slot, small.ctypes.data, 3)
     fake.token(store, context, [0, 1])
 
 

@@ -202,7 +202,7 @@ def store_on_full_device(fake: FakeModel) -> str:
 def slots_in_small_buffers(fake: FakeModel) -> tuple[list[int], str]:
     """Slots that a pool can have of some, with buffers for 10 and without a limit; and what a larger one says."""
     sizes = slot_sizes(fake.layout)
-    guard_bytes = sizes.guard_bytes // len(sizes.stride_bytes)
+    guard_bytes = sizes.pool_bytes // len(sizes.stride_bytes)
     small = add_link_device(FREE, most_buffer_bytes=10 * max(sizes.stride_bytes.values()) + guard_bytes)
     found = [most_slots(fake.layout, name, n) for name in (small, add_link_device(FREE), None) for n in (1, 11, 30)]
     Store(fake.layout, found[1], StoreOptions(device=small)).close()

@@ -25,13 +25,7 @@ def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: i
 def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any) -> None:
     """The ids are the router's, and the layer's tensor has the file's bytes where they point."""
     assert np.array_equal(ids, slot_ids)
-    device = store.device_of(il)
-    before = [layer for layer in fake.layout.layers if layer.il < il and store.device_of(layer.il) == device]
-    first = store.device(device)["n_slots"] + len(before) % store.devices[device].staging * fake.layout.n_expert
-    for index, m in enumerate(fake.layout.matrices):
-        if m.il == il:
-            for expert in np.unique(ids):
-                assert store.read_slot(index, first + int(expert)) == fake.matrix_bytes(index, int(expert))
+    fake.check(store, il, ids, slot_ids)
 
 
 def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0) -> int:

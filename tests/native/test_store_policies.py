@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,26 +13,10 @@ from moegguf.controller.policies import LOCALITY
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s
-from moegguf.native.store import Store, StoreOptions
+from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.trace.simulate import layout_of
 
-
-@dataclass(frozen=True)
-class Named:
-    """A policy with values of its own."""
-
-    name: str
-    values: tuple[float, ...] = ()
-
-
-def set_policy(store: Store, policy: Named | None) -> None:
-    if policy is None:
-        store.set_policy("lru")
-    else:
-        store.set_policy(policy.name, values=policy.values)
-
-
-HALVING = Named("next-use", (1.0, 1.0))  # the weight of distances, and the half-life of an average
+HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)  # its values: the weight of distances, the half-life of an average
 STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)
 
 
@@ -48,18 +31,16 @@ Told = Callable[..., tuple[Store, Callable[..., None]]]
 
 @pytest.fixture
 def told(two: FakeModel, open_store: Open) -> Told:
-    """`told(n_slots, policy)`: a store that has seen STORY, and what gives it another routing event."""
+    """`told()`: a store of 3 slots that has seen STORY, and what gives it another routing event."""
 
-    def tell(
-        n_slots: int = 3, policy: Named | None = HALVING, story: list[tuple[int, int]] = STORY
-    ) -> tuple[Store, Callable[..., None]]:
-        store, context = open_store(two, n_slots)
-        set_policy(store, policy)
+    def tell() -> tuple[Store, Callable[..., None]]:
+        store, context = open_store(two, 3)
+        store.set_policy(*HALVING)
 
         def event(il: int, *experts: int) -> None:
             two.acquire(store, context, il, [[expert] for expert in experts])
 
-        for il, expert in story:
+        for il, expert in STORY:
             event(il, expert)
         return store, event
 
@@ -72,7 +53,7 @@ def there(store: Store) -> set[tuple[int, int]]:
 
 def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_store: Open) -> None:
     store, context = open_store(two, 16, fill=False)
-    set_policy(store, HALVING)
+    store.set_policy(*HALVING)
     for _ in range(9):
         two.acquire(store, context, 1, [1])  # does not count
     store.resize(3)
@@ -93,21 +74,22 @@ NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
-    ("policy", "rule"),
+    ("name", "values", "rule"),
     [
-        *((Named("next-use", (1, bad)), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
-        *((Named("next-use", (bad,)), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
-        (Named("lfu"), "no eviction policy 'lfu'; known are .*lru.*next-use"),
-        (Named(""), "no eviction policy ''"),
-        (Named("lfu-decay", (0,)), "half-life is a number of tokens above 0"),
-        *((Named("slru", (bad,)), "protected share") for bad in (-0.1, 1.1, NAN)),
+        *(("next-use", (1, bad), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
+        *(("next-use", (bad,), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
+        ("lfu", (), "no eviction policy 'lfu'; known are .*lru.*next-use"),
+        ("", (), "no eviction policy ''"),
+        ("lfu-decay", (0,), "half-life is a number of tokens above 0"),
+        *(("slru", (bad,), "protected share") for bad in (-0.1, 1.1, NAN)),
     ],
-    ids=str,
 )
-def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(told: Told, policy: Named, rule: str) -> None:
+def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(
+    told: Told, name: str, values: tuple[float, ...], rule: str
+) -> None:
     store, event = told()
     with pytest.raises(OptionError, match=rule):
-        set_policy(store, policy)
+        store.set_policy(name, values=values)
     event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
@@ -147,7 +129,7 @@ def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_sto
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 7.0])
 def test_slots_are_given_whatever_was_forecast(told: Told, value: float) -> None:
-    store, give = told(3)
+    store, give = told()
     for expert in range(8):
         store.set_forecast(np.full((2, 8), value, np.float32), [0, 1])
         give(expert % 2, expert)

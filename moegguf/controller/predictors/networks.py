@@ -30,7 +30,7 @@ def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
     for il, router in routers.routers.items():
         matrix = QuantizedMatrix(router.matrix)
         arrays |= {f"{il}.weights": matrix.bytes, f"{il}.scale": matrix.scale}
-        biases = {"logit_bias": router.logit_bias, "choice_bias": router.choice_bias}
+        biases = {"bias": router.logit_bias, "choice_bias": router.choice_bias}
         arrays |= {f"{il}.{name}": bias for name, bias in biases.items() if bias is not None}
     return StorePredictor(SKIP, shape, len(shape.layers) - 1, arrays, needs_inputs=True)
 

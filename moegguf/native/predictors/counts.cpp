@@ -90,9 +90,7 @@ class TokenTable final : public Predictor {
 // whose rows add up to 1, times the experts that a token uses. One layer ahead, of a sequence that decodes.
 class Affinity final : public Predictor {
   public:
-    Affinity(const Layout & layout, const Arrays & arrays)
-        : layout_(layout),
-          affinity_(layout.n_moe_layers > 1 ? arrays.floats("affinity", n_pairs(layout)) : nullptr) {}
+    Affinity(const Layout & layout, const Arrays & arrays) : layout_(layout), affinity_(affinity_of(layout, arrays)) {}
 
     void on_token(int) override { seen_ = {}; }
     void on_routing(const Observation & seen) override { seen_ = seen; }
@@ -113,7 +111,7 @@ class Affinity final : public Predictor {
 
   private:
     const Layout & layout_;
-    const float * affinity_; // [n_moe_layers - 1][n_expert_max][n_expert_max]
+    const float * affinity_;
     Observation seen_;
 };
 

@@ -72,18 +72,14 @@ Skip::Skip(const Layout & layout, const Arrays & arrays)
         throw Error(MOEGGUF_INVALID, "a router has a known gating function, and uses some of its groups");
     }
     for (int il : layout.moe_layers) {
-        const std::string name = std::to_string(il) + ".";
-        if (arrays.size(name + "weights") == 0) {
+        const std::string name = std::to_string(il);
+        if (arrays.size(name + ".weights") == 0) {
             continue; // a token's id alone decides
         }
         const int n_expert = layout.layers[il].n_expert;
         if (n_expert % n_group_ != 0) { throw Error(MOEGGUF_INVALID, "groups of experts have the same size"); }
-        const auto optional = [&](const std::string & part) {
-            return arrays.size(name + part) ? arrays.floats(name + part, n_expert) : nullptr;
-        };
-        routers_[il] = {{arrays.bytes(name + "weights", size_t(n_expert) * n_embd_),
-                         arrays.floats(name + "scale", n_expert), optional("logit_bias"), n_expert, n_embd_},
-                        optional("choice_bias")};
+        routers_[il] = {arrays.matrix(name, n_expert, n_embd_),
+                        arrays.optional_floats(name + ".choice_bias", n_expert)};
     }
     group_.resize(layout.n_expert_max);
     best_.resize(n_group_);
@@ -138,9 +134,23 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
     for (int i = n_group_used_; i < n_group_; i++) { std::fill_n(scores + order_[i] * size, size, -INFINITY); }
 }
 
+// Matrices one after another, with ReLU in between.
 struct Network {
-    ByteMatrix hidden; // [n_hidden][n_embd], ReLU
-    ByteMatrix out;    // [n_expert][n_hidden]
+    std::vector<ByteMatrix> layers;
+
+    // What the last one gives; nullptr when numbers on the way are not finite.
+    const float * compute(const RoundedVector & x) {
+        for (size_t i = 0; i < layers.size(); i++) {
+            if (i > 0 && !rounded_.round(values_.data(), layers[i].n_cols)) { return nullptr; }
+            values_.resize(layers[i].n_rows);
+            multiply(layers[i], i > 0 ? rounded_ : x, i + 1 < layers.size(), values_.data());
+        }
+        return values_.data();
+    }
+
+  private:
+    std::vector<float> values_;
+    RoundedVector rounded_;
 };
 
 // Predicts the pairs of layers that there are networks for.
@@ -153,14 +163,13 @@ class Mlp final : public InputPredictor {
         if (n_hidden <= 0) {
             throw Error(MOEGGUF_INVALID, "a network has hidden values, not " + std::to_string(n_hidden));
         }
-        hidden_.resize(n_hidden);
         for (size_t i = 0; i < n_pairs; i++) {
             const int source = pairs[2 * i], target = pairs[2 * i + 1];
             if (!layout.has_experts(source) || !layout.has_experts(target)) {
                 throw Error(MOEGGUF_INVALID, "a network is about two layers with experts");
             }
             const std::string name = std::to_string(source) + "." + std::to_string(target) + ".";
-            networks_[{source, target}] = {
+            networks_[{source, target}].layers = {
                 arrays.matrix(name + "hidden", n_hidden, n_embd_),
                 arrays.matrix(name + "out", layout.layers[target].n_expert, n_hidden),
             };
@@ -169,12 +178,10 @@ class Mlp final : public InputPredictor {
 
     bool predict(int il, int, float * probabilities) override {
         const auto found = networks_.find({source(), il});
-        if (found == networks_.end()) { return false; }
-        const Network & network = found->second;
-        multiply(network.hidden, input(), true, hidden_.data());
-        if (!rounded_.round(hidden_.data(), (int)hidden_.size())) { return false; }
-        multiply(network.out, rounded_, false, probabilities);
+        const float * logits = found == networks_.end() ? nullptr : found->second.compute(input());
+        if (!logits) { return false; }
         const Layer & layer = layout_.layers[il];
+        std::copy_n(logits, layer.n_expert, probabilities);
         softmax(probabilities, layer.n_expert, (float)layer.n_expert_used);
         scale_probabilities(probabilities, layer.n_expert, 1.0f);
         return true;
@@ -182,8 +189,6 @@ class Mlp final : public InputPredictor {
 
   private:
     std::map<std::pair<int, int>, Network> networks_;
-    std::vector<float> hidden_;
-    RoundedVector rounded_;
 };
 
 // DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, from all choices of the pass so far, the next
@@ -195,8 +200,8 @@ class ExpertMlp final : public Predictor {
         : layout_(layout),
           n_expert_(layout.n_expert_max),
           n_used_(arrays.integer("n_expert_used")),
-          popularity_(arrays.floats("popularity", size_t(layout.n_moe_layers) * n_expert_)) {
-        affinity_ = layout.n_moe_layers > 1 ? arrays.floats("affinity", n_pairs(layout)) : nullptr;
+          popularity_(arrays.floats("popularity", size_t(layout.n_moe_layers) * n_expert_)),
+          affinity_(affinity_of(layout, arrays)) {
         const size_t n_sizes = arrays.size("sizes");
         const int32_t * sizes = arrays.integers("sizes", 0);
         state_.assign(size_t(std::max(0, n_used_)) * (layout.n_moe_layers - 1 + n_expert_) + n_expert_, 0.0f);
@@ -204,8 +209,7 @@ class ExpertMlp final : public Predictor {
             throw Error(MOEGGUF_INVALID, "the network's state or its output has another size than the model");
         }
         for (size_t i = 0; i + 1 < n_sizes; i++) {
-            layers_.push_back(arrays.matrix("layers." + std::to_string(i), sizes[i + 1], sizes[i]));
-            outputs_.emplace_back(sizes[i + 1]);
+            network_.layers.push_back(arrays.matrix("layers." + std::to_string(i), sizes[i + 1], sizes[i]));
         }
     }
 
@@ -234,16 +238,9 @@ class ExpertMlp final : public Predictor {
         for (int expert : chosen_) {
             at = std::copy_n(affinity_ + (size_t(row - 1) * n_expert_ + expert) * n_expert_, n_expert_, at);
         }
-        const float * x = state_.data();
-        int n = (int)state_.size();
-        for (size_t i = 0; i < layers_.size(); i++) {
-            if (!rounded_.round(x, n)) { return false; }
-            multiply(layers_[i], rounded_, i + 1 < layers_.size(), outputs_[i].data());
-            x = outputs_[i].data();
-            n = (int)outputs_[i].size();
-        }
-        sigmoid(x, layout_.layers[il].n_expert, probabilities);
-        return true;
+        const float * logits = rounded_.round(state_.data(), (int)state_.size()) ? network_.compute(rounded_) : nullptr;
+        if (logits) { sigmoid(logits, layout_.layers[il].n_expert, probabilities); }
+        return logits;
     }
 
   private:
@@ -251,9 +248,8 @@ class ExpertMlp final : public Predictor {
     const int n_expert_;
     const int n_used_;
     const float * popularity_; // [n_moe_layers][n_expert]
-    const float * affinity_;   // [n_moe_layers - 1][n_expert][n_expert]
-    std::vector<ByteMatrix> layers_;
-    std::vector<std::vector<float>> outputs_; // of each
+    const float * affinity_;
+    Network network_;
     std::vector<float> state_;
     std::vector<int> chosen_; // by the last layer
     RoundedVector rounded_;

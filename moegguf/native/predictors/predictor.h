@@ -115,8 +115,14 @@ class Arrays {
         return (const int32_t *)find(name, MOEGGUF_INT32, n);
     }
     int integer(const std::string & name) const { return *integers(name, 1); }
-    ByteMatrix matrix(const std::string & name, int n_rows, int n_cols) const; // name.weights, .scale; .bias or none
-    size_t size(const std::string & name) const;                               // 0: there is none
+    const float * optional_floats(const std::string & name, size_t n) const { // nullptr: there are none
+        return size(name) ? floats(name, n) : nullptr;
+    }
+    ByteMatrix matrix(const std::string & name, int n_rows, int n_cols) const { // name.weights, .scale; .bias or none
+        return {bytes(name + ".weights", size_t(n_rows) * n_cols), floats(name + ".scale", n_rows),
+                optional_floats(name + ".bias", n_rows), n_rows, n_cols};
+    }
+    size_t size(const std::string & name) const; // 0: there is none
 
   private:
     const void * find(const std::string & name, int type, size_t n) const;
@@ -124,8 +130,10 @@ class Arrays {
     std::map<std::string, moegguf_array> arrays_;
 };
 
-inline size_t n_pairs(const Layout & layout) { // of experts of neighbouring layers
-    return size_t(layout.n_moe_layers - 1) * layout.n_expert_max * layout.n_expert_max;
+// [n_moe_layers - 1][n_expert_max][n_expert_max], of experts of neighbouring layers; nullptr: there is one layer.
+inline const float * affinity_of(const Layout & layout, const Arrays & arrays) {
+    const size_t n = size_t(layout.n_moe_layers - 1) * layout.n_expert_max * layout.n_expert_max;
+    return n > 0 ? arrays.floats("affinity", n) : nullptr;
 }
 
 template <typename T>

@@ -70,11 +70,6 @@ const void * Arrays::find(const std::string & name, int type, size_t n) const {
     return array.data;
 }
 
-ByteMatrix Arrays::matrix(const std::string & name, int n_rows, int n_cols) const {
-    const float * bias = size(name + ".bias") ? floats(name + ".bias", n_rows) : nullptr;
-    return {bytes(name + ".weights", size_t(n_rows) * n_cols), floats(name + ".scale", n_rows), bias, n_rows, n_cols};
-}
-
 size_t Arrays::size(const std::string & name) const {
     const auto found = arrays_.find(name);
     return found == arrays_.end() ? 0 : found->second.n;
