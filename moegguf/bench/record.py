@@ -15,6 +15,7 @@ from moegguf.engine.recording import TraceOptions
 from moegguf.engine.stats import Stats
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
+from moegguf.native import library
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
 
@@ -24,8 +25,8 @@ Progress = Callable[[str, float], object]  # (current step, share done in [0, 1]
 @dataclass(frozen=True)
 class RecordOptions:
     """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's inputs.
-    temperature, seed: of sampling, which is else as in `moegguf run`. All other options are those of `Llama`; with its
-    `draft` passes have drafts, too, and a simulation repeats them, with the tokens that were refused.
+    temperature, seed: of sampling. All other options are those of `Llama`; with its `draft` passes have drafts, too,
+    and a simulation repeats them, with the tokens that were refused.
     """
 
     n_predict: int = 128
@@ -89,13 +90,28 @@ def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
     n_answer = min(n_predict, n_max - len(kept))
     llm.reset()
     if forced is None and n_answer:
-        sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=n_answer)
-        with Engine(llm) as engine:
-            (answer,) = engine.generate(kept, sampling)
-        if answer.error is not None:
-            raise answer.error
+        _generate(llm, kept, n_answer, options)
     else:
         llm.eval(kept)
         for token in (forced or [])[:n_answer]:
             llm.eval([token])
     return len(kept) < len(tokens) or (forced is not None and n_answer < len(forced))
+
+
+def _generate(llm: Llama, tokens: Sequence[int], n_answer: int, options: RecordOptions) -> None:
+    if llm.drafts is not None:
+        sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=n_answer)
+        with Engine(llm) as engine:
+            (answer,) = engine.generate(tokens, sampling)
+        if answer.error is not None:
+            raise answer.error
+        return
+    llm.set_seed(options.seed)
+    steps = llm.generate(tokens, temp=options.temperature)
+    is_end = library.llama_cpp().llama_vocab_is_eog
+    try:
+        for _ in range(n_answer):
+            if is_end(llm._model.vocab, next(steps)):
+                break
+    finally:
+        steps.close()
