@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_250,
     "moegguf/trace": 1_860,
     "predictors": 8_080,
-    "tests": 33_730,
+    "tests": 33_740,
     "tools": 5_860,
 }
 
