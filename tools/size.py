@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 3_980,
     "moegguf/gguf": 1_370,
     "moegguf/models": 2_610,
-    "moegguf/native": 13_850,
+    "moegguf/native": 13_880,
     "moegguf/server": 7_210,
     "moegguf/serving": 3_780,
     "moegguf/terminal": 1_250,
