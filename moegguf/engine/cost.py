@@ -1,8 +1,8 @@
 """The cost model: how long a token takes with a model's experts placed in one way or another.
 
-Every placement and every estimate is predicted by it. It is that of an exact cache: every expert that a token needs is
-multiplied where its layer is, and what is missing on the device is copied there first. Per token, with A the bytes of
-its experts over all L layers and D those of everything else that it reads:
+Every placement and every estimate is predicted by it, from speeds that others have measured. It is that of an exact
+cache: every expert that a token needs is multiplied where its layer is, and what is missing on the device is copied
+there first. Per token, with A the bytes of its experts over all L layers and D those of everything else that it reads:
 
     slots          (D + A) / device + (1 - h) A / copies + L * (stop + (1 - h^k) * copy)   h: hit rate, k: experts used
     whole layers   (D + f A) / device + (1 - f) (A / CPU + L * way)               f: share of the layers on the device

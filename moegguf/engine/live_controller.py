@@ -1,6 +1,7 @@
 """The controller of one running model: what was requested, what that resolves to, and when it listens to the store.
 
 A pool that holds every expert has nothing to decide: the controller does not listen then, and costs nothing.
+It reaches slots through scores, forecasts and requests to prefetch only.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+// acquire.cpp: the barrier between the router's choice and the multiplication (store.h). Under the store's lock it has
+// the context's supply pin slots and order transfers, and tiers change their sizes. It changes no slot and no graph.
 #include "store.h"
 
 #include <algorithm>

@@ -9,8 +9,7 @@ from typing import Any
 import matplotlib
 
 from predictors.study.figures import figures, ratios, read_result
-from predictors.study.papers import LINKS
-from predictors.study.render import NAMES
+from predictors.study.papers import LINKS, NAMES
 from tools.models.locality import LOCALITIES
 
 matplotlib.use("svg")

@@ -46,6 +46,7 @@ class Link:
         return SimOptions(link_bytes_per_s=expert_bytes / self.expert_us * 1e6, layer_pass_us=self.layer_us)
 
 
+NAMES = {"moe-infinity": "MoE-Infinity", "promoe": "ProMoE", "expertflow": "ExpertFlow", "duoserve": "DuoServe-MoE"}
 LINKS = {
     "moe-infinity": Link(
         720, 4000, "table 1: DeepSeek-V2-Lite, 24 GB/s, 17.3 MB an expert; 155 - 51 ms of compute over 26 layers"

@@ -20,14 +20,13 @@ from typing import Any
 from predictors.study import figures as recorded
 from predictors.study.claims import CLAIMS, FAILS, HOLDS
 from predictors.study.figures import NONE, NotCountedError, figures, percent, ratios, read_result, spread
-from predictors.study.papers import LINKS
+from predictors.study.papers import LINKS, NAMES
 from tools.models.locality import LOCALITIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 JUDGED = (HOLDS, FAILS)
 PLOTS = {**{paper: f"link-{paper}" for paper in LINKS}, "promoe-steps": "ablation", "laboratory-model": "accuracy"}
-NAMES = {"moe-infinity": "MoE-Infinity", "promoe": "ProMoE", "expertflow": "ExpertFlow", "duoserve": "DuoServe-MoE"}
 
 
 def pages() -> list[Path]:

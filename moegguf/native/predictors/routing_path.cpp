@@ -4,6 +4,7 @@
 //
 // A token costs one step of the decoder, whose keys and values are kept. The encoder runs once per chunk, when the last
 // layer of the chunk's last token has been routed, so that it does not keep the next token waiting.
+// It writes its own memory only.
 #include "predictors/predictor.h"
 
 #include <cmath>
