@@ -201,10 +201,8 @@ def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
     """From the lowest to the highest hit rate published for text: of models of this shape, else of all. Below one
     token's experts over all layers, least-recent-use eviction hits next to nothing.
     """
-    share, (curves, same) = (
-        n_slots / max(1, layout.n_expert_total),
-        published_for(layout.n_expert, layout.n_expert_used),
-    )
+    share = n_slots / max(1, layout.n_expert_total)
+    curves, same = published_for(layout.n_expert, layout.n_expert_used)
     rates = sorted((curve.at(share), curve.source) for curve in curves)
     (low, lowest), (high, highest) = rates[0], rates[-1]
     sources = lowest if lowest == highest else f"{lowest}, to {highest}"

@@ -1,8 +1,8 @@
 """The one plan: where a model's experts go on a machine, within budgets, decided before anything is loaded.
 
 Context, slots and passes are chosen for every placement that is allowed and fits; with speeds the cost model compares
-these. `make_plan` reads no weights, measures nothing and allocates nothing: the same arguments, the same
-plan. A server makes it for its workers, and `Llama` for itself.
+these. `make_plan` reads no weights, measures nothing and allocates nothing: the same arguments, the same plan. A server
+makes it for its workers, and `Llama` for itself.
 """
 
 from __future__ import annotations
@@ -172,8 +172,7 @@ def plan_layers(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Pla
     """The plan for computing everything on a device but the experts of the first layers, which the CPU computes from
     slots in RAM. Experts of as many last layers as fit lie on the device, as every other weight does.
 
-    Raises BudgetError where the device has too little memory for what is no expert,
-    or RAM too few experts of a token.
+    Raises BudgetError where the device has too little memory for what is no expert, or RAM too few experts of a token.
     """
     (device,), ram, whole = machine.devices, machine.memory, set[int]()
     sizes, left_bytes = expert_room(layout, device, budgets)
