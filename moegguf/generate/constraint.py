@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.errors import CapabilityError, OptionError, SchemaError
-from moegguf.generate.json_schema import MAX_GRAMMAR_BYTES, Schemas
+from moegguf.generate.json_schema import MAX_GRAMMAR_BYTES, SHARED_RULES, Schemas
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.template import Continuation
 from moegguf.generate.tool_calls import formats_of
@@ -61,7 +61,7 @@ def constraint_for(
     rules = [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
     rules.append("answer: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
     start = ["start: answer"] if begun else _start(request.think, text, prompt_end, continuation)
-    lark = "\n".join([*start, *rules]) + "\n"
+    lark = "\n".join([*start, *rules, *SHARED_RULES, *schemas.rules]) + "\n"
     if len(lark) > MAX_GRAMMAR_BYTES:
         raise SchemaError(
             f"the JSON schemas of a request have up to {MAX_GRAMMAR_BYTES} bytes; send fewer, or smaller."

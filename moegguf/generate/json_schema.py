@@ -5,8 +5,9 @@ JSON schemas, which are untrusted, follow JSON Schema 2020-12, except that
 - properties come in the order of the schema;
 - a schema without `type` has the type that its other keywords apply to;
 - `prefixItems` without `items` and `minItems` is a tuple: all of its items and no others;
-- `oneOf` is `anyOf`;
-- unknown keywords and formats, and `not`, `uniqueItems`, `minProperties`, `maxProperties` and the like, are ignored.
+- numbers have up to 16 digits before and behind the point, unless their bounds need more, and blanks are few;
+- a name matches at most one of more than MAX_MATCHES `patternProperties`;
+- unknown keywords and formats are ignored, and the few that no grammar follows, unless the request is strict.
 """
 
 from __future__ import annotations
@@ -14,179 +15,479 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from moegguf.errors import SchemaError
+from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
 MAX_GRAMMAR_BYTES = 1 << 20  # all schemas of a request: those of its tools, too
 MAX_SUBSCHEMAS = 10_000  # of a request, each counted as often as it is used
+MAX_STEPS = 200_000  # of taking the schemas of a request apart
+MAX_STATES = 5_000  # of counting the properties of an object or the items of an array
+MAX_MATCHES = 3  # patterns of names that a name may match together
+MAX_UNIQUE = 64  # values that the items of an array with uniqueItems may have: bits of llguidance's parameters
 
 WHITESPACE = r" |\n[ \t]{0,20}"
 """Allowed once between the parts of JSON: without a bound some models write blanks until the token limit."""
 
+SHARED_RULES = (
+    rf"J_OPEN: /\{{(?:{WHITESPACE})?/",
+    rf"J_CLOSE: /(?:{WHITESPACE})?\}}/",
+    rf"J_BEGIN: /\[(?:{WHITESPACE})?/",
+    rf"J_END: /(?:{WHITESPACE})?\]/",
+    rf"J_COMMA: /(?:{WHITESPACE})?,(?:{WHITESPACE})?/",
+    rf"J_COLON: /(?:{WHITESPACE})?:(?:{WHITESPACE})?/",
+    r'J_PLAIN: /"[^"\\\x00-\x1F\x7F]*"/',
+    r'J_NAME: /"(?:[^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/',
+)
+"""Terminals of all grammars of JSON. J_NAME: the name of a property that the schema does not name, without escapes that
+it does not need, so that no other property's name can be written in another way."""
 
-@functools.cache
-def _json_options() -> Mapping[str, Any]:
-    """Options of %json. llguidance before 1.9 can bound only the blanks that are part of a separator."""
-    from importlib.metadata import version  # for requests with a schema only: it takes a while
 
-    major, minor, *_ = version("llguidance").split(".")
-    if (int(major), int(minor)) >= (1, 9):
-        blanks: _Json = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
-    else:
-        after = f"({WHITESPACE})?"
-        blanks = {"whitespace_flexible": False, "item_separator": "," + after, "key_separator": ":" + after}
-    return {**blanks, "lenient": True}  # ignores unknown formats, and reads oneOf as anyOf
+ANY = "(?s:.*)"
 
 
-_KEYWORDS = {
-    "object": ("properties", "required", "additionalProperties", "patternProperties"),
-    "array": ("items", "prefixItems", "minItems", "maxItems"),
-    "string": ("pattern", "minLength", "maxLength", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}
-_COMBINING = ("allOf", "anyOf", "oneOf")
-_KEPT = {"type", "enum", "const", "$ref", *_COMBINING}.union(*_KEYWORDS.values())
-_OPEN = {"additionalProperties", "patternProperties"}
-_Json = dict[str, Any]
+class Rule(str):
+    """A reference to a rule, in the alternatives of another one."""
+
+
+class Repeat(NamedTuple):
+    """Symbols that occur several times. `most`: None for no limit."""
+
+    body: Sequence[Symbol]
+    least: int
+    most: int | None
+
+
+Symbol = str | Repeat
+"""A `Rule`, a `Repeat`, or the text of a terminal."""
 
 
 class Schemas:
-    """Rewrites the JSON schemas of one request so that llguidance reads them as the module's docstring says.
-
-    What combines others (`$ref`, `allOf`, `anyOf`) has all of them hold in one place, and only all of them together
-    name the properties of an object, and its type. So there is a schema in a place of its own (of a property, an item),
-    which gets what they lack, and one that is part of another. References become definitions, one of each kind.
-    """
+    """The JSON schemas of one request as rules of a grammar; SHARED_RULES belong to them."""
 
     def __init__(self) -> None:
-        self._n_parts = 0
-        self._root: Any = None  # of the schema that is rewritten
-        self._names: dict[tuple[str, bool], str] = {}  # references, and whether in a place of their own: definitions
-        self._undefined: list[tuple[str, bool]] = []
+        self.rules: list[str] = []
+        self._n_parts = self._n_steps = 0
+        self._numbers = itertools.count()
 
-    def grammar(self, schema: Any) -> str:
-        """The grammar of JSON that follows `schema`. Raises SchemaError for one that is invalid, or too large."""
-        self._root = schema
-        self._names.clear()
+    def grammar(self, schema: Any, *, strict: bool = False, root: Any = None) -> str:
+        """The name of the rule for JSON that follows `schema`. `root`: the schema that references are local to, where
+        it is another one. Raises SchemaError for a schema that is invalid or too large, and for a strict one with
+        keywords that cannot be followed."""
         try:
-            form, definitions = {"allOf": [self._place(schema)]}, _Json()
-            while self._undefined:
-                reference, is_place = key = self._undefined.pop()
-                rewrite = self._place if is_place else self._part
-                definitions[self._names[key]] = rewrite(self._resolve(reference))
-            return f"%json {json.dumps({**form, '$defs': definitions, 'x-guidance': _json_options()}, allow_nan=False)}"
+            json.dumps(schema, allow_nan=False)
+            document = Document(schema if root is None else root, self._count_steps)
+            writer = _Writer(document, self._numbers, self._count_part)
+            rule = writer.rule(document.goal(schema))
+            self.rules += writer.rules(rule, schema)
         except RecursionError:
             raise SchemaError("the JSON schema nests too deep, or its references do; simplify it.") from None
         except SchemaError:
             raise
         except (TypeError, ValueError) as error:
             raise SchemaError(f"the JSON schema is not JSON ({error}).") from error
+        if strict and document.ignored:
+            raise SchemaError(
+                "a strict JSON schema has only keywords that can be followed, but this one has"
+                f" {', '.join(sorted(document.ignored))}; leave it out, or set strict to false."
+            )
+        return rule
 
-    def _place(self, schema: Any) -> Any:
-        """A schema in a place of its own."""
-        kept = _kept(schema)
-        if not isinstance(kept, dict) or kept.keys() == {"$ref"}:
-            return self._part(schema, is_place=True)
-        for key in ("anyOf", "oneOf"):  # each alternative is in that place, with what stands beside it
-            if key in kept:
-                rest = {name: value for name, value in kept.items() if name != key}
-                wholes = [{**rest, "allOf": [*rest.get("allOf", ()), part]} if rest else part for part in kept[key]]
-                return {"anyOf": [self._place(whole) for whole in wholes]}
-        together = list(self._together(kept, set()))
-        keys = set[str]().union(*together)
-        lacking: _Json = {}
-        if not keys & {"type", "enum", "const"}:
-            kinds = (kind for kind, keywords in _KEYWORDS.items() if keys.intersection(keywords))
-            if kind := next(kinds, None):
-                lacking["type"] = kind
-        names = dict.fromkeys(itertools.chain.from_iterable(map(_property_names, together)), True)
-        if names and not keys & _OPEN:
-            lacking |= {"properties": names, "additionalProperties": False}
-        form = self._part(kept)
-        if len(together) > 1:
-            return {"allOf": [form, lacking]}
-        both = {"properties": names | form.get("properties", {})} if "properties" in lacking else {}
-        return {**lacking, **form, **both}
-
-    def _part(self, schema: Any, is_place: bool = False) -> Any:
-        """A schema that is part of another. is_place: it has nothing but a reference, and is none."""
-        form = _kept(schema)
+    def _count_part(self) -> None:
         self._n_parts += 1
         if self._n_parts > MAX_SUBSCHEMAS:
             raise SchemaError(f"the JSON schemas of a request have up to {MAX_SUBSCHEMAS} parts, counting repetitions.")
-        if not isinstance(form, dict):
-            return form
-        if "$ref" in form:
-            self._resolve(form["$ref"])
-            key = form["$ref"], is_place
-            if key not in self._names:
-                self._names[key] = str(len(self._names))
-                self._undefined.append(key)
-            form["$ref"] = f"#/$defs/{self._names[key]}"
-        for name in ("properties", "patternProperties"):
-            if isinstance(form.get(name), Mapping):
-                form[name] = {key: self._place(part) for key, part in form[name].items()}
-        if isinstance(form.get("items"), list):  # a tuple in drafts before 2020-12
-            form["prefixItems"] = form.pop("items")
-        if isinstance(form.get("prefixItems"), list):
-            form["prefixItems"] = [self._place(item) for item in form["prefixItems"]]
-            form = {"minItems": len(form["prefixItems"]), "items": False, **form}
-        for name in ("items", "additionalProperties"):
-            if name in form:
-                form[name] = self._place(form[name])
-        for name in _COMBINING:
-            if name in form:
-                form[name] = [self._part(part) for part in form[name]]
-        return form
 
-    def _together(self, schema: Any, seen: set[str]) -> Iterator[_Json]:
-        """The schemas that hold in one place: this one, and those that it combines. `seen`: references."""
-        kept = _kept(schema)
-        if not isinstance(kept, dict):
-            return
-        yield kept
-        for part in itertools.chain.from_iterable(kept.get(key, ()) for key in _COMBINING):
-            yield from self._together(part, seen)
-        if "$ref" in kept:
-            target = self._resolve(kept["$ref"])
-            if kept["$ref"] not in seen:
-                seen.add(kept["$ref"])
-                yield from self._together(target, seen)
-
-    def _resolve(self, reference: Any) -> Any:
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            raise SchemaError(f"references in a JSON schema are local (#/...), but one is {str(reference)[:80]!r}.")
-        target = self._root
-        for step in reference[1:].split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            inside = target.get(step) if isinstance(target, Mapping) else None
-            if isinstance(target, list) and step.isdigit() and int(step) < len(target):
-                inside = target[int(step)]
-            if inside is None:
-                raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which it does not have.")
-            target = inside
-        return target
+    def _count_steps(self, n: int) -> None:
+        self._n_steps += n
+        if self._n_steps > MAX_STEPS:
+            raise SchemaError("the JSON schemas of a request are too large, or their combinations are; simplify them.")
 
 
-def _kept(schema: Any) -> bool | _Json:
-    """The supported keywords; null counts as absent, because some clients send it."""
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, Mapping):
-        raise SchemaError(f"a JSON schema consists of objects, but one part is {str(schema)[:50]!r}.")
-    kept = {key: value for key, value in schema.items() if key in _KEPT and (value is not None or key == "const")}
-    for key in _COMBINING:
-        if key in kept and not (isinstance(kept[key], list | tuple) and kept[key]):
-            raise SchemaError(f"`{key}` of a JSON schema is a list of schemas.")
-    return kept
+class _Writer:
+    """Writes the rules of one document."""
+
+    def __init__(self, document: Document, numbers: Iterator[int], count_part: Callable[[], None]) -> None:
+        self._document = document
+        self._numbers = numbers
+        self._count_part = count_part
+        self._goals: dict[Goal, Rule] = {}
+        self._todo: list[Goal] = []
+        self._rules: dict[str, list[Sequence[Symbol]]] = {}
+        self._texts: dict[str, str] = {}  # names of terminals and of rules without alternatives, by what they are
+        self._lines: list[str] = []
+
+    def rule(self, goal: Goal) -> Rule:
+        """The rule of values that follow a goal; it is written later."""
+        self._count_part()
+        if goal not in self._goals:
+            self._goals[goal] = self._new_rule()
+            self._todo.append(goal)
+        return self._goals[goal]
+
+    def rules(self, first: Rule, schema: Any) -> list[str]:
+        """The lines of all rules. Raises SchemaError where `first` matches nothing."""
+        while self._todo:
+            goal = self._todo.pop()
+            rule = self._goals[goal]
+            for facts in self._document.alternatives(goal):
+                self._rules[rule] += self._values(facts)
+        possible = _productive(self._rules)
+        if first not in possible:
+            raise SchemaError(f"nothing matches the JSON schema {json.dumps(schema)[:80]}; change it.")
+        lines = []
+        for name in possible:
+            texts = [_text_of(symbols, possible) for symbols in self._rules[name]]
+            lines.append(f"{name}: {' | '.join(dict.fromkeys(text for text in texts if text is not None))}")
+        return lines + self._lines
+
+    def _new_rule(self, *alternatives: Sequence[Symbol]) -> Rule:
+        name = Rule(f"json_{next(self._numbers)}")
+        self._rules[name] = list(alternatives)
+        return name
+
+    def _terminal(self, expression: str) -> str:
+        """The name of a terminal, which is defined once."""
+        if expression not in self._texts:
+            self._texts[expression] = name = f"J_{next(self._numbers)}"
+            self._lines.append(f"{name}: {expression}")
+        return self._texts[expression]
+
+    def _leaf(self, form: Json) -> str:
+        """The name of a rule for a value without parts, which llguidance reads."""
+        expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
+        if expression not in self._texts:
+            self._texts[expression] = name = f"json_{next(self._numbers)}"
+            self._lines.append(f"{name}: {expression}")
+        return self._texts[expression]
+
+    def _literals(self, values: Iterable[Any]) -> list[Sequence[Symbol]]:
+        texts = list(itertools.chain.from_iterable(map(_texts_of, values)))
+        return [(self._terminal(" | ".join(map(quoted, texts))),)] if texts else []
+
+    # Values
+
+    def _values(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+        """The alternatives of values that follow some facts."""
+        for kind in facts.types:
+            if kind == "object" and facts.values is None:
+                yield from self._object(facts)
+            elif kind == "array" and facts.values is None:
+                yield from self._array(facts)
+            elif kind == "string":
+                yield from self._string(facts)
+            elif (values := self._scalars(facts, kind)) is not None:
+                yield from self._literals(values)
+            elif kind == "number":
+                yield from self._number(facts)
+
+    def _scalars(self, facts: Facts, kind: str) -> list[Any] | None:
+        """The values of a type that has few of them, None for others."""
+        if facts.values is not None:
+            return facts.values_of(kind)
+        few: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
+        return [value for value in few[kind] if (kind, value) not in facts.excluded] if kind in few else None
+
+    def _number(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+        numbers = facts.numbers
+        if not numbers.is_empty():
+            expression = numbers.expression()
+            yield (self._leaf(expression) if isinstance(expression, dict) else self._terminal(expression),)
+
+    def _string(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+        forms = [{key: part[key] for key in STRING_KEYWORDS if key in part} for part in facts.parts]
+        forms = [form for form in forms if form]
+        values = facts.values_of("string")
+        if values is not None and not forms:
+            yield from self._literals(values)
+        elif values is None or values:
+            if values is not None:
+                forms.append({"enum": values})
+            if excluded := [value for key, value in facts.excluded.items() if key[0] == "string"]:
+                forms.append({"pattern": f"^{_other_than(excluded)}$"})
+            yield (self._leaf({"type": "string", "allOf": forms} if forms else {"type": "string"}),)
+
+    # Arrays
+
+    def _array(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+        least, most = facts.fewest_items, facts.most("maxItems")
+        contained = list(facts.each("contains"))
+        if any(facts.each("uniqueItems")) and (most is None or most > 1):
+            found = None if contained else self._unique_items(facts, least, most)
+            if found is not None:
+                yield from found
+                return
+            self._document.ignored.add("uniqueItems")
+        if contained:
+            counted = self._containing_items(facts, least, most, contained)
+            if counted is not None:
+                yield "J_BEGIN", counted
+                return
+            self._document.ignored.add("contains")
+        n_prefix = facts.n_prefix if most is None else min(facts.n_prefix, most)
+        items = [self._item(facts, n) for n in range(n_prefix + 1)]
+        rest = self._rest(items[n_prefix], n_prefix, least, most, "J_END")
+        for n in reversed(range(n_prefix)):
+            end: list[Sequence[Symbol]] = [("J_END",)] if n >= least else []
+            item = items[n]
+            rest = self._new_rule(*([(*_comma(n), item, rest)] if item else ()), *end)
+        yield "J_BEGIN", rest
+
+    def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
+        """The rule of an array's item, which follows further `schemas`; None where it is not allowed."""
+        goal = self._document.item_goal(facts, n)
+        return None if goal is None else self.rule(self._document.together(goal, *schemas))
+
+    def _rest(self, one: Rule | None, n: int, least: int, most: int | None, end: str) -> Rule:
+        """Items, or properties, after the first `n`, and the end."""
+        alternatives: list[Sequence[Symbol]] = [(end,)] if n >= least else []
+        room = None if most is None else most - n
+        if one and (room is None or room > 0):
+            if n:
+                alternatives.append((Repeat(("J_COMMA", one), max(least - n, 1), room), end))
+            else:
+                more = Repeat(("J_COMMA", one), max(least - 1, 0), None if room is None else room - 1)
+                alternatives.append((one, more, end))
+        return self._new_rule(*alternatives)
+
+    def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
+        """Items of which some follow the schema of `contains`, and the end; None where their states are too many."""
+        fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
+        n_items = max(facts.n_prefix, least, most or 0, 1)  # that are counted
+        n_found = max(fewest, limit or 0)
+        if len(contained) > 1 or (n_items + 1) * (n_found + 1) > MAX_STATES:
+            return None
+        without = [] if limit is None else [{"not": contained[0]}]
+        states = {key: self._new_rule() for key in itertools.product(range(n_items + 1), range(n_found + 1))}
+        for (n, found), state in states.items():
+            alternatives = self._rules[state]
+            if n >= least and found >= fewest:
+                alternatives.append(("J_END",))
+            one, other = self._item(facts, n, contained[0]), self._item(facts, n, *without)
+            if one is None or other is None or (most is not None and n >= most):
+                continue
+            after = min(n + 1, n_items)
+            if limit is None or found < limit:
+                alternatives.append((*_comma(n), one, states[after, min(found + 1, n_found)]))
+            alternatives.append((*_comma(n), other, states[after, found]))
+        return states[0, 0]
+
+    def _unique_items(self, facts: Facts, least: int, most: int | None) -> list[Sequence[Symbol]] | None:
+        """Items that differ, as a rule whose parameter has a bit for each value that was there; None where the values
+        of the items are not few."""
+        goal = self._document.item_goal(facts, 0)
+        values = None if goal is None or facts.n_prefix else self._few(goal)
+        if values is None or len(values) > MAX_UNIQUE:
+            return None
+        most = len(values) if most is None else min(most, len(values))
+        if least > most:
+            return []
+        first, more = (f"json_{next(self._numbers)}" for _ in range(2))
+        end = [f"J_END %if bit_count_ge(_, {least})"]
+        begun, going = [end[0]], [end[0]]
+        for bit, value in enumerate(values):
+            item = self._terminal(quoted(value))
+            begun.append(f"{item} {more}::set_bit({bit})")
+            going.append(f"J_COMMA {item} {more}::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {most}))")
+        self._lines += [f"{first}::_: {' | '.join(begun)}", f"{more}::_: {' | '.join(going)}"]
+        return [("J_BEGIN", f"{first}::0x0")]
+
+    def _few(self, goal: Goal) -> list[str] | None:
+        """The texts of all values of a goal that has only a few scalars, None for another one."""
+        texts = list[str]()
+        for facts in self._document.alternatives(goal):
+            for kind in facts.types:
+                values = self._scalars(facts, kind)
+                if values is None or (
+                    kind == "string" and any(part.keys() & {*STRING_KEYWORDS} for part in facts.parts)
+                ):
+                    return None
+                texts += [_texts_of(value)[0] for value in values]
+        return list(dict.fromkeys(texts))
+
+    # Objects
+
+    def _object(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
+        least, most = facts.least("minProperties"), facts.most("maxProperties")
+        names = facts.property_names
+        n_counted = max(least, most or 0, 1)
+        if n_counted > 1 and (len(names) + 1) * (min(len(names), n_counted) + 1) > MAX_STATES:
+            self._document.ignored |= {"minProperties", "maxProperties"}
+            least, most, n_counted = 0, None, 1
+        filters = [self._name_filter(schema) for schema in facts.each("propertyNames")]
+        other = self._new_rule(*self._pairs(facts, None, [*names, *facts.absent], filters))
+        after = [self._rest(other, n, least, most, "J_CLOSE") for n in range(min(len(names), n_counted) + 1)]
+        for position, name in reversed(list(enumerate(names))):
+            pairs = self._pairs(facts, name, (), filters)
+            states = list[Rule]()
+            for n in range(min(position, n_counted) + 1):
+                skipped: list[Sequence[Symbol]] = [] if name in facts.required else [(after[n],)]
+                following = after[min(n + 1, n_counted)]
+                fits = most is None or n < most
+                present = [(*_comma(n), *pair, following) for pair in pairs if fits]
+                states.append(self._new_rule(*present, *skipped))
+            after = states
+        yield "J_OPEN", after[0]
+
+    def _pairs(
+        self, facts: Facts, name: str | None, taken: Sequence[str], filters: list[str]
+    ) -> list[Sequence[Symbol]]:
+        """A property and its value, for each choice of the patterns that its name matches. `name`: None for one other
+        than `taken`."""
+        texts = [quoted(_texts_of(other)[0]) for other in taken]
+        others = [f"~({' | '.join(texts)})"] if texts else []
+        key = ["J_NAME", *others] if name is None else [quoted(_texts_of(name)[0])]
+        pairs = list[Sequence[Symbol]]()
+        groups = self._pattern_groups(facts)
+        sizes = range((len(groups) if len(groups) <= MAX_MATCHES else 1) + 1)
+        for matched in itertools.chain.from_iterable(itertools.combinations(groups, n) for n in sizes):
+            goal = self._document.property_goal(facts, name, [group[0] for group in matched])
+            if goal is None:
+                continue
+            terms = [*key, *filters]
+            terms += [("" if group in matched else "~") + _any_of(map(self._name_pattern, group)) for group in groups]
+            if groups:
+                terms.append("J_PLAIN")
+            text = terms[0] if len(terms) == 1 else self._terminal(" & ".join(terms))
+            pairs.append((text, "J_COLON", self.rule(goal)))
+        return pairs
+
+    def _pattern_groups(self, facts: Facts) -> list[list[str]]:
+        """The patterns of names; those of one schema with the same goal are together."""
+        if len(list(facts.each("patternProperties"))) != 1:
+            return [[pattern] for pattern in facts.patterns]
+        groups: dict[Goal | None, list[str]] = {}
+        for pattern in facts.patterns:
+            groups.setdefault(self._document.property_goal(facts, None, (pattern,)), []).append(pattern)
+        return list(groups.values())
+
+    def _name_pattern(self, pattern: str) -> str:
+        """The terminal of names without escapes that a pattern matches somewhere."""
+        return self._terminal(rf'/"(?:{_search(pattern)})"/')
+
+    def _name_filter(self, schema: Any) -> str:
+        """The names that follow a schema, as an expression of a terminal."""
+        alternatives = []
+        for facts in self._document.alternatives(self._document.goal(schema)):
+            if "string" not in facts.types:
+                continue
+            terms = ["J_NAME"]
+            if (values := facts.values_of("string")) is not None:
+                terms.append(_any_of(map(quoted, map(json.dumps, values))) if values else "~J_NAME")
+            if excluded := [value for kind, value in facts.excluded if kind == "string"]:
+                terms.append("~" + _any_of(quoted(_texts_of(value)[0]) for value in excluded))
+            least, most = facts.least("minLength"), facts.most("maxLength")
+            if least or most is not None:
+                terms.append(rf'/"(?:[^"\\]|\\.){{{least},{"" if most is None else most}}}"/')
+            for pattern in facts.each("pattern"):
+                terms += ["J_PLAIN", self._name_pattern(pattern)]
+            if any(facts.each("format")):
+                self._document.ignored.add("format inside propertyNames")
+            alternatives.append(" & ".join(terms))
+        return self._terminal(" | ".join(f"({each})" for each in alternatives) or "J_NAME & ~J_NAME")
 
 
-def _property_names(schema: _Json) -> Iterable[str]:
-    """The properties that a schema names, described ones first."""
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    texts = isinstance(required, list) and all(isinstance(name, str) for name in required)
-    if not isinstance(properties, Mapping) or not texts:
-        raise SchemaError("`properties` of a JSON schema is an object and `required` a list of names.")
-    return [*properties, *required]
+# Texts
+
+
+@functools.cache
+def _leaf_options() -> Json:
+    """Options of %json for a value without parts."""
+    from importlib.metadata import version  # for requests with a schema only: it takes a while
+
+    major, minor, *_ = version("llguidance").split(".")
+    is_new = (int(major), int(minor)) >= (1, 9)
+    escapes = {"json_allow_general_unicode_escapes": True} if is_new else {}
+    return {"whitespace_flexible": False, "lenient": True, **escapes}
+
+
+def quoted(text: str) -> str:
+    """A text in a grammar."""
+    return json.dumps(text)
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return f"({' | '.join(texts)})"
+
+
+def _comma(n: int) -> tuple[str, ...]:
+    """What stands before an item or a property after `n` others."""
+    return ("J_COMMA",) if n else ()
+
+
+def _texts_of(value: Any) -> list[str]:
+    """The texts of a scalar in JSON."""
+    texts = [json.dumps(value, ensure_ascii=False)]
+    return [*texts, str(int(value))] if isinstance(value, float) and value.is_integer() else texts
+
+
+def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
+    """The rules that match something, in their order."""
+    possible: set[str] = set()
+    n_before = -1
+    while n_before < len(possible):
+        n_before = len(possible)
+        for name, alternatives in reversed(rules.items()):
+            if name not in possible and any(_text_of(symbols, possible) is not None for symbols in alternatives):
+                possible.add(name)
+    return {name: None for name in rules if name in possible}
+
+
+def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
+    """An alternative as text, None where one of its rules is not among the `possible` ones."""
+    texts = []
+    for symbol in symbols:
+        if isinstance(symbol, Repeat):
+            inner = _text_of(symbol.body, possible)
+            if inner is None and symbol.least:
+                return None
+            if inner is not None and symbol.most != 0:
+                texts.append(f"({inner}){{{symbol.least},{'' if symbol.most is None else symbol.most}}}")
+        elif isinstance(symbol, Rule) and symbol not in possible:
+            return None
+        else:
+            texts.append(symbol)
+    return " ".join(texts)
+
+
+def _other_than(values: Sequence[str]) -> str:
+    """A regular expression for texts that are none of `values`."""
+    following: dict[str, set[str]] = {}
+    for value in values:
+        for n, character in enumerate(value):
+            following.setdefault(value[:n], set()).add(character)
+        following.setdefault(value, set())
+    options = []
+    for prefix, characters in following.items():
+        other = f"[^{_escaped(''.join(sorted(characters)))}]" if characters else "(?s:.)"
+        is_optional = "" if prefix in values else "?"
+        options.append(f"{_escaped(prefix)}(?:{other}(?s:.*)){is_optional}")
+    return f"(?:{'|'.join(options)})"
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
+
+
+def _search(pattern: str) -> str:
+    """A regular expression of the whole names that a pattern matches somewhere."""
+    alternatives, part, depth = list[str](), "", 0
+    for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and not depth:
+            alternatives.append(part)
+            part = ""
+        else:
+            part += (
+                piece.replace("\n", r"\n")
+                if piece[0] == "\\"
+                else re.sub(r"(?<!\\)/", r"\/", piece).replace("\n", r"\n")
+            )
+    texts = []
+    for each in [*alternatives, part]:
+        begin, end = each.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", each)
+        texts.append(f"{'' if begin else ANY}(?:{each[begin : -1 if end else None]}){'' if end else ANY}")
+    return "|".join(texts)
