@@ -37,7 +37,7 @@ _OF_TYPE = {
     "number": _BOUNDS,
 }  # fmt: skip
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-_KEPT = {"type", "enum", "const", "unevaluatedItems", *_COMBINING}.union(*_OF_TYPE.values())
+_KEPT = {"type", "enum", "unevaluatedItems", *_COMBINING}.union(*_OF_TYPE.values())
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 _VALUES = ("enum", "const", "default", "examples")  # hold values, not schemas
 
@@ -154,7 +154,7 @@ class Document:
         self._equal: dict[Any, int] = {}  # by what makes schemas equal
         self._kept: list[bool | Json] = []  # by number
         self._named: dict[str, Any] | None = None  # parts by anchor or identifier
-        self._complements: dict[int, Any] = {}
+        self._complements: dict[int, Made] = {}
         self._compares = False  # alternatives of a oneOf with each other
         self._taken_apart: dict[tuple[int, bool], tuple[list[int], list[int] | None]] = {}
         self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
@@ -280,7 +280,7 @@ class Document:
         for number, option in enumerate(options):
             rest = [other for i, other in enumerate(options) if i != number and not self._exclude(option, other)]
             complements = [self._complement(other) for other in rest]
-            if math.prod(len(each.get("anyOf", "1")) for each in complements) > MAX_COMPLEMENTS:
+            if math.prod(len(each["anyOf"]) for each in complements) > MAX_COMPLEMENTS:
                 self.ignored.add("oneOf")
                 complements = []
             alternatives.append(Made({"allOf": [option, *complements]}))
@@ -357,20 +357,18 @@ class Document:
 
     # Complements
 
-    def _complement(self, schema: Any) -> Any:
+    def _complement(self, schema: Any) -> Made:
         """A schema of the values that `schema` does not allow."""
         number = self._number(schema)
         if number not in self._complements:
             kept = self._kept[number]
+            options: list[Any] = [] if kept is True else [True]
             try:
                 if isinstance(kept, dict):
                     options = list(itertools.chain.from_iterable(self._without(kept, key) for key in kept))
-                    self._complements[number] = Made({"anyOf": options}) if options else False
-                else:
-                    self._complements[number] = not kept
             except _NoComplementError as error:
                 self.ignored.add(f"{error} inside not, if or oneOf")
-                self._complements[number] = Made({})
+            self._complements[number] = Made({"anyOf": options})
         return self._complements[number]
 
     def _without(self, kept: Json, keyword: str) -> Iterator[Any]:

@@ -117,7 +117,7 @@ class _Writer:
         self._goals: dict[Goal, Rule] = {}
         self._todo: list[Goal] = []
         self._rules: dict[str, list[Sequence[Symbol]]] = {}
-        self._texts: dict[str, str] = {}  # names of terminals and of rules without alternatives, by what they are
+        self._names: dict[str, str] = {}  # names of terminals and of rules without alternatives, by what they are
         self._lines: list[str] = []
 
     def rule(self, goal: Goal) -> Rule:
@@ -151,22 +151,21 @@ class _Writer:
 
     def _terminal(self, expression: str) -> str:
         """The name of a terminal, which is defined once."""
-        if expression not in self._texts:
-            self._texts[expression] = name = f"J_{next(self._numbers)}"
+        if expression not in self._names:
+            self._names[expression] = name = f"J_{next(self._numbers)}"
             self._lines.append(f"{name}: {expression}")
-        return self._texts[expression]
+        return self._names[expression]
 
     def _leaf(self, form: Json) -> str:
         """The name of a rule for a value without parts, which llguidance reads."""
         expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
-        if expression not in self._texts:
-            self._texts[expression] = name = f"json_{next(self._numbers)}"
+        if expression not in self._names:
+            self._names[expression] = name = f"json_{next(self._numbers)}"
             self._lines.append(f"{name}: {expression}")
-        return self._texts[expression]
+        return self._names[expression]
 
-    def _literals(self, values: Iterable[Any]) -> list[Sequence[Symbol]]:
-        texts = list(itertools.chain.from_iterable(map(_texts_of, values)))
-        return [(self._terminal(" | ".join(map(quoted, texts))),)] if texts else []
+    def _literals(self, values: Sequence[Any]) -> list[Sequence[Symbol]]:
+        return [(self._terminal(_literal(values)),)] if values else []
 
     # Values
 
@@ -200,14 +199,13 @@ class _Writer:
     def _string(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
         forms = [{key: part[key] for key in STRING_KEYWORDS if key in part} for part in facts.parts]
         forms = [form for form in forms if form]
-        values = facts.values_of("string")
+        values, most = facts.values_of("string"), facts.most("maxLength")
         if values is not None and not forms:
             yield from self._literals(values)
-        elif values is None or values:
-            if values is not None:
-                forms.append({"enum": values})
-            if excluded := [value for key, value in facts.excluded.items() if key[0] == "string"]:
-                forms.append({"pattern": f"^{_other_than(excluded)}$"})
+        elif values is None and any(kind == "string" for kind, _ in facts.excluded):
+            yield (self._terminal(self._texts(facts)),)
+        elif values != [] and (most is None or facts.least("minLength") <= most):
+            forms += [] if values is None else [{"enum": values}]
             yield (self._leaf({"type": "string", "allOf": forms} if forms else {"type": "string"}),)
 
     # Arrays
@@ -337,9 +335,8 @@ class _Writer:
     ) -> list[Sequence[Symbol]]:
         """A property and its value, for each choice of the patterns that its name matches. `name`: None for one other
         than `taken`."""
-        texts = [quoted(_texts_of(other)[0]) for other in taken]
-        others = [f"~({' | '.join(texts)})"] if texts else []
-        key = ["J_NAME", *others] if name is None else [quoted(_texts_of(name)[0])]
+        others = ["J_NAME", *([f"~{_literal(taken)}"] if taken else ())]
+        key = others if name is None else [quoted(json.dumps(name, ensure_ascii=False))]
         pairs = list[Sequence[Symbol]]()
         groups = self._pattern_groups(facts)
         sizes = range((len(groups) if len(groups) <= MAX_MATCHES else 1) + 1)
@@ -348,7 +345,9 @@ class _Writer:
             if goal is None:
                 continue
             terms = [*key, *filters]
-            terms += [("" if group in matched else "~") + _any_of(map(self._name_pattern, group)) for group in groups]
+            for group in groups:
+                one_of = f"({' | '.join(map(self._name_pattern, group))})"
+                terms.append(one_of if group in matched else f"~{one_of}")
             if groups:
                 terms.append("J_PLAIN")
             text = terms[0] if len(terms) == 1 else self._terminal(" & ".join(terms))
@@ -369,25 +368,26 @@ class _Writer:
         return self._terminal(rf'/"(?:{_search(pattern)})"/')
 
     def _name_filter(self, schema: Any) -> str:
-        """The names that follow a schema, as an expression of a terminal."""
-        alternatives = []
-        for facts in self._document.alternatives(self._document.goal(schema)):
-            if "string" not in facts.types:
-                continue
-            terms = ["J_NAME"]
-            if (values := facts.values_of("string")) is not None:
-                terms.append(_any_of(map(quoted, map(json.dumps, values))) if values else "~J_NAME")
-            if excluded := [value for kind, value in facts.excluded if kind == "string"]:
-                terms.append("~" + _any_of(quoted(_texts_of(value)[0]) for value in excluded))
-            least, most = facts.least("minLength"), facts.most("maxLength")
-            if least or most is not None:
-                terms.append(rf'/"(?:[^"\\]|\\.){{{least},{"" if most is None else most}}}"/')
-            for pattern in facts.each("pattern"):
-                terms += ["J_PLAIN", self._name_pattern(pattern)]
-            if any(facts.each("format")):
-                self._document.ignored.add("format inside propertyNames")
-            alternatives.append(" & ".join(terms))
-        return self._terminal(" | ".join(f"({each})" for each in alternatives) or "J_NAME & ~J_NAME")
+        """The names that follow a schema, as a terminal."""
+        alternatives = self._document.alternatives(self._document.goal(schema))
+        expressions = [f"({self._texts(facts)})" for facts in alternatives if "string" in facts.types]
+        return self._terminal(" | ".join(expressions) or "J_NAME & ~J_NAME")
+
+    def _texts(self, facts: Facts) -> str:
+        """Texts that follow some facts, without escapes that they do not need, as an expression of a terminal."""
+        terms = ["J_NAME"]
+        if (values := facts.values_of("string")) is not None:
+            terms.append(_literal(values) if values else "~J_NAME")
+        if excluded := [value for kind, value in facts.excluded if kind == "string"]:
+            terms.append(f"~{_literal(excluded)}")
+        least, most = facts.least("minLength"), facts.most("maxLength")
+        if least or most is not None:
+            terms.append(rf'/"(?:[^"\\]|\\.){{{least},{"" if most is None else most}}}"/')
+        for pattern in facts.each("pattern"):
+            terms += ["J_PLAIN", self._name_pattern(pattern)]
+        if any(facts.each("format")):
+            self._document.ignored.add("format beside excluded texts or inside propertyNames")
+        return " & ".join(terms)
 
 
 # Texts
@@ -409,8 +409,10 @@ def quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def _any_of(texts: Iterable[str]) -> str:
-    return f"({' | '.join(texts)})"
+def _literal(values: Iterable[Any]) -> str:
+    """One of some scalars, as an expression of a terminal."""
+    texts = itertools.chain.from_iterable(map(_texts_of, values))
+    return f"({' | '.join(map(quoted, texts))})"
 
 
 def _comma(n: int) -> tuple[str, ...]:
@@ -451,25 +453,6 @@ def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
         else:
             texts.append(symbol)
     return " ".join(texts)
-
-
-def _other_than(values: Sequence[str]) -> str:
-    """A regular expression for texts that are none of `values`."""
-    following: dict[str, set[str]] = {}
-    for value in values:
-        for n, character in enumerate(value):
-            following.setdefault(value[:n], set()).add(character)
-        following.setdefault(value, set())
-    options = []
-    for prefix, characters in following.items():
-        other = f"[^{_escaped(''.join(sorted(characters)))}]" if characters else "(?s:.)"
-        is_optional = "" if prefix in values else "?"
-        options.append(f"{_escaped(prefix)}(?:{other}(?s:.*)){is_optional}")
-    return f"(?:{'|'.join(options)})"
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
 
 
 def _search(pattern: str) -> str:
