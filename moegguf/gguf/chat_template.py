@@ -17,7 +17,7 @@ class ThinkMarks:
     sign: str = ""
 
     def begun_by(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends like this has opened the thinking and not closed it."""
+        """Returns whether a prompt that ends like this has opened the thinking and not closed it."""
         _, mark, after = prompt_end.rpartition(self.open)
         return bool(mark) and not after.strip()
 
@@ -36,32 +36,40 @@ THINK_MARKS = (
     ThinkMarks("<think>", "</think>"),  # most others: DeepSeek, Qwen, GLM, Kimi, MiniMax, ...
 )
 
+_SELF = " to=self<|message|>"  # begins a message of thinking, where headers name the recipient
+_THINKING = re.compile(r"reasoning_content|message\.reasoning|message\['reasoning']")
 _TOOLS = re.compile(r"\btools\b|tool_call", re.ASCII)
 _INSERT = re.compile(r"<\|fim_prefix\|>|<fim_prefix>|<\|fim▁begin\|>|<｜fim▁begin｜>|\[PREFIX\]")
 
 
+def has_channels(template: str) -> bool:
+    """Returns whether a model with this template writes every part of an answer as a message with a header."""
+    return HARMONY in template or _SELF in template
+
+
 def think_marks_of(template: str) -> ThinkMarks | None:
-    """The marks around the thinking of a model with this template; None without thinking, or with channels."""
-    if HARMONY in template:
+    """Returns the marks around the thinking of a model with this template that are known without rendering it; None for
+    a model with channels."""
+    if has_channels(template):
         return None
     return next((marks for marks in THINK_MARKS if (marks.sign or marks.close) in template), None)
 
 
 def capabilities_of(template: str | None) -> tuple[str, ...]:
-    """Those of "tools", "thinking" and "insert" that the template supports, in this order.
+    """Returns which of "tools", "thinking" and "insert" the template supports, in this order.
 
-    By Ollama's rules (server/images.go) for tools and thinking, with the marks of newer models added.
+    The rules for tools and thinking are Ollama's (server/images.go), with the marks of newer models added.
     """
     text = template or ""
     found = {
         "tools": _TOOLS.search(text) is not None,
-        "thinking": HARMONY in text or think_marks_of(text) is not None,
+        "thinking": has_channels(text) or think_marks_of(text) is not None or _THINKING.search(text) is not None,
         "insert": _INSERT.search(text) is not None,
     }
     return tuple(name for name, is_supported in found.items() if is_supported)
 
 
 def tail(text: str, marks: Iterable[str]) -> int:
-    """The number of characters at the end of `text` that may be the start of a mark."""
+    """Returns the number of characters at the end of `text` that may be the start of a mark."""
     starts = [n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n])]
     return max(starts, default=0)
