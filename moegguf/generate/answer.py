@@ -229,9 +229,9 @@ class BatchedAnswer:
 
     def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
         """Passes on the text that was held back, and completes the timing of an answer that has begun; returns `error`,
-        or that of reading the text."""
+        or the error of reading the text."""
         try:
-            delta = self._transcript.end() if error is None else None
+            delta = self._transcript.end(cut=self.timing.finish == "length") if error is None else None
         except Exception as found:
             delta, error = None, found
         if delta is not None:

@@ -36,7 +36,7 @@ from moegguf.generate.tool_calls import (
     json_calls,
     pattern_of,
 )
-from moegguf.gguf.chat_template import ThinkMarks, has_channels, think_marks_of
+from moegguf.gguf.chat_template import HARMONY, ThinkMarks, has_channels, think_marks_of
 
 NAME, OTHER_NAME = "qname", "qother"
 ID, OTHER_ID = "qidaaaaaa", "qidbbbbbb"
@@ -53,9 +53,7 @@ TOOLS = tuple(
             "description": "qdescription",
             "parameters": {
                 "type": "object",
-                "properties": {
-                    key: {"type": "string", "description": "qdescription"} for key in VALUES
-                },
+                "properties": {key: {"type": "string", "description": "qdescription"} for key in VALUES},
                 "required": ["qkeya"],
             },
         },
@@ -136,6 +134,7 @@ def _json_written(open_mark: str, close: str, *, arguments: str = "arguments", l
     return Written(f'{open_mark}{begin}{{"name": "', f'", "{arguments}": ', f"}}{end}{close}")
 
 
+HARMONY_CALL = Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "")
 JSON_ONLY = ToolFormat("", "", (JsonCalls(),), _json_written("", ""))
 
 _DEEPSEEK = NamedCalls(
@@ -300,13 +299,13 @@ class _Probe:
         self._prompt = self._render()
         self._text = self._render(_answer(text=TEXT))
         self.think = self._think_marks()
-        self.closes_thinking = False
+        self.closes_thinking = self.empties_text = False
         self.text_open, self.text_close = self._text_marks()
 
     def _render(self, *answers: Mapping[str, Any], think: bool = True) -> str:
         """Returns the prompt of a question and messages after it, "" when the template rejects them."""
         try:
-            return render(self.template, [QUESTION, *answers], tools=TOOLS, think=think)
+            return render(self.template, [QUESTION, *map(dict, answers)], tools=TOOLS, think=think)
         except TemplateError:
             return ""
 
@@ -330,7 +329,7 @@ class _Probe:
         shared_end = _common_prefix(self._prompt, rendered)
         written, begun = before[shared_end:], self._prompt[shared_end:]
         opened = begun or written or "".join(_pieces(before.rstrip())[-len(_pieces(marks)) :])
-        return ThinkMarks(opened.strip(), marks.strip())
+        return ThinkMarks(opened.strip("\n"), marks.strip())
 
     def _text_marks(self) -> tuple[str, str]:
         """Returns the marks around the text of an answer."""
@@ -339,8 +338,8 @@ class _Probe:
         if self.think and self.think.close in opened:
             before, _, opened = opened.rpartition(self.think.close)
             self.closes_thinking = not before.strip()
-        opened = opened.strip()
-        if not text or not opened or self._prompt.rstrip().endswith(opened):
+        opened = opened.lstrip("\n")
+        if not text or not opened.strip() or self._prompt.rstrip().endswith(opened.strip()):
             return "", ""
         with_call = self._render(_answer(_call(NAME, ID, VALUES), text=TEXT)).partition(TEXT)[2]
         if with_call:
@@ -374,12 +373,14 @@ class _Probe:
             results = [{"role": "tool", "tool_call_id": call["id"], "content": "qresult"} for call in calls]
             rendered = self._render(_answer(*calls), *results).partition("qresult")[0]
             text = self._render(_answer(text=TEXT), QUESTION)
-        begin = _whole_mark_begin(rendered, _common_prefix(rendered, text))
+        before = self._prompt if has_channels(self.template) else text
+        begin = _whole_mark_begin(rendered, _common_prefix(rendered, before))
         end = _whole_mark_end(rendered, len(rendered) - _common_suffix(rendered[begin:], text[begin:]))
         found = rendered[begin:end]
         head = found.partition(NAME)[0]
         if self.think and self.think.close in head:
             found = found[head.rindex(self.think.close) + len(self.think.close) :]
+        self.empties_text = bool(self.text_close) and found.startswith(self.text_close)
         return found.removeprefix(self.text_close) if self.text_close else found
 
     def _json_format(self, written: str) -> ToolFormat | None:
@@ -567,14 +568,23 @@ def _endings(text: str) -> Iterator[str]:
 
 
 class AnswerFormat:
-    """The parts of an answer. `think`: the marks of thinking. `closes_thinking`: an answer without thinking begins with
-    the mark that ends it. `text_open`, `text_close`: marks around the text. `channels`: an answer consists of messages whose headers name their channel or recipient."""
+    """The parts of an answer.
+
+    `think`: the marks of thinking. `closes_thinking`: an answer without thinking begins with the mark that ends it.
+    `text_open`, `text_close`: marks around the text. `channels`: an answer consists of messages whose headers name
+    their channel or recipient.
+    """
 
     def __init__(self, probe: _Probe) -> None:
         self._probe = probe
         self.think, self.closes_thinking = probe.think, probe.closes_thinking
         self.text_open, self.text_close = probe.text_open, probe.text_close
-        self.channels = has_channels(probe.template)
+        self.channels, self.is_harmony = has_channels(probe.template), HARMONY in probe.template
+
+    @property
+    def empties_text(self) -> bool:
+        """Whether the marks of an empty text stand before a call."""
+        return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:

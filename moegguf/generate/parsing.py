@@ -69,7 +69,7 @@ class AnswerParser:
             match = marks.search(self._held)
             if self._ended and self._held in self._endings:
                 self._held = ""
-            n_held = 0 if self._ended else tail(self._held, (*texts, *(f"{ending}\0" for ending in self._endings)))
+            n_held = 0 if self._ended else tail(self._held, texts)
             n = match.start() if match else len(self._held) - n_held
             self._write(self._held[:n])
             self._held = self._held[n:]
@@ -79,10 +79,13 @@ class AnswerParser:
 
 
 class ChannelParser(AnswerParser):
-    """For answers that consist of messages with headers. gpt-oss names a channel in a header, and a function in a call's:
+    """For answers that consist of messages with headers.
+
+    gpt-oss names a channel in a header, and a function in a call's:
     `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. Other models
     name a recipient: ` to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>`. Analysis and
-    messages to the model itself are thinking; messages that are neither thinking nor calls are text."""
+    messages to the model itself are thinking; messages that are neither thinking nor calls are text.
+    """
 
     def __init__(self, formats: Sequence[ToolFormat], types: Types, prompt_end: str, marks: Sequence[str]) -> None:
         super().__init__()
@@ -205,7 +208,9 @@ class MarkParser(AnswerParser):
             in_text = yield from self._read_thinking(self._think)
         if not in_text:
             yield from self._begin_text()
-        while match := (yield from self._write_until(self._opens, self._marks)):
+        # A text that may end the answer is held back as a whole.
+        held = [*self._marks, *(f"{ending}\0" for ending in self._endings)]
+        while match := (yield from self._write_until(self._opens, held)):
             if match[0] == self._form.text_close:
                 self._held = self._held[match.end() :]
             else:
@@ -213,7 +218,7 @@ class MarkParser(AnswerParser):
 
     def _begin_text(self) -> Iterator[None]:
         """Consumes what stands before the text, or a call that is the whole answer."""
-        opened = self._form.text_open
+        opened = self._form.text_open.strip()
         if not (self._think or self._formats or self._json_only or opened):
             return
         opened = f"{self._prompt_mark}{opened}" if opened else ""
@@ -221,7 +226,7 @@ class MarkParser(AnswerParser):
         if opened and body.startswith(opened):
             self._held, self._prompt_mark = body.removeprefix(opened), ""
             yield from self._drop_line_breaks()
-        elif self._opens.match(body):
+        elif body.startswith(tuple(self._formats)):
             self._held = body
         elif self._json_only and body[:1] in ("{", "["):
             yield from self._read_only_call(self._json_only)

@@ -1,7 +1,8 @@
-"""Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's calls.
+"""Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's forms.
 
-A reader takes the text of a block of calls and returns the calls, or None when the text is no call. Readers never raise:
-whatever a model writes is either a call or text. `call_format.py` learns from a chat template which reader applies.
+A reader takes the text of a block of calls and returns the calls, or None when the text is no call. Readers never
+raise: whatever a model writes is either a call or text. `call_format.py` learns from a chat template which reader
+applies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _reject_constant(constant: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """Returns a JSON number. Raises ValueError for one that no double holds, because JSON could not be written of it."""
+    """Returns a JSON number. Raises ValueError for one that no double holds: no JSON could be written of its value."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is too large")
@@ -107,21 +108,28 @@ class Parameter:
 _MAX_REFERENCES = 16
 
 
-def _parts(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yields a schema and the schemas that it combines or refers to."""
+_COMBINING = ("anyOf", "oneOf", "allOf")
+
+
+def parts_of(parameter: Parameter, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
+    """Yields a schema and the schemas that it refers to or combines by the keywords `combining`."""
+    yield from _parts(parameter.schema, parameter.root, 0, combining)
+
+
+def _parts(schema: Any, root: Any, depth: int, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
         return
     yield schema
-    for key in ("anyOf", "oneOf", "allOf"):
+    for key in combining:
         parts = schema.get(key)
         for part in parts if isinstance(parts, list | tuple) else ():
-            yield from _parts(part, root, depth + 1)
+            yield from _parts(part, root, depth + 1, combining)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target = root
         for step in reference[2:].split("/"):
             target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        yield from _parts(target, root, depth + 1)
+        yield from _parts(target, root, depth + 1, combining)
 
 
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
@@ -171,8 +179,8 @@ def parameter_value(text: str, parameter: Parameter) -> Any:
 
 
 def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
-    """Returns the call in one of the usual JSON objects: {"name", "arguments"}, {"function": {...}} or variants of them.
-    With `name_is_key` also {NAME: arguments}."""
+    """Returns the call in one of the usual JSON objects: {"name", "arguments"}, {"function": {...}} or variants of
+    them. With `name_is_key` also {NAME: arguments}."""
     if not isinstance(value, dict):
         return None
     if name_is_key and len(value) == 1:
@@ -256,8 +264,8 @@ class JsonCalls(Reader):
 
 @dataclass(frozen=True)
 class NamedCalls(Reader):
-    """Reads names, each followed by a JSON object. `before`: marks before a name, `between`: before the object, `after`:
-    behind it. All are patterns."""
+    """Reads names, each followed by a JSON object. `before`: marks before a name; `between`: before the object;
+    `after`: behind it. All are patterns."""
 
     before: str
     between: str
@@ -283,9 +291,9 @@ class NamedCalls(Reader):
 class TaggedCalls(Reader):
     """Reads names, each followed by arguments that have marks of their own.
 
-    `before`: marks before a name, `between`: behind the name, `after`: behind the arguments. Of an argument `key_open`
-    and `key_close` are the marks around its name, and `value_close` the mark behind its value. All are patterns; a group
-    in `key_close` is the value's type, and `string_sign` the type of a text. `key_close` matches blanks only where the
+    `before`: marks before a name; `between`: behind the name; `after`: behind the arguments. `key_open` and `key_close`
+    are the marks around an argument's name, `value_close` is the mark behind its value. All are patterns. A group in
+    `key_close` is the value's type, and `string_sign` is the type of a text. `key_close` matches blanks only where the
     template writes them, so that they are no part of the value.
     """
 

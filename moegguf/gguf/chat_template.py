@@ -71,5 +71,11 @@ def capabilities_of(template: str | None) -> tuple[str, ...]:
 
 def tail(text: str, marks: Iterable[str]) -> int:
     """Returns the number of characters at the end of `text` that may be the start of a mark."""
-    starts = [n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n])]
-    return max(starts, default=0)
+    longest = 0
+    for mark in marks:
+        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while at >= 0 and not mark.startswith(text[at:]):
+            at = text.find(mark[0], at + 1)
+        if at >= 0:
+            longest = max(longest, len(text) - at)
+    return longest

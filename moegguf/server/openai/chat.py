@@ -350,8 +350,10 @@ class ChoicesReply(Reply):
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
-        """OpenAI's `finish_reason`, which has no "cancelled"."""
-        return "tool_calls" if self.n_calls else "length" if done.timing.finish == "length" else "stop"
+        """Returns OpenAI's `finish_reason`, which has no "cancelled"."""
+        if done.timing.finish == "length":  # the last call may be cut
+            return "length"
+        return "tool_calls" if self.n_calls else "stop"
 
     def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._head, "object": kind, "choices": choices, **more}
