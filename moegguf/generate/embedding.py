@@ -81,8 +81,8 @@ def _pair(llm: Llama, query: str, document: str) -> list[int]:
     """The tokens of a query and a document, as llama-server joins them: by the model's template "rerank", else by its
     separators."""
     bindings, vocab = library.llama_cpp(), llm._model.vocab
-    if template := bindings.llama_model_chat_template(llm.model, b"rerank"):
-        text = template.decode().replace("{query}", query).replace("{document}", document)
+    if template := llm.metadata.get("tokenizer.chat_template.rerank"):
+        text = template.replace("{query}", query).replace("{document}", document)
         return list(llm.tokenize(to_utf8(text), add_bos=True, special=True))
     parts = [list(llm.tokenize(to_utf8(text), add_bos=False, special=False)) for text in (query, document)]
     sep = bindings.llama_vocab_sep(vocab)

@@ -19,7 +19,7 @@ from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateE
 from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import Continuation, continuation_of, render, split_last
-from moegguf.gguf.chat_template import capabilities_of
+from moegguf.gguf.chat_template import CHATML, CHATML_END, capabilities_of
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -36,7 +36,8 @@ Token = TypeVar("Token")
 class Prompt:
     """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any; `continuation`,
     of an answer that continues a message; `images`, of a prompt with images, which has the same tokens. `n_tokens`: of
-    all of a text; where it is far too long an estimate, and some tokens are left out."""
+    all of a text; where it is far too long an estimate, and some tokens are left out. `stops`: texts that end the
+    answer as the model's end tokens do."""
 
     tokens: list[int]
     end: str = ""
@@ -46,6 +47,7 @@ class Prompt:
     cut_messages: int = 0
     cut_tokens: int = 0
     images: ImagePrompt | None = None
+    stops: tuple[str, ...] = ()
 
     @property
     def text_tokens(self) -> list[int]:
@@ -188,9 +190,11 @@ class _Renderer:
 
     def __init__(self, llm: Llama, request: GenerationRequest) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
-        self.template = request.template or llm.metadata.get("tokenizer.chat_template") or None
+        self._tools = () if request.tool_choice == "none" else request.tools
+        for_tools = llm.layout.tool_template if self._tools else None
+        self.template = request.template or for_tools or llm.layout.chat_template or CHATML
         able = capabilities_of(self.template)
-        if request.tools and request.tool_choice != "none" and "tools" not in able:
+        if self._tools and "tools" not in able:
             raise CapabilityError("this model does not support tools: its chat template has no place for them.")
         if request.think and "thinking" not in able:
             raise CapabilityError("this model does not support thinking; ask without it.")
@@ -218,7 +222,8 @@ class _Renderer:
             tokens = images.tokens
         else:
             tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
-        return Prompt(tokens, text, len(tokens), self.template, continuation, images=images)
+        stops = (CHATML_END,) if self.template is CHATML else ()
+        return Prompt(tokens, text, len(tokens), self.template, continuation, images=images, stops=stops)
 
     def image_tokens(self, message: Message) -> int:
         """The tokens of a message's images."""
@@ -228,13 +233,11 @@ class _Renderer:
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
 
     def _render(self, messages: Sequence[Message]) -> str:
-        if self.template is None:
-            return "\n".join(str(message.get("content") or "") for message in messages)
         request, vocabulary = self._request, self.vocabulary
         return render(
             self.template,
             messages,
-            tools=() if request.tool_choice == "none" else request.tools,
+            tools=self._tools,
             think=request.think,
             options=request.template_options,
             bos=vocabulary.token_text(self._llm.token_bos()),
