@@ -18,13 +18,16 @@ from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
 from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.generate.template import Continuation, continuation_of, render, split_last
+from moegguf.generate.template import Continuation, LongPromptError, continuation_of, render, split_last
 from moegguf.gguf.chat_template import CHATML, CHATML_END, capabilities_of
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 MAX_WHOLE_CHARACTERS = 512 << 10  # of a longer text, tokens are estimated before all of it is tokenized
+TOKEN_CHARACTERS = 32  # on average per token of the context: a longer prompt of a short conversation does not fit
+COPIES = 4  # of a conversation in its prompt, which make a prompt longer that may still fit
+USUAL_CHARACTERS = 4  # per token, roughly
 HEADROOM_CHARACTERS = 8  # of a cut message, per token that may stay: more than most tokens have
 ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context to the answer
 MESSAGE_TOKENS = 8  # a template's marks around a message, roughly
@@ -101,15 +104,21 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
 
 
 def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
-    """The tokens of a text; of one that is long and needs more than twice the context, about those of its ends."""
-    if len(text) > MAX_WHOLE_CHARACTERS:
-        half = MAX_WHOLE_CHARACTERS // 2
-        ends = vocabulary.tokens(text[:half] + text[-half:], special=special)
-        n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
-        if n_tokens > 2 * n_ctx:
-            return Prompt(ends, text, n_tokens)
+    """Returns the tokens of a text; of a long text that needs more than twice the context, about those of its ends."""
+    if far := _far(vocabulary, text, n_ctx, special=special):
+        return far
     tokens = vocabulary.tokens(text, special=special)
     return Prompt(tokens, text, len(tokens))
+
+
+def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt | None:
+    """Returns about the tokens of the ends of a long text that needs more than twice the context; None for others."""
+    if len(text) <= MAX_WHOLE_CHARACTERS:
+        return None
+    half = MAX_WHOLE_CHARACTERS // 2
+    ends = vocabulary.tokens(text[:half] + text[-half:], special=special)
+    n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
+    return Prompt(ends, text, n_tokens) if n_tokens > 2 * n_ctx else None
 
 
 def _completion(llm: Llama, request: GenerationRequest, prompt: str) -> Prompt:
@@ -204,15 +213,19 @@ class _Renderer:
         """Raises TemplateError, and for images CapabilityError and OptionError."""
         n_ctx = self._llm.n_ctx()
         text = "".join(text_of(message.get("content")) for message in messages)
-        if len(text) > MAX_WHOLE_CHARACTERS and (far := tokenize(self.vocabulary, text, n_ctx)).n_tokens > 2 * n_ctx:
-            return Prompt([], "", far.n_tokens)  # too long in any case
+        if far := _far(self.vocabulary, text, n_ctx):
+            return Prompt([], "", far.n_tokens)
         last = None
         if self._request.continue_final_message:
             messages, last = split_last(messages)
         marked = mark_images(messages)
-        text = self._render(marked.messages)
-        if marked.images and marked.pieces(text) is None:
-            text = self._render(marked.as_lists())
+        most = max(TOKEN_CHARACTERS * n_ctx, COPIES * self._n_given(marked.messages))
+        try:
+            text = self._render(marked.messages, self._request.begins_answer or last is not None, most)
+        except LongPromptError:
+            return Prompt([], "", most // USUAL_CHARACTERS)
+        if far := _far(self.vocabulary, text, n_ctx):
+            return Prompt([], "", far.n_tokens)
         continuation = None
         if last is not None:
             continuation = continuation_of(last, text, self.template)
@@ -232,7 +245,12 @@ class _Renderer:
             return 0
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _n_given(self, messages: Sequence[Message]) -> int:
+        """Returns the number of characters that the template is given."""
+        values = [value for message in messages for value in message.values()]
+        return sum(len(str(value)) for value in (*values, *self._tools))
+
+    def _render(self, messages: Sequence[Message], begins_answer: bool, characters: int) -> str:
         request, vocabulary = self._request, self.vocabulary
         return render(
             self.template,
@@ -242,6 +260,8 @@ class _Renderer:
             options=request.template_options,
             bos=vocabulary.token_text(self._llm.token_bos()),
             eos=vocabulary.token_text(self._llm.token_eos()),
+            begins_answer=begins_answer,
+            characters=characters,
         )
 
     def _read_images(self, marked: Marked, text: str) -> ImagePrompt:
@@ -285,7 +305,7 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
         for message, other in zip(messages, others, strict=True)
     ]
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
-    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
+    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS for text in texts]
     images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
     sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # the same in every request
     fixed = render(conversation.fixed)

@@ -44,7 +44,7 @@ from moegguf.serving.events import Snapshot
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 DELTA_S = 0.02  # between two messages with an answer's text
 PROGRESS_S = 0.1  # between two messages of progress
-MAX_REPLIES = 4  # that are made at once: slow templates are fewer (moegguf.generate.limited)
+MAX_REPLIES = 32  # that are made at once: a slow template or a long text holds up nobody else
 
 
 class Outbox:
