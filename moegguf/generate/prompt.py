@@ -20,6 +20,7 @@ from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import Continuation, LongPromptError, continuation_of, render, split_last
 from moegguf.gguf.chat_template import CHATML, CHATML_END, capabilities_of
+from moegguf.gguf.experts import ExpertLayout
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -92,6 +93,11 @@ def count_prompt(llm: Llama, request: GenerationRequest) -> int:
     """The number of tokens of a conversation's prompt, whether or not it fits the context; of one that is far too long,
     an estimate. Raises CapabilityError and TemplateError as `read_prompt` does."""
     return _Renderer(llm, request)(request.messages or ()).n_tokens
+
+
+def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
+    """Returns the chat template of a model for a conversation with or without tools."""
+    return (layout.tool_template if with_tools else None) or layout.chat_template or CHATML
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
@@ -200,8 +206,7 @@ class _Renderer:
     def __init__(self, llm: Llama, request: GenerationRequest) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
         self._tools = () if request.tool_choice == "none" else request.tools
-        for_tools = llm.layout.tool_template if self._tools else None
-        self.template = request.template or for_tools or llm.layout.chat_template or CHATML
+        self.template = request.template or template_of(llm.layout, with_tools=bool(self._tools))
         able = capabilities_of(self.template)
         if self._tools and "tools" not in able:
             raise CapabilityError("this model does not support tools: its chat template has no place for them.")
