@@ -26,8 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
 VENDOR = Path(os.environ.get("MOEGGUF_VENDOR_DIR", ROOT / "build" / "vendor"))
 
-# What the build reads; the rest of the distribution (tests, media, web UI) is not unpacked.
-WANTED = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/", "tools/mtmd/")
+# What the build reads, and the chat templates that tests render; the rest of the distribution (tests, media, web UI) is
+# not unpacked.
+WANTED = (
+    "CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/", "tools/mtmd/",
+    "models/templates/",
+)  # fmt: skip
 WANTED_BINDINGS = ("llama_cpp/", "LICENSE.md")
 
 # pip does not read uv's variables: the one to set, and those that stand for it.

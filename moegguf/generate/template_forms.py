@@ -33,6 +33,7 @@ class Forms:
     part_roles: frozenset[str] = frozenset()  # their content is a list of parts
     merges_system: bool = False  # the text of a system message begins the next message of the user
     user_results: bool = False  # the result of a tool is a message of the user
+    null_content: bool = False  # the content of a message of calls alone is none
     text_arguments: bool = False  # the arguments of a call are the text of their JSON
     empty_tools: bool = False  # no tools are an empty list
 
@@ -56,6 +57,8 @@ class Forms:
             formed["reasoning_content"] = thinking
         if calls := [self._call(call) for call in formed.pop("tool_calls", None) or ()]:
             formed["tool_calls"] = calls
+            if self.null_content:
+                formed["content"] = formed["content"] or None
         if "tool_name" in formed:
             formed.setdefault("name", formed["tool_name"])
         return formed
@@ -200,7 +203,12 @@ _PROBES = (
             _text("assistant"),
             _text("user", 1),
         ),
-        _choices(user_results=(False, True), part_roles=((), ("tool",)), text_arguments=(False, True)),
+        _choices(
+            user_results=(False, True),
+            part_roles=((), ("tool",)),
+            null_content=(False, True),
+            text_arguments=(False, True),
+        ),
         (_TOOL,),
     ),
 )  # fmt: skip
