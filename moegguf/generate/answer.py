@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from moegguf.errors import OptionError
@@ -112,7 +112,9 @@ class BatchedAnswer:
                 raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
             constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation)
             self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint)
-            self._transcript = new_transcript(request, prompt, llm.vocabulary)
+            stops = (*request.sampling.stop, *prompt.stops)
+            stopped = replace(request, sampling=replace(request.sampling, stop=stops))
+            self._transcript = new_transcript(stopped, prompt, llm.vocabulary)
         except Exception as error:
             self.error = error
             return
@@ -237,7 +239,8 @@ class BatchedAnswer:
         if delta is not None:
             self.events.on_delta(delta)
         timing = self.timing
-        timing.stop_string = self._transcript.stop_string
+        stop = self._transcript.stop_string
+        timing.stop_string = stop if stop in self.request.sampling.stop else ""
         if self.request.return_context:
             timing.context = (*self.prompt.text_tokens, *self.generated)
         timing.total_s = time.perf_counter() - self._start_s

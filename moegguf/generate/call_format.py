@@ -519,13 +519,13 @@ class _Probe:
 
 
 KINDS: Mapping[str, Any] = {"string": "qvala", "number": 77, "boolean": True, "object": {"x": 77}, "array": [77]}
-VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i)true<|(?i:true)", "object": r"\{", "array": r"\["}
+VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "object": r"\{", "array": r"\["}
 
 
 @dataclass(frozen=True)
 class _Style:
-    """How arguments are written. `end`: the place behind them. `reader` makes a reader of calls from patterns: the marks
-    before a name and behind the arguments."""
+    """A style of writing arguments. `end`: the place behind them. `reader` makes a reader of calls from two patterns: the
+    marks before a name, and the marks behind the arguments."""
 
     is_json: bool
     end: int

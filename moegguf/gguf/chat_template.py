@@ -25,6 +25,19 @@ class ThinkMarks:
 HARMONY = "<|channel|>"
 """Starts a channel of gpt-oss, which writes every part of an answer into one: analysis, commentary or final."""
 
+CHATML = (
+    "{%- for message in messages -%}\n"
+    "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}\n"
+    "{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}\n"
+    "    {{- '<|im_start|>assistant\\n' -}}\n"
+    "{%- endif -%}\n"
+)
+"""The chat template of models that have none, as in llama-server."""
+
+CHATML_END = "<|im_end|>"
+"""Ends a message in CHATML. It is text where the model's vocabulary has no token of this name."""
+
 THINK_MARKS = (
     ThinkMarks("[THINK]", "[/THINK]"),  # Magistral, Ministral
     ThinkMarks("<seed:think>", "</seed:think>"),  # Seed-OSS
