@@ -62,6 +62,7 @@ TOOLS = tuple(
 )
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
+_TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word in a line of its own, or a mark at the end
 _MARK = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 
 
@@ -339,7 +340,7 @@ class _Probe:
             before, _, opened = opened.rpartition(self.think.close)
             self.closes_thinking = not before.strip()
         opened = opened.lstrip("\n")
-        if not text or not opened.strip() or self._prompt.rstrip().endswith(opened.strip()):
+        if not text or not _TEXT_OPEN.fullmatch(opened) or self._prompt.rstrip().endswith(opened.strip()):
             return "", ""
         with_call = self._render(_answer(_call(NAME, ID, VALUES), text=TEXT)).partition(TEXT)[2]
         if with_call:
@@ -524,8 +525,8 @@ VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "obje
 
 @dataclass(frozen=True)
 class _Style:
-    """A style of writing arguments. `end`: the place behind them. `reader` makes a reader of calls from two patterns: the
-    marks before a name, and the marks behind the arguments."""
+    """A style of writing arguments. `end`: the place behind them. `reader` makes a reader of calls from two patterns:
+    the marks before a name, and the marks behind the arguments."""
 
     is_json: bool
     end: int
@@ -590,6 +591,10 @@ class AnswerFormat:
     def endings(self) -> frozenset[str]:
         """The texts that may end an answer and are no part of it: marks of the end of a turn that are no end token."""
         return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
+
+    def learn(self) -> None:
+        """Renders what the properties need, so that the first request need not wait for it."""
+        _ = self.tools, self.endings
 
     def begun(self, prompt_end: str) -> str:
         """Returns the mark of a call or a text with which a prompt ends, "" when there is none."""

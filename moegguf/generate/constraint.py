@@ -22,8 +22,8 @@ from typing import Any
 from moegguf.errors import CapabilityError, OptionError, SchemaError
 from moegguf.generate.call_format import HARMONY_CALL, AnswerFormat, answer_format
 from moegguf.generate.call_grammar import CallGrammar, quoted, until
+from moegguf.generate.continuation import Continuation
 from moegguf.generate.request import GenerationRequest
-from moegguf.generate.template import Continuation
 
 MAX_TOOLS = 128
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.call_format import AnswerFormat, ToolFormat, answer_format
+from moegguf.generate.continuation import Continuation
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall, join
-from moegguf.generate.template import Continuation
 from moegguf.generate.tool_calls import Call, Types, closed_json, json_value, tool_call, types_of
 from moegguf.gguf.chat_template import ThinkMarks, capabilities_of, tail
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, TypeVar
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
+from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.generate.template import Continuation, LongPromptError, continuation_of, render, split_last
+from moegguf.generate.template import LongPromptError, render
 from moegguf.gguf.chat_template import CHATML, CHATML_END, capabilities_of
 from moegguf.gguf.experts import ExpertLayout
 

@@ -54,7 +54,7 @@ class Forms:
         formed = {key: value for key, value in message.items() if value is not None and key not in ("images", "index")}
         formed.setdefault("content", "")
         if thinking := formed.get("thinking"):
-            formed["reasoning_content"] = thinking
+            formed["reasoning_content"] = formed["reasoning"] = thinking
         if calls := [self._call(call) for call in formed.pop("tool_calls", None) or ()]:
             formed["tool_calls"] = calls
             if self.null_content:

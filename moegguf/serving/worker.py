@@ -33,6 +33,7 @@ from moegguf.errors import MoeggufError
 from moegguf.generate import limited
 from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.call_format import answer_format
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt, template_of
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, join
@@ -158,8 +159,10 @@ def _learn_forms(path: str) -> None:
     """Renders the probes of a model's chat templates, so that the first request need not wait for them."""
     layout = read_layout(path)
     for with_tools in (False, True):
+        template = template_of(layout, with_tools=with_tools)
         with suppress(limited.LimitedError):
-            forms_of(template_of(layout, with_tools=with_tools))
+            forms_of(template)
+            answer_format(template).learn()
 
 
 VALUES: Mapping[str, Callable[..., Any]] = {
