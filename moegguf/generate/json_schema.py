@@ -73,7 +73,7 @@ class Schemas:
         self._n_parts = self._n_steps = 0
         self._numbers = itertools.count()
 
-    def grammar(self, schema: Any, *, strict: bool = False, root: Any = None) -> str:
+    def grammar(self, schema: Any, strict: bool = False, root: Any = None) -> str:
         """The name of the rule for JSON that follows `schema`. `root`: the schema that references are local to, where
         it is another one. Raises SchemaError for a schema that is invalid or too large, and for a strict one with
         keywords that cannot be followed."""
@@ -287,7 +287,7 @@ class _Writer:
         end = [f"J_END %if bit_count_ge(_, {least})"]
         begun, going = [end[0]], [end[0]]
         for bit, value in enumerate(values):
-            item = self._terminal(quoted(value))
+            item = self._terminal(json.dumps(value))
             begun.append(f"{item} {more}::set_bit({bit})")
             going.append(f"J_COMMA {item} {more}::set_bit({bit}) %if and(bit_clear({bit}), bit_count_lt(_, {most}))")
         self._lines += [f"{first}::_: {' | '.join(begun)}", f"{more}::_: {' | '.join(going)}"]
@@ -336,7 +336,7 @@ class _Writer:
         """A property and its value, for each choice of the patterns that its name matches. `name`: None for one other
         than `taken`."""
         others = ["J_NAME", *([f"~{_literal(taken)}"] if taken else ())]
-        key = others if name is None else [quoted(json.dumps(name, ensure_ascii=False))]
+        key = others if name is None else [_literal([name])]
         pairs = list[Sequence[Symbol]]()
         groups = self._pattern_groups(facts)
         sizes = range((len(groups) if len(groups) <= MAX_MATCHES else 1) + 1)
@@ -404,15 +404,10 @@ def _leaf_options() -> Json:
     return {"whitespace_flexible": False, "lenient": True, **escapes}
 
 
-def quoted(text: str) -> str:
-    """A text in a grammar."""
-    return json.dumps(text)
-
-
 def _literal(values: Iterable[Any]) -> str:
     """One of some scalars, as an expression of a terminal."""
-    texts = itertools.chain.from_iterable(map(_texts_of, values))
-    return f"({' | '.join(map(quoted, texts))})"
+    texts = list(map(json.dumps, itertools.chain.from_iterable(map(_texts_of, values))))
+    return f"({' | '.join(texts)})" if len(texts) > 1 else texts[0]
 
 
 def _comma(n: int) -> tuple[str, ...]:
