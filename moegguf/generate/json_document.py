@@ -424,7 +424,9 @@ class Document:
                 kind, opposite, step = _OPPOSITES[keyword]
                 if step >= 0 or value > 0:
                     yield Made({"type": [kind], opposite: value + step})
-            case _ if value not in (True, {}) and (keyword != "uniqueItems" or value):
+            case "uniqueItems" if value is False:
+                return
+            case _ if value is not True or keyword == "uniqueItems":
                 raise _NoComplementError(keyword)
 
     # References
