@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -234,6 +235,25 @@ def test_a_constraint_that_cannot_be_compiled_or_followed_is_an_error(demo: Llam
     sampler = Sampler(demo, sampling, [], Constraint('start: "zz"'))
     with pytest.raises(SchemaError, match="no token"):
         sampler.sample()
+
+
+def test_an_answer_follows_a_grammar(demo: Llama) -> None:
+    grammar = 'root ::= number "-" [a-z]{2}\nnumber ::= [0-9]{3} # three digits'
+    assert re.fullmatch("[0-9]{3}-[a-z]{2}", reply(demo, QUESTION, grammar=grammar, max_tokens=60)[0])
+    end = next(token for token in range(demo.n_vocab()) if demo.vocabulary.is_end(token))
+    assert reply(demo, QUESTION, grammar=f"root ::= <[{demo.vocabulary.tokens('z')[0]}]> !<[{end}]>", max_tokens=2)[0]
+    with pytest.raises(SchemaError, match="no token of this model"):
+        Answer(demo, ask(QUESTION, grammar="root ::= <two tokens>"))
+
+
+def test_a_strict_schema_has_only_keywords_that_are_followed(demo: Llama) -> None:
+    form = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": form}}}}
+    assert reply(demo, QUESTION, format=form, max_tokens=3)[0]
+    with pytest.raises(SchemaError, match="uniqueItems"):
+        Answer(demo, ask(QUESTION, format=form, strict=True))
+    with pytest.raises(SchemaError, match="uniqueItems"):
+        Answer(demo, ask(QUESTION, tools=({**tool, "function": {**tool["function"], "strict": True}},)))
 
 
 def test_what_a_constraint_allows_is_sampled_as_without_it(demo: Llama) -> None:

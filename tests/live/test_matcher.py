@@ -186,10 +186,12 @@ def test_what_follows_the_schema_passes(form: Any, text: str, passes: bool, walk
 
 
 WHOLE = st.integers(-300, 300)
+LARGE = st.integers(-(2**63), 2**63)
+DIGITS = st.integers(1 - 10**16, 10**16 - 1)  # as many as a number has without bounds
 
 
 @settings(deadline=None)  # another process compiles each grammar first
-@given(low=st.none() | WHOLE, high=st.none() | WHOLE, number=WHOLE | st.integers())
+@given(low=st.none() | WHOLE | LARGE, high=st.none() | WHOLE | LARGE, number=WHOLE | DIGITS)
 def test_integers_between_bounds(llm: Llama, low: int | None, high: int | None, number: int) -> None:
     assume(low is None or high is None or low <= high)
     bounds = {key: bound for key, bound in (("minimum", low), ("maximum", high)) if bound is not None}
