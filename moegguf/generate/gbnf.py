@@ -39,8 +39,8 @@ _Alternatives = list[list[_Symbol]]
 
 
 def lark_rules(grammar: str, token_of: Callable[[str], int | None]) -> tuple[str, list[str]]:
-    """The name of the first rule and all rules. `token_of`: the number of a token by its text, None for a text that is
-    no single token. Raises SchemaError for a grammar that is invalid."""
+    """Returns the name of the first rule and all rules. `token_of`: the number of a token by its text, None for a text
+    that is no single token. Raises SchemaError for a grammar that is invalid."""
     try:
         return _Parser(grammar, token_of).rules()
     except RecursionError:
@@ -54,7 +54,7 @@ class _Parser:
         self._pieces = list(self._read())
         self._position = 0
         self._rules: dict[str, _Alternatives] = {}  # by their names in Lark
-        self._names: dict[str, str] = {}  # names in Lark by those of the grammar
+        self._names: dict[str, str] = {}  # names in Lark by names in the grammar
         self._n_rules = 0
 
     def _read(self) -> Iterator[re.Match[str]]:
@@ -73,7 +73,7 @@ class _Parser:
         return SchemaError(f"line {line} of the grammar needs {wanted}, but has {text!r}; correct it.")
 
     def rules(self) -> tuple[str, list[str]]:
-        """The name of the first rule and all rules."""
+        """Returns the name of the first rule and all rules."""
         self._skip_newlines()
         while self._position < len(self._pieces):
             self._read_rule()
@@ -90,7 +90,7 @@ class _Parser:
     # Reading
 
     def _next(self, *kinds: str) -> str | None:
-        """The text of the next piece if it is of one of these kinds, or one of these marks; else None."""
+        """Returns the text of the next piece if it is of one of these kinds, or one of these marks; else None."""
         if self._position == len(self._pieces):
             return None
         piece = self._pieces[self._position]
@@ -179,7 +179,8 @@ class _Parser:
     # Characters
 
     def _characters(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The characters of a text; True for those that were escaped. Raises SchemaError for an unknown escape."""
+        """Yields the characters of a text; True for those that were escaped. Raises SchemaError for an unknown
+        escape."""
         begin = 0
         while begin < len(text):
             found = _CHARACTER.match(text, begin)
@@ -192,7 +193,7 @@ class _Parser:
             begin = found.end()
 
     def _class(self, text: str) -> str:
-        """A class of characters as a regular expression."""
+        """Returns a class of characters as a regular expression."""
         negated = text.startswith("^")
         characters = list(self._characters(text[negated:]))
         if not characters:
@@ -208,7 +209,7 @@ class _Parser:
         return f"[{''.join([NONE_OF, *parts] if negated else parts)}]"
 
     def _token(self, text: str) -> str:
-        """A token by its number or its text, or any other token."""
+        """Returns a token by its number or its text, or any other token."""
         mark = text.removeprefix("!")
         number = int(mark[2:-2]) if mark.startswith("<[") else self._token_of(mark)
         if number is None:
@@ -218,7 +219,7 @@ class _Parser:
     # Right recursion
 
     def _repeated(self) -> dict[str, _Alternatives]:
-        """The rules, where one that ends with itself repeats its beginnings."""
+        """Returns the rules, where one that ends with itself repeats its beginnings."""
         rules = {}
         for name, alternatives in self._rules.items():
             options = [option for symbols in alternatives for option in self._expanded(symbols)]
@@ -233,7 +234,7 @@ class _Parser:
         return rules
 
     def _expanded(self, symbols: list[_Symbol]) -> Iterator[list[_Symbol]]:
-        """A sequence without the optional group at its end, and with each of its alternatives."""
+        """Yields a sequence without the optional group at its end, and with each of its alternatives."""
         if symbols and symbols[-1].repeat == "?" and symbols[-1].rule.startswith("gbnf_group_"):
             yield symbols[:-1]
             for option in self._rules[symbols[-1].rule]:

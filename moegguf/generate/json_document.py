@@ -70,15 +70,15 @@ class Facts:
     values: Mapping[Any, Any] | None
 
     def each(self, keyword: str) -> Iterator[Any]:
-        """The values of a keyword in all parts."""
+        """Returns the values of a keyword in all parts."""
         return (part[keyword] for part in self.parts if keyword in part)
 
     def least(self, keyword: str, default: int = 0) -> int:
-        """The largest lower limit."""
+        """Returns the largest lower limit."""
         return max(self.each(keyword), default=default)
 
     def most(self, keyword: str) -> int | None:
-        """The smallest upper limit, None for none."""
+        """Returns the smallest upper limit, None for none."""
         return min(self.each(keyword), default=None)
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class Facts:
         return {key_of(value): value for values in self.each(EXCLUDED) for value in values}
 
     def values_of(self, kind: str) -> list[Any] | None:
-        """The only scalars of a type, None for no such list."""
+        """Returns the only scalars of a type, None for no such list."""
         if self.values is None:
             return None
         values = [value for key, value in self.values.items() if key[0] == kind and key not in self.excluded]
@@ -137,7 +137,7 @@ class Facts:
 
     @functools.cached_property
     def is_closed(self) -> bool:
-        """Objects have only the properties that are named."""
+        """True where objects have only the properties that are named."""
         own = [part for part in self.parts if not isinstance(part, Made)]
         names = any("properties" in part or part.get("required") for part in own)
         return names and not any(part.keys() & _OPENING for part in own)
@@ -162,16 +162,16 @@ class Document:
         self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
 
     def goal(self, *schemas: Any) -> Goal:
-        """The goal of several schemas. Raises SchemaError for an invalid one."""
+        """Returns the goal of several schemas. Raises SchemaError for an invalid one."""
         numbers = dict.fromkeys(map(self._number, schemas))
         return tuple(number for number in numbers if self._kept[number] not in (True, {}))
 
     def together(self, goal: Goal, *schemas: Any) -> Goal:
-        """A goal with further schemas."""
+        """Returns a goal with further schemas."""
         return tuple(dict.fromkeys([*goal, *self.goal(*schemas)]))
 
     def _number(self, schema: Any) -> int:
-        """The number of a schema, or of the one that it refers to. One that refers to itself allows nothing."""
+        """Returns the number of a schema, or of the one that it refers to. One that refers to itself allows nothing."""
         seen: set[int] = set()
         while (number := self._number_of(schema)) not in seen:
             kept = self._kept[number]
@@ -194,14 +194,15 @@ class Document:
     # Alternatives
 
     def alternatives(self, goal: Goal) -> list[Facts]:
-        """The alternatives that a goal consists of."""
+        """Returns the alternatives that a goal consists of."""
         key = goal, self._compares
         if key not in self._alternatives:
             self._alternatives[key] = [_facts(parts) for parts in self._parts_of(goal)]
         return self._alternatives[key]
 
     def _parts_of(self, goal: Goal) -> Iterator[list[Json]]:
-        """The keywords of each alternative. A schema that refers to itself without a value between allows nothing."""
+        """Yields the keywords of each alternative. A schema that refers to itself without a value between allows
+        nothing."""
         start = [
             (number, frozenset[int]()) for number in reversed(goal)
         ]  # what is left, last first, and what led to it
@@ -233,7 +234,7 @@ class Document:
                 yield [plain for number in done if (plain := self._plain(number))]
 
     def _plain(self, number: int) -> Json:
-        """The keywords of single types of a schema."""
+        """Returns the keywords of single types of a schema."""
         if number not in self._plain_parts:
             kept = self._kept[number]
             left_out = {*_COMBINING, "enum"} if _has_composites(kept) else _COMBINING
@@ -243,7 +244,8 @@ class Document:
         return self._plain_parts[number]
 
     def _take_apart(self, number: int) -> tuple[list[int], list[int] | None]:
-        """The schemas that hold beside the keywords of single types, and those of `anyOf`, None without it."""
+        """Returns the schemas that hold beside the keywords of single types, and the alternatives of `anyOf`, None
+        without it."""
         key = number, self._compares
         if key not in self._taken_apart:
             kept = self._kept[number]
@@ -257,7 +259,8 @@ class Document:
         return self._taken_apart[key]
 
     def _all_of(self, kept: Json) -> Iterator[Any]:
-        """The schemas that hold beside the other keywords of a schema, for each combining keyword but `anyOf`."""
+        """Yields the schemas that hold beside the other keywords of a schema, for each combining keyword but
+        `anyOf`."""
         yield from kept.get("allOf", ())
         if "$ref" in kept:
             yield self._resolve(kept["$ref"])
@@ -280,7 +283,7 @@ class Document:
             self.ignored.add("unevaluatedItems")
 
     def _exactly_one(self, options: Sequence[Any]) -> Made:
-        """`oneOf`: each alternative without those that allow some of its values, too."""
+        """Returns the alternatives of `oneOf`, each without the values that another one allows, too."""
         overlapping = self._overlapping(options)
         alternatives = []
         for option, others in zip(options, overlapping, strict=True):
@@ -292,8 +295,8 @@ class Document:
         return Made({"anyOf": alternatives})
 
     def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
-        """For each alternative, the others that may allow some of its values. Within such a comparison, a `oneOf` is
-        read as `anyOf`, so that a schema may contain itself."""
+        """Returns, for each alternative, the others that may allow some of its values. Within such a comparison, a
+        `oneOf` is read as `anyOf`, so that a schema may contain itself."""
         found: list[list[Any]] = [[] for _ in options]
         if self._compares:
             return found
@@ -332,8 +335,8 @@ class Document:
     # Values within values
 
     def property_goal(self, facts: Facts, name: str | None, matched: Iterable[str] = ()) -> Goal | None:
-        """The goal of a property whose name matches some patterns; None where it is not allowed. `name`: None for one
-        that no schema names."""
+        """Returns the goal of a property whose name matches some patterns; None where it is not allowed. `name`: None
+        for one that no schema names."""
         self._count_steps(len(facts.parts))
         found, is_covered = list[Any](), False
         if name in facts.absent:
@@ -353,7 +356,7 @@ class Document:
         return self._goal_of_all(found)
 
     def item_goal(self, facts: Facts, n: int) -> Goal | None:
-        """The goal of an array's item, None where it is not allowed."""
+        """Returns the goal of an array's item, None where it is not allowed."""
         self._count_steps(len(facts.parts))
         found = list[Any]()
         for part in facts.parts:
@@ -371,7 +374,7 @@ class Document:
     # Complements
 
     def _complement(self, schema: Any) -> Made:
-        """A schema of the values that `schema` does not allow."""
+        """Returns a schema of the values that `schema` does not allow."""
         number = self._number(schema)
         if number not in self._complements:
             kept = self._kept[number]
@@ -385,7 +388,7 @@ class Document:
         return self._complements[number]
 
     def _without(self, kept: Json, keyword: str) -> Iterator[Any]:
-        """Schemas that together allow what a keyword forbids. Raises _NoComplementError."""
+        """Yields schemas that together allow what a keyword forbids. Raises _NoComplementError."""
         value = kept[keyword]
         match keyword:
             case "type":
@@ -445,8 +448,8 @@ class Document:
     # References
 
     def _resolve(self, reference: str) -> Any:
-        """The schema that a reference means: a JSON pointer or an anchor, behind the `$id` of a part if there is one.
-        Raises SchemaError."""
+        """Returns the schema that a reference means: a JSON pointer or an anchor, behind the `$id` of a part if there
+        is one. Raises SchemaError."""
         if self._named is None:
             self._named = dict(_named_parts(self._root))
         base, _, fragment = reference.partition("#")
@@ -474,8 +477,8 @@ class Document:
 
 
 def _named_parts(root: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a schema that have a name: "#" and the anchor, or the identifier. The first of a name is the last
-    one here."""
+    """Returns the parts of a schema that have a name: "#" and the anchor, or the identifier. The first of a name is the
+    last one here."""
     todo, found = [root], list[tuple[str, Any]]()
     while todo:
         part = todo.pop()
@@ -507,7 +510,7 @@ _OPPOSITES = {
 
 
 def key_of(value: Any) -> tuple[str, Any]:
-    """The type of a value, and what equal values of this type have in common."""
+    """Returns the type of a value, and what equal values of this type have in common."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean", value
     if isinstance(value, int | float):
@@ -555,7 +558,7 @@ def _has_composites(kept: bool | Json) -> bool:
 
 
 def _equal_to(value: Any) -> Made:
-    """The schema of one value."""
+    """Returns the schema of one value."""
     if isinstance(value, list):
         items = [_equal_to(item) for item in value]
         return Made({"type": ["array"], "prefixItems": items, "minItems": len(items), "maxItems": len(items)})
@@ -621,8 +624,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _kept(schema: Any) -> bool | Json:
-    """The supported keywords in the form of JSON Schema 2020-12; null counts as absent, because some clients send it.
-    Raises SchemaError for a value that is not allowed."""
+    """Returns the supported keywords in the form of JSON Schema 2020-12; null counts as absent, because some clients
+    send it. Raises SchemaError for a value that is not allowed."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -638,7 +641,7 @@ def _kept(schema: Any) -> bool | Json:
 
 
 def _of_today(schema: Json) -> Json:
-    """The supported keywords, where those of earlier drafts and `const` have the form of today's."""
+    """Returns the supported keywords. Keywords of earlier drafts, and `const`, have today's form."""
     schema = dict(schema)
     for old in ("$dynamicRef", "$recursiveRef"):
         if old in schema:

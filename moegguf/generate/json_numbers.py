@@ -77,8 +77,8 @@ class Numbers:
         return _common_multiple(step, Fraction(1)) if self.whole else step
 
     def expression(self) -> str | dict[str, Any]:
-        """The numbers as an expression of a terminal, or as a schema for llguidance where they are multiples of a
-        number other than a power of ten. Raises SchemaError for such multiples between bounds above 2^53."""
+        """Returns the numbers as an expression of a terminal, or as a schema for llguidance where they are multiples of
+        a number other than a power of ten. Raises SchemaError for such multiples between bounds above 2^53."""
         n_behind, zeros = self._n_behind(), 0
         if self.step is not None:
             step = self._whole_step()
@@ -108,11 +108,11 @@ class Numbers:
         return (bound for bound in (self.least, self.most) if bound is not None)
 
     def _n_before(self) -> int:
-        """Digits before the point: MAX_DIGITS, or as many as the bounds have."""
+        """Returns digits before the point: MAX_DIGITS, or as many as the bounds have."""
         return max([MAX_DIGITS, *(len(_digits(bound)[0]) for bound in self._bounds())])
 
     def _n_behind(self) -> int:
-        """Digits behind the point: MAX_DIGITS, or one more than the bounds have."""
+        """Returns digits behind the point: MAX_DIGITS, or one more than the bounds have."""
         return max([MAX_DIGITS, *(len(_digits(bound)[1]) + 1 for bound in self._bounds())])
 
     def _multiples(self, step: Fraction) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Numbers:
 
 
 def decimal_of(value: float) -> Decimal:
-    """The number as it is written in JSON."""
+    """Returns the number as it is written in JSON."""
     return Decimal(repr(value))
 
 
@@ -140,7 +140,7 @@ def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
 
 
 def _power_of_ten(number: Fraction) -> int | None:
-    """The exponent, None for another number."""
+    """Returns the exponent, None for another number."""
     digits = str(number.numerator * number.denominator)
     if 1 not in (number.numerator, number.denominator) or digits.strip("0") != "1":
         return None
@@ -152,7 +152,7 @@ def _json_number(number: Decimal | Fraction) -> int | float:
 
 
 def _digits(number: Decimal) -> tuple[str, str]:
-    """The digits before the point and those behind it, without a sign and without zeros at the end."""
+    """Returns the digits before and behind the point, without a sign and without zeros at the end."""
     before, _, behind = f"{number.copy_abs():f}".partition(".")
     return before.lstrip("0") or "0", behind.rstrip("0")
 
@@ -164,7 +164,7 @@ def _equal_to(number: Decimal) -> str:
 
 
 def _at_least(bound: Decimal, is_strict: bool) -> str:
-    """A regular expression for decimal numbers of at least `bound`, of more if `is_strict`."""
+    """Returns a regular expression for decimal numbers of at least `bound`, of more if `is_strict`."""
     if bound >= 0:
         return _larger(*_digits(bound), is_strict)
     return f"(?:[0-9.]+|-{_smaller(*_digits(bound), is_strict)})"
@@ -177,7 +177,7 @@ def _at_most(bound: Decimal, is_strict: bool) -> str:
 
 
 def _larger(before: str, behind: str, is_strict: bool) -> str:
-    """Numbers without a sign that are larger; the number itself, too, unless `is_strict`."""
+    """Returns numbers without a sign that are larger; the number itself, too, unless `is_strict`."""
     any_behind = r"(?:\.[0-9]+)?"
     options = [rf"[1-9][0-9]{{{len(before)},}}{any_behind}"]
     for n, digit in enumerate(before):
@@ -195,7 +195,7 @@ def _larger(before: str, behind: str, is_strict: bool) -> str:
 
 
 def _smaller(before: str, behind: str, is_strict: bool) -> str:
-    """Numbers without a sign that are smaller; the number itself, too, unless `is_strict`. It is not 0 then."""
+    """Returns numbers without a sign that are smaller; the number itself, too, unless `is_strict`. It is not 0 then."""
     any_behind = r"(?:\.[0-9]+)?"
     options = [rf"(?:0|[1-9][0-9]{{0,{len(before) - 2}}}){any_behind}"] if len(before) > 1 else []
     for n, digit in enumerate(before):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
-MAX_GRAMMAR_BYTES = 1 << 20  # all schemas of a request: those of its tools, too
+MAX_GRAMMAR_BYTES = 1 << 20  # rules for all schemas of a request, its tools included
 MAX_SUBSCHEMAS = 10_000  # of a request, each counted as often as it is used
 MAX_STEPS = 100_000  # of taking the schemas of a request apart
 MAX_STATES = 5_000  # of counting the properties of an object or the items of an array
@@ -75,8 +75,8 @@ class Schemas:
         self._numbers = itertools.count()
 
     def grammar(self, schema: Any, strict: bool = False, root: Any = None) -> str:
-        """The name of the rule for JSON that follows `schema`. `root`: the schema that references are local to, where
-        it is another one. Raises SchemaError for a schema that is invalid or too large, and for a strict one with
+        """Returns the name of the rule for JSON that follows `schema`. `root`: the schema that references are local to,
+        where it is another one. Raises SchemaError for a schema that is invalid or too large, and for a strict one with
         keywords that cannot be followed."""
         try:
             json.dumps(schema, allow_nan=False)
@@ -123,7 +123,7 @@ class _Writer:
         self._lines: list[str] = []
 
     def rule(self, goal: Goal) -> Rule:
-        """The rule of values that follow a goal; it is written later."""
+        """Returns the rule of values that follow a goal; it is written later."""
         self._count_part()
         if goal not in self._goals:
             self._goals[goal] = self._new_rule()
@@ -131,7 +131,7 @@ class _Writer:
         return self._goals[goal]
 
     def rules(self, first: Rule, schema: Any) -> list[str]:
-        """The lines of all rules. Raises SchemaError where `first` matches nothing."""
+        """Returns the lines of all rules. Raises SchemaError where `first` matches nothing."""
         while self._todo:
             goal = self._todo.pop()
             rule = self._goals[goal]
@@ -152,14 +152,14 @@ class _Writer:
         return name
 
     def _terminal(self, expression: str) -> str:
-        """The name of a terminal, which is defined once."""
+        """Returns the name of a terminal, which is defined once."""
         if expression not in self._names:
             self._names[expression] = name = f"J_{next(self._numbers)}"
             self._lines.append(f"{name}: {expression}")
         return self._names[expression]
 
     def _leaf(self, form: Json) -> str:
-        """The name of a rule for a value without parts, which llguidance reads."""
+        """Returns the name of a rule for a value without parts, which llguidance reads."""
         expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
         if expression not in self._names:
             self._names[expression] = name = f"json_{next(self._numbers)}"
@@ -172,7 +172,7 @@ class _Writer:
     # Values
 
     def _values(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
-        """The alternatives of values that follow some facts."""
+        """Yields the alternatives of values that follow some facts."""
         for kind in facts.types:
             if kind == "object" and facts.values is None:
                 yield from self._object(facts)
@@ -186,7 +186,7 @@ class _Writer:
                 yield from self._number(facts)
 
     def _scalars(self, facts: Facts, kind: str) -> list[Any] | None:
-        """The values of a type that has few of them, None for others."""
+        """Returns the values of a type that has few of them, None for others."""
         if facts.values is not None:
             return facts.values_of(kind)
         few: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
@@ -237,7 +237,7 @@ class _Writer:
         yield "J_BEGIN", rest
 
     def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
-        """The rule of an array's item, which follows further `schemas`; None where it is not allowed."""
+        """Returns the rule of an array's item, which follows further `schemas`; None where it is not allowed."""
         goal = self._document.item_goal(facts, n)
         return None if goal is None else self.rule(self._document.together(goal, *schemas))
 
@@ -254,7 +254,8 @@ class _Writer:
         return self._new_rule(*alternatives)
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
-        """Items of which some follow the schema of `contains`, and the end; None where their states are too many."""
+        """Returns items of which some follow the schema of `contains`, and the end; None where their states are too
+        many."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
         n_items = max(facts.n_prefix, least, most or 0, 1)  # that are counted
         n_found = max(fewest, limit or 0)
@@ -276,8 +277,8 @@ class _Writer:
         return states[0, 0]
 
     def _unique_items(self, facts: Facts, least: int, most: int | None) -> list[Sequence[Symbol]] | None:
-        """Items that differ, as a rule whose parameter has a bit for each value that was there; None where the values
-        of the items are not few."""
+        """Returns items that differ, as a rule whose parameter has a bit for each value that was there; None where the
+        values of the items are not few."""
         goal = self._document.item_goal(facts, 0)
         values = None if goal is None or facts.n_prefix else self._few(goal)
         if values is None or len(values) > MAX_UNIQUE:
@@ -296,7 +297,7 @@ class _Writer:
         return [("J_BEGIN", f"{first}::0x0")]
 
     def _few(self, goal: Goal) -> list[str] | None:
-        """The texts of all values of a goal that has only a few scalars, None for another one."""
+        """Returns the texts of all values of a goal that has only a few scalars, None for another one."""
         texts = list[str]()
         for facts in self._document.alternatives(goal):
             for kind in facts.types:
@@ -335,8 +336,8 @@ class _Writer:
     def _pairs(
         self, facts: Facts, name: str | None, taken: Sequence[str], filters: list[str]
     ) -> list[Sequence[Symbol]]:
-        """A property and its value, for each choice of the patterns that its name matches. `name`: None for one other
-        than `taken`."""
+        """Returns a property and its value, for each choice of the patterns that its name matches. `name`: None for one
+        other than `taken`."""
         others = ["J_NAME", *([f"~{_literal(taken)}"] if taken else ())]
         key = others if name is None else [_literal([name])]
         pairs = list[Sequence[Symbol]]()
@@ -357,7 +358,7 @@ class _Writer:
         return pairs
 
     def _pattern_groups(self, facts: Facts) -> list[list[str]]:
-        """The patterns of names; those of one schema with the same goal are together."""
+        """Returns the patterns of names. Patterns of one schema with equal goals are together."""
         is_one = len(list(facts.each("patternProperties"))) == 1
         groups: dict[Any, list[str]] = {}
         for pattern in facts.patterns:
@@ -371,19 +372,20 @@ class _Writer:
         return list(groups.values())
 
     def _name_pattern(self, pattern: str) -> str:
-        """The terminal of names without escapes that a pattern matches somewhere."""
+        """Returns the terminal of names without escapes that a pattern matches somewhere."""
         if pattern not in self._patterns:
             self._patterns[pattern] = self._terminal(rf'/"(?:{_search(pattern)})"/')
         return self._patterns[pattern]
 
     def _name_filter(self, schema: Any) -> str:
-        """The names that follow a schema, as a terminal."""
+        """Returns the names that follow a schema, as a terminal."""
         alternatives = self._document.alternatives(self._document.goal(schema))
         expressions = [f"({self._texts(facts)})" for facts in alternatives if "string" in facts.types]
         return self._terminal(" | ".join(expressions) or "J_NAME & ~J_NAME")
 
     def _texts(self, facts: Facts) -> str:
-        """Texts that follow some facts, without escapes that they do not need, as an expression of a terminal."""
+        """Returns texts that follow some facts, without escapes that they do not need, as an expression of a
+        terminal."""
         terms = ["J_NAME"]
         if (values := facts.values_of("string")) is not None:
             terms.append(_literal(values) if values else "~J_NAME")
@@ -404,7 +406,7 @@ class _Writer:
 
 @functools.cache
 def _leaf_options() -> Json:
-    """Options of %json for a value without parts."""
+    """Returns options of %json for a value without parts."""
     from importlib.metadata import version  # for requests with a schema only: it takes a while
 
     major, minor, *_ = version("llguidance").split(".")
@@ -414,24 +416,24 @@ def _leaf_options() -> Json:
 
 
 def _literal(values: Iterable[Any]) -> str:
-    """One of some scalars, as an expression of a terminal."""
+    """Returns one of some scalars, as an expression of a terminal."""
     texts = list(map(json.dumps, itertools.chain.from_iterable(map(_texts_of, values))))
     return f"({' | '.join(texts)})" if len(texts) > 1 else texts[0]
 
 
 def _comma(n: int) -> tuple[str, ...]:
-    """What stands before an item or a property after `n` others."""
+    """Returns what stands before an item or a property after `n` others."""
     return ("J_COMMA",) if n else ()
 
 
 def _texts_of(value: Any) -> list[str]:
-    """The texts of a scalar in JSON."""
+    """Returns the texts of a scalar in JSON."""
     texts = [json.dumps(value, ensure_ascii=False)]
     return [*texts, str(int(value))] if isinstance(value, float) and value.is_integer() else texts
 
 
 def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
-    """The rules that match something, in their order."""
+    """Returns the rules that match something, in their order."""
     possible: set[str] = set()
     n_before = -1
     while n_before < len(possible):
@@ -443,7 +445,7 @@ def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
 
 
 def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
-    """An alternative as text, None where one of its rules is not among the `possible` ones."""
+    """Returns an alternative as text, None where one of its rules is not among the `possible` ones."""
     texts = []
     for symbol in symbols:
         if isinstance(symbol, Repeat):
@@ -460,7 +462,7 @@ def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
 
 
 def _search(pattern: str) -> str:
-    """A regular expression of the whole names that a pattern matches somewhere."""
+    """Returns a regular expression of the whole names that a pattern matches somewhere."""
     alternatives, part, depth = list[str](), "", 0
     for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += (piece == "(") - (piece == ")")
