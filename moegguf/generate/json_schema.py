@@ -434,14 +434,26 @@ def _texts_of(value: Any) -> list[str]:
 
 def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
     """Returns the rules that match something, in their order."""
+    users: dict[str, list[str]] = {}
+    for name, alternatives in rules.items():
+        for symbol in itertools.chain.from_iterable(map(_rules_in, alternatives)):
+            users.setdefault(symbol, []).append(name)
     possible: set[str] = set()
-    n_before = -1
-    while n_before < len(possible):
-        n_before = len(possible)
-        for name, alternatives in reversed(rules.items()):
-            if name not in possible and any(_text_of(symbols, possible) is not None for symbols in alternatives):
-                possible.add(name)
+    todo = list(rules)
+    while todo:
+        name = todo.pop()
+        if name not in possible and any(_text_of(symbols, possible) is not None for symbols in rules[name]):
+            possible.add(name)
+            todo += users.get(name, ())
     return {name: None for name in rules if name in possible}
+
+
+def _rules_in(symbols: Sequence[Symbol]) -> Iterator[Rule]:
+    for symbol in symbols:
+        if isinstance(symbol, Repeat):
+            yield from _rules_in(symbol.body)
+        elif isinstance(symbol, Rule):
+            yield symbol
 
 
 def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
