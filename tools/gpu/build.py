@@ -1,6 +1,6 @@
 """Builds of the library with one of ggml's GPU backends, each in a folder of its own.
 
-python -m tools.gpu.build 90        # the CUDA build for compute capability 9.0, on a machine with or without a card
+python -m tools.gpu.build 90        # the CUDA build for compute capability 9.0 and today's servers
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ class Backend:
 
 def cuda(architecture: str) -> Backend:
     """For cards of one architecture, such as "90" for compute capability 9.0: it is built in minutes, all in hours."""
-    flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
+    flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}-real"]
     wheel = next(_cublas_wheels(), None)
     if wheel is None:
         return Backend("cuda", tuple(flags))
@@ -44,6 +44,16 @@ def cuda(architecture: str) -> Backend:
     ]
     folders = [str(wheel / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return Backend("cuda", tuple(flags), {"LD_LIBRARY_PATH": os.pathsep.join(folders)})
+
+
+def to_carry(backend: Backend) -> Backend:
+    """Returns a small build for today's servers (Xeon since Sapphire Rapids, EPYC since Genoa), not for this processor.
+
+    It lacks kernels of flash attention, which measurements do not use.
+    """
+    extensions = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
+    flags = ["-DGGML_NATIVE=OFF", "-DGGML_CUDA_FA=OFF", *(f"-DGGML_{name}=ON" for name in extensions)]
+    return replace(backend, name=f"{backend.name}-carried", flags=(*backend.flags, *flags))
 
 
 def nvcc() -> Path:
@@ -121,7 +131,7 @@ def main() -> int:
     """Builds for CUDA cards of the architecture that is named, and says how long it took."""
     start = time.monotonic()
     try:
-        backend = cuda(sys.argv[1])
+        backend = to_carry(cuda(sys.argv[1]))
         build(backend)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
