@@ -34,7 +34,7 @@ from moegguf.engine.machine import count_cpus
 from moegguf.processor import read_processor
 from moegguf.quantities import parse_duration
 from tools.gpu.build import ROOT, Backend, build, cuda, library_of, nvcc, vulkan
-from tools.gpu.case import Case
+from tools.gpu.case import Case, read_parts
 from tools.gpu.pack import pack
 from tools.gpu.rig import FULL, Model, Rig, small
 from tools.gpu.steps import REFUSED, Outcome, State, Step, StepError, UnfinishedError, is_among, run_steps
@@ -138,12 +138,11 @@ class Trial:
         return {}
 
     def _result(self, name: str, arguments: list[str], left_s: float, environment: dict[str, str]) -> Outcome:
-        """What a process prints as JSON, or that its memory was refused. Raises StepError."""
+        """Returns the result that a process prints, or that its memory was refused. Raises StepError."""
         done = self._python(name, arguments, left_s, environment)
-        try:
-            outcome: dict[str, Any] = json.loads(done.stdout)
-        except ValueError:
-            outcome = {"error": f"exit status {done.returncode}: {done.stderr[-2000:]}"}
+        outcome = read_parts(done.stdout)
+        if done.returncode or not outcome:
+            outcome.setdefault("error", f"exit status {done.returncode}: {done.stderr[-2000:]}")
         if "error" not in outcome:
             return outcome
         if refused := NO_MEMORY.search(done.stderr):
