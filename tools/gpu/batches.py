@@ -32,7 +32,7 @@ N_GUESSED = 4  # tokens of a sequence in every third pass, as where a draft was 
 
 
 def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Iterator[list[Chunk]]:
-    """Yields the passes. Every second pass a sequence joins; the first one leaves halfway, and another takes its place."""
+    """Yields the passes. Every second pass a sequence joins. The first one leaves halfway, and another one follows."""
     length = [0] * n_sequences
     for n in range(N_PASSES):
         chunks = list[Chunk]()

@@ -5,7 +5,7 @@
 //   micro latency                                 what a stop at a layer is made of
 //   micro mapped DEVICE TYPE NE0 NE1 N K          products that read their experts in pinned host memory
 //   micro offsets DEVICE TYPE NE0 NE1 N           the same expert in slot 5 and in the last slot of N
-//   micro strides DEVICE TYPE NE0 NE1 N K STRIDE  products of 512 tokens; 0: without space between experts
+//   micro strides DEVICE TYPE NE0 NE1 N K STRIDE  products of 512 tokens, experts together and apart
 //
 // `offsets` and `strides` also run on the CPU, so that they can be tried on a machine without a card.
 #include "ggml-alloc.h"
@@ -424,25 +424,33 @@ void offsets(ggml_backend_t backend, const Experts & experts) {
     }
 }
 
-void strides(ggml_backend_t backend, const Experts & experts, int n_used, size_t stride) {
-    constexpr int n_tokens = 512;
-    const size_t used_stride = stride ? stride : experts.bytes();
-    Pool pool(backend, used_stride * experts.n);
+double product_us(ggml_backend_t backend, const Experts & experts, size_t stride, const std::vector<int32_t> & ids,
+                  int n_tokens) {
+    Pool pool(backend, stride * experts.n);
     const std::vector<uint8_t> weights = experts.weights();
     for (int e = 0; e < experts.n; e++) {
-        pool.write(e * used_stride, weights.data() + e % 4 * experts.bytes(), experts.bytes());
+        pool.write(e * stride, weights.data() + e % 4 * experts.bytes(), experts.bytes());
     }
+    void * data = ggml_backend_buffer_get_base(pool.buffer.get());
+    Products products(backend, experts, stride, pool.buffer.get(), data, {ids}, n_tokens);
+    return median_us(50, [&] { products.compute(); });
+}
+
+void strides(ggml_backend_t backend, const Experts & experts, int n_used, size_t stride) {
+    constexpr int n_tokens = 512;
     std::mt19937 random(0);
     std::vector<int32_t> ids, all = in_turn(experts.n, experts.n, 0);
     for (int token = 0; token < n_tokens; token++) {
         std::shuffle(all.begin(), all.end(), random);
         ids.insert(ids.end(), all.begin(), all.begin() + n_used);
     }
-    void * data = ggml_backend_buffer_get_base(pool.buffer.get());
-    Products products(backend, experts, used_stride, pool.buffer.get(), data, {ids}, n_tokens);
     const std::string what = std::string(ggml_type_name(experts.type)) + " " + std::to_string(experts.ne1) + "x" +
-                             std::to_string(experts.n) + ", stride " + std::to_string(used_stride);
-    print(what, "us", median_us(50, [&] { products.compute(); }));
+                             std::to_string(experts.n);
+    const double together = product_us(backend, experts, experts.bytes(), ids, n_tokens);
+    const double apart = product_us(backend, experts, stride, ids, n_tokens);
+    print(what + ", together", "us", together);
+    print(what + ", apart", "us", apart);
+    print(what + ", apart against together", "ratio", apart / together);
 }
 
 ggml_type type_named(const std::string & name) {
@@ -470,10 +478,11 @@ int main(int argc, char ** argv) {
         }
         const ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
         const Experts experts = {type_named(argv[3]), atoll(argv[4]), atoll(argv[5]), atoi(argv[6])};
-        const int n_used = argc > 7 ? atoi(argv[7]) : 1;
-        if (what == "mapped") { mapped(backend.get(), experts, n_used); }
         if (what == "offsets") { offsets(backend.get(), experts); }
-        if (what == "strides") { strides(backend.get(), experts, n_used, argc > 8 ? strtoull(argv[8], nullptr, 10) : 0); }
+        if (what == "mapped" && argc == 8) { mapped(backend.get(), experts, atoi(argv[7])); }
+        if (what == "strides" && argc == 9) {
+            strides(backend.get(), experts, atoi(argv[7]), strtoull(argv[8], nullptr, 10));
+        }
     } else {
         fprintf(stderr, "see the head of micro.cu\n");
         return 2;
