@@ -31,7 +31,7 @@ class Backend:
 
 def cuda(architecture: str) -> Backend:
     """For cards of one architecture, such as "90" for compute capability 9.0: it is built in minutes, all in hours."""
-    flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}-real"]
+    flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
     wheel = next(_cublas_wheels(), None)
     if wheel is None:
         return Backend("cuda", tuple(flags))
@@ -169,7 +169,7 @@ def main() -> int:
     start = time.monotonic()
     try:
         architecture = sys.argv[1]
-        backend = to_carry(cuda(architecture))
+        backend = to_carry(cuda(f"{architecture}-real"))  # without PTX
         build(backend)
         build_programs(library_of(backend), architecture)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:

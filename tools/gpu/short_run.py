@@ -31,7 +31,7 @@ from tools.gpu.steps import Outcome, State
 LEAST_S = 2.0  # that a part is begun with
 NO_CARD = 3  # the exit status of tools/gpu/micro.cu where there is no card
 NO_MEMORY = re.compile(r"out of memory|failed to allocate|unable to allocate", re.IGNORECASE)
-STATUS_OF_TEST = re.compile(r"^tests/\S+ (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
+STATUS_OF_TEST = re.compile(r"^tests/.* (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
 SETTINGS = {"card": CARD, "link": REHEARSAL}
 
 
@@ -134,6 +134,9 @@ class Runner:
             timed_out = True
             end(process)
             out, _ = process.communicate()
+        except BaseException:  # the whole run is ended
+            end(process)
+            raise
         text = out.decode(errors="replace")
         return outcome_of(part, text, process.returncode, timed_out, self._end_of_log())
 
@@ -188,7 +191,8 @@ def outcome_of(part: Part, text: str, exit_status: int, timed_out: bool, log: st
     values: dict[str, Any]
     if part.kind == "tests":
         found = STATUS_OF_TEST.findall(text)
-        values = {name.lower(): found.count(name) for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")} if found else {}
+        failed = found.count("FAILED") + found.count("ERROR")
+        values = {"passed": found.count("PASSED"), "failed": failed, "skipped": found.count("SKIPPED")} if found else {}
     elif part.kind in ("micro", "batches"):
         lines = [read_parts(line) for line in text.splitlines()]
         values = {line["item"]: line["value"] for line in lines if "item" in line}
@@ -226,6 +230,7 @@ def run(
             left_s = begin + end_s - start
             if refusal := runner.refusal(call.part) or ("no time" if left_s < LEAST_S else ""):
                 state.keep(call.name, {"status": refusal})
+                say(f"{start - begin:5.0f} s    {call.part.name}: {refusal}")
                 continue
             outcome = runner.run(call.part, left_s)
             if call.part.kind == "facts":
@@ -265,17 +270,22 @@ def main(given: Sequence[str] | None = None) -> int:
         state.outcomes = json.loads(args.after.read_text())
         state.forget([*to_repeat(plan, state.outcomes), "facts/the machine/1"])
 
+    def text_of_results() -> str:
+        head = "A rehearsal: its figures mean nothing.\n" if setting.is_simulated else ""
+        return head + table(plan, state.outcomes)
+
     def say(text: str) -> None:
         print(text, flush=True)
-        write_atomically(out / "results.txt", table(plan, state.outcomes).encode())
+        write_atomically(out / "results.txt", text_of_results().encode())
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     runner = Runner(setting, args.library.resolve(), work, out / "log.txt")
     runner.begin_models()
     try:
         run(plan, state, runner, args.seconds, say)
     finally:
         runner.close()
-    print(table(plan, state.outcomes))
+    say(f"\n{text_of_results()}")
     return 0
 
 

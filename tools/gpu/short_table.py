@@ -106,7 +106,7 @@ def _rows(step: Step, part: Part, outcomes: Outcomes) -> Iterator[str]:
         reason = next((turn.get("error", "") for turn in turns if turn["status"] == status), "")
         rows.append((status, "", " ".join(reason.split())[-200:]))
     rows += [(note, "", "") for note in _planned(turns)]
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows or [("done", "", "")]):
         verdict = _verdict(part, row[0], found[row[0]]) if row[0] in found else ""
         yield _line("" if i else part.name, *row, verdict)
 
