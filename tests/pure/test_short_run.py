@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tools.gpu import pack, short_run
+from tools.gpu.case import Case
 from tools.gpu.short_plan import ANSWER, CARD, EQUAL, REHEARSAL, STOP, TOTAL_S, Part, Step, steps, switch_bits
 from tools.gpu.short_run import Runner, calls, ends, outcome_of, run, to_repeat
 from tools.gpu.short_table import figures_of, table
@@ -88,9 +89,9 @@ LINE = '{"item": "copy node", "unit": "us", "value": 4.65}\n'
 @pytest.mark.parametrize(
     ("part", "text", "status", "log", "expected"),
     [
-        (MICRO, LINE, 0, "", {"status": "done", "values": {"copy node": 4.65}}),
-        (MICRO, LINE + '{"item": "cut o', None, "", {"status": "timed out", "values": {"copy node": 4.65}}),
-        (MICRO, LINE, 3, "no CUDA-capable device", {"status": "needs a card", "values": {"copy node": 4.65}}),
+        (MICRO, LINE, 0, "", {"status": "done", "values": {"copy node, us": 4.65}}),
+        (MICRO, LINE + '{"item": "cut o', None, "", {"status": "timed out", "values": {"copy node, us": 4.65}}),
+        (MICRO, LINE, 3, "no CUDA-capable device", {"status": "needs a card", "values": {"copy node, us": 4.65}}),
         (MICRO, "", -11, "illegal access", {"status": "failed", "error": "exit status -11: illegal access"}),
         (
             MEASURE,
@@ -122,7 +123,7 @@ def test_a_process_that_takes_too_long_is_ended_with_its_children_and_its_figure
     program.chmod(0o755)
     runner = Runner(CARD, tmp_path, tmp_path, tmp_path / "log.txt")
     outcome = runner.run(Part("a", "micro", ("copies",)), 1.0)
-    assert outcome == {"status": "timed out", "values": {"copy node": 4.65}}
+    assert outcome == {"status": "timed out", "values": {"copy node, us": 4.65}}
     child = Path("/proc") / (tmp_path / "child").read_text().strip()
     deadline = time.monotonic() + 10
     while child.exists() and "Z (zombie)" not in (child / "status").read_text():
@@ -149,8 +150,9 @@ def test_a_second_run_repeats_gaps_and_parts_whose_turns_differ() -> None:
 
 
 def test_the_table_has_predictions_beside_medians_of_turns() -> None:
-    copies = Part("copies", "micro", predicted={"from pinned memory, 2900 kB each": (42, 53)})
-    base = Part("llama.cpp, resident", "measure", predicted={ANSWER: (600, 750)})
+    copies = Part("copies", "micro", predicted={"from pinned memory, 2900 kB each, GB/s": (42, 53)})
+    case = Case("m.gguf", "CUDA0", "llama.cpp")
+    base = Part("llama.cpp, resident", "measure", case=case, predicted={ANSWER: (600, 750)})
     share = Part("65 %", "measure", predicted={STOP: (54, 70)}, n_layer=16)
     later = Part("23 %", "measure", predicted={ANSWER: (1, 2)})
     plan = [Step("facts", 9, "", (FACTS, copies)), Step("Q3", 9, "a stop?", (base, share, later), n_turns=2)]
@@ -158,11 +160,14 @@ def test_the_table_has_predictions_beside_medians_of_turns() -> None:
         plan,
         {
             "facts/the machine/1": {"status": "done", "values": {"name": "a card"}},
-            "facts/copies/1": {"status": "done", "values": {"from pinned memory, 2900 kB each": 50.0}},
-            "Q3/llama.cpp, resident/1": answered(500.0),
+            "facts/copies/1": {"status": "done", "values": {"from pinned memory, 2900 kB each, GB/s": 50.0}},
+            "Q3/llama.cpp, resident/1": answered(500.0, tokens=[7, 8, 9]),
             "Q3/llama.cpp, resident/2": {"status": "timed out"},
             "Q3/65 %/1": answered(
-                250.0, predicted={"slots": 300.4}, steady={"VRAM": {"hit_rate": 0.98, "bytes_per_token": 50e6}}
+                250.0,
+                tokens=[7, 8, 1],
+                predicted={"slots": 300.4},
+                steady={"VRAM": {"hit_rate": 0.98, "bytes_per_token": 50e6}},
             ),
         },
     )
@@ -174,15 +179,17 @@ def test_the_table_has_predictions_beside_medians_of_turns() -> None:
         "",
         "facts:",
         "the machine|done",
-        "copies|from pinned memory, 2900 kB each|42 to 53|50",
+        "copies|from pinned memory, 2900 kB each, GB/s|42 to 53|50",
         "",
         "Q3: a stop?",
         "llama.cpp, resident|answer, t/s|600 to 750|500|NOT AS PREDICTED",
+        "tokens as of llama.cpp, resident|3",
         "timed out",
         "65 %|a stop, us|54 to 70|62.5",
         "answer, t/s|250",
         "hits|0.98",
         "MB a token|50",
+        "tokens as of llama.cpp, resident|2",
         "planner: slots 300",
         "23 %|not reached",
     ]

@@ -107,10 +107,10 @@ def main(arguments: Sequence[str]) -> None:
         same = sum(one == other for one, other in zip(ours[n], plain[n], strict=True))
         for item, value, unit in (
             (f"{n} sequences, bits are equal", same == N_PASSES, "bool"),
-            (f"{n} sequences, passes that differ", N_PASSES - same, "passes"),
+            (f"{n} sequences, passes that differ", N_PASSES - same, "number"),
         ):
             print(json.dumps({"item": item, "unit": unit, "value": float(value)}), flush=True)
-    print(json.dumps({"item": "experts evicted meanwhile", "unit": "experts", "value": ours["evictions"]}), flush=True)
+    print(json.dumps({"item": "experts evicted meanwhile", "unit": "number", "value": ours["evictions"]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+N_FIRST = 64  # tokens after the prompt that are measured apart: slots are cold there
+
 
 @dataclass(frozen=True)
 class Case:

@@ -32,9 +32,8 @@ from moegguf.native import library
 from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import parse_link
-from tools.gpu.case import Case
+from tools.gpu.case import N_FIRST, Case
 
-N_FIRST = 64  # tokens after the prompt that are measured apart: slots are cold there
 SPARE_BYTES = 1 << 30  # compute buffers, and what drivers take: for a first guess of what fits
 COUNTED = ("hook_ns", "stall_ns")  # of the store
 COUNTED_THERE = ("stall_ns", "stream_waits", "copy_ns", "misses", "evictions")  # of each tier

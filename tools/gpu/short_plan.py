@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tools.gpu.case import Case
+from tools.gpu.case import N_FIRST, Case
 from tools.gpu.rig import GB
 
 TOTAL_S = 545.0  # of all steps; the call itself takes some seconds beside them
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
+SAME = "tokens as of llama.cpp, resident"  # from the first one on
 STOP = "a stop, us"  # of one layer, computed from a speed, the speed with everything resident, and the bytes that come
 
 # Remedies that a library may have behind a switch, and the bit of each. Its function `moegguf_switches` returns the
@@ -158,9 +159,9 @@ class _Plan:
     def facts(self) -> Iterator[Part]:
         yield Part("the machine", "facts")
         predicted = {
-            "from pinned memory, 900 kB each": (35, 48),
-            "from pinned memory, 2900 kB each": (42, 53),
-            "from pinned memory, 30000 kB each": (48, 56),
+            "from pinned memory, 900 kB each, GB/s": (35, 48),
+            "from pinned memory, 2900 kB each, GB/s": (42, 53),
+            "from pinned memory, 30000 kB each, GB/s": (48, 56),
         }
         yield Part("copies", "micro", ("copies",), predicted=predicted, needs_card=True)
 
@@ -183,7 +184,8 @@ class _Plan:
             "copy node": (4, 5),
             "copy node and kernel node in turn": (5.5, 7),
         }
-        yield Part("latencies", "micro", ("latency",), predicted=predicted, needs_card=True)
+        in_us = {f"{name}, us": value for name, value in predicted.items()}
+        yield Part("latencies", "micro", ("latency",), predicted=in_us, needs_card=True)
 
     def mapped(self) -> Iterator[Part]:
         for type_, columns, rows in (("q4_K", 2048, 768), ("q6_K", 768, 2048), ("mxfp4", 2880, 2880)):
@@ -301,4 +303,7 @@ class _Plan:
         self, name: str, model: str, options: dict[str, Any] | None, predicted: Predicted, **more: Any
     ) -> Part:
         case, n_layer = self._case(model, options, **more), self.setting.models[model][2]
+        if (options or {}).get("placement") == "slots" and case.n_ubatch == self.setting.sizes["n_ubatch"]:
+            n_tokens = N_FIRST + case.n_decode
+            predicted = {**predicted, SAME: (n_tokens, n_tokens)}
         return Part(name, "measure", case=case, predicted=predicted, model=model, n_layer=n_layer)

@@ -186,6 +186,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def named(item: str, unit: str) -> str:
+    """Returns the name of a figure, with its unit where it has one."""
+    return item if unit in ("bool", "share", "ratio", "number") else f"{item}, {unit}"
+
+
 def outcome_of(part: Part, text: str, exit_status: int, timed_out: bool, log: str) -> Outcome:
     """Returns the outcome of a process that has printed `text`: whatever it got to counts."""
     values: dict[str, Any]
@@ -195,7 +200,7 @@ def outcome_of(part: Part, text: str, exit_status: int, timed_out: bool, log: st
         values = {"passed": found.count("PASSED"), "failed": failed, "skipped": found.count("SKIPPED")} if found else {}
     elif part.kind in ("micro", "batches"):
         lines = [read_parts(line) for line in text.splitlines()]
-        values = {line["item"]: line["value"] for line in lines if "item" in line}
+        values = {named(line["item"], line["unit"]): line["value"] for line in lines if "item" in line}
     else:
         values = read_parts(text)
     error = values.pop("error", "")

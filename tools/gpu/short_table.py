@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tools.gpu.short_plan import ANSWER, PROMPT, STOP, Part, Step
+from tools.gpu.short_plan import ANSWER, PROMPT, SAME, STOP, Part, Step
 from tools.gpu.steps import Outcome
 
 DIFFERENT = 0.05  # between turns of a part: it is measured again
 NONE = "-"
 WIDTHS = (44, 38, 15, 26)
-BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each"  # of a step's parts, and of the facts
+BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each, GB/s"  # of a step's parts, and of the facts
 
 Outcomes = Mapping[str, Outcome]
 
@@ -55,12 +55,31 @@ def turns_differ(part: Part, turns: Sequence[Outcome]) -> bool:
     return len(speeds) > 1 and max(speeds) > (1 + DIFFERENT) * min(speeds)
 
 
-def measured(step: Step, part: Part, outcomes: Outcomes) -> dict[str, list[float]]:
+def _resident(plan: Sequence[Step], part: Part, outcomes: Outcomes) -> list[int]:
+    """Returns the tokens of llama.cpp itself with the same model and everything on the device; empty where unknown."""
+    for step in plan:
+        for other in step.parts:
+            case = other.case
+            if other.model == part.model and case and case.system == "llama.cpp" and case.limit_bytes is None:
+                found = (turn.get("values", {}).get("tokens", []) for turn in turns_of(step, other, outcomes))
+                return max(found, key=len, default=[])
+    return []
+
+
+def _n_same(tokens: Sequence[int], others: Sequence[int]) -> int:
+    return next((i for i, pair in enumerate(zip(tokens, others, strict=False)) if pair[0] != pair[1]), len(tokens))
+
+
+def measured(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> dict[str, list[float]]:
     """Returns every figure of a part, with one value for each turn that has it."""
     found = dict[str, list[float]]()
     for outcome in turns_of(step, part, outcomes):
         for name, value in figures_of(part, outcome).items():
             found.setdefault(name, []).append(value)
+    resident = _resident(plan, part, outcomes) if part.kind == "measure" else []
+    for outcome in turns_of(step, part, outcomes):
+        if resident and (tokens := outcome.get("values", {}).get("tokens")):
+            found.setdefault(SAME, []).append(_n_same(tokens, resident))
     if (us := _stop_us(step, part, found, outcomes)) is not None:
         found[STOP] = [us]
     return found
@@ -90,16 +109,16 @@ def table(plan: Sequence[Step], outcomes: Outcomes) -> str:
     for step in plan:
         lines += ["", f"{step.name}: {step.question}"]
         for part in step.parts:
-            lines += _rows(step, part, outcomes)
+            lines += _rows(plan, step, part, outcomes)
     return "\n".join(lines) + "\n"
 
 
-def _rows(step: Step, part: Part, outcomes: Outcomes) -> Iterator[str]:
+def _rows(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> Iterator[str]:
     turns = turns_of(step, part, outcomes)
     if not turns:
         yield _line(part.name, "", "", "not reached", "")
         return
-    found = measured(step, part, outcomes)
+    found = measured(plan, step, part, outcomes)
     names = [*part.predicted, *(name for name in found if name not in part.predicted)] if found else []
     rows = [(name, _predicted(part, name), _measured(found.get(name, []))) for name in names]
     for status in dict.fromkeys(str(turn["status"]) for turn in turns if turn["status"] != "done"):
