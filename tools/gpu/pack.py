@@ -25,6 +25,7 @@ from tools.gpu.build import CARRIED
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 60_000_000
 SHORT_RUN_BYTES = 64 << 20
+OPENMP = "libgomp.so.1"
 SOURCES, WHEELS, START, SHORT_RUN = "sources.tar.xz", "wheels", "gpu_trial.py", "short_run.sh"
 
 PARTS = ("moegguf/", "patches/", "predictors/demo/", "tests/", "tools/", "pyproject.toml", "LICENSE")
@@ -103,6 +104,9 @@ def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
             if is_program:
                 subprocess.run(["strip", "--strip-unneeded", "-o", str(folder / path.name), str(path)], check=True)
             yield f"library/{path.name}", folder / path.name if is_program else path
+    command = ["c++", f"-print-file-name={OPENMP}"]  # a machine without a compiler may lack it
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    yield f"library/{OPENMP}", Path(found)
 
 
 def _write_sources(archive: Path, files: Iterable[tuple[str, Path]]) -> None:

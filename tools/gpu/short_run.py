@@ -250,7 +250,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("short-run"), help="for results.json, results.txt, log.txt")
-    parser.add_argument("--work", type=Path, default=Path("/dev/shm/moegguf-short-run"), help="for models: 16 GB")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/moegguf-short-run"), help="for models: 16 GB")
     parser.add_argument("--library", type=Path, default=CARRIED, help="the build of `make check-cuda`")
     parser.add_argument("--backend", choices=SETTINGS, default="card", help="link: tiny models, simulated device")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="after which the last step ends")

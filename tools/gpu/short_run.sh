@@ -5,11 +5,14 @@
 #   tools/gpu/short_run.sh --backend link        a rehearsal in these sources: tiny models, a simulated device
 #
 # OUT: for results.json, results.txt and log.txt (default: short-run in the current folder). WORK: for models, 16 GB
-# (default: /dev/shm/moegguf-short-run). Other arguments go to tools/gpu/short_run.py.
+# (default: moegguf-short-run in /dev/shm where that has 20 GB, else in /tmp). PYTHON: the interpreter. Other arguments
+# go to tools/gpu/short_run.py.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-export OUT=${OUT:-$PWD/short-run} WORK=${WORK:-/dev/shm/moegguf-short-run}
-export PYTHONUNBUFFERED=1
+memory_kb=$(df --output=avail -k /dev/shm 2> /dev/null | tail -1)
+[ "${memory_kb:-0}" -gt 20000000 ] && folder=/dev/shm || folder=/tmp
+OUT=${OUT:-$PWD/short-run}
+WORK=${WORK:-$folder/moegguf-short-run}
 mkdir -p "$OUT" "$WORK"
 if [ -e "$here/sources.tar.xz" ]; then
     root=$WORK/sources
