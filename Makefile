@@ -94,4 +94,4 @@ bench: $(READY)
 	@$(VENV)/bin/moegguf bench -m $(MODEL) --against stock --memory-limit 4GiB -p 512 -n 16 -r 2 --rounds 5
 
 clean:
-	rm -rf $(VENV) build/native build/portable-* build/vulkan build/cuda build/tsan build/asan build/ubsan build/test-rpc
+	rm -rf $(VENV) build/native build/portable-* build/vulkan build/cuda* build/short-run build/tsan build/asan build/ubsan build/test-rpc

@@ -278,7 +278,7 @@ class _Plan:
     def batches(self) -> Iterator[Part]:
         case = replace(self._case(MIX, {"vram_cache": "40%"}), n_ctx=512, n_ubatch=64)
         predicted = {f"{n} sequences, {EQUAL}": (1.0, 1.0) for n in (3, 9)}
-        yield Part("tiny-mix, 40 %", "batches", case=case, predicted=predicted, model=MIX, limit_s=30)
+        yield Part("tiny-mix, 40 %", "batches", case=case, predicted=predicted, model=MIX, limit_s=35)
 
     def identity(self) -> Iterator[Part]:
         for name, chosen in {
