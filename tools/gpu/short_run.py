@@ -28,6 +28,7 @@ from tools.gpu.short_plan import CARD, REHEARSAL, TOTAL_S, Part, Setting, Step, 
 from tools.gpu.short_table import figures_of, table, turns_differ
 from tools.gpu.steps import Outcome, State
 
+LOG_BYTES = 4000  # of a process that are looked through for its error
 LEAST_S = 2.0  # that a part is begun with
 NO_CARD = 3  # the exit status of tools/gpu/micro.cu where there is no card
 NO_MEMORY = re.compile(r"out of memory|failed to allocate|unable to allocate", re.IGNORECASE)
@@ -114,15 +115,17 @@ class Runner:
         return "not built in" if missing or (part.switches and not self.switches) else ""
 
     def run(self, part: Part, left_s: float) -> Outcome:
-        """Runs a part for at most this time, and returns its outcome."""
-        start, left_s = time.monotonic(), min(left_s, part.limit_s)
+        """Runs a part, once its model is written, for at most this time. Returns its outcome."""
+        start = time.monotonic()
         with suppress(subprocess.TimeoutExpired):
             if (writer := self._writers.get(part.model)) and writer.wait(left_s):
                 return {"status": "failed", "error": f"the model was not written; see {self._log.name}"}
-            return self._outcome(part, left_s - (time.monotonic() - start))
+            left_s -= time.monotonic() - start
+            return self._outcome(part, min(left_s, part.limit_s))
         return {"status": "no model in time"}
 
     def _outcome(self, part: Part, left_s: float) -> Outcome:
+        log_begin = self._log.stat().st_size if self._log.exists() else 0
         try:
             process = self._begin(self._command(part), subprocess.PIPE, self._environment_of(part))
         except OSError as error:
@@ -138,7 +141,7 @@ class Runner:
             end(process)
             raise
         text = out.decode(errors="replace")
-        return outcome_of(part, text, process.returncode, timed_out, self._end_of_log())
+        return outcome_of(part, text, process.returncode, timed_out, self._log_since(log_begin))
 
     def _command(self, part: Part) -> list[str]:
         match part.kind:
@@ -174,15 +177,16 @@ class Runner:
                 env={**self._environment, **environment},
             )  # fmt: skip
 
-    def _end_of_log(self) -> str:
+    def _log_since(self, begin: int) -> str:
+        """Returns what was written to the log since then, or the end of it."""
         with self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - 3000))
+            log.seek(max(begin, self._log.stat().st_size - LOG_BYTES))
             return log.read().decode(errors="replace")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and its children."""
-    with suppress(ProcessLookupError):
+    """Ends a process and its children, unless it has ended."""
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
