@@ -208,21 +208,16 @@ class _Plan:
                 yield self._products("offsets", f"{type_} x {rows}, {n} slots", (type_, columns, rows, n), predicted)
 
     def strides(self) -> Iterator[Part]:
-        n, columns = self.setting.n_experts, self.setting.n_columns
-        # With the strides of the pools: of Qwen1.5-MoE, whose largest `down` is Q8_0, and of Qwen3-30B.
-        for type_, rows, n_experts, n_used, stride, most in (
-            ("q4_K", 1408, 60, 4, 1_638_144, 1.05),
+        # `down` of Qwen1.5-MoE and of Qwen3-30B: each of its two types has the stride that the larger one needs.
+        for type_, columns, n_experts, n_used, stride, most in (
             ("q5_0", 1408, 60, 4, 3_075_776, 1.2),
             ("q8_0", 1408, 60, 4, 3_075_776, 1.05),
-            ("q4_K", 768, 128, 8, 889_344, 1.0),
+            ("q4_K", 768, 128, 8, 1_310_400, 1.0),
+            ("q6_K", 768, 128, 8, 1_310_400, 1.05),
         ):
+            rows = 2048
             if self.setting.is_simulated:
-                rows, n_experts, n_used, stride = (
-                    rows // 16,
-                    n,
-                    2,
-                    40_000 // 144 * 144 if type_ == "q4_K" else 22 * 34 * 60,
-                )
+                rows, n_experts, n_used = 64, self.setting.n_experts, 2
             predicted = {f"{type_} {rows}x{n_experts}, apart against together": (0.85, most)}
             arguments = (type_, columns, rows, n_experts, n_used, stride)
             yield self._products("strides", f"{type_} x {rows}", arguments, predicted)
