@@ -34,7 +34,7 @@ class Scripted(Runner):
 
     def __init__(self, seconds: dict[str, float], fail: str = "", switches: int = 0) -> None:
         self.now, self.ran, self.switches = 0.0, list[tuple[str, float]](), 0
-        self._built_in = switches
+        self._built_in, self.devices = switches, ["CPU: a processor", "CUDA0: a card"]
         self._seconds, self._fail, self._setting = seconds, fail, CARD
 
     def clock(self) -> float:
@@ -43,7 +43,9 @@ class Scripted(Runner):
     def run(self, part: Part, left_s: float) -> dict[str, Any]:
         self.ran.append((part.name, left_s))
         self.now += min(left_s, self._seconds.get(part.name, 1.0))
-        return {"status": "failed" if part.name == self._fail else "done", "values": {"switches": self._built_in}}
+        facts = {"switches": self._built_in, "devices": self.devices}
+        outcome: dict[str, Any] = {"status": "failed" if part.name == self._fail else "done"}
+        return outcome | ({"values": facts} if part.kind == "facts" else {})
 
 
 def test_parts_run_in_turns_and_shares_of_time_add_up() -> None:
@@ -80,6 +82,19 @@ def test_remedies_that_the_library_lacks_are_passed_over(tmp_path: Path) -> None
         assert [name for name in statuses if name.startswith("with") and statuses[name] == "done"] == done
         assert set(statuses.values()) <= {"done", "not built in"}
     assert (switch_bits("-"), switch_bits("abcdef")) == (0, 63)
+
+
+def test_a_run_without_its_device_ends_before_it_has_cost_time(tmp_path: Path) -> None:
+    plan = [Step("facts", 9, "", (FACTS,)), *plan_of(("M", 10, 1, ["a"]))]
+    for devices, fail, reason in (
+        (["CPU: a processor"], "", "the library sees no CUDA0, only CPU"),
+        (["CUDA0: a card"], "the machine", "failed"),
+    ):
+        runner, said = Scripted({}, fail), list[str]()
+        runner.devices = devices
+        run(plan, State(tmp_path / f"{reason}.json"), runner, 55, said.append, runner.clock)
+        assert [name for name, _ in runner.ran] == ["the machine"]
+        assert said[-1].startswith(f"error: {reason}; nothing else")
 
 
 MICRO, TESTS, MEASURE = (Part(kind, kind) for kind in ("micro", "tests", "measure"))

@@ -102,6 +102,15 @@ class Runner:
             if not file.exists():
                 self._writers[name] = self._begin(command, None)
 
+    def learn(self, facts: Outcome) -> str:
+        """Keeps what the machine has, and returns what it lacks; empty: nothing."""
+        if facts["status"] != "done":
+            return str(facts.get("error", facts["status"]))
+        self.switches = facts["values"]["switches"]
+        names = [device.partition(":")[0] for device in facts["values"]["devices"]]
+        needed = self._setting.device
+        return f"the library sees no {needed}, only {', '.join(names)}" if needed and needed not in names else ""
+
     def close(self) -> None:
         """Ends what still writes."""
         for writer in self._writers.values():
@@ -242,12 +251,13 @@ def run(
                 say(f"{start - begin:5.0f} s    {call.part.name}: {refusal}")
                 continue
             outcome = runner.run(call.part, left_s)
-            if call.part.kind == "facts":
-                runner.switches = outcome.get("values", {}).get("switches", 0)
             state.keep(call.name, {**outcome, "seconds": round(clock() - start, 1)})
             told = figures_of(call.part, outcome)
             figures = "; ".join(f"{name} {value:.4g}" for name, value in list(told.items())[:4])
             say(f"{clock() - begin:5.0f} s    {call.part.name}: {outcome['status']}{'; ' * bool(figures)}{figures}")
+            if call.part.kind == "facts" and (lacking := runner.learn(outcome)):
+                say(f"error: {lacking}; nothing else is measured, and the time is left for another run")
+                return
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
