@@ -174,6 +174,11 @@ class Settings:
     editor: str = ""
     loading: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def tells_clients_apart(self) -> bool:
+        """Whether what is computed belongs to one of several clients: to those with a key, and to those without."""
+        return len(set(self.api_keys)) + bool(self.trusted) > 1
+
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """The settings in `environ` (default: the process's). Raises OptionError, naming the variable, for a value that

@@ -58,11 +58,12 @@ class Slot:
 @dataclass(eq=False)
 class Task:
     """Work that needs the model for itself: `run`, which `stop` ends. `fail` is called instead where it does not begin
-    any more. `ticket`: its place in the order of arrival."""
+    any more. `asker`: the client that it is for. `ticket`: its place in the order of arrival."""
 
     run: Callable[[], object]
     stop: Callable[[], object]
     fail: Callable[[Exception], object]
+    asker: str = ""
     ticket: int = field(default_factory=lambda: next(_tickets))
     cancelled: bool = False
 

@@ -63,7 +63,8 @@ class GenerationRequest:
     to 20 alternatives per token; `prompt_logprobs`: of the prompt's tokens, too, all of which are evaluated then.
     `prompt_only`: the prompt is evaluated, and no token sampled. `think_marks`: for the thinking budget of a `prompt`,
     the text before thinking and texts that end it, the first of which is forced; () takes the model's. `owner`: a
-    request takes over tokens of others with the same one only; "" is that of all who are not told apart.
+    request takes over tokens of others with the same one only; "" is that of all who are not told apart. `asker`: the
+    client that may see which experts the request uses.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -86,6 +87,7 @@ class GenerationRequest:
     return_context: bool = False
     think_marks: tuple[str, ...] = ()
     owner: str = ""
+    asker: str = ""
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:

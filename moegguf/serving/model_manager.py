@@ -41,6 +41,7 @@ from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
+from moegguf.serving.clients import current_owner
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease, ManagedModel, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import RAM
@@ -166,7 +167,8 @@ class ModelManager:
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
         any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
-        again at the latest."""
+        again at the latest. Where clients are told apart, a request gets what its own client's requests use."""
+        asker = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
         if entry is not None:
             of_name = [model for model in ready if entry.name in model.uses]
@@ -175,7 +177,7 @@ class ModelManager:
         for model in ready:
             with suppress(MoeggufError):  # it has just ended
                 assert model.process is not None
-                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s).value())
+                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s, asker=asker).value())
                 found.append(replace(snapshot, model=entry.name if entry else model.name))
         return found
 

@@ -108,10 +108,13 @@ def device_failure(text: str) -> str:
 
 
 class WorkerProcess:
-    """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
-    reported; `last_timing`: of the answer that ended last. `exited`: the error that describes the exit, set when the
-    process has ended; `on_exit` is called then, before its requests get the error. `requests`: by id, until they end.
-    `cancel_grace_s`: how long a cancelled request may take to end."""
+    """A worker process, whose errors name no model: many names may share it.
+
+    `stats` and `decisions`: as last reported; `last_timings`: of each owner, that of the answer that ended last.
+    `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called then, before its
+    requests get the error. `requests`: by id, until they end. `cancel_grace_s`: how long a cancelled request may take
+    to end.
+    """
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class WorkerProcess:
         self._on_warning = on_warning or (lambda text: self._echo(f"warning: {text}\n"))
         self.cancel_grace_s = cancel_grace_s
         self.stats = Stats()
-        self.last_timing = Timing()
+        self.last_timings: dict[str, Timing] = {}
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore

@@ -198,9 +198,10 @@ async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Rep
 async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
     """The model of a question, and what it is asked, for the owner of the request. Raises MoeggufError."""
     entry, known = await look_up(state, body.model)
-    owner = "" if state.settings.share_contexts else current_owner.get()
+    asker = current_owner.get()
+    owner = "" if state.settings.share_contexts else asker
     generations = [
-        replace(generation, owner=owner, sampling=_with_budget(generation.sampling, state.settings))
+        replace(generation, owner=owner, asker=asker, sampling=_with_budget(generation.sampling, state.settings))
         for generation in body.generations(entry, known)
     ]
     first = generations[0]
