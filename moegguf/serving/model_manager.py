@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,8 @@ from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, WorkerProcess
 from moegguf.settings import Settings, read_environment
 
+log = logging.getLogger(__name__)
+
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
 SHUTDOWN_GRACE_S = 5.0
 
@@ -76,6 +79,7 @@ class ModelManager:
         self._admission = asyncio.Lock()  # of whoever is given memory for a load
         self._short: ManagedModel | None = None  # the one that waits for memory
         self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
+        self._warned: set[str] = set()  # warnings of models that are in the log
         self._closed = False
         self._changed = asyncio.Event()  # set for a moment
 
@@ -456,6 +460,7 @@ class ModelManager:
         if model.device is not None:
             model.used = memory_budget.bytes_of(plan)
         process = await self._take_process()
+        process.on_warning = functools.partial(self._log_warning, model)
         try:
             model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
             model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
@@ -477,6 +482,13 @@ class ModelManager:
             await process.close()
             if isinstance(process.exited.result(), DeviceLostError) and model.device is not None:
                 self._limits.lost.add(model.device)
+
+    def _log_warning(self, model: ManagedModel, text: str) -> None:
+        """Logs a warning of a model's process, unless a process of that model has had it before."""
+        line = f"{model.name}: {text}"
+        if line not in self._warned:
+            self._warned.add(line)
+            log.warning("%s", line)
 
     def _on_process_exit(self, model: ManagedModel) -> None:
         model.process = None
