@@ -43,9 +43,9 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     exact: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     reasoning_budget_tokens: int | None = None
     reasoning_budget_message: str = ""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

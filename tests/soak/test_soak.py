@@ -41,8 +41,8 @@ PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
 
 
 class Meddler:
-    """Kills the demo's worker, changes its budget at random times, and watches its memory, each in a task that has to be
-    cancelled."""
+    """Kills the demo's worker, changes its budget at random times, and watches its memory. Each is a task that has to
+    be cancelled."""
 
     def __init__(self, run: Run) -> None:
         self._client, self._outcome, self._dice = run.client, run.outcome, random.Random(2)
