@@ -10,9 +10,9 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from moegguf.gguf.chat_template import HARMONY, think_marks_of
+from moegguf.generate.call_format import answer_format
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -20,9 +20,29 @@ if TYPE_CHECKING:
     from moegguf.generate.prompt import Prompt
     from moegguf.generate.request import GenerationRequest
 
-_HARMONY_OPEN = re.compile(r"(?:\A|assistant)\s*<\|channel\|>\s*analysis\s*<\|message\|>")
-_HARMONY_CLOSE = re.compile(r"<\|(?:start|end|return|call|channel)\|>")
-_NEXT_MESSAGE, _FINAL_CHANNEL = "<|end|><|start|>assistant", "<|channel|>final<|message|>"
+
+class _Channels(NamedTuple):
+    """How messages are written that have a channel or a recipient: what begins one of thinking, what ends it, and the
+    texts that begin the next message and make it the answer."""
+
+    open: re.Pattern[str]
+    close: re.Pattern[str]
+    next_message: str
+    answer: str
+
+
+_HARMONY = _Channels(
+    re.compile(r"(?:\A|assistant)\s*<\|channel\|>\s*analysis\s*<\|message\|>"),
+    re.compile(r"<\|(?:start|end|return|call|channel)\|>"),
+    "<|end|><|start|>assistant",
+    "<|channel|>final<|message|>",
+)
+_RECIPIENTS = _Channels(
+    re.compile(r"\bto=self\s*<\|message\|>"),
+    re.compile(r"<\|(?:start|eom|eot)\|>"),
+    "<|eom|><|start|>assistant",
+    " to=user<|message|>",
+)
 _WINDOW = 512  # characters of the text in which a mark is looked for
 
 
@@ -113,14 +133,15 @@ def thinking_budget_of(llm: Llama, request: GenerationRequest, prompt: Prompt) -
         return None
     template = prompt.template or llm.metadata.get("tokenizer.chat_template") or ""
     message = tokens(request.sampling.reasoning_budget_message, special=False)
-    if HARMONY in template and not request.think_marks:
+    form = answer_format(template)
+    if form.channels and not request.think_marks:
+        open_pattern, close_pattern, next_message, answer = _HARMONY if form.is_harmony else _RECIPIENTS
         last = _end_of(llm, prompt).rpartition("<|start|>")[2]
         may_call = bool(request.tools) and request.tool_choice != "none"
-        ends = [_NEXT_MESSAGE] if may_call else []  # so that a call may follow, too
-        ends.append(_NEXT_MESSAGE + _FINAL_CHANNEL)
-        ids = [tokens(end) for end in ends]
-        return ThinkingBudget(llm.vocabulary, _HARMONY_OPEN, _HARMONY_CLOSE, n_tokens, ids, message=message, begun=last)
-    marks = think_marks_of(template)
+        ends = [next_message] if may_call else []  # so that a call may follow, too
+        ids = [tokens(end) for end in (*ends, next_message + answer)]
+        return ThinkingBudget(llm.vocabulary, open_pattern, close_pattern, n_tokens, ids, message=message, begun=last)
+    marks = form.think
     open, *closes = request.think_marks or ((marks.open, marks.close) if marks else ("", ""))
     if not (open and closes and closes[0]):
         return None

@@ -16,16 +16,18 @@ from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.generate.template import Continuation
 from moegguf.generate.thinking_budget import thinking_budget_of
 
-TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools or '' }}[assistant]"
+TURNS = "{{ tools or '' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 OPENED = TURNS + "<think>\n{# </think> #}"
 UNOPENED = TURNS + "{# <think> </think> #}"
 SWITCHED = TURNS + "{% if enable_thinking is false %}<think></think>{% else %}<think>{% endif %}"
+RECIPIENTS = TURNS + "<|start|>assistant{#  to=self<|message|> #}"
 HARMONY = TURNS + "<|start|>assistant{# <|channel|> #}"
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 SCHEMA = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
+TO_SELF, TO_USER = " to=self<|message|>", "<|eom|><|start|>assistant to=user<|message|>"
 
 
 def written(llm: Llama, text: str, prompt: Prompt, **options: Any) -> str:
@@ -60,12 +62,13 @@ THOUGHT = " One thing after another, and then some more."
         (HARMONY, "<|start|>assistant", ANALYSIS),
         (HARMONY, "<|start|>assistant" + ANALYSIS, ""),
         (HARMONY, "", ANALYSIS),
+        (RECIPIENTS, "<|start|>assistant", TO_SELF),
     ],
 )
 def test_the_end_is_forced_after_so_many_tokens_of_thinking(
     demo: Llama, template: str, end: str, before: str, n: int
 ) -> None:
-    mark = NEXT + FINAL if template is HARMONY else "</think>"
+    mark = {HARMONY: NEXT + FINAL, RECIPIENTS: TO_USER}.get(template, "</think>")
     prompt = Prompt([], end, template=template)
     head = demo.vocabulary.tokens(before)
     rest = demo.vocabulary.tokens(before + THOUGHT)[len(head) :]
@@ -89,6 +92,7 @@ def test_the_end_is_forced_after_so_many_tokens_of_thinking(
         (HARMONY, "<|start|>assistant", f"{FINAL}An answer that never thinks"),
         (HARMONY, "<|start|>assistant", f"{ANALYSIS}short{NEXT}{FINAL}An answer that is long"),
         (HARMONY, "<|start|>assistant", "<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{}"),
+        (RECIPIENTS, "<|start|>assistant", " to=user<|message|>An answer that never thinks<|eot|>"),
         (TURNS, "", "A model that cannot think"),
     ],
 )
