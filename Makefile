@@ -2,6 +2,7 @@
 # make run    the bundled demo model, with a budget of half its experts
 # make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
 # make lab    what the laboratory needs, see predictors/README.md      make evidence   docs/evidence.md anew: hours
+# make soak   a server under load for two minutes: clients of every API, kills, disconnects, changes of the budget
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
 # make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
@@ -22,7 +23,7 @@ JOBS ?= 2
 ARCH ?= $(shell uname -m)
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
-.PHONY: all run test test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
+.PHONY: all run test soak test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -45,6 +46,9 @@ run: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+
+soak: $(READY)
+	@MOEGGUF_LONGEST_TEST_S=600 $(PY) -m pytest tests/soak -s
 
 $(VENV)/.lint: $(READY)
 	@$(PY) tools/check_machine.py --requirements lint | $(PIP) install -r /dev/stdin

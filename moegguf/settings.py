@@ -165,12 +165,19 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     share_contexts: bool = False
     trusted: tuple[Network, ...] = ()
+    reasoning_budget_tokens: int | None = None
+    reasoning_budget_message: str = ""
     batch_parallel: int = 16
     batch_window_s: float = 86400.0
     upload_bytes: int = 200 << 20
     storage_bytes: int = 10 << 30
     editor: str = ""
     loading: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tells_clients_apart(self) -> bool:
+        """Whether what is computed belongs to one of several clients: to those with a key, and to those without."""
+        return len(set(self.api_keys)) + bool(self.trusted) > 1
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -210,7 +217,7 @@ def _items(text: str) -> tuple[str, ...]:
 
 def _whole(option: Option, text: str) -> int:
     least, most = option.least or 0, option.most or 1 << 31
-    if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not least <= int(text) <= most:
+    if not re.fullmatch(r"-?\d{1,12}", text, re.ASCII) or not least <= int(text) <= most:
         raise OptionError(f"{text[:60]!r} is not a whole number from {least:.0f} to {most:.0f}.")
     return int(text)
 

@@ -170,7 +170,7 @@ async def _answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
 
     catalog = Catalog()
     async with ModelManager(catalog, settings) as manager:
-        yield partial(reply_in_process, new_state(manager, catalog))
+        yield partial(reply_in_process, new_state(manager, catalog, settings))
 
 
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:

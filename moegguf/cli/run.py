@@ -86,6 +86,8 @@ FLAGS = (
 )  # fmt: skip
 PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
 """{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
+OF_THE_ENVIRONMENT = ("n_ctx", "reasoning_budget_tokens", "reasoning_budget_message")
+"""Settings that count for a model that this command loads, where neither its name nor a flag says otherwise."""
 
 
 class RunCommand(Command):
@@ -153,8 +155,11 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
     entry = server.entry if server else find_or_pull(name)
     if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
         parameters["num_ctx"] = chat_model.connection.details(entry).n_ctx_train
-    if not server and (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
-        parameters = {"num_ctx": n_ctx, **parameters}
+    if not server:
+        environment = read_settings()
+        defaults = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
+        unset = {name: value for name, value in defaults.items() if value not in (None, "")}
+        parameters = {name: value for name, value in unset.items() if name not in entry.parameters} | parameters
     conversation = Conversation(entry, {} if server else load_options, parameters, **settings)
     with Spinner() as spinner:
         if text is None or not server:  # a server loads for the answer

@@ -15,6 +15,7 @@ from moegguf.generate.parsing import new_transcript
 from moegguf.generate.prompt import Prompt, read_prompt
 from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
 from moegguf.generate.sampler import Sampler, logprob_of
+from moegguf.generate.thinking_budget import thinking_budget_of
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -57,11 +58,12 @@ class Slot:
 @dataclass(eq=False)
 class Task:
     """Work that needs the model for itself: `run`, which `stop` ends. `fail` is called instead where it does not begin
-    any more. `ticket`: its place in the order of arrival."""
+    any more. `asker`: the client that it is for. `ticket`: its place in the order of arrival."""
 
     run: Callable[[], object]
     stop: Callable[[], object]
     fail: Callable[[Exception], object]
+    asker: str = ""
     ticket: int = field(default_factory=lambda: next(_tickets))
     cancelled: bool = False
 
@@ -111,7 +113,8 @@ class BatchedAnswer:
             if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
                 raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
             constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation)
-            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint)
+            budget = thinking_budget_of(llm, request, prompt)
+            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint, budget)
             stops = (*request.sampling.stop, *prompt.stops)
             stopped = replace(request, sampling=replace(request.sampling, stop=stops))
             self._transcript = new_transcript(stopped, prompt, llm.vocabulary)

@@ -27,14 +27,14 @@ ROLES = ("system", "user", "assistant", "tool")
 
 INTS = (
     "num_ctx num_batch num_gpu main_gpu num_thread draft_num_predict num_keep seed num_predict top_k repeat_last_n"
-    " mirostat num_gqa"
+    " mirostat num_gqa reasoning_budget_tokens"
 ).split()
 FLOATS = (
     "top_p min_p typical_p tfs_z temperature repeat_penalty presence_penalty frequency_penalty mirostat_tau"
     " mirostat_eta"
 ).split()
 SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
-TEXTS = ("expert_cache", "draft")
+TEXTS = ("expert_cache", "draft", "reasoning_budget_message")
 PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(TEXTS, str), "stop": list,

@@ -26,7 +26,16 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import MAX_TOKEN, ModelName, Texts, loaded_of, look_up, sampling_of, selected_model
+from moegguf.server.common.options import (
+    MAX_TOKEN,
+    ModelName,
+    Stop,
+    Texts,
+    loaded_of,
+    look_up,
+    sampling_of,
+    selected_model,
+)
 from moegguf.server.common.replies import WholeResponse, computed, event_line, logprob_objects
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
@@ -167,7 +176,8 @@ def _biases_of(given: Any) -> Any:
 
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share. Without `model` it is the only loaded one. n_predict: -1 and -2
-    until the model ends or the context is full, 0 only evaluates the prompt."""
+    until the model ends or the context is full, 0 only evaluates the prompt. The tags of thinking are the model's
+    unless both are given; of several that end it, the first is forced."""
 
     limit = limits.BODY_BYTES
 
@@ -176,6 +186,9 @@ class _NativeBody(chat.GenerationBody):
     n_keep: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     n_probs: chat.TopLogprobs | None = None
     logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] | None = None
+    reasoning_budget_start_tag: Stop | None = None
+    reasoning_budget_end_tag: Stop | None = None
+    reasoning_budget_end_tags: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
     json_schema: Json | None = None
     grammar: str | None = None
     return_tokens: bool | None = None
@@ -190,8 +203,11 @@ class _NativeBody(chat.GenerationBody):
     def requests(self, entry: ModelEntry, **fields: Any) -> list[GenerationRequest]:
         """A request for each answer to a prompt in `fields`, with what both endpoints share."""
         sampling = self.sampling(entry, self.max_tokens if self.n_predict is None else self.n_predict)
+        opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
+        closes = [self.reasoning_budget_end_tag] if closes is None and self.reasoning_budget_end_tag else closes
         request = GenerationRequest(
             format=self.json_schema,
+            think_marks=(opens, *filter(None, closes)) if opens and closes else (),
             truncate=bool(self.truncate),
             shift=bool(self.shift),
             n_logprobs=self.n_probs or None,

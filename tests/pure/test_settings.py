@@ -112,6 +112,8 @@ def test_every_variable_is_read_under_both_names() -> None:
         "NOHISTORY": ("true", "history", False),
         "API_KEY": ("k,l\nm", "api_keys", ("k", "l", "m")),
         "SHARE_CONTEXTS": ("1", "share_contexts", True),
+        "THINK_BUDGET": ("-1", "reasoning_budget_tokens", -1),
+        "THINK_BUDGET_MESSAGE": ("Enough.", "reasoning_budget_message", "Enough."),
         "BATCH_PARALLEL": ("3", "batch_parallel", 3),
         "BATCH_WINDOW": ("-1", "batch_window_s", math.inf),
         "UPLOAD_LIMIT": ("1MiB", "upload_bytes", 1 << 20),
@@ -133,6 +135,7 @@ def test_every_variable_is_read_under_both_names() -> None:
         ("MAX_QUEUE", "many"), ("MAX_QUEUE", "-1"), ("MAX_QUEUE", "9" * 20), ("KV_CACHE_TYPE", "q1"), ("DEBUG", "loud"),
         ("FLASH_ATTENTION", "maybe"), ("KEEP_ALIVE", "soon"), ("MEMORY", "much"), ("MEMORY", "0"), ("HOST", "ftp://x"),
         ("CONTEXT_LENGTH", "1e9"), ("LOAD_TIMEOUT", "x"), ("BATCH_PARALLEL", "0"), ("UPLOAD_LIMIT", "0"),
+        ("THINK_BUDGET", "-2"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str) -> None:

@@ -35,7 +35,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Json, Question, Reply, conversation
 from moegguf.server.common.messages import ChatMessage, Tool, messages_of, with_entry_messages
-from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, sampling_of
+from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, Whole, in_range, sampling_of
 from moegguf.server.common.replies import cut_object, event_line, logprob_objects, moe_object
 from moegguf.serving.events import Done, Event
 
@@ -85,14 +85,22 @@ class GenerationBody(Question, SamplingOptions):
         list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
     ] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
+    thinking_budget_tokens: Whole = in_range("reasoning_budget_tokens")
     return_progress: bool | None = None
     truncate: bool | None = None
     shift: bool | None = None
 
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of thinking, by either of llama-server's names."""
+        given = self.reasoning_budget_tokens
+        return self.thinking_budget_tokens if given is None else given
+
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters. `most`: tokens of
         the answer, -1 for no limit, None for the default."""
-        own = self.model_dump(include=set(SamplingOptions.model_fields)) | {"num_predict": most}
+        own = self.model_dump(include=set(SamplingOptions.model_fields))
+        own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
         return replace(sampling_of(entry, self.options, **own), logit_bias=self.logit_bias or {})
 
     def repeated(self, generation: GenerationRequest, n: int | None) -> list[GenerationRequest]:
@@ -138,9 +146,10 @@ Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
 
 
 class Reasoning(Body):
-    """`reasoning`. With a summary, responses send the thinking as one; else as text."""
+    """`reasoning`. With a summary, responses send the thinking as one; else as text. `max_tokens` is OpenRouter's."""
 
     effort: Effort | None = None
+    max_tokens: Whole = in_range("reasoning_budget_tokens")
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -180,6 +189,12 @@ class ToolsBody(GenerationBody):
     def parallel_calls(self) -> bool:
         """`parallel_tool_calls`, true by default."""
         return self.parallel_tool_calls is not False
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of thinking, by llama-server's or by OpenRouter's name."""
+        given = super().thinking_budget
+        return self.reasoning.max_tokens if given is None and self.reasoning else given
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> ToolsBody:
