@@ -63,6 +63,11 @@ class Vocabulary:
         """The tokens of a text, without BOS or EOS; with `special` the text of a control token becomes that token."""
         return list(self._tokenizer.tokenize(to_utf8(text), add_bos=False, special=special)) if text else []
 
+    def token(self, text: str) -> int | None:
+        """The token of a text, control tokens included; None for a text of more than one."""
+        tokens = self.tokens(text)
+        return tokens[0] if len(tokens) == 1 else None
+
     def check(self, tokens: Iterable[int]) -> None:
         """Raises OptionError for a number that is no token of this model."""
         bad = next((token for token in tokens if not 0 <= token < self.n_tokens), None)

@@ -112,7 +112,8 @@ class BatchedAnswer:
             self.timing.cut_messages, self.timing.cut_tokens = prompt.cut_messages, prompt.cut_tokens
             if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
                 raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
-            constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation)
+            token_of = llm.vocabulary.token
+            constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation, token_of)
             budget = thinking_budget_of(llm, request, prompt)
             self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint, budget)
             stops = (*request.sampling.stop, *prompt.stops)

@@ -13,12 +13,11 @@ from typing import Any
 from moegguf.generate.call_format import ID, NAME, Written
 from moegguf.generate.tool_calls import Parameter, parts_of
 
-Json = Callable[[Any], str]
-"""Returns the grammar of JSON that follows a schema."""
+Json = Callable[..., str]
+"""Returns the grammar of JSON that follows a schema. `root`: the schema in which its references are followed."""
 
 MAX_NESTING = 12  # of values in formats that are not JSON; deeper ones are any text
 CALL_ID = "call00001"
-_DEFINITIONS = ("$defs", "definitions")
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 
@@ -98,9 +97,7 @@ class CallGrammar:
         return self._rule(until(close), lazy=True)
 
     def _as_json(self, parameter: Parameter) -> str:
-        root = parameter.root if isinstance(parameter.root, Mapping) else {}
-        definitions = {key: root[key] for key in _DEFINITIONS if key in root}
-        return self._json({**definitions, **parameter.schema} if isinstance(parameter.schema, Mapping) else {})
+        return self._json({} if parameter.schema is None else parameter.schema, root=parameter.root)
 
     def _tagged(self, key: str, parameter: Parameter) -> str:
         written, kinds = self._written, parameter.kinds()

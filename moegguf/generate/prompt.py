@@ -7,11 +7,11 @@ others goes, as in llama.cpp. Evaluates nothing.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
@@ -206,7 +206,7 @@ class _Renderer:
 
     def __init__(self, llm: Llama, request: GenerationRequest) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
-        self._tools = () if request.tool_choice == "none" else request.tools
+        self._tools = () if request.tool_choice == "none" else tuple(map(_shown, request.tools))
         self.template = request.template or template_of(llm.layout, with_tools=bool(self._tools))
         able = capabilities_of(self.template)
         if self._tools and "tools" not in able:
@@ -284,6 +284,14 @@ class _Renderer:
         images = projector.tokenize(texts, marked.images)
         n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
         return images.after(self._first, n_bos)
+
+
+def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a tool as the template gets it: without `strict`, which concerns the answer."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
 
 
 def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Message], render: _Renderer) -> Prompt:

@@ -54,11 +54,12 @@ class GenerationRequest:
 
     `context`: tokens before the prompt, from the timing of an earlier answer with `return_context`. `suffix`: text
     after the gap that the model fills; `files`: names and texts of other files that it may depend on. `format`: "json",
-    or a JSON schema that the answer follows. `tool_choice`: "auto", "none", "required" or the name of one of `tools`
-    (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None thinks where the template can; a level
-    such as "high" where the template has levels. `truncate`: leave out the oldest messages when not all fit the
-    context, instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still too long;
-    and drop the older half of the context when the answer reaches its end, instead of ending the answer.
+    or a JSON schema that the answer follows; `strict`: an error where a keyword of that schema cannot be followed.
+    `grammar`: a grammar in GBNF that the answer follows. `tool_choice`: "auto", "none", "required" or the name of one
+    of `tools` (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None thinks where the template
+    can; a level such as "high" where the template has levels. `truncate`: leave out the oldest messages when not all
+    fit the context, instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still
+    too long; and drop the older half of the context when the answer reaches its end, instead of ending the answer.
     `continue_final_message`: go on with an assistant's message at the end; `begins_answer`: else end the prompt with
     the beginning of an answer, as nearly all models need it. `n_logprobs`: None for no logprobs, else 0
     to 20 alternatives per token; `prompt_logprobs`: of the prompt's tokens, too, all of which are evaluated then.
@@ -76,6 +77,8 @@ class GenerationRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str = "auto"
     format: str | Mapping[str, Any] | None = None
+    strict: bool = False
+    grammar: str | None = None
     think: bool | str | None = None
     template: str | None = None  # a Jinja template in place of the model's
     template_options: Mapping[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BeforeValidator, Field, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -189,16 +189,7 @@ class _NativeBody(chat.GenerationBody):
     reasoning_budget_start_tag: Stop | None = None
     reasoning_budget_end_tag: Stop | None = None
     reasoning_budget_end_tags: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
-    json_schema: Json | None = None
-    grammar: str | None = None
     return_tokens: bool | None = None
-
-    @field_validator("grammar")
-    @classmethod
-    def _no_grammar(cls, grammar: str | None) -> str | None:
-        if grammar:
-            raise ValueError("grammars in GBNF are not supported; send json_schema")
-        return grammar
 
     def requests(self, entry: ModelEntry, **fields: Any) -> list[GenerationRequest]:
         """A request for each answer to a prompt in `fields`, with what both endpoints share."""
@@ -208,6 +199,7 @@ class _NativeBody(chat.GenerationBody):
         request = GenerationRequest(
             format=self.json_schema,
             think_marks=(opens, *filter(None, closes)) if opens and closes else (),
+            grammar=self.grammar or None,
             truncate=bool(self.truncate),
             shift=bool(self.shift),
             n_logprobs=self.n_probs or None,

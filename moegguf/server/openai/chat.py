@@ -76,7 +76,8 @@ class _StreamOptions(Body):
 
 class GenerationBody(Question, SamplingOptions):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
-    true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
+    true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context.
+    `json_schema` and `grammar` (in GBNF) are llama-server's: the answer follows one of them."""
 
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
@@ -89,6 +90,8 @@ class GenerationBody(Question, SamplingOptions):
     return_progress: bool | None = None
     truncate: bool | None = None
     shift: bool | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
     @property
     def thinking_budget(self) -> int | None:
@@ -221,11 +224,20 @@ class ToolsBody(GenerationBody):
             template=entry.template,
             tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
             tool_choice=wanted,
-            format=None if format_ is None or format_.type == "text" else format_.schema_ or "json",
+            format=self._form(format_),
+            strict=format_ is not None and bool(format_.strict),
+            grammar=self.grammar or None,
             shift=bool(self.shift),
             n_logprobs=(self.top_logprobs or 0) if logprobs else None,
             **fields,
         )
+
+    def _form(self, format_: Format | None) -> str | dict[str, Any] | None:
+        """The required format: that of the request, or else `json_schema`; without a schema any object."""
+        kind = "text" if format_ is None else format_.type
+        if format_ is not None and kind != "text" and format_.schema_ is not None:
+            return format_.schema_ or "json"
+        return None if kind == "text" and self.json_schema is None else self.json_schema or "json"
 
 
 class ChatBody(ToolsBody):
