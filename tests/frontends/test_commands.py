@@ -382,6 +382,7 @@ ERRORS = [
     ("trace record demo --prompts PROMPTS -o TMP/t --predictor skp", 1, "there is no predictor 'skp'"),
     ("trace record demo --prompts PROMPTS -o no/folder/t.npz", 1, "there is no folder"),
     ("trace record demo --prompts PROMPTS -o PROMPTS", 1, "would overwrite"),
+    ("trace record demo --prompts PROMPTS -o /dev/stdout", 1, "--out takes a file, which '/dev/stdout' is not"),
     ("trace record demo --prompts TMP/empty -o TMP/t", 1, "is empty; write at least one prompt"),
 ]
 
