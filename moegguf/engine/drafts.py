@@ -161,7 +161,7 @@ class ModelDrafts:
         read_layout(path)
         params = self._bindings.llama_model_default_params()
         params.n_gpu_layers, params.use_mmap = 0, False
-        self._model = self._bindings.llama_model_load_from_file(path.encode(), params)
+        self._model = self._bindings.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             raise ModelFormatError(f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why.")
 

@@ -32,11 +32,12 @@ from moegguf.engine.sequences import Tokens, common_tokens, is_batch_invariant
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama, with_keywords
-from moegguf.engine.vocabulary import Vocabulary, to_utf8
+from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import OptionError
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.recording import Recording, TraceOptions

@@ -81,6 +81,14 @@ class GrammarMask:
             _bindings.llama_sampler_free(self._sampler)
 
 
+class FilePath(str):
+    """A path that the base class encodes as UTF-8, and of which the file system knows other bytes."""
+
+    def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
+        """Returns the bytes of the path."""
+        return os.fsencode(str(self))
+
+
 class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at run time
     """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling, and completes the
     structs with which model and context are made (`_attach_model`, `_attach_context`)."""
@@ -93,8 +101,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     _grammar: GrammarMask | None = None  # of the request that samples now
     tokenizer_: Any
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, model_path: str, *, lora_path: str | None = None, **options: Any) -> None:
+        super().__init__(FilePath(model_path), lora_path=lora_path and FilePath(lora_path), **options)
         if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # not one of the user's
             self.tokenizer_ = BoundedTokenizer(self)
 

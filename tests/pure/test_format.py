@@ -281,6 +281,12 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, line: str, rule: str) 
     assert rule in str(caught.value) and "'p.jsonl', line 3:" in str(caught.value)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_prompts_of_another_system_are_read(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "p.txt").write_text("café\r\n\r\nthé", encoding, newline="")
+    assert [prompt.text for prompt in read_prompts(tmp_path / "p.txt")] == ["café", "thé"]
+
+
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
 def test_files_without_prompts_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionError, match="is empty"):

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError, StorageError
+from moegguf.text import in_utf8
 
 MAX_LINE_BYTES = 33 << 20  # the longest body that an endpoint takes, and room for what is around it
 MAX_CUSTOM_ID_CHARS = 512
@@ -70,7 +71,8 @@ class RequestLine:
 
 
 class Requests:
-    """The lines of a seekable file, which the caller closes. `fingerprint`: equal for equal contents and defaults.
+    """The lines of a seekable file in UTF-8 or, with a byte order mark, UTF-16; the caller closes the file.
+    `fingerprint`: equal for equal contents and defaults.
 
     `endpoints`: the urls that a request may have. `defaults`: fields of bodies that lack them.
     """
@@ -85,7 +87,7 @@ class Requests:
     ) -> None:
         """Reads and checks all lines. Raises BatchFileError for a file without requests or with more than
         `max_requests`."""
-        self._file = file
+        self._file = file = in_utf8(file)
         self._endpoints = endpoints
         self._defaults = dict(defaults)
         self.lines: list[RequestLine] = []
