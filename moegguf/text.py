@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 import io
-import shutil
 import tempfile
 from contextlib import suppress
 from typing import BinaryIO
+
+COPY_CHARACTERS = 1 << 20
 
 
 def to_utf8(text: str) -> bytes:
@@ -37,12 +38,13 @@ def in_utf8(file: BinaryIO) -> BinaryIO:
     file.seek(0)
     if encoding != "utf-16":
         return file
-    copy = tempfile.TemporaryFile("w+", encoding="utf-8", newline="")  # noqa: SIM115 (the caller closes it)
+    copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
     source = io.TextIOWrapper(file, encoding, errors="replace", newline="")
-    shutil.copyfileobj(source, copy)
+    while text := source.read(COPY_CHARACTERS):
+        copy.write(text.encode())
     source.detach()  # `file` stays open
     copy.seek(0)
-    return copy.detach()
+    return copy
 
 
 def _encoding_of(data: bytes) -> str:

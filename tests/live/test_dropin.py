@@ -34,6 +34,17 @@ def test_a_model_is_opened_by_name(tiny: TinyModel, load: Load, monkeypatch: pyt
         load("dmeo")
 
 
+def test_shards_with_names_in_upper_case_are_loaded(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+    known = tiny(n_split=2)
+    second = known.with_name(known.name.replace("00001-of", "00002-of"))
+    path = tmp_path / "MODEL-00001-of-00002.GGUF"
+    path.symlink_to(known)
+    (tmp_path / "model-00002-OF-00002.gguf").symlink_to(second)
+    llm = load(path, draft=path, flash_attn=None, expert_cache="50%")
+    assert llm.model_path == str(path)
+    assert llm.create_completion("a", max_tokens=2, temperature=0) is not None
+
+
 def test_what_known_wrappers_pass_is_accepted(load: Load) -> None:
     llm = load(DEMO, f16_kv=True, n_parts=-1, lora_base=None, n_gpu_layers=-1, use_mlock=False, seed=-1, numa=False)
     assert reply(llm, QUESTION, max_tokens=3)[1].answer_tokens == 3
