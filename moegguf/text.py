@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import codecs
 import io
+import re
 import tempfile
 from contextlib import suppress
 from typing import BinaryIO
 
 COPY_CHARACTERS = 1 << 20
+_CREDENTIALS = re.compile(  # up to the last @: a password may have others
+    r"(?:(?<=://)|\A(?![^/]*://)(?=[^/]*:)).*@", re.DOTALL
+)
 
 
 def to_utf8(text: str) -> bytes:
@@ -24,6 +28,11 @@ def to_utf8(text: str) -> bytes:
 def without_surrogates(text: str) -> str:
     """Returns `text` as other programs can read it: see `to_utf8`."""
     return to_utf8(text).decode()
+
+
+def without_password(address: str) -> str:
+    """Returns an address as it may be shown and logged: "http://***@host" for "http://user:password@host"."""
+    return _CREDENTIALS.sub("***@", address)
 
 
 def decode_text(data: bytes, errors: str = "replace") -> str:

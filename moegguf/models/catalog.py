@@ -35,6 +35,7 @@ from moegguf.models.recipe import (
 from moegguf.models.sources import demo_path
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
+from moegguf.text import without_password
 
 
 class Catalog:
@@ -242,7 +243,7 @@ class Catalog:
             fetch = f"; fetch it with `moegguf pull {name.canonical}`" * self.paths
             return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
         if self.paths and (os.sep in text or ending):
-            return ModelNotFoundError(f"there is no file {text!r}; check the path.")
+            return ModelNotFoundError(f"there is no file {without_password(text)!r}; check the path.")
         if model := find_in_library(text):
             fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")

@@ -282,6 +282,27 @@ def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
         assert failed.returncode == 1 and words in failed.stderr
 
 
+SECRET = "http://me:hush@127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "doctor", "doctor --json", "ps", "top", "run demo hi -n 1 -t 1", "stop demo", "budget demo", "serve",
+        f"serve --host {SECRET}", f"run {SECRET}/x hi", f"show {SECRET}", f"pull {SECRET}/x",
+        f"HF_ENDPOINT={SECRET} pull user/some-gguf", f"OLLAMA_HOST={SECRET} ps", "batch TMP/one.jsonl",
+    ],
+)  # fmt: skip
+def test_no_password_of_an_address_is_printed(mine: Mine, tmp_path: Path, command: str) -> None:
+    (tmp_path / "one.jsonl").write_bytes(jsonl([request("a")]))
+    words = command.replace("TMP", str(tmp_path)).split()
+    extra = dict(word.split("=") for word in words if "=" in word)
+    host = "" if "OLLAMA_HOST" in extra else SECRET
+    done = mine(*(word for word in words if "=" not in word), MOEGGUF_HOST=host, **extra)
+    assert "127.0.0.1" in done.stdout + done.stderr
+    assert "hush" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
 def test_a_modelfile_of_another_system(
     mine: Mine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str

@@ -4,7 +4,7 @@ from io import BytesIO
 
 import pytest
 
-from moegguf.text import decode_text, in_utf8, to_utf8, without_surrogates
+from moegguf.text import decode_text, in_utf8, to_utf8, without_password, without_surrogates
 
 FILES = {
     "UTF-8": b"caf\xc3\xa9\r\n",
@@ -19,6 +19,22 @@ def test_a_byte_order_mark_says_the_encoding(data: bytes) -> None:
     assert decode_text(data) == decode_text(data, "strict") == "caf\xe9\r\n"
     read = in_utf8(BytesIO(data)).read()
     assert read.decode("utf-8-sig") == "caf\xe9\r\n"
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("http://me:secret@host:1/path", "http://***@host:1/path"),
+        ("me:secret@host", "***@host"),
+        ("https://me:s@c/r et@[::1]:80", "https://***@[::1]:80"),
+        ("http://host:1/path", "http://host:1/path"),
+        ("host:80", "host:80"),
+        ("/models/a:b@c", "/models/a:b@c"),
+        ("", ""),
+    ],
+)
+def test_an_address_is_shown_without_its_password(address: str, shown: str) -> None:
+    assert without_password(address) == shown
 
 
 def test_bytes_of_another_encoding_become_replacement_characters() -> None:
