@@ -131,7 +131,8 @@ class Llama(UpstreamLlama):
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
                 `n_threads_batch` there are as many threads as processors this process may use, and fewer while others
-                use some of them. `use_mmap` has no effect on a model with experts.
+                use some of them. `use_mmap` has no effect on a model with experts. With `vocab_only` text is tokenized,
+                nothing is computed, and the file may be one that has a vocabulary alone.
 
         Raises:
             ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
@@ -157,7 +158,7 @@ class Llama(UpstreamLlama):
         )  # fmt: skip
         if draft is None:  # what is recorded or repeated is the routing of the text's own tokens
             draft = "off" if trace or lockstep else environment.draft
-        kept_bytes = store_limit(0 if trace or lockstep else context_store)
+        kept_bytes = store_limit(0 if trace or lockstep or given.get("vocab_only") else context_store)
         self._drafts = ModelDrafts(draft)
         load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, plan, draft)
         self.layout, self.plan = load_plan.layout, load_plan.plan

@@ -225,8 +225,8 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
         )
     if is_missing or isinstance(error, hf.RevisionNotFoundError | hf.HFValidationError):
         return ModelNotFoundError(
-            f"there is no repository {repo!r} with a commit at {_shown_endpoint()}, or it is private: check the name; for"
-            f" a private one set HF_TOKEN ({token})."
+            f"there is no repository {repo!r} with a commit at {_shown_endpoint()}, or it is private: check the name;"
+            f" for a private one set HF_TOKEN ({token})."
         )
     if status:
         why = "the hub's rate limit is reached (429)" if status == 429 else f"the hub answered {status}"
