@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,9 +31,11 @@ from moegguf.options import MAX_BATCH_PARALLEL, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner, duration
+from moegguf.text import without_surrogates
 
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
+    from moegguf.models.entry import ModelEntry
     from moegguf.serving.batch.answers import Answer, Counts, Entry, Journal, Requests
     from moegguf.settings import Settings
 
@@ -89,7 +91,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     with ExitStack() as opened:
         write_line = None if target is not None else opened.enter_context(_open_stream(chosen["output"]))
         file = opened.enter_context(_open_requests(requests))
-        found = Requests(file, ENDPOINTS, {} if model is None else {"model": model})
+        found = Requests(file, ENDPOINTS, {} if model is None else {"model": without_surrogates(model)})
         answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
             answers.remove()  # of a process that was killed just before its end
@@ -100,11 +102,13 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
         if client is not None:
             answering: Answering = _answers_of_server(client)
         else:
+            given_models = []
             if model is not None:
-                find_or_pull(model)
+                entry, name = find_or_pull(model), without_surrogates(model)
+                given_models = [replace(entry, name=name)] if name != model else []  # no request can name its path
             n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
             settings = replace(settings, n_parallel=max(1, min(len(found.lines), n_at_once)))
-            answering = _answers_of_models_here(settings)
+            answering = _answers_of_models_here(settings, given_models)
         return _answer_to_end(found, target, write_line, answers, n_at_once, answering)
 
 
@@ -222,13 +226,13 @@ async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
 
 
 @asynccontextmanager
-async def _answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
-    """Answers of models that are loaded for this command."""
+async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry]) -> AsyncIterator[Answer]:
+    """Answers of models that are loaded for this command, these `given` ones before others of their names."""
     from moegguf.models.catalog import Catalog
     from moegguf.server.batches import new_state, reply_in_process
     from moegguf.serving.model_manager import ModelManager
 
-    catalog = Catalog()
+    catalog = Catalog(given=given)
     async with ModelManager(catalog, settings) as manager:
         yield partial(reply_in_process, new_state(manager, catalog))
 

@@ -186,7 +186,7 @@ class Catalog:
             yield sources.file_entry(file, "path", str(file.absolute()))
         name = name_or_none(text or "")
         key = None if text is None else name.key if name else ""
-        yield from (entry for entry in self.given if key in (None, entry.name.lower()))
+        yield from (entry for entry in self.given if text is None or entry.name.lower() in (key, text.lower()))
         yield from sources.demo_models(text)
         yield from sources.folder_models(text)
         contents = self.index.read()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from batch_files import CHAT, entries, jsonl, request, requests_in
-from servers import Command, Server, serving, started
+from servers import Command, Server, TinyModel, serving, started
 from waiting import until
 
 from moegguf.serving.batch.answers import open_journal, response_entry
@@ -86,6 +86,16 @@ def test_stdin_and_stdout(moegguf: Command, tmp_path: Path) -> None:
     assert re.search(r"^3/3 answered", done.stderr, re.MULTILINE)
     done = moegguf("batch", "-", "-o", tmp_path / "answers", stdin=text, **ALONE)
     assert (done.returncode, done.stdout) == (0, "") and len(entries(tmp_path / "answers")) == 3
+
+
+def test_a_model_with_a_path_that_is_not_utf8(moegguf: Command, tmp_path: Path, tiny: TinyModel) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "m.gguf").symlink_to(tiny())
+    path = written(folder, [question(0, model=None)])
+    done = moegguf("batch", path, "-m", folder / "m.gguf", **ALONE)
+    assert done.returncode == 0, done.stderr
+    assert texts(entries(folder / "requests.answers.jsonl"))
 
 
 @contextmanager
