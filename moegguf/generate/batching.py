@@ -24,7 +24,6 @@ from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationC
 from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Task
 from moegguf.generate.drafting import Drafter
 from moegguf.generate.kv_slots import KvSlots, Part, Schedule, Step
-from moegguf.generate.limited import MAX_PROCESSES
 from moegguf.generate.request import GenerationRequest
 from moegguf.native.events import Phase
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 KEEP_AGAIN_S = 0.05  # while nothing is computed and what was computed waits to be written
 LAST_KEEP_S = 2.0  # for that at the end
+MAX_READERS = 32  # prompts that are read at once: a slow template or a long text holds up nobody else
 
 
 class BatchLoop:
@@ -60,8 +60,7 @@ class BatchLoop:
         self._computing: tuple[BatchedAnswer, ...] = ()
         self._task: Task | None = None  # that runs
         self._closing = False
-        n_readers = min(len(self._slots), MAX_PROCESSES)  # a slow template must not hold up others
-        self._readers = ThreadPoolExecutor(n_readers, "moegguf-prompt")
+        self._readers = ThreadPoolExecutor(MAX_READERS, "moegguf-prompt")
         self._waiting: list[BatchedAnswer | Task] = []  # by ticket; from here on of the loop's thread
         self._running: list[BatchedAnswer] = []  # by ticket
         self._is_full = False  # an answer was put back for others, of which none has ended since

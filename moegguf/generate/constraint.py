@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.errors import CapabilityError, OptionError, SchemaError
+from moegguf.generate.call_format import HARMONY_CALL, AnswerFormat, answer_format
+from moegguf.generate.call_grammar import CallGrammar, quoted, until
+from moegguf.generate.continuation import Continuation
 from moegguf.generate.request import GenerationRequest
-from moegguf.generate.template import Continuation
-from moegguf.generate.tool_calls import formats_of
-from moegguf.gguf.chat_template import HARMONY, think_marks_of
 
 MAX_TOOLS = 128
 
@@ -54,7 +54,7 @@ def constraint_for(
     forced = bool(request.tools) and request.tool_choice not in ("auto", "none")
     if request.format is None and not forced:
         return None
-    text, begun = template or "", continuation.content if continuation else ""
+    form, begun = answer_format(template) if template else None, continuation.content if continuation else ""
     if begun and forced:
         raise OptionError(
             "an answer that continues a message cannot be a tool call; leave out tool_choice or the text."
@@ -64,19 +64,30 @@ def constraint_for(
         if isinstance(request.format, str) and request.format != "json":
             raise SchemaError(f'a format is "json" or a JSON schema, but is {request.format[:50]!r}.')
         body = schemas.grammar({"type": "object"} if request.format == "json" else request.format)
-        final = '"<|channel|>final" " <|constrain|>json"? "<|message|>" ' if HARMONY in text and not begun else ""
-        alternatives.append(final + body)
+        alternatives.append(body if begun or form is None else _text(form, prompt_end, body))
+    rules = list[str]()
     if request.tools and request.tool_choice != "none":
-        alternatives += [_call(tool, text, schemas) for tool in _allowed_tools(request.tools, request.tool_choice)]
-    rules = [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
+        calls = _Calls(form or answer_format(""), prompt_end, schemas)
+        alternatives += [calls.call(tool) for tool in _allowed_tools(request.tools, request.tool_choice)]
+        rules += calls.grammar.rules
+    rules += [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
     rules.append("answer: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
-    start = ["start: answer"] if begun else _start(request.think, text, prompt_end, continuation)
+    start = ["start: answer"] if begun or form is None else _start(form, request.think, prompt_end, continuation)
     lark = "\n".join([*start, *rules]) + "\n"
     if len(lark) > MAX_GRAMMAR_BYTES:
         raise SchemaError(
             f"the JSON schemas of a request have up to {MAX_GRAMMAR_BYTES} bytes; send fewer, or smaller."
         )
     return Constraint(lark, begun)
+
+
+def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
+    """Returns the grammar of a text with the model's marks around it."""
+    if form.is_harmony:
+        return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}'
+    opened = form.text_open.removeprefix(form.begun(prompt_end))
+    begun = bool(opened) and prompt_end.rstrip().endswith(opened.strip())
+    return " ".join(filter(None, ["" if begun else quoted(opened), body, quoted(form.text_close)]))
 
 
 def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapping[str, Any]]:
@@ -91,42 +102,46 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapp
     return named
 
 
-def _call(function: Mapping[str, Any], template: str, schemas: _Schemas) -> str:
-    name, parameters = function.get("name"), function.get("parameters") or {"type": "object"}
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        raise SchemaError(f"a tool has a name of up to 128 letters, digits and _.:/-, not {str(name)[:50]!r}.")
-    if not isinstance(parameters, Mapping):
-        raise SchemaError(f"the parameters of the tool {name!r} are no JSON schema.")
-    before, between, after = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
-    if HARMONY not in template:
-        before, between, after = formats_of(template)[0].call_parts(template)
-    body = schemas.grammar({"type": "object", **parameters})
-    return " ".join([_quoted(before + name + between), body, _quoted(after)])
+class _Calls:
+    """The grammars of a model's tool calls, as alternatives of an answer."""
+
+    def __init__(self, form: AnswerFormat, prompt_end: str, schemas: _Schemas) -> None:
+        written = form.tools[0].written
+        if form.is_harmony:
+            written = HARMONY_CALL
+        self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
+        if form.empties_text:  # marks of an empty text stand before a call
+            begun = prompt_end.rstrip().endswith(form.text_open.strip())
+            self._before = ("" if begun else form.text_open) + form.text_close + self._before
+        self.grammar = CallGrammar(written, schemas.grammar)
+
+    def call(self, function: Mapping[str, Any]) -> str:
+        """Returns the grammar of a call. Raises SchemaError for a tool without a usable name or schema."""
+        name, parameters = function.get("name"), function.get("parameters") or {"type": "object"}
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise SchemaError(f"a tool has a name of up to 128 letters, digits and _.:/-, not {str(name)[:50]!r}.")
+        if not isinstance(parameters, Mapping):
+            raise SchemaError(f"the parameters of the tool {name!r} are no JSON schema.")
+        return self.grammar.call(name, parameters, self._before)
 
 
-def _start(think: bool | str | None, template: str, prompt_end: str, continuation: Continuation | None) -> list[str]:
-    """The rules before `answer`: thinking may come first, unless it is switched off."""
+def _start(
+    form: AnswerFormat, think: bool | str | None, prompt_end: str, continuation: Continuation | None
+) -> list[str]:
+    """Returns the rules before `answer`: thinking may come first, unless it is switched off."""
     in_thinking = continuation is not None and continuation.in_thinking
-    if HARMONY in template:
+    if form.is_harmony:
         if in_thinking:
-            return ['start: thought "<|start|>assistant" answer', _until("<|end|>")]
-        return ['start: ("<|channel|>analysis<|message|>" thought "<|start|>assistant")? answer', _until("<|end|>")]
-    marks = think_marks_of(template)
+            return ['start: thought "<|start|>assistant" answer', f"thought[lazy]: {until('<|end|>')}"]
+        thinking = '("<|channel|>analysis<|message|>" thought "<|start|>assistant")?'
+        return [f"start: {thinking} answer", f"thought[lazy]: {until('<|end|>')}"]
+    marks = form.think
     begun = in_thinking or (marks is not None and marks.begun_by(prompt_end))
     if marks is None or (think is False and not begun):
         return ["start: answer"]
     thought = r"thought /[ \n]{0,4}/"
-    first = thought if begun else f"({_quoted(marks.open)} {thought})?"
-    return [f"start: {first} answer", _until(marks.close)]
-
-
-def _until(mark: str) -> str:
-    """Any text up to the first `mark`, with it."""
-    return f"thought[lazy]: /(?s:.*)/ {_quoted(mark)}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""
+    first = thought if begun else f"({quoted(marks.open)} {thought})?"
+    return [f"start: {first} answer", f"thought[lazy]: {until(marks.close)}"]
 
 
 MAX_GRAMMAR_BYTES = 1 << 20  # all schemas of a request: those of its tools, too

@@ -51,11 +51,12 @@ class GenerationRequest:
     `context`: tokens before the prompt, from the timing of an earlier answer with `return_context`. `suffix`: text
     after the gap that the model fills; `files`: names and texts of other files that it may depend on. `format`: "json",
     or a JSON schema that the answer follows. `tool_choice`: "auto", "none", "required" or the name of one of `tools`
-    (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None leaves it to the template; a level such
-    as "high" where the template has levels. `truncate`: leave out the oldest messages when not all fit the context,
-    instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still too long; and drop
-    the older half of the context when the answer reaches its end, instead of ending the answer.
-    `continue_final_message`: go on with an assistant's message at the end. `n_logprobs`: None for no logprobs, else 0
+    (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None thinks where the template can; a level
+    such as "high" where the template has levels. `truncate`: leave out the oldest messages when not all fit the
+    context, instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still too long;
+    and drop the older half of the context when the answer reaches its end, instead of ending the answer.
+    `continue_final_message`: go on with an assistant's message at the end; `begins_answer`: else end the prompt with
+    the beginning of an answer, as nearly all models need it. `n_logprobs`: None for no logprobs, else 0
     to 20 alternatives per token; `prompt_logprobs`: of the prompt's tokens, too, all of which are evaluated then.
     `prompt_only`: the prompt is evaluated, and no token sampled. `owner`: a request takes over tokens of others with
     the same one only; "" is that of all who are not told apart.
@@ -75,6 +76,7 @@ class GenerationRequest:
     truncate: bool = True
     shift: bool = True
     continue_final_message: bool = True
+    begins_answer: bool = True
     n_logprobs: int | None = None
     prompt_logprobs: bool = False
     prompt_only: bool = False

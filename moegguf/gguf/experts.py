@@ -178,9 +178,17 @@ class ExpertLayout:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja); None without one."""
+        """The model's chat template (Jinja); None without one. A file may have one for conversations with tools
+        only."""
         value = self.metadata.get("tokenizer.chat_template")
-        return value if isinstance(value, str) else None
+        is_text = isinstance(value, str) and value not in ("", "chatml")
+        return str(value) if is_text else self.tool_template
+
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that the file names for conversations with tools; None where there is none of its own."""
+        value = self.metadata.get("tokenizer.chat_template.tool_use")
+        return value if isinstance(value, str) and value else None
 
     @property
     def sampling(self) -> dict[str, int | float]:

@@ -69,7 +69,8 @@ async def _props(request: Request) -> Response:
             "total_slots": loaded.n_parallel if loaded else 1,
             "model_alias": entry.name,
             "model_path": entry.path.name,
-            "chat_template": entry.template or known.template or "",
+            "chat_template": known.template or "",
+            **({"chat_template_tool_use": known.tool_template} if known.tool_template else {}),
             "modalities": {"vision": "vision" in known.capabilities, "audio": False},
             "build_info": f"moegguf-{__version__}",
             "is_sleeping": loaded is None,
@@ -142,8 +143,7 @@ async def _tokenizer_info(request: Request) -> Response:
     entry, known, _ = await _selected(request)
 
     async def work() -> Json:
-        template = entry.template or known.template
-        info: Json = {"chat_template": template, "model_max_length": known.n_ctx_train}
+        info: Json = {"chat_template": known.template, "model_max_length": known.n_ctx_train}
         async with _shared_lease(request, entry.name) as lease:
             for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
                 token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")

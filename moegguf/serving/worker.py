@@ -32,9 +32,11 @@ from moegguf.errors import MoeggufError
 from moegguf.generate import limited
 from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.call_format import answer_format
 from moegguf.generate.embedding import embed, rank
-from moegguf.generate.prompt import count_prompt, render_prompt
+from moegguf.generate.prompt import count_prompt, render_prompt, template_of
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, join
+from moegguf.generate.template_forms import forms_of
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving import wire
@@ -44,7 +46,7 @@ from moegguf.text import to_utf8
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 DELTA_S = 0.02  # between two messages with an answer's text
 PROGRESS_S = 0.1  # between two messages of progress
-MAX_REPLIES = 4  # that are made at once: slow templates are fewer (moegguf.generate.limited)
+MAX_REPLIES = 32  # that are made at once: a slow template or a long text holds up nobody else
 
 
 class Outbox:
@@ -151,6 +153,16 @@ def _count(llm: Llama, generation: wire.Message) -> int:
 
 def _render(llm: Llama, generation: wire.Message) -> str:
     return render_prompt(llm, wire.build(GenerationRequest, generation))
+
+
+def _learn_forms(path: str) -> None:
+    """Renders the probes of a model's chat templates, so that the first request need not wait for them."""
+    layout = read_layout(path)
+    for with_tools in (False, True):
+        template = template_of(layout, with_tools=with_tools)
+        with suppress(limited.LimitedError):
+            forms_of(template)
+            answer_format(template).learn()
 
 
 VALUES: Mapping[str, Callable[..., Any]] = {
@@ -284,6 +296,7 @@ class Worker:
 
         try:
             config = wire.build(wire.LoadConfig, message["config"])
+            self._replies.submit(_learn_forms, config.path)
             self._llm = llm = open_model(config, on_progress)
         except BaseException as error:  # whatever ends a load is told to the server
             if not self._closing:

@@ -216,7 +216,7 @@ class ToolsBody(GenerationBody):
 class ChatBody(ToolsBody):
     """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`. An assistant's message at
     the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
-    (vLLM's names)."""
+    (vLLM's names). `add_generation_prompt` false: the prompt ends with the last message."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
@@ -246,6 +246,7 @@ class ChatBody(ToolsBody):
             template_options=self.chat_template_kwargs or {},
             truncate=bool(self.truncate),
             continue_final_message=not self.add_generation_prompt if continues is None else continues,
+            begins_answer=self.add_generation_prompt is not False,
             sampling=self.sampling(entry, self.max_tokens if most is None else most),  # the former is deprecated
         )
         return self.repeated(request, self.n)
@@ -256,7 +257,8 @@ class ChatBody(ToolsBody):
         effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
         if effort is not None:
             return EFFORTS[effort]
-        enabled = (self.chat_template_kwargs or {}).get("enable_thinking")
+        given = self.chat_template_kwargs or {}
+        enabled = given.get("enable_thinking", given.get("thinking"))
         return enabled if isinstance(enabled, bool) else None
 
     def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
@@ -350,8 +352,10 @@ class ChoicesReply(Reply):
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
-        """OpenAI's `finish_reason`, which has no "cancelled"."""
-        return "tool_calls" if self.n_calls else "length" if done.timing.finish == "length" else "stop"
+        """Returns OpenAI's `finish_reason`, which has no "cancelled"."""
+        if done.timing.finish == "length":  # the last call may be cut
+            return "length"
+        return "tool_calls" if self.n_calls else "stop"
 
     def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._head, "object": kind, "choices": choices, **more}
