@@ -10,9 +10,8 @@ from contextlib import suppress
 from typing import BinaryIO
 
 COPY_CHARACTERS = 1 << 20
-_CREDENTIALS = re.compile(  # up to the last @: a password may have others
-    r"(?:(?<=://)|\A(?![^/]*://)(?=[^/]*:)).*@", re.DOTALL
-)
+# Up to the last @: a password may have others.
+_CREDENTIALS = re.compile(r"(?s)(?:(?<=://)|\A(?![^/]*://)(?=[^/]*:)).*@")
 
 
 def to_utf8(text: str) -> bytes:
