@@ -20,6 +20,7 @@ from typing import Any, Literal
 from moegguf.errors import BudgetError, OptionError
 from moegguf.options import OPTIONS, Kind, Option, old_variable
 from moegguf.quantities import parse_duration, parse_expert_cache, parse_size, parse_store_size
+from moegguf.text import without_password
 
 DEFAULT_PORT = 11434
 
@@ -125,8 +126,8 @@ def parse_host(text: str | None) -> Host:
         return Host(scheme, split.hostname or Host.host, port, split.path.strip("/"))
     except ValueError:
         raise OptionError(
-            f"{given.rpartition('@')[2][:80]!r} is not an address of a server; accepted: 'host', ':port', 'host:port', 'http://host:port'"
-            " or '[::1]:port', with a port from 0 to 65535."
+            f"{without_password(given)[:80]!r} is not an address of a server; accepted: 'host', ':port', 'host:port',"
+            " 'http://host:port' or '[::1]:port', with a port from 0 to 65535, and without user and password."
         ) from None
 
 

@@ -17,6 +17,7 @@ from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
+from moegguf.text import decode_text
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
@@ -29,7 +30,7 @@ def _read_prompt(words: Sequence[str]) -> str | None:
     """Piped input and `words`, joined by a space; None when there is neither and stdin and stdout are a terminal. ""
     when `words` are blank. Raises BadParameter when there is no prompt and no terminal."""
     terminal = sys.stdin.isatty()
-    piped = "" if terminal else sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    piped = "" if terminal else decode_text(sys.stdin.buffer.read())
     parts = [part for part in (piped.rstrip("\n"), " ".join(words)) if part.strip()]
     if parts:
         return " ".join(parts)

@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import OptionError
 from moegguf.native import library
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
-
-
-def to_utf8(text: str) -> bytes:
-    """UTF-8 of any string that JSON can hold: halves of surrogate pairs are joined, lone ones become U+FFFD."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 class Vocabulary:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, ContextError
 from moegguf.generate.prompt import TOKEN_CHARACTERS
 from moegguf.native import library
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama

@@ -412,5 +412,6 @@ def _read_version(path: Path, _version: tuple[int, ...]) -> GgufFile:
             data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
         except OSError as error:
             raise ExpertIOError(f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}).") from error
-    shard = Shard(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, data_offset)
+    header_bytes = min(data_offset, info.st_size)  # no padding follows the header of a file without tensors
+    shard = Shard(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, header_bytes)
     return GgufFile(shard, metadata, arrays, tensors)

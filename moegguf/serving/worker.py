@@ -28,7 +28,6 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.load import plan_here
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate import limited
 from moegguf.generate.answer import BatchedAnswer, Task
@@ -43,6 +42,7 @@ from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
+from moegguf.text import to_utf8
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 DELTA_S = 0.02  # between two messages with an answer's text
