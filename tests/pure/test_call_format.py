@@ -319,3 +319,25 @@ def test_template_that_cannot_be_rendered_has_the_known_formats() -> None:
     with pytest.raises(TemplateError):
         render("{{ 1 / 0 }}<tool_call>", [QUESTION])
     assert [form.open for form in answer_format("{{ 1 / 0 }}<tool_call>").tools] == ["<tool_call>"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES_OF_CALLS)
+def test_strict_tool_restricts_calls_and_no_text(name: str) -> None:
+    form = answer_format(TEMPLATES[name])
+    tools = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in tools_for(name)]
+    request = GenerationRequest(messages=(), tools=tuple(tools), think=False)
+    found = constraint_for(request, TEMPLATES[name])
+    assert found is not None
+    text = '<|channel|>final<|message|>A <b> & "c".' if form.is_harmony else 'A <b> & "c".'
+    matcher = Matcher(found, BYTES)
+    assert accepted(matcher, text) == text and matcher.finished
+    mark = form.tools[0].open
+    if not mark or form.is_harmony:
+        return
+    matcher = Matcher(found, BYTES)
+    begun = accepted(matcher, f"{text}{mark} is a mark")
+    assert text + mark == begun.rstrip() and not matcher.finished
+    answer = written(name, message_of(CALLS["one"]))[1]
+    whole = text + answer[answer.index(mark) :].replace("call00000", "call00001").rstrip()
+    begun = accepted(Matcher(found, BYTES), whole)
+    assert begun == whole or whole[len(begun) :] in form.endings
