@@ -76,7 +76,7 @@ def constraint_for(
         rules += calls.grammar.rules
     rules += [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
     rules.append(f"{'call' if free else 'answer'}: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
-    rules += _free_text(form) if form is not None and free else []
+    rules += _free_text(form, prompt_end) if form is not None and free else []
     start = ["start: answer"] if begun or form is None else _start(form, request.think, prompt_end, continuation)
     rules += [*SHARED_RULES, *schemas.rules] if schemas.rules else []
     lark = "\n".join([*start, *rules]) + "\n"
@@ -97,7 +97,7 @@ def _check_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
     return bool(functions)
 
 
-def _free_text(form: AnswerFormat) -> list[str]:
+def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
     """Returns the rules of an answer in which the model may write text and, where it begins a call, a valid one."""
     if form.is_harmony:
         return ['answer: call | "<|channel|>final<|message|>" /(?s:.*)/']
@@ -106,7 +106,7 @@ def _free_text(form: AnswerFormat) -> list[str]:
         return [r"answer: call | /([^\s{\[](?s:.)*)?/"]
     pattern = re.escape(mark).replace("/", r"\/").replace("\n", r"\n")
     return [
-        "answer: (text_before_call call)* TEXT",
+        f"answer: {'call? ' if form.begun(prompt_end) else ''}(text_before_call call)* TEXT",
         f"text_before_call[lazy]: {until(mark)}",
         f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/",
     ]
