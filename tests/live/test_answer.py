@@ -159,7 +159,7 @@ def test_a_file_may_have_a_template_for_conversations_with_tools(
 
 ODD_TEXTS: dict[str, tuple[str, bytes]] = {
     "not UTF-8": ("general.description", b"caf\xe9"),
-    "cut by llama-cpp-python": ("general.description", b"a" * 1023 + "é".encode()),
+    "cut by llama-cpp-python": ("general.description", b"a" * 1022 + "é".encode()),
     "a long text": ("general.license", b"a" * 5000 + b"\xff"),
     "a key": ("general.odd key", b"text"),
 }
