@@ -79,6 +79,9 @@ RENDERED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
     "thinking that options switch off": (
         "{{ '<think>' if enable_thinking }}", QUESTION, {"options": {"enable_thinking": False}}, "^$"
     ),
+    "no thinking by its other names": (
+        "{{ thinking_budget }}{{ thinking_mode }}", QUESTION, {"think": False}, "^0disabled$"
+    ),
     "a level by its other name": ("{{ reasoning_strength }}", QUESTION, {"think": "low"}, "^low$"),
     "earlier thinking is kept": (
         "{{ [preserve_thinking, clear_thinking, drop_thinking, truncate_history_thinking] }}", QUESTION,
