@@ -21,7 +21,7 @@ import openai.types.responses
 import pytest
 from client_types import check, kinds_of
 from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, changed, entry_of, objects
-from gguf_builder import U32, moe
+from gguf_builder import STR, U32, moe
 from pictures import base64_of, png
 from recorded_texts import check_recorded, recorded_lines
 from servers import connected, post
@@ -31,6 +31,7 @@ from moegguf import errors
 from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
+from moegguf.gguf.chat_template import CHATML
 from moegguf.models.own_store import BlobStore
 from moegguf.models.sources import demo_path
 from moegguf.package import __version__
@@ -413,6 +414,36 @@ def test_what_is_asked_or_the_refusal_is_as_recorded(http: httpx.Client, manager
     text = "\n".join(told(http, manager)) + "\n"
     text = text.replace(json.dumps(TEMPLATE), '"TEMPLATE"').replace(PICTURE, "PICTURE")
     check_recorded("bodies", text)
+
+
+DEFAULT, WITH_TOOLS = "{{ messages }}", "{{ messages }}{{ tools }}<think></think>"
+ABLE = ["completion", "tools", "thinking"]
+TEMPLATES_OF_A_FILE: dict[str, tuple[dict[str, str], str | None, tuple[str, str | None, list[str]]]] = {
+    "one": ({"": DEFAULT}, None, (DEFAULT, None, ["completion"])),
+    "two": ({"": DEFAULT, ".tool_use": WITH_TOOLS}, None, (DEFAULT, WITH_TOOLS, ABLE)),
+    "for tools only": ({".tool_use": WITH_TOOLS}, None, (WITH_TOOLS, WITH_TOOLS, ABLE)),
+    "of another name": ({".other": WITH_TOOLS}, None, (CHATML, None, ["completion"])),
+    "none": ({}, None, (CHATML, None, ["completion"])),
+    "another one": ({"": DEFAULT, ".tool_use": WITH_TOOLS}, DEFAULT, (DEFAULT, None, ["completion"])),
+}
+"""The templates that a file and a name have, and the template, the one for tools and the capabilities that are told."""
+
+
+@pytest.mark.parametrize("kind", TEMPLATES_OF_A_FILE)
+def test_templates_and_capabilities_are_those_of_prompts(
+    http: httpx.Client, manager: FakeManager, tmp_path: Path, kind: str
+) -> None:
+    texts, own, (template, tool_template, capabilities) = TEMPLATES_OF_A_FILE[kind]
+    model = moe(skip_kv=("tokenizer.chat_template",))
+    for name, text in texts.items():
+        model.add(f"tokenizer.chat_template{name}", STR, text)
+    manager.catalog.known["t:latest"] = entry_of(model.write(tmp_path / "t.gguf"), "t:latest", template=own)
+    listed = {model["name"]: model["capabilities"] for model in http.get("/api/tags").json()["models"]}
+    assert listed["t:latest"] == capabilities
+    properties = http.get("/props?model=t").json()
+    assert (properties["chat_template"], properties.get("chat_template_tool_use")) == (template, tool_template)
+    asked = {"model": "t", "messages": HI, "tools": TOOLS}
+    assert (http.post("/api/chat", json=asked).status_code == 200) == ("tools" in capabilities)
 
 
 @pytest.mark.parametrize(

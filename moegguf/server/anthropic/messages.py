@@ -146,7 +146,8 @@ class _CountBody(Question):
 
     def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
         choice = self.tool_choice or _ToolChoice()
-        # A model that cannot think answers without, as in Ollama, since clients ask every model for it.
+        # Without `thinking` a model does not think, as Anthropic's API says. A model that cannot think answers without,
+        # as in Ollama, since clients ask every model for it.
         thinks = self.thinking and self.thinking.type != "disabled" and "thinking" in known.capabilities
         effort = self.output_config.effort if self.output_config else None
         request = GenerationRequest(
