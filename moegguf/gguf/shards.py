@@ -44,7 +44,7 @@ def shards_of(path: Path) -> tuple[Path, ...]:
     if number != 1:
         return (path,)
     others = (path.with_name(shard_path(prefix, n, count)) for n in range(2, min(count, MAX_SHARDS) + 1))
-    return (path, *(other for other in others if other.is_file()))
+    return (path, *(other for other in others if os.path.isfile(other)))
 
 
 def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
