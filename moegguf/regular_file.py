@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 
-def open_regular(path: Path, *, own: bool = False) -> BinaryIO:
+def open_regular(path: Path, *, own: bool = False) -> BufferedReader:
     """Opens a regular file for reading. own: only a file of this user, and not through a link. Raises OSError."""
 
     def opener(name: str, flags: int) -> int:

@@ -17,10 +17,10 @@ from gguf_builder import moe
 from moegguf.cli.options import complete_model
 from moegguf.models.catalog import Catalog
 from moegguf.terminal.facts import library_facts, list_facts
-from moegguf.terminal.tables import print_json, print_model_list
+from moegguf.terminal.tables import print_model_list
 from tools.mutants import mutate, read_header, write_file
 
-SEEDS = range(300)
+SEEDS = (*range(60), 462, 465)  # of the last two, the embedding has no name
 FAR_S = 1 << 40  # a time in the year 36812
 LONG = "x" * 300  # the name of no file
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
@@ -45,15 +45,15 @@ def manager() -> FakeManager:
 
 @pytest.fixture
 def http(manager: FakeManager) -> Iterator[httpx.Client]:
-    with server_of(manager) as url, httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+    with server_of(manager) as url, httpx.Client(base_url=url, timeout=90, trust_env=False) as client:
         yield client
 
 
 def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
     """The names in every list of models."""
     entries = Catalog().entries()
-    print_json([list_facts(entry) for entry in entries])
     print_model_list(entries)
+    assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]
     manager.there = {entry.name: entry for entry in entries}  # as if all were loaded
     found = {
         "list": {entry.name for entry in entries},
@@ -62,7 +62,7 @@ def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
         "ps": {each["name"] for each in http.get("/api/ps").raise_for_status().json()["models"]},
     }
     for name, headers in {"openai": {}, "anthropic": ANTHROPIC}.items():
-        reply = http.get("/v1/models", headers=headers).raise_for_status().json()
+        reply = http.get("/v1/models", headers=headers, params={"limit": 1000}).raise_for_status().json()
         found[name] = {each["id"] for each in reply["data"]}
     return found
 
@@ -72,18 +72,32 @@ def test_a_damaged_header_hides_no_model_and_is_listed_itself(
 ) -> None:
     header = read_header(folder / "good.gguf")
     for seed in SEEDS:
-        mutant, words = mutate(header, seed)
-        write_file(mutant, folder / "bad.gguf")
-        for name, found in lists(http, manager).items():
-            assert {"bad:latest", "good:latest"} <= found, (seed, words, name)
-        assert http.post("/api/show", json={"model": "bad"}).status_code in (200, 400), (seed, words)
-        assert http.post("/api/show", json={"model": "good"}).status_code == 200
+        write_file(mutate(header, seed)[0], folder / f"bad-{seed}.gguf")
+    wanted = {"good:latest", *(f"bad-{seed}:latest" for seed in SEEDS)}
+    for name, found in lists(http, manager).items():
+        assert wanted <= found, name
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    n_refused = 0
+    for seed in SEEDS[::10]:
+        shown = http.post("/api/show", json={"model": f"bad-{seed}"})
+        n_refused += shown.status_code != 200
+        assert shown.status_code == 200 or f"bad-{seed}.gguf" in shown.json()["error"]
+    assert n_refused
+    assert http.post("/api/show", json={"model": "good"}).status_code == 200
 
 
 def bind(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.fspath(path))
+
+
+def without_embedding(path: Path, *shape: int) -> None:
+    """Writes a model without an embedding, or with one of this shape."""
+    model = moe()
+    model.tensors = model.tensors[1:]
+    if shape:
+        model.tensor("token_embd.weight", *shape)
+    model.write(path)
 
 
 STRANGE: dict[str, Callable[[Path], object]] = {
@@ -101,6 +115,8 @@ STRANGE: dict[str, Callable[[Path], object]] = {
     "a shard numbered in other digits": lambda folder: moe().write(folder / "bad-0000١-of-0000٣.gguf"),
     "a time in ten thousand years": lambda folder: os.utime(moe().write(folder / "bad.gguf"), (FAR_S, FAR_S)),
     "a time before all": lambda folder: os.utime(moe().write(folder / "bad.gguf"), (-FAR_S, -FAR_S)),
+    "no embedding": lambda folder: without_embedding(folder / "bad.gguf"),
+    "an embedding of one dimension": lambda folder: without_embedding(folder / "bad.gguf", 64),
     "no bytes": lambda folder: (folder / "bad.gguf").touch(),
     "no model": lambda folder: (folder / "bad.gguf").write_bytes(b"PK" * 1000),
     "a header that ends": lambda folder: (folder / "bad.gguf").write_bytes(moe().build()[:100]),
