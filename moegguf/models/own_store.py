@@ -271,6 +271,8 @@ class BlobStore:
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()
         folder = sets_folder() / digest
+        if folder.exists():  # further links would change the change time of its files, as if they were written to
+            return folder
         temporary = sets_folder() / f".{digest}.{os.getpid()}"  # then renamed: a set is complete or absent
         with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
             shutil.rmtree(temporary, ignore_errors=True)
