@@ -70,7 +70,7 @@ def remove_abandoned(paths: Iterable[Path]) -> None:
     """Removes those of the temporary files `paths` that no process has locked."""
     for path in paths:
         with suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

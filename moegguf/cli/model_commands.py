@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -194,7 +194,7 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
     """List the computed contexts that are kept on disk, by model, or delete them (`clear`)."""
     if context.invoked_subcommand is not None:
         return
-    from moegguf.quantities import human_bytes, human_time
+    from moegguf.quantities import human_bytes, human_time, utc_time
     from moegguf.terminal.tables import print_columns, print_json
 
     rows: list[dict[str, Any]] = [
@@ -204,7 +204,7 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
             "longest_tokens": max(block.about.n_tokens for block in blocks),
             "tokens": sum(block.about.n_own_tokens for block in blocks),
             "bytes": sum(block.n_bytes for block in blocks),
-            "used": datetime.fromtimestamp(max(block.used_s for block in blocks), UTC),
+            "used": utc_time(max(block.used_s for block in blocks)),
         }
         for model, blocks in _by_model().items()
     ]

@@ -19,7 +19,7 @@ from typing import Literal
 
 from moegguf.errors import ExpertIOError, ModelFormatError
 from moegguf.gguf.hparams import Hparams, read_hparams
-from moegguf.gguf.reader import GgufFile, Shard, TensorInfo, Value, version_of
+from moegguf.gguf.reader import FileVersion, GgufFile, Shard, TensorInfo, Value
 from moegguf.gguf.shards import read_shards, shards_of
 
 Kind = Literal["gate", "up", "down", "gate_up"]
@@ -104,11 +104,13 @@ class ExpertLayout:
     loads_heads: bool = False
     has_long_rope: bool = False  # rotary factors of its own for long contexts
 
-    def check_not_overwritten(self) -> None:
-        """Raises ExpertIOError where a shard was written to since its header was read."""
+    def check_unchanged(self) -> None:
+        """Raises ExpertIOError where a shard was written to or replaced since its header was read."""
         for shard in self.shards:
-            if shard.is_overwritten():
-                raise ExpertIOError(f"{shard.path.name} was written to while it was loaded; load the model again.")
+            if shard.is_changed():
+                raise ExpertIOError(
+                    f"{shard.path.name} was written to while it was loaded, or replaced; load the model again."
+                )
 
     @property
     def is_moe(self) -> bool:
@@ -215,11 +217,11 @@ def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> Ex
     file, the key or tensor, and the offset), ExpertIOError when the disk fails. Made again only when a shard has
     changed.
     """
-    return _layout(Path(path), tuple(map(version_of, shards_of(Path(path)))), vocab_only)
+    return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only)
 
 
 @lru_cache(maxsize=64)
-def _layout(path: Path, _versions: tuple[tuple[int, ...], ...], vocab_only: bool) -> ExpertLayout:
+def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: bool) -> ExpertLayout:
     files = read_shards(path)
     label = files[0].name
     if not vocab_only and not any(file.tensors for file in files):

@@ -45,7 +45,7 @@ def shards_of(path: Path) -> tuple[Path, ...]:
     prefix, number, count = parse_shard_name(path.stem)
     if number != 1:
         return (path,)
-    return (path, *(other for other in _others(path, prefix, min(count, MAX_SHARDS)) if other.is_file()))
+    return (path, *(other for other in _others(path, prefix, min(count, MAX_SHARDS)) if os.path.isfile(other)))
 
 
 def _others(first: Path, prefix: str, count: int) -> list[Path]:

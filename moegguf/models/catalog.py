@@ -186,7 +186,8 @@ class Catalog:
             yield sources.file_entry(file, "path", str(file.absolute()))
         name = name_or_none(text or "")
         key = None if text is None else name.key if name else ""
-        yield from (entry for entry in self.given if text is None or entry.name.lower() in (key, text.lower()))
+        named = (entry for entry in self.given if text is None or entry.name.lower() in (key, text.lower()))
+        yield from map(_as_now, named)
         yield from sources.demo_models(text)
         yield from sources.folder_models(text)
         contents = self.index.read()
@@ -263,6 +264,12 @@ _REMOVAL_HINTS = {
     "path": "it is a path; delete the file.",
     "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
+
+
+def _as_now(entry: ModelEntry) -> ModelEntry:
+    """The entry where its files are still the same or gone, else one with their sizes and their digest now."""
+    now = updated(entry)
+    return entry if now.missing or now.weights == entry.weights else now
 
 
 def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:

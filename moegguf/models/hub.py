@@ -45,6 +45,7 @@ from moegguf.models.selection import select_files
 from moegguf.models.sources import file_entry, hub_cache, hub_endpoint, repo_folder
 from moegguf.package import __version__
 from moegguf.quantities import format_bytes
+from moegguf.regular_file import open_regular
 from moegguf.text import without_password
 
 TRIES = 4
@@ -119,7 +120,7 @@ class HubFile:
         """Whether the file at `path` has its digest. What is right is on disk then. Raises OSError."""
         git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         digest = hashlib.sha256() if self.is_large else git
-        with open(path, "rb") as found:
+        with open_regular(path) as found:
             os.fsync(found.fileno())
             hashlib.file_digest(found, lambda: digest)
         return digest.hexdigest() == self.etag
@@ -377,7 +378,7 @@ def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.
     """One request for the missing bytes, written as they arrive. Raises httpx2.ReadError for too few, PullError for
     another size, ModelFormatError for the start of another kind of file, Stopped."""
     n_bytes = file.received_bytes
-    with open(file.partial, "ab") as output:
+    with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
         if n_bytes == file.size_bytes:
             return

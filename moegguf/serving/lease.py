@@ -113,7 +113,7 @@ class ManagedModel:
         self.entry = entry
         self.task: asyncio.Task[None]  # the manager's, which loads and ends it
         self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
-        self.overwritten = False  # one of them, since then
+        self.files_changed = False  # since then
         self.uses: dict[str, Waiter] = {}
         self.waiters: list[Waiter] = []  # as they came
         self._served: dict[str, int] = {}  # of clients who wait: when a request of theirs began or ended, as a ticket
@@ -225,7 +225,7 @@ class ManagedModel:
         A longer context serves a request for a shorter one: the tokens are the same, and a reload would lose what is
         cached.
         """
-        if waiter.entry.weights != self.entry.weights or self.overwritten:
+        if waiter.entry.weights != self.entry.weights or self.files_changed:
             return False
         if (n_ctx := waiter.overrides.n_ctx) is None:
             return self.overrides.n_ctx is None or self.ready.n_ctx >= self.default_n_ctx
@@ -233,8 +233,9 @@ class ManagedModel:
         return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def look_at_files(self) -> None:
-        """Notes whether one was written to since the model was measured: its content may be neither old nor new."""
-        self.overwritten = any(file.is_overwritten() for file in self.files)
+        """Notes whether a file was written to or replaced since the model was measured. A model whose file is gone
+        stays as it is."""
+        self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self, loop_time_s: float) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""

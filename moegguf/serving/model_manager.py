@@ -419,7 +419,7 @@ class ModelManager:
 
     async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> memory_budget.ModelSize:
         gpu = await self._find_gpu()
-        model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
+        model.files = tuple(filter(None, map(FileVersion.now, waiter.entry.all_files)))
         model.look_at_files()
         arguments = waiter.entry, waiter.overrides, self.settings, self._limit(RAM)
         given = {} if gpu is None else {"gpu": gpu}

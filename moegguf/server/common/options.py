@@ -88,6 +88,9 @@ def details_or_none(entry: ModelEntry) -> Details | None:
         return details(entry)
     except (MoeggufError, OSError):
         return None
+    except Exception:  # a fault of ours, which hides no other model
+        log.exception("the details of %s cannot be read", entry.name)
+        return None
 
 
 # Options

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from moegguf.atomic_write import OWNER_ONLY, make_private, write_atomically
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
+from moegguf.regular_file import open_regular, read_regular
 from moegguf.serving.batch import answers
 from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, lock_journal
 from moegguf.serving.batch.files import FileStore
@@ -151,7 +152,7 @@ class Batches:
         found = []
         for path in self.folder.glob("batch_*.json"):
             with suppress(OSError, ValueError, TypeError, KeyError):
-                known = json.loads(path.read_bytes())
+                known = json.loads(read_regular(path))
                 found.append(Batch(**{**known, "counts": Counts(**known["counts"])}))
         found.sort(key=lambda batch: batch.created_ns)
         self._batches = {batch.id: batch for batch in found}
@@ -329,7 +330,7 @@ class Batches:
     async def _requests(self, batch: Batch) -> AsyncIterator[Requests]:
         """The batch's requests. Raises BatchFileError, OSError."""
         try:
-            file = (self._work(batch) / INPUT).open("rb")
+            file = open_regular(self._work(batch) / INPUT)
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
         with file:  # some seconds for a large one

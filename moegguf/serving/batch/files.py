@@ -19,6 +19,7 @@ from pathlib import Path
 from moegguf.atomic_write import OWNER_ONLY, locked_temporary, remove_abandoned, write_atomically
 from moegguf.errors import StorageError, UnknownIdError
 from moegguf.quantities import format_bytes
+from moegguf.regular_file import read_regular
 from moegguf.serving.batch.answers import storing, write_all
 from moegguf.serving.clients import current_owner, is_visible
 
@@ -59,7 +60,7 @@ class FileStore:
         self._files = {}
         for path in self._folder.glob("*.json"):
             with suppress(OSError, ValueError, TypeError):
-                file = StoredFile(**json.loads(path.read_bytes()))
+                file = StoredFile(**json.loads(read_regular(path)))
                 if file.id == path.stem and _ID.fullmatch(file.id) and self.contents(file.id).exists():
                     self._files[file.id] = file
         for path in self._folder.glob("file-*.data"):
