@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, parse_body, parse_fields, read_body, read_form, too_large
+from moegguf.server.common.body import Body, Whole, parse_body, parse_fields, read_body, read_form, too_large
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
 from moegguf.server.common.replies import page, usage
@@ -55,7 +55,8 @@ def new_state(
     manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, share_contexts: bool = False
 ) -> State:
     """What the endpoints need of an application: `app.state`."""
-    return State({"manager": manager, "catalog": catalog, "totals": Totals(), "share_contexts": share_contexts})
+    own = {"totals": Totals(), "share_contexts": share_contexts, "preloading": None}
+    return State({"manager": manager, "catalog": catalog, **own})
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
@@ -88,7 +89,7 @@ class _ExpiresAfter(Body):
     """When a file is removed: OpenAI's range."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+    seconds: Annotated[Whole, Field(ge=3600, le=2_592_000)]
 
 
 class _FileForm(Body):

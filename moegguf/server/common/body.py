@@ -2,19 +2,21 @@
 caller says as it arrives, never into memory.
 
 `curl -d` labels JSON as a form, so that header is ignored. Size, number of values and numbers are limited before any
-object is built, nesting by pydantic's parser; of a repeated key the last one counts.
+object is built, nesting by pydantic's parser; of a repeated key the last one counts. Half of a surrogate pair, which
+JavaScript leaves where it cuts a text, becomes U+FFFD, as in Go.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from io import BytesIO
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
@@ -28,6 +30,8 @@ from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
 LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # of more than 64 bits, or one that may be
+HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # what half of a surrogate pair may begin with
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"  # keys of a scope: the `Bodies`, and how much it holds of it
 
@@ -63,9 +67,25 @@ class Bodies:
 
 
 class Body(BaseModel):
-    """Base of all requests: strict types, unknown fields are ignored."""
+    """Base of all requests: strict types, unknown fields are ignored, and null is the same as absent."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def integral(value: Any) -> Any:
+    """Returns 8 for 8.0, any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(integral)]
+"""A whole number. 8.0 is accepted for 8: some clients write all numbers as floats."""
 
 
 T = TypeVar("T", bound=BaseModel)
@@ -148,6 +168,20 @@ def too_large(limit: int) -> BodyRefusedError:
 # JSON
 
 
+def parse_json(raw: bytes) -> Any:
+    """JSON text as a value. Raises ValueError."""
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        if not HALF.search(raw):
+            raise
+        try:
+            text = json.dumps(json.loads(raw), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            raise error from None
+    return from_json(HALF_CHARACTER.sub("\ufffd", text), allow_inf_nan=False)
+
+
 def parse_object(raw: bytes) -> dict[str, Any]:
     """JSON text as a dict. Raises HttpError 400."""
     if not raw.strip():
@@ -159,7 +193,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         if any(number.isdigit() or math.isinf(float(number)) for number in LARGE_NUMBER.findall(without_strings)):
             raise ValueError("a number does not fit 64 bits")
-        value = from_json(raw, allow_inf_nan=False)
+        value = parse_json(raw)
     except ValueError as error:
         raise HttpError(400, f"invalid request body: {error}") from None
     if not isinstance(value, dict):
