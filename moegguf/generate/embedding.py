@@ -31,9 +31,15 @@ class Embeddings:
 
 
 def embed(
-    llm: Llama, inputs: Sequence[str | Sequence[int]], *, truncate: bool = True, normalize: bool = True
+    llm: Llama,
+    inputs: Sequence[str | Sequence[int | str]],
+    *,
+    truncate: bool = True,
+    normalize: bool = True,
+    num_ctx: int | None = None,
 ) -> Embeddings:
-    """The vectors of `inputs`, texts or tokens; of length 1 with `normalize`.
+    """The vectors of `inputs`, texts, tokens or both in one; of length 1 with `normalize`. `num_ctx`: tokens of an
+    input at most, where the context has more.
 
     A model loaded with embedding=True pools as its file specifies. With another one the context holds the last input
     afterwards. An empty text is evaluated as BOS, or EOS; for a model with neither its vector is zero. Raises
@@ -42,7 +48,7 @@ def embed(
     """
     if ranks(llm):
         raise CapabilityError("this model gives documents scores, not vectors; send it a query to /v1/rerank.")
-    limit = _limit(llm)
+    limit = min(_limit(llm), num_ctx or llm.n_ctx())
     token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
     vectors = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]
     if normalize:
@@ -100,16 +106,20 @@ def _limit(llm: Llama) -> int:
     return int(llm.n_ctx())
 
 
-def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -> list[int]:
-    vocabulary = llm.vocabulary
-    if isinstance(item, str):
-        tokens, n_read = list[int](), 0
-        while not n_read or (n_read < len(item) and len(tokens) <= 2 * limit):  # of a long text these suffice
-            n_read = 2 * n_read or MAX_WHOLE_CHARACTERS
-            tokens = list(llm.tokenize(to_utf8(item[:n_read]), add_bos=True, special=True))
-    else:
-        tokens = list(item)
-        vocabulary.check(tokens)
+def _text_tokens(llm: Llama, text: str, limit: int, *, is_first: bool = True) -> list[int]:
+    """Returns the tokens of a text. Of a long one, those of its beginning suffice."""
+    tokens, n_read = list[int](), 0
+    while not n_read or (n_read < len(text) and len(tokens) <= 2 * limit):
+        n_read = 2 * n_read or MAX_WHOLE_CHARACTERS
+        tokens = list(llm.tokenize(to_utf8(text[:n_read]), add_bos=is_first, special=True))
+    return tokens
+
+
+def _tokens(llm: Llama, item: str | Sequence[int | str], limit: int, truncate: bool) -> list[int]:
+    vocabulary, tokens = llm.vocabulary, list[int]()
+    for i, each in enumerate([item] if isinstance(item, str) else item):
+        tokens += _text_tokens(llm, each, limit, is_first=not i) if isinstance(each, str) else [each]
+    vocabulary.check(tokens)
     if not tokens:
         return [token for token in (llm.token_bos(), llm.token_eos()) if token != -1][:1]
     if len(tokens) <= limit:

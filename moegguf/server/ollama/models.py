@@ -157,6 +157,8 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
     }
     if entry.license:
         found["license"] = entry.license
+    if entry.messages:
+        found["messages"] = [dict(message) for message in entry.messages]
     if system := body.system or entry.system:
         found["system"] = system
     if entry.mmproj:
