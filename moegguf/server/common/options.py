@@ -112,7 +112,7 @@ def _in_range(name: str) -> Any:
 
 
 Number = float | None
-Budget = Annotated[str | int | None, AfterValidator(_budget)]
+Budget = Annotated[str | Whole | None, AfterValidator(_budget)]
 Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 
 
@@ -230,6 +230,6 @@ def _texts_of(given: Any) -> list[Text]:
     return [_text_of(text) for text in texts]
 
 
-Text = str | list[int | str]
+Text = str | list[Whole | str]
 """A text, or its tokens, with texts among them."""
 Texts = Annotated[list[Text], BeforeValidator(_texts_of)]

@@ -75,7 +75,7 @@ def _called(item: Json, kind: str) -> Json:
 
 def _output_of(output: Any) -> Any:
     """What a tool returned, as the content of a message: a text or parts; anything else as JSON."""
-    is_parts = isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output)
+    is_parts = isinstance(output, list) and all(isinstance(part, dict) and part.get("type") for part in output)
     return output if output is None or isinstance(output, str) or is_parts else dumps(output)
 
 
