@@ -129,7 +129,7 @@ def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
     elif isinstance(value, dict):
         yield value
         for name, each in value.items():
-            if not (name in data and isinstance(each, dict)):
+            if not (name in data and isinstance(each, dict)) and name != "output":  # which may be any JSON
                 yield from objects(each, data)
 
 
