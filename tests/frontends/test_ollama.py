@@ -31,7 +31,7 @@ def test_real_statistics_add_up(server: Server) -> None:
 def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: str) -> None:
     server.call(path, {"model": "tiny", "keep_alive": 0})  # other tests load it with a longer context
     loaded = server.call(path, {"model": "tiny", "keep_alive": -1, "options": {"num_ctx": 256}}).json
-    assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny:latest")
+    assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny")
     there = server.loaded()
     assert next(iter(there)) == "tiny:latest" and there["tiny:latest"]["context_length"] == 256  # the longest first
     assert datetime.fromisoformat(there["tiny:latest"]["expires_at"]).year > 2200

@@ -162,7 +162,7 @@ class ResponsesBody(chat.ToolsBody):
     @field_validator(*REFUSED)
     @classmethod
     def _is_not_used(cls, value: Any, info: ValidationInfo) -> None:
-        if value:
+        if any(each is not None for each in value.values()) if isinstance(value, dict) else value:
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
