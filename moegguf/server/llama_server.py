@@ -345,7 +345,7 @@ async def _adapters(request: Request) -> Response:
 
 async def _set_adapters(request: Request) -> Response:
     raise HttpError(
-        501, "the scale of an adapter is that of its load; start the server with --lora-scale, or create another name"
+        501, "an adapter keeps the scale that it was loaded with; start the server with another --lora-scale"
     )
 
 
