@@ -104,7 +104,8 @@ async def _create_file(request: Request) -> Response:
         if filename is None:
             raise HttpError(400, "file: field required")
         prefix = "expires_after["
-        expiry = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
+        texts = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
+        expiry = {name: int(text) if text.isascii() and text.isdecimal() else text for name, text in texts.items()}
         asked = parse_fields(fields | ({"expires_after": expiry} if expiry else {}), _FileForm)
         kept_s = asked.expires_after.seconds if asked.expires_after else None
         return JSONResponse(_file_object(file.finish(filename, asked.purpose, kept_s)))

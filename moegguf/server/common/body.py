@@ -98,18 +98,14 @@ async def read_body(request: Request, kind: type[T], limit: int = limits.BODY_BY
 
 
 def parse_body(raw: bytes, kind: type[T]) -> T:
-    """JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
-    return _validated(kind.model_validate, parse_object(raw))
+    """Returns JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
+    return parse_fields(parse_object(raw), kind)
 
 
 def parse_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """Texts of a form as a `kind`. Raises HttpError 400 that names the first invalid field."""
-    return _validated(kind.model_validate_strings, fields)
-
-
-def _validated(validate: Callable[[Mapping[str, Any]], T], fields: Mapping[str, Any]) -> T:
+    """Returns fields as a `kind`. Raises HttpError 400 that names the first invalid field."""
     try:
-        return validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise HttpError(400, explain(error)) from None
 

@@ -93,7 +93,7 @@ class _GenerationBody(ModelBody, Question):
     shift: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    details: bool | None = None  # ours: lines with `prompt_progress`, and `timing` and `decisions` at the end
+    details: bool | None = None  # ours: lines with `prompt_progress`, and at the end `timing`, `decisions`, `load_s`
 
     @property
     @abstractmethod
@@ -225,8 +225,10 @@ class _Reply(Reply):
         if isinstance(event, Delta):
             return replies.json_line(self._object(self._delta(event) | {"done": False})) if event != Delta() else b""
         if isinstance(event, Done):
-            more = {"timing": asdict(event.timing), "decisions": event.decisions} if self._body.details else {}
-            return replies.json_line(self._object(self._content() | self._end(event) | more))
+            end = self._content() | self._end(event)
+            if self._body.details:
+                end |= {"timing": asdict(event.timing), "decisions": event.decisions, "load_s": event.load_s}
+            return replies.json_line(self._object(end))
         progress = {"prompt_progress": asdict(event), "done": False}
         return replies.json_line(self._object(progress)) if self._body.details else b""
 
