@@ -11,14 +11,23 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Whole, parse_body, parse_fields, read_body, read_form, too_large
+from moegguf.server.common.body import (
+    Body,
+    Whole,
+    parse_body,
+    parse_fields,
+    read_body,
+    read_form,
+    too_large,
+    without_nulls,
+)
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
 from moegguf.server.common.replies import page, usage
@@ -152,7 +161,9 @@ class _BatchBody(Body):
     endpoint: Annotated[str, AfterValidator(_endpoint)]
     completion_window: Literal["24h"]
     metadata: Annotated[
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, Field(max_length=16)
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None,
+        Field(max_length=16),
+        BeforeValidator(without_nulls),
     ] = None
     output_expires_after: _ExpiresAfter | None = None
 

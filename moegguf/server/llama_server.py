@@ -23,7 +23,7 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Whole, integral
+from moegguf.server.common.body import Body, Whole, integral, without_nulls
 from moegguf.server.common.conversation import Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
@@ -180,7 +180,7 @@ async def _tokenizer_info(request: Request) -> Response:
 
 def _biases_of(given: Any) -> Any:
     """`logit_bias` as an object of token ids and texts, or as pairs; false is never. Raises ValueError."""
-    pairs = given
+    pairs = given = without_nulls(given)
     if isinstance(given, dict):
         pairs = [[int(key) if key.isascii() and key.isdigit() else key, bias] for key, bias in given.items()]
     elif not isinstance(given, list):

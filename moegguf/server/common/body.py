@@ -66,6 +66,13 @@ class Bodies:
         scope[N_BYTES] = 0
 
 
+def without_nulls(given: Any) -> Any:
+    """Returns an object without the fields that are null, any other value as it is."""
+    if not isinstance(given, Mapping):
+        return given
+    return {name: value for name, value in given.items() if value is not None}
+
+
 class Body(BaseModel):
     """Base of all requests: strict types, unknown fields are ignored, and null is the same as absent."""
 
@@ -73,10 +80,8 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
+    def _leave_out_nulls(cls, given: Any) -> Any:
+        return without_nulls(given)
 
 
 def integral(value: Any) -> Any:

@@ -32,7 +32,7 @@ from moegguf.generate.request import (
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Whole
+from moegguf.server.common.body import Body, Whole, without_nulls
 from moegguf.server.common.conversation import Json, Question, Reply, about_prompt, conversation
 from moegguf.server.common.messages import ChatMessage, Tool, messages_of, with_entry_messages
 from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, sampling_of
@@ -55,6 +55,7 @@ def _not_zero(value: int) -> int:
 
 def token_ids(biases: Any) -> Any:
     """`logit_bias` with token ids as keys, which are strings in JSON. Raises ValueError."""
+    biases = without_nulls(biases)
     if not isinstance(biases, dict):
         return biases
     wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and int(key[:11]) <= MAX_TOKEN)), None)

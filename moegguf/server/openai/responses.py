@@ -23,7 +23,7 @@ from moegguf.generate.images import text_of
 from moegguf.generate.request import Delta, GenerationRequest, Message, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body
+from moegguf.server.common.body import Body, without_nulls
 from moegguf.server.common.conversation import EventReply, Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import SEARCH_RESULT, ChatMessage, messages_of, own_tools, read_parts
@@ -150,7 +150,7 @@ class ResponsesBody(chat.ToolsBody):
     text: _TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(max_length=limits.STOPS)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(without_nulls)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -162,7 +162,7 @@ class ResponsesBody(chat.ToolsBody):
     @field_validator(*REFUSED)
     @classmethod
     def _is_not_used(cls, value: Any, info: ValidationInfo) -> None:
-        if any(each is not None for each in value.values()) if isinstance(value, dict) else value:
+        if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
