@@ -52,7 +52,8 @@ KINDS: dict[str, type[Body]] = {
     "/v1/responses/input_tokens": responses.ResponsesBody,
 }
 DATA = (  # objects whose keys are a client's own, not fields
-    "action", "arguments", "chat_template_kwargs", "input", "input_schema", "logit_bias", "metadata", "parameters", "schema",
+    "action", "arguments", "chat_template_kwargs", "input", "input_schema", "logit_bias", "metadata", "parameters",
+    "schema",
 )  # fmt: skip
 
 
