@@ -24,7 +24,7 @@ import numpy.typing as npt
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate.constraint import Constraint
 from moegguf.generate.limited import LimitedError, reply_of
-from moegguf.generate.request import Sampling, TokenLogprob
+from moegguf.generate.request import Sampling, TokenChance, TokenLogprob
 from moegguf.native import library
 
 if TYPE_CHECKING:
@@ -176,16 +176,19 @@ class Matcher:
 
 
 def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:
-    """The log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens, which may
-    include it."""
+    """Returns the log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens,
+    which may include it."""
     logits = llm.context.logits(row)
     most = logits.max()
     log_total = most + np.log(np.exp(logits - most, dtype=np.float64).sum())
     top = np.argpartition(logits, -n_top)[-n_top:] if n_top else np.empty(0, np.intp)
     top = top[np.argsort(-logits[top], kind="stable")]
-    text = llm.vocabulary.text
-    likeliest = tuple((text(int(other)), float(logits[other] - log_total)) for other in top)
-    return TokenLogprob(text(token), float(logits[token] - log_total), likeliest)
+    piece = llm.vocabulary.piece
+
+    def chance(of: int) -> tuple[int, bytes, float]:
+        return of, piece(of, special=True), float(logits[of] - log_total)
+
+    return TokenLogprob(*chance(token), tuple(TokenChance(*chance(int(other))) for other in top))
 
 
 class Sampler:
@@ -208,7 +211,7 @@ class Sampler:
         self._llm = llm
         self._n_vocab = llm.n_vocab()
         self._chain = self._bindings._internals.LlamaSampler()
-        self._add_samplers(sampling, prompt)
+        self._add_samplers(sampling, prompt, ends=constraint is not None or not sampling.ignore_eos)
         self._budget = budget
         self._matcher: Matcher | None = None
         self._candidates: Any = None
@@ -216,17 +219,25 @@ class Sampler:
             self._matcher = Matcher(constraint, matcher_tokens(llm.vocabulary))
             self._candidates = self._bindings._internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
 
-    def _add_samplers(self, sampling: Sampling, prompt: Sequence[int]) -> None:
-        chain = self._chain
-        for token, bias in sampling.logit_bias.items():
+    def _add_samplers(self, sampling: Sampling, prompt: Sequence[int], *, ends: bool) -> None:
+        """Adds the samplers of the options. `ends`: the answer may end with a token."""
+        chain, vocabulary = self._chain, self._llm.vocabulary
+        biases = dict(sampling.logit_bias)
+        for text, bias in sampling.text_bias:
+            for token in vocabulary.tokens(text, special=False):
+                biases[token] = biases.get(token, 0.0) + bias
+        for token, bias in biases.items():
             if not 0 <= token < self._n_vocab or math.isnan(bias):
                 raise OptionError(
                     f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
                 )
-        if sampling.logit_bias:
-            chain.add_logit_bias(self._n_vocab, dict(sampling.logit_bias))
+        if not ends:
+            biases |= dict.fromkeys(vocabulary.end_tokens(), -math.inf)
+        if biases:
+            chain.add_logit_bias(self._n_vocab, biases)
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-            n_last = self._llm.n_ctx() if sampling.repeat_last_n < 0 else sampling.repeat_last_n
+            n_ctx = sampling.context_within(self._llm.n_ctx())
+            n_last = n_ctx if sampling.repeat_last_n < 0 else sampling.repeat_last_n
             chain.add_penalties(
                 self._n_vocab, n_last, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
             )

@@ -88,8 +88,8 @@ def assert_same(received: Sequence[TokenLogprob], alone: Sequence[TokenLogprob])
         assert received == alone[: len(received)]
         return
     for one, other in zip(received, alone, strict=False):
-        margin = other.top[0][1] - other.top[1][1]
-        if one.text != other.text:
+        margin = other.top[0].logprob - other.top[1].logprob
+        if one.token != other.token:
             assert margin < BOUND, (one, other)
             return
         assert abs(one.logprob - other.logprob) < BOUND, (one, other)
