@@ -105,7 +105,7 @@ class GenerationBody(Question, SamplingOptions):
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters. `most`: tokens of
         the answer, -1 for no limit, None for the default."""
-        own = self.model_dump(include=set(SamplingOptions.model_fields)) 
+        own = self.model_dump(include=set(SamplingOptions.model_fields))
         own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
         sampling = sampling_of(entry, self.options, **own)
         biases = self.logit_bias or {}
