@@ -81,11 +81,9 @@ def _free_lines(source: str) -> set[int]:
     """Returns the numbers of the lines that docstrings and imports occupy."""
     free = set[int]()
     for node in ast.walk(ast.parse(source)):
-        is_text = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
-            free.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())) | ast.Import() | ast.ImportFrom():
+                free.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return free
 
 
@@ -160,8 +158,8 @@ def main() -> int:
     for name, size in sizes.items():
         if name.startswith("moegguf"):
             total.add(size)
-    density = total.tokens / total.lines
-    print(f"{'moegguf, in all':<20} {total.tokens:>8,} {'':>8} {density:>7.1f} {total.native_lines:>7,}")
+    in_all = f"{total.tokens / total.lines:.1f}"
+    print(f"{'moegguf, in all':<20} {total.tokens:>8,} {'':>8} {in_all:>7} {total.native_lines:>7,}")
     found = faults(sizes, TOKEN_LIMITS, NATIVE_LIMITS)
     for fault in found:
         print(f"error: {fault}", file=sys.stderr)

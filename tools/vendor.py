@@ -26,8 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
 VENDOR = Path(os.environ.get("MOEGGUF_VENDOR_DIR", ROOT / "build" / "vendor"))
 
-# What the build reads; the rest of the distribution (tests, media, web UI) is not unpacked.
-WANTED = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/", "tools/mtmd/")
+# The build reads these files; the rest of the distribution (its tests, media and web page) is not unpacked.
+BUILT = ("CMakeLists.txt", "LICENSE", "cmake/", "ggml/", "include/", "src/", "vendor/", "common/", "tools/mtmd/")
+# Our tests read these files.
+TESTED = (
+    "grammars/", "models/templates/", "models/ggml-vocab-bert-bge.gguf", "models/ggml-vocab-llama-bpe.gguf",
+    "models/ggml-vocab-llama-spm.gguf", "models/ggml-vocab-qwen35.gguf",
+)  # fmt: skip
+WANTED = BUILT + TESTED
 WANTED_BINDINGS = ("llama_cpp/", "LICENSE.md")
 
 # pip does not read uv's variables: the one to set, and those that stand for it.

@@ -43,6 +43,7 @@ from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
 from moegguf.processor import read_processor
 from moegguf.quantities import human_number, parse_link
+from moegguf.text import decode_text
 
 
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Feed:
         self._text: list[int] = []
         if spec.text is not None:
             try:
-                text = Path(spec.text).read_bytes()
+                text = decode_text(Path(spec.text).read_bytes()).encode()
             except OSError as error:
                 raise ModelNotFoundError(f"{spec.text!r} cannot be read ({error.strerror}); check the path.") from error
             self._text = llama.tokenize(text, add_bos=False, special=False)

@@ -119,7 +119,7 @@ class KVBlocks:
         """The address for llama_state_seq_set_data, to be called next on this thread."""
         digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
         n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
-        given = abi.KvBlock(str(block.path).encode(), block.begin, n_bytes, prefix, len(block.prefix), digest)
+        given = abi.KvBlock(os.fsencode(block.path), block.begin, n_bytes, prefix, len(block.prefix), digest)
         self._library.moegguf_kv_blocks_add(self._handle, c.byref(given), c.byref(state))
         return state.value or 0
 

@@ -7,11 +7,13 @@ import ctypes as c
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.engine.model_path import readable
 from moegguf.errors import OptionError, SchemaError
 from moegguf.models.pull import fetch
 from moegguf.native import library
@@ -93,8 +95,9 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     _grammar: GrammarMask | None = None  # of the request that samples now
     tokenizer_: Any
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:
+        with readable(model_path) as path, readable(lora_path) if lora_path else nullcontext() as adapter:
+            super().__init__(path, lora_path=adapter, **options)
         if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # not one of the user's
             self.tokenizer_ = BoundedTokenizer(self)
 
@@ -122,6 +125,16 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     def _attach_context(self, model: Any) -> None:
         raise NotImplementedError
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The key-values of the file as texts."""
+        return self._metadata
+
+    @metadata.setter
+    def metadata(self, _: Mapping[str, str]) -> None:
+        # llama-cpp-python gives none of them where one is not UTF-8, or where llama.cpp cuts a character of one.
+        self._metadata = _metadata(self._model.model)
 
     @classmethod
     def from_pretrained(
@@ -213,6 +226,18 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     def __deepcopy__(self, _memo: object) -> Self:
         return self.__copy__()
+
+
+def _metadata(model: Any) -> dict[str, str]:
+    """Returns the key-values of a model's file as texts, where bytes that are not UTF-8 become U+FFFD."""
+
+    def text(read: Callable[..., int], i: int) -> str:
+        buffer = c.create_string_buffer(max(0, read(model, i, None, 0)) + 1)
+        read(model, i, buffer, len(buffer))
+        return buffer.value.decode(errors="replace")
+
+    key, value = _bindings.llama_model_meta_key_by_index, _bindings.llama_model_meta_val_str_by_index
+    return {text(key, i): text(value, i) for i in range(_bindings.llama_model_meta_count(model))}
 
 
 def _bias(logit_bias: Mapping[Any, float]) -> Any:

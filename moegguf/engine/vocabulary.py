@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import OptionError
 from moegguf.native import library
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
-
-
-def to_utf8(text: str) -> bytes:
-    """UTF-8 of any string that JSON can hold: halves of surrogate pairs are joined, lone ones become U+FFFD."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 class Vocabulary:
@@ -62,6 +55,11 @@ class Vocabulary:
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a text, without BOS or EOS; with `special` the text of a control token becomes that token."""
         return list(self._tokenizer.tokenize(to_utf8(text), add_bos=False, special=special)) if text else []
+
+    def token(self, text: str) -> int | None:
+        """The token of a text, control tokens included; None for a text of more than one."""
+        tokens = self.tokens(text)
+        return tokens[0] if len(tokens) == 1 else None
 
     def check(self, tokens: Iterable[int]) -> None:
         """Raises OptionError for a number that is no token of this model."""

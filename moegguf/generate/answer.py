@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from moegguf.errors import OptionError
@@ -15,6 +15,7 @@ from moegguf.generate.parsing import new_transcript
 from moegguf.generate.prompt import Prompt, read_prompt
 from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
 from moegguf.generate.sampler import Sampler, logprob_of
+from moegguf.generate.thinking_budget import thinking_budget_of
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -57,11 +58,12 @@ class Slot:
 @dataclass(eq=False)
 class Task:
     """Work that needs the model for itself: `run`, which `stop` ends. `fail` is called instead where it does not begin
-    any more. `ticket`: its place in the order of arrival."""
+    any more. `asker`: the client that it is for. `ticket`: its place in the order of arrival."""
 
     run: Callable[[], object]
     stop: Callable[[], object]
     fail: Callable[[Exception], object]
+    asker: str = ""
     ticket: int = field(default_factory=lambda: next(_tickets))
     cancelled: bool = False
 
@@ -110,9 +112,13 @@ class BatchedAnswer:
             self.timing.cut_messages, self.timing.cut_tokens = prompt.cut_messages, prompt.cut_tokens
             if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
                 raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
-            constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation)
-            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint)
-            self._transcript = new_transcript(request, prompt, llm.vocabulary)
+            token_of = llm.vocabulary.token
+            constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation, token_of)
+            budget = thinking_budget_of(llm, request, prompt)
+            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint, budget)
+            stops = (*request.sampling.stop, *prompt.stops)
+            stopped = replace(request, sampling=replace(request.sampling, stop=stops))
+            self._transcript = new_transcript(stopped, prompt, llm.vocabulary)
         except Exception as error:
             self.error = error
             return
@@ -229,15 +235,16 @@ class BatchedAnswer:
 
     def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
         """Passes on the text that was held back, and completes the timing of an answer that has begun; returns `error`,
-        or that of reading the text."""
+        or the error of reading the text."""
         try:
-            delta = self._transcript.end() if error is None else None
+            delta = self._transcript.end(cut=self.timing.finish == "length") if error is None else None
         except Exception as found:
             delta, error = None, found
         if delta is not None:
             self.events.on_delta(delta)
         timing = self.timing
-        timing.stop_string = self._transcript.stop_string
+        stop = self._transcript.stop_string
+        timing.stop_string = stop if stop in self.request.sampling.stop else ""
         if self.request.return_context:
             timing.context = (*self.prompt.text_tokens, *self.generated)
         timing.total_s = time.perf_counter() - self._start_s

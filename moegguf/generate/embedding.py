@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, ContextError
-from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
+from moegguf.generate.prompt import TOKEN_CHARACTERS
 from moegguf.native import library
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -67,24 +67,25 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
             " vectors of /v1/embeddings."
         )
     limit = _limit(llm)
-    token_lists = [_pair(llm, query, document) for document in documents]
+    token_lists = [_pair(llm, query, document, limit) for document in documents]
     for i, tokens in enumerate(token_lists):
         if len(tokens) > limit:
             raise ContextError(
-                f"document {i} has {len(tokens)} tokens with the query, but {limit} are read at a time; shorten it."
+                f"document {i} has {len(tokens)} tokens or more with the query, but {limit} are read at a time;"
+                " shorten it."
             )
     scores = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]
     return Embeddings([score[:1].tolist() for score in scores], sum(map(len, token_lists)))
 
 
-def _pair(llm: Llama, query: str, document: str) -> list[int]:
-    """The tokens of a query and a document, as llama-server joins them: by the model's template "rerank", else by its
-    separators."""
+def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
+    """Returns the tokens of a query and a document, as llama-server joins them: by the model's template "rerank", else
+    by its separators."""
     bindings, vocab = library.llama_cpp(), llm._model.vocab
-    if template := bindings.llama_model_chat_template(llm.model, b"rerank"):
-        text = template.decode().replace("{query}", query).replace("{document}", document)
-        return list(llm.tokenize(to_utf8(text), add_bos=True, special=True))
-    parts = [list(llm.tokenize(to_utf8(text), add_bos=False, special=False)) for text in (query, document)]
+    if template := llm.metadata.get("tokenizer.chat_template.rerank"):
+        text = template.replace("{query}", query).replace("{document}", document)
+        return _first_tokens(llm, text, limit, add_bos=True, special=True)
+    parts = [_first_tokens(llm, text, limit, add_bos=False, special=False) for text in (query, document)]
     sep = bindings.llama_vocab_sep(vocab)
     eos = next((token for token in (bindings.llama_vocab_eos(vocab), sep) if token != -1), None)
     ends = [eos] if bindings.llama_vocab_get_add_eos(vocab) and eos is not None else []
@@ -100,13 +101,20 @@ def _limit(llm: Llama) -> int:
     return int(llm.n_ctx())
 
 
+def _first_tokens(llm: Llama, text: str, limit: int, *, add_bos: bool, special: bool) -> list[int]:
+    """Returns the tokens of a text, or more than twice `limit` tokens of its beginning: the loop that computes answers
+    waits meanwhile."""
+    tokens, n_read = list[int](), 0
+    while not n_read or (n_read < len(text) and len(tokens) <= 2 * limit):
+        n_read = 2 * n_read or TOKEN_CHARACTERS * limit
+        tokens = list(llm.tokenize(to_utf8(text[:n_read]), add_bos=add_bos, special=special))
+    return tokens
+
+
 def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -> list[int]:
     vocabulary = llm.vocabulary
     if isinstance(item, str):
-        tokens, n_read = list[int](), 0
-        while not n_read or (n_read < len(item) and len(tokens) <= 2 * limit):  # of a long text these suffice
-            n_read = 2 * n_read or MAX_WHOLE_CHARACTERS
-            tokens = list(llm.tokenize(to_utf8(item[:n_read]), add_bos=True, special=True))
+        tokens = _first_tokens(llm, item, limit, add_bos=True, special=True)
     else:
         tokens = list(item)
         vocabulary.check(tokens)

@@ -129,13 +129,6 @@ class Marked:
         found = text.split(self.marker)
         return found if len(found) == len(self.images) + 1 else None
 
-    def as_lists(self) -> list[Message]:
-        """The messages for templates that know content as lists of parts only."""
-        return [
-            {**message, "content": [{"type": "text", "text": text}]} if (text := message.get("content")) else message
-            for message in self.messages
-        ]
-
 
 def mark_images(messages: Sequence[Message]) -> Marked:
     """Puts a marker in place of each image. Raises OptionError for images that cannot be used, or too many."""

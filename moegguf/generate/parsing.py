@@ -13,27 +13,20 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from moegguf.generate.call_format import AnswerFormat, ToolFormat, answer_format
+from moegguf.generate.continuation import Continuation
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall, join
-from moegguf.generate.template import Continuation
-from moegguf.generate.tool_calls import (
-    JSON_ONLY,
-    ToolFormat,
-    Types,
-    ends_within_string,
-    formats_of,
-    json_value,
-    tool_call,
-    types_of,
-)
-from moegguf.gguf.chat_template import HARMONY, ThinkMarks, capabilities_of, tail, think_marks_of
+from moegguf.generate.tool_calls import Call, Types, closed_json, json_value, tool_call, types_of
+from moegguf.gguf.chat_template import ThinkMarks, capabilities_of, tail
 
 if TYPE_CHECKING:
     from moegguf.engine.vocabulary import Vocabulary
     from moegguf.generate.prompt import Prompt
 
-_MARK = re.compile(r"<\|(?:start|end|return|call|channel|message|constrain)\|>")
 _MESSAGE = "<|message|>"
 _MARKS = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", _MESSAGE, "<|constrain|>")
+_OTHER_MARKS = ("<|eom|>", "<|eot|>")
+_CHANNELS = {"self": "analysis", "user": "final"}  # by the recipient, where a header names one
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _LONGEST_HEADER = 300
@@ -46,20 +39,44 @@ class AnswerParser:
     def __init__(self) -> None:
         self._held = self._text = self._thinking = ""
         self._calls: list[ToolCall] = []
-        self._ended = False
+        self._ended = self._cut = False
+        self._endings: frozenset[str] = frozenset()
+        self._awaited = ""  # while a long block is read: the mark before which nothing can be decided
+        self._later: list[str] = []  # chunks that came while the mark was awaited
+        self._last = ""  # the end of these chunks, in which the mark may begin
         self._steps = self._parse()
 
     def feed(self, text: str) -> Delta:
-        """What is certain after this chunk, often nothing."""
+        """Returns what is certain after this chunk, often nothing."""
+        if self._awaits(text):
+            return Delta()
         self._held += text
         next(self._steps, None)
         delta = Delta(self._text, self._thinking, tuple(self._calls))
         self._text, self._thinking, self._calls = "", "", []
         return delta
 
-    def end(self) -> Delta:
-        """What was held back, at the end of the answer."""
-        self._ended = True
+    def _awaits(self, text: str) -> bool:
+        """Keeps a chunk, and returns whether the awaited mark is still missing. So the time for a chunk does not depend
+        on the length of the block."""
+        if not self._awaited:
+            return False
+        self._later.append(text)
+        self._last += text
+        if self._awaited not in self._last and not self._ended:
+            self._last = self._last[max(0, len(self._last) - len(self._awaited) + 1) :]
+            return True
+        self._held += "".join(self._later[:-1])
+        self._awaited, self._later, self._last = "", [], ""
+        return False
+
+    def _await(self, mark: str) -> None:
+        """Does without the next steps until `mark` or the end of the answer."""
+        self._awaited, self._last = mark, self._held[max(0, len(self._held) - len(mark) + 1) :]
+
+    def end(self, *, cut: bool = False) -> Delta:
+        """Returns what was held back, at the end of the answer. `cut`: the token limit ended it."""
+        self._ended, self._cut = True, cut
         return self.feed("")
 
     def _parse(self) -> Iterator[None]:
@@ -69,9 +86,12 @@ class AnswerParser:
         self._text += text
 
     def _write_until(self, marks: re.Pattern[str], texts: Iterable[str]) -> Generator[None, None, re.Match[str] | None]:
-        """Writes what comes before the first of some marks, also given as `texts`, and consumes it; None at the end."""
+        """Writes what comes before the first of some marks, also given as `texts`, and consumes it; returns the mark,
+        None at the end."""
         while True:
             match = marks.search(self._held)
+            if self._ended and self._held in self._endings:
+                self._held = ""
             n_held = 0 if self._ended else tail(self._held, texts)
             n = match.start() if match else len(self._held) - n_held
             self._write(self._held[:n])
@@ -81,15 +101,21 @@ class AnswerParser:
             yield
 
 
-class HarmonyParser(AnswerParser):
-    """For the harmony format of gpt-oss, messages with a header that names their channel:
-    `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`; a call is a
-    message to `functions.NAME`. Analysis is thinking; messages that are neither thinking nor calls are text."""
+class ChannelParser(AnswerParser):
+    """For answers that consist of messages with headers.
 
-    def __init__(self, *, tools: bool, prompt_end: str) -> None:
+    gpt-oss names a channel in a header, and a function in a call's:
+    `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. Other models
+    name a recipient: ` to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>`. Analysis and
+    messages to the model itself are thinking; messages that are neither thinking nor calls are text.
+    """
+
+    def __init__(self, formats: Sequence[ToolFormat], types: Types, prompt_end: str, marks: Sequence[str]) -> None:
         super().__init__()
-        self._tools = tools
-        self._channel = self._recipient = self._arguments = ""
+        self._formats, self._types, self._marks = formats, types, marks
+        self._mark = re.compile("|".join(map(re.escape, marks)))
+        self._channel = self._recipient = ""
+        self._arguments: list[str] = []  # parts of the text
         _, start, header = prompt_end.rpartition("<|start|>")
         self._begun = header if start else ""  # the part of the first header that is in the prompt
 
@@ -105,10 +131,10 @@ class HarmonyParser(AnswerParser):
             header = yield from self._header()
 
     def _header(self) -> Generator[None, None, str | None]:
-        """Consumes a header, "" for an answer without headers; None at the end."""
+        """Consumes a header and returns it: "" for an answer without headers, None at the end."""
         while not self._ended:
             body = self._held.lstrip()
-            if not any(body.startswith(begin[: len(body)]) for begin in ("to=", *_MARKS)):
+            if not any(body.startswith(begin[: len(body)]) for begin in ("to=", *self._marks)):
                 return ""
             at = self._held.find(_MESSAGE, 0, _LONGEST_HEADER)
             if at >= 0:
@@ -117,18 +143,19 @@ class HarmonyParser(AnswerParser):
             if len(self._held) >= _LONGEST_HEADER:
                 return ""
             yield
-        self._text += "" if _MARK.search(self._held) else self._held
+        self._text += "" if self._mark.search(self._held) else self._held
         return None
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        self._channel = channel[1] if channel else ""
-        self._recipient = recipient[1] if recipient and self._tools else ""
-        self._arguments = ""
+        self._channel = channel[1] if channel else _CHANNELS.get(recipient[1], "") if recipient else ""
+        is_call = recipient is not None and bool(self._formats) and recipient[1] not in _CHANNELS
+        self._recipient = recipient[1] if recipient and is_call else ""
+        self._arguments = []
 
     def _body(self) -> Generator[None, None, None]:
         """Writes a message up to the mark that ends it, which may begin the next header."""
-        while mark := (yield from self._write_until(_MARK, _MARKS)):
+        while mark := (yield from self._write_until(self._mark, self._marks)):
             is_text = mark[0] in (_MESSAGE, "<|constrain|>")
             self._write(mark[0] if is_text else "")
             if is_text or mark[0] not in ("<|start|>", "<|channel|>"):
@@ -138,73 +165,101 @@ class HarmonyParser(AnswerParser):
 
     def _write(self, text: str) -> None:
         if self._recipient:
-            self._arguments += text
+            self._arguments.append(text)
         elif self._channel == "analysis":
             self._thinking += text
         else:
             self._text += text
 
     def _end_message(self) -> None:
-        if self._recipient:
-            arguments = json_value(self._arguments or "{}")
-            if isinstance(arguments, dict):
-                self._calls.append(tool_call(self._recipient, arguments))
-            else:
-                self._text += self._arguments
+        if not self._recipient:
+            return
+        text = "".join(self._arguments)
+        arguments = json_value(text or "{}")
+        if isinstance(arguments, dict):
+            self._calls.append(tool_call(self._recipient, arguments))
+        elif calls := self._calls_in(text):
+            self._calls += [tool_call(*call) for call in calls]
+        else:
+            self._text += text
+
+    def _calls_in(self, text: str) -> list[Call] | None:
+        """Returns the calls in the body of a message to a function, also where the token limit cut it."""
+        for form in self._formats:
+            if form.open and form.open in text and (calls := form.calls(text.strip(), self._types, final=True)):
+                return calls
+        if not self._cut or not text.strip():
+            return None
+        values = (json_value(closed) for closed in closed_json(text))
+        found = next((value for value in values if isinstance(value, dict)), None)
+        return None if found is None else [(self._recipient, found)]
 
 
 Tools = Sequence[Mapping[str, Any]]
 
-
-def needs_special_tokens(template: str | None) -> bool:
-    """Whether an `AnswerParser` needs the text of control tokens, which detokenizers usually omit.
-
-    The marks of thinking and of tool calls are control tokens in many models.
-    """
-    text = template or ""
-    marked = any(form.open for form in formats_of(text))
-    return HARMONY in text or think_marks_of(text) is not None or marked
-
-
+_NEVER = "\0\0\0"  # a mark that no model writes: the block extends to the end of the answer
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
-MAX_MARKS_IN_STRINGS = 8  # closing marks within the JSON strings of one call
+MAX_MARKS_IN_VALUES = 8  # closing marks within the values of one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
 
 
 class MarkParser(AnswerParser):
-    """For thinking and calls between marks. `end`: of the prompt; `continuation`: of an answer that begins in the midst
-    of its text or, where the model thinks, of its thinking."""
+    """For thinking, text and calls between marks. `form` has the marks; `formats`, of the calls. `prompt_end`: the end
+    of the prompt. `continuation`: of an answer that begins in the midst of its text or, where the model thinks, of its
+    thinking."""
 
     def __init__(
         self,
-        think: ThinkMarks | None,
+        form: AnswerFormat,
         formats: Sequence[ToolFormat],
         types: Types,
-        end: str,
+        prompt_end: str,
         continuation: Continuation | None = None,
     ) -> None:
         super().__init__()
-        self._think, self._types, self._continuation = think, types, continuation
-        self._begun = think is not None and think.begun_by(end)
-        self._formats = {form.open: form for form in formats if form.open}
-        self._json_only = any(not form.open for form in formats)
-        self._opens = re.compile("|".join(map(re.escape, self._formats)) or r"(?!)")
+        self._form, self._types, self._continuation = form, types, continuation
+        self._think = form.think
+        self._think_begun = form.think is not None and form.think.begun_by(prompt_end)
+        self._formats = {each.open: each for each in formats if each.open}
+        self._json_only = next((each for each in formats if not each.open), None)
+        self._marks = [mark for mark in (*self._formats, form.text_close) if mark]
+        self._opens = re.compile("|".join(map(re.escape, self._marks)) or r"(?!)")
+        # A mark that the prompt ends with is read as if the model had written it.
+        self._prompt_mark = self._held = form.begun(prompt_end) if formats and continuation is None else ""
+        self._endings = form.endings if formats or form.text_close else frozenset()
 
     def _parse(self) -> Iterator[None]:
-        in_text = self._continuation is not None or not (self._think or self._formats or self._json_only)
+        in_text = self._continuation is not None
         if self._think is not None:
             in_text = yield from self._read_thinking(self._think)
         if not in_text:
-            body = yield from self._body(self._formats)
-            if self._opens.match(body):
-                self._held = body
-            elif self._json_only and body[:1] in ("{", "["):
-                yield from self._read_only_call()
-        while match := (yield from self._write_until(self._opens, self._formats)):
-            yield from self._read_call(self._formats[match[0]])
+            yield from self._begin_text()
+        # A text that may end the answer is held back as a whole.
+        held = [*self._marks, *(f"{ending}\0" for ending in self._endings)]
+        while match := (yield from self._write_until(self._opens, held)):
+            if match[0] == self._form.text_close:
+                self._held = self._held[match.end() :]
+            else:
+                yield from self._read_call(self._formats[match[0]])
+
+    def _begin_text(self) -> Iterator[None]:
+        """Consumes what stands before the text, or a call that is the whole answer."""
+        opened = self._form.text_open.strip()
+        if not (self._think or self._formats or self._json_only or opened):
+            return
+        opened = f"{self._prompt_mark}{opened}" if opened else ""
+        body = yield from self._body([mark for mark in (*self._formats, opened) if mark])
+        if opened and body.startswith(opened):
+            self._held, self._prompt_mark = body.removeprefix(opened), ""
+            yield from self._drop_line_breaks()
+        elif body.startswith(tuple(self._formats)):
+            self._held = body
+        elif self._json_only and body[:1] in ("{", "["):
+            yield from self._read_only_call(self._json_only)
 
     def _body(self, marks: Iterable[str]) -> Generator[None, None, str]:
-        """The held text without blanks at its beginning, once it is not the beginning of a mark; "" at the end."""
+        """Returns the held text without blanks at its beginning, once it is not the beginning of a mark; "" at the
+        end."""
         while not self._ended:
             body = self._held.lstrip()
             if body and not any(len(body) < len(mark) and mark.startswith(body) for mark in marks):
@@ -213,16 +268,18 @@ class MarkParser(AnswerParser):
         return ""
 
     def _read_thinking(self, think: ThinkMarks) -> Generator[None, None, bool]:
-        """Consumes the thinking, if it comes first; whether text comes next, of which nothing is dropped."""
+        """Consumes the thinking, if it comes first; returns whether text comes next, which is kept whole."""
         if self._continuation is not None:
             if not self._continuation.in_thinking:
                 return True
         else:
-            if not self._begun:
-                body = yield from self._body((think.open,))
-                if not body.startswith(think.open):
+            if not self._think_begun:
+                marks = (think.open, think.close) if self._form.closes_thinking else (think.open,)
+                body = yield from self._body(marks)
+                if not body.startswith(marks):
                     return False
-                self._held = body.removeprefix(think.open)
+                if body.startswith(think.open):
+                    self._held = body.removeprefix(think.open)
             yield from self._drop_line_breaks()
         while think.close not in self._held and not self._ended:
             certain = self._held[: len(self._held) - tail(self._held, (think.close,))].rstrip()
@@ -241,20 +298,25 @@ class MarkParser(AnswerParser):
 
     def _read_call(self, form: ToolFormat) -> Iterator[None]:
         """Consumes a call with its marks, or writes the text that is none."""
-        n_read, n_marks = len(form.open), 0  # characters without the closing mark; such marks within strings
+        n_read, n_marks = len(form.open), 0  # characters without the closing mark; such marks within values
         while True:
+            if not form.may_begin(self._held):
+                self._write_mark(form.open)
+                return
             at = self._held.find(form.close, n_read) if form.close else -1
             if at < 0 and self._ended:
                 self._end_call(form)
                 return
             if at < 0:
                 n_read = max(n_read, len(self._held) - len(form.close) + 1)
+                if form.has_begun(self._held):
+                    self._await(form.close or _NEVER)
                 yield
                 continue
             end = at + len(form.close)
             calls = form.calls(self._held[:end], self._types)
-            within = calls is None and ends_within_string(self._held[len(form.open) : at])
-            if not within or n_marks == MAX_MARKS_IN_STRINGS:
+            within = calls is None and form.is_open(self._held[:at])
+            if not within or n_marks == MAX_MARKS_IN_VALUES:
                 break
             n_read, n_marks = end, n_marks + 1
         begin = 0
@@ -265,40 +327,66 @@ class MarkParser(AnswerParser):
         self._held = self._held[end:]
         self._calls += [tool_call(*call) for call in calls or ()]
         if calls:
+            self._prompt_mark = ""
             yield from self._body(())
             self._held = self._held.lstrip()
 
-    def _read_only_call(self) -> Iterator[None]:
+    def _write_mark(self, mark: str) -> None:
+        """Writes a mark that begins no call; of a mark that is the end of the prompt nothing."""
+        self._text += "" if self._prompt_mark else mark
+        self._held, self._prompt_mark = self._held.removeprefix(mark), ""
+
+    def _read_only_call(self, form: ToolFormat) -> Iterator[None]:
         """The whole answer is JSON: a call, if its first key is a call's."""
         while not self._ended:
             match = _MAYBE_CALL.match(self._held)
             assert match is not None
             if not (match["key"] in _CALL_KEYS if match["whole"] else match.end() == len(self._held)):
                 return
+            if match["whole"]:
+                self._await(_NEVER)
             yield
-        self._end_call(JSON_ONLY)
+        self._end_call(form)
 
     def _end_call(self, form: ToolFormat) -> None:
-        """At the end of the answer."""
-        calls = form.calls(self._held, self._types)
+        """Reads a call that the end of the answer ends."""
+        block = self._without_ending(self._held)
+        calls = form.calls(block, self._types, final=True)
+        if calls is None and self._cut:
+            calls = form.cut_calls(block, self._types)
         self._calls += [tool_call(*call) for call in calls or ()]
-        self._text += self._held if calls is None else ""
+        self._text += self._held.removeprefix(self._prompt_mark) if calls is None else ""
         self._held = ""
+
+    def _without_ending(self, text: str) -> str:
+        found = [ending for ending in self._endings if text.endswith(ending)]
+        return text.removesuffix(max(found, key=len, default=""))
+
+
+def needs_special_tokens(template: str | None) -> bool:
+    """Returns whether an `AnswerParser` needs the text of control tokens, which detokenizers usually omit: the marks of
+    thinking and of tool calls are control tokens in many models."""
+    if template is None:
+        return False
+    form = answer_format(template)
+    return form.channels or form.think is not None or bool(form.text_open) or any(each.open for each in form.tools)
 
 
 def answer_parser(
     template: str | None, tools: Tools = (), *, prompt_end: str = "", continuation: Continuation | None = None
 ) -> AnswerParser:
-    """The parser of one answer, which separates thinking and the calls of `tools` from the text.
+    """Returns the parser of one answer, which separates thinking and the calls of `tools` from the text.
 
     `prompt_end`: the end of the prompt, which may have begun the thinking. `continuation`: of an answer that continues
     a message; its first blanks belong to it.
     """
-    text = template or ""
-    if HARMONY in text:
-        return HarmonyParser(tools=bool(tools), prompt_end=prompt_end)
-    formats = formats_of(text) if tools else ()
-    return MarkParser(think_marks_of(text), formats, types_of(tools), prompt_end, continuation)
+    form = answer_format(template or "")
+    formats = form.tools if tools else ()
+    types = types_of(tools)
+    if form.channels:
+        marks = [*_MARKS, *(mark for mark in _OTHER_MARKS if mark in (template or ""))]
+        return ChannelParser(formats, types, prompt_end, marks)
+    return MarkParser(form, formats, types, prompt_end, continuation)
 
 
 class StopStrings:
@@ -373,13 +461,14 @@ class Transcript:
             self._n_fed += len(text)
         return self._delta(self._stops.feed(text))
 
-    def end(self) -> Delta | None:
-        """What was held back, at the end of the answer; None when that is nothing."""
+    def end(self, *, cut: bool = False) -> Delta | None:
+        """Returns what was held back, at the end of the answer; None when that is nothing. `cut`: the token limit ended
+        the answer."""
         rest = "" if self._stops.found else self._decode(b"", True)
         delta = self._delta(self._stops.feed(rest) + self._stops.end())
         if self._parser is None:
             return delta
-        last = self._parser.end()
+        last = self._parser.end(cut=cut)
         if delta is None:
             return last if last != Delta() else None
         return join((delta, last))

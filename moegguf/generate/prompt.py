@@ -7,24 +7,29 @@ others goes, as in llama.cpp. Evaluates nothing.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
+from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.generate.template import Continuation, continuation_of, render, split_last
-from moegguf.gguf.chat_template import capabilities_of
+from moegguf.generate.template import LongPromptError, render
+from moegguf.gguf.chat_template import CHATML, CHATML_END, capabilities_of
+from moegguf.gguf.experts import ExpertLayout
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 MAX_WHOLE_CHARACTERS = 512 << 10  # of a longer text, tokens are estimated before all of it is tokenized
+TOKEN_CHARACTERS = 32  # on average per token of the context: a longer prompt of a short conversation does not fit
+COPIES = 4  # of a conversation in its prompt, which make a prompt longer that may still fit
+USUAL_CHARACTERS = 4  # per token, roughly
 HEADROOM_CHARACTERS = 8  # of a cut message, per token that may stay: more than most tokens have
 ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context to the answer
 MESSAGE_TOKENS = 8  # a template's marks around a message, roughly
@@ -36,7 +41,8 @@ Token = TypeVar("Token")
 class Prompt:
     """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any; `continuation`,
     of an answer that continues a message; `images`, of a prompt with images, which has the same tokens. `n_tokens`: of
-    all of a text; where it is far too long an estimate, and some tokens are left out."""
+    all of a text; where it is far too long an estimate, and some tokens are left out. `stops`: texts that end the
+    answer as the model's end tokens do."""
 
     tokens: list[int]
     end: str = ""
@@ -46,6 +52,7 @@ class Prompt:
     cut_messages: int = 0
     cut_tokens: int = 0
     images: ImagePrompt | None = None
+    stops: tuple[str, ...] = ()
 
     @property
     def text_tokens(self) -> list[int]:
@@ -89,6 +96,11 @@ def count_prompt(llm: Llama, request: GenerationRequest) -> int:
     return _Renderer(llm, request)(request.messages or ()).n_tokens
 
 
+def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
+    """Returns the chat template of a model for a conversation with or without tools."""
+    return (layout.tool_template if with_tools else None) or layout.chat_template or CHATML
+
+
 def check_fits(n_tokens: int, n_ctx: int) -> None:
     """Raises ContextError unless a prompt leaves at least one token of the context to the answer."""
     if n_tokens >= n_ctx:
@@ -99,15 +111,21 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
 
 
 def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
-    """The tokens of a text; of one that is long and needs more than twice the context, about those of its ends."""
-    if len(text) > MAX_WHOLE_CHARACTERS:
-        half = MAX_WHOLE_CHARACTERS // 2
-        ends = vocabulary.tokens(text[:half] + text[-half:], special=special)
-        n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
-        if n_tokens > 2 * n_ctx:
-            return Prompt(ends, text, n_tokens)
+    """Returns the tokens of a text; of a long text that needs more than twice the context, about those of its ends."""
+    if far := _far(vocabulary, text, n_ctx, special=special):
+        return far
     tokens = vocabulary.tokens(text, special=special)
     return Prompt(tokens, text, len(tokens))
+
+
+def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt | None:
+    """Returns about the tokens of the ends of a long text that needs more than twice the context; None for others."""
+    if len(text) <= MAX_WHOLE_CHARACTERS:
+        return None
+    half = MAX_WHOLE_CHARACTERS // 2
+    ends = vocabulary.tokens(text[:half] + text[-half:], special=special)
+    n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
+    return Prompt(ends, text, n_tokens) if n_tokens > 2 * n_ctx else None
 
 
 def _completion(llm: Llama, request: GenerationRequest, prompt: str) -> Prompt:
@@ -188,9 +206,10 @@ class _Renderer:
 
     def __init__(self, llm: Llama, request: GenerationRequest) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
-        self.template = request.template or llm.metadata.get("tokenizer.chat_template") or None
+        self._tools = () if request.tool_choice == "none" else tuple(map(_shown, request.tools))
+        self.template = request.template or template_of(llm.layout, with_tools=bool(self._tools))
         able = capabilities_of(self.template)
-        if request.tools and request.tool_choice != "none" and "tools" not in able:
+        if self._tools and "tools" not in able:
             raise CapabilityError("this model does not support tools: its chat template has no place for them.")
         if request.think and "thinking" not in able:
             raise CapabilityError("this model does not support thinking; ask without it.")
@@ -200,15 +219,19 @@ class _Renderer:
         """Raises TemplateError, and for images CapabilityError and OptionError."""
         n_ctx = self._llm.n_ctx()
         text = "".join(text_of(message.get("content")) for message in messages)
-        if len(text) > MAX_WHOLE_CHARACTERS and (far := tokenize(self.vocabulary, text, n_ctx)).n_tokens > 2 * n_ctx:
-            return Prompt([], "", far.n_tokens)  # too long in any case
+        if far := _far(self.vocabulary, text, n_ctx):
+            return Prompt([], "", far.n_tokens)
         last = None
         if self._request.continue_final_message:
             messages, last = split_last(messages)
         marked = mark_images(messages)
-        text = self._render(marked.messages)
-        if marked.images and marked.pieces(text) is None:
-            text = self._render(marked.as_lists())
+        most = max(TOKEN_CHARACTERS * n_ctx, COPIES * self._n_given(marked.messages))
+        try:
+            text = self._render(marked.messages, self._request.begins_answer or last is not None, most)
+        except LongPromptError:
+            return Prompt([], "", most // USUAL_CHARACTERS)
+        if far := _far(self.vocabulary, text, n_ctx):
+            return Prompt([], "", far.n_tokens)
         continuation = None
         if last is not None:
             continuation = continuation_of(last, text, self.template)
@@ -218,7 +241,8 @@ class _Renderer:
             tokens = images.tokens
         else:
             tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
-        return Prompt(tokens, text, len(tokens), self.template, continuation, images=images)
+        stops = (CHATML_END,) if self.template is CHATML else ()
+        return Prompt(tokens, text, len(tokens), self.template, continuation, images=images, stops=stops)
 
     def image_tokens(self, message: Message) -> int:
         """The tokens of a message's images."""
@@ -227,18 +251,23 @@ class _Renderer:
             return 0
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        if self.template is None:
-            return "\n".join(str(message.get("content") or "") for message in messages)
+    def _n_given(self, messages: Sequence[Message]) -> int:
+        """Returns the number of characters that the template is given."""
+        values = [value for message in messages for value in message.values()]
+        return sum(len(str(value)) for value in (*values, *self._tools))
+
+    def _render(self, messages: Sequence[Message], begins_answer: bool, characters: int) -> str:
         request, vocabulary = self._request, self.vocabulary
         return render(
             self.template,
             messages,
-            tools=() if request.tool_choice == "none" else request.tools,
+            tools=self._tools,
             think=request.think,
             options=request.template_options,
             bos=vocabulary.token_text(self._llm.token_bos()),
             eos=vocabulary.token_text(self._llm.token_eos()),
+            begins_answer=begins_answer,
+            characters=characters,
         )
 
     def _read_images(self, marked: Marked, text: str) -> ImagePrompt:
@@ -255,6 +284,14 @@ class _Renderer:
         images = projector.tokenize(texts, marked.images)
         n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
         return images.after(self._first, n_bos)
+
+
+def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a tool as the template gets it: without `strict`, which concerns the answer."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
 
 
 def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Message], render: _Renderer) -> Prompt:
@@ -282,7 +319,7 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
         for message, other in zip(messages, others, strict=True)
     ]
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
-    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
+    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS for text in texts]
     images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
     sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # the same in every request
     fixed = render(conversation.fixed)

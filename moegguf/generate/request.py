@@ -25,6 +25,8 @@ class Sampling:
     None is random. exact: the same bits whatever else the model is asked. A batch-invariant model
     (`Llama.batch_invariant`) gives these always; another computes such a request without others and from an
     empty context, one with a seed from an empty context; the last bits of the rest depend on who else is in a pass.
+    reasoning_budget_tokens: tokens of thinking, after which `reasoning_budget_message` and the end of the thinking are
+    forced; 0 is no thinking, None no limit.
     """
 
     temperature: float = 0.8
@@ -42,6 +44,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     exact: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    reasoning_budget_tokens: int | None = None
+    reasoning_budget_message: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,19 @@ class GenerationRequest:
 
     `context`: tokens before the prompt, from the timing of an earlier answer with `return_context`. `suffix`: text
     after the gap that the model fills; `files`: names and texts of other files that it may depend on. `format`: "json",
-    or a JSON schema that the answer follows. `tool_choice`: "auto", "none", "required" or the name of one of `tools`
-    (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None leaves it to the template; a level such
-    as "high" where the template has levels. `truncate`: leave out the oldest messages when not all fit the context,
-    instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still too long; and drop
-    the older half of the context when the answer reaches its end, instead of ending the answer.
-    `continue_final_message`: go on with an assistant's message at the end. `n_logprobs`: None for no logprobs, else 0
+    or a JSON schema that the answer follows; `strict`: an error where a keyword of that schema cannot be followed.
+    `grammar`: a grammar in GBNF that the answer follows. `tool_choice`: "auto", "none", "required" or the name of one
+    of `tools` (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None thinks where the template
+    can; a level such as "high" where the template has levels. `truncate`: leave out the oldest messages when not all
+    fit the context, instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still
+    too long; and drop the older half of the context when the answer reaches its end, instead of ending the answer.
+    `continue_final_message`: go on with an assistant's message at the end; `begins_answer`: else end the prompt with
+    the beginning of an answer, as nearly all models need it. `n_logprobs`: None for no logprobs, else 0
     to 20 alternatives per token; `prompt_logprobs`: of the prompt's tokens, too, all of which are evaluated then.
-    `prompt_only`: the prompt is evaluated, and no token sampled. `owner`: a request takes over tokens of others with
-    the same one only; "" is that of all who are not told apart.
+    `prompt_only`: the prompt is evaluated, and no token sampled. `think_marks`: for the thinking budget of a `prompt`,
+    the text before thinking and texts that end it, the first of which is forced; () takes the model's. `owner`: a
+    request takes over tokens of others with the same one only; "" is that of all who are not told apart. `asker`: the
+    client that may see which experts the request uses.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -69,18 +77,27 @@ class GenerationRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str = "auto"
     format: str | Mapping[str, Any] | None = None
+    strict: bool = False
+    grammar: str | None = None
     think: bool | str | None = None
     template: str | None = None  # a Jinja template in place of the model's
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate: bool = True
     shift: bool = True
     continue_final_message: bool = True
+    begins_answer: bool = True
     n_logprobs: int | None = None
     prompt_logprobs: bool = False
     prompt_only: bool = False
     return_context: bool = False
+    think_marks: tuple[str, ...] = ()
     owner: str = ""
+    asker: str = ""
     sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        if self.sampling.reasoning_budget_tokens == 0:
+            object.__setattr__(self, "think", False)
 
 
 @dataclass(frozen=True)
@@ -177,7 +194,8 @@ THINK_LEVELS = ("low", "medium", "high", "max")
 def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
     """`base` changed by the sampling options among `parameters`; others are ignored.
 
-    num_predict below 1 sets no limit. seed -1 is random at each request, others count modulo 2^32.
+    num_predict below 1 and reasoning_budget_tokens below 0 set no limit. seed -1 is random at each request, others
+    count modulo 2^32.
     """
     changes: dict[str, Any] = {}
     for name, value in parameters.items():
@@ -188,6 +206,8 @@ def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
             value = tuple(text for text in ([value] if isinstance(value, str) else value) if text)
         elif name == "num_predict":
             value = value if value > 0 else None
+        elif name == "reasoning_budget_tokens":
+            value = None if value is None or value < 0 else value
         elif name == "seed":
             value = None if value == -1 else value & 0xFFFFFFFF
         changes[field] = value

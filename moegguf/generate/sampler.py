@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from moegguf.engine.llama import Llama
     from moegguf.engine.vocabulary import Vocabulary
+    from moegguf.generate.thinking_budget import ThinkingBudget
 
 MAX_STEP_S = 1.0  # of computing time, for one token
 _LIMITS: dict[str, Any] = {
@@ -189,19 +190,26 @@ def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogpro
 
 class Sampler:
     """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that penalties count.
+    `budget`: forces the tokens that end the thinking; the constraint comes before it.
 
     Raises OptionError for a logit_bias that is not for a token of the model, SchemaError for a constraint that cannot
     be followed.
     """
 
     def __init__(
-        self, llm: Llama, sampling: Sampling, prompt: Sequence[int], constraint: Constraint | None = None
+        self,
+        llm: Llama,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        constraint: Constraint | None = None,
+        budget: ThinkingBudget | None = None,
     ) -> None:
         self._bindings = library.llama_cpp()
         self._llm = llm
         self._n_vocab = llm.n_vocab()
         self._chain = self._bindings._internals.LlamaSampler()
         self._add_samplers(sampling, prompt)
+        self._budget = budget
         self._matcher: Matcher | None = None
         self._candidates: Any = None
         if constraint is not None:
@@ -240,19 +248,39 @@ class Sampler:
 
         Raises SchemaError when the constraint allows no token of finite logit, and what `Context.check_logits` raises.
         """
-        if self._matcher is None:
+        token = self._forced()
+        if token is not None:
+            self._chain.accept(token)
+        elif self._matcher is None:
             self._llm.context.check_logits(row)
-            return int(self._chain.sample(self._llm._ctx, row))
-        token = self._apply(row)
-        if not self._matcher.allows(token):
-            allowed = self._matcher.mask()
-            if not allowed.any():
-                return None
-            token = self._apply(row, allowed)
-        self._chain.accept(token)
-        if not self._llm.vocabulary.is_end(token):
+            token = int(self._chain.sample(self._llm._ctx, row))
+        elif (token := self._constrained(self._matcher, row)) is not None:
+            self._chain.accept(token)
+        if token is None or self._llm.vocabulary.is_end(token):
+            return token
+        if self._matcher is not None:
             self._matcher.accept(token)
+        if self._budget is not None:
+            self._budget.accept(token)
         return token
+
+    def _forced(self) -> int | None:
+        """The token that the budget of the thinking forces, unless the constraint forbids it."""
+        if self._budget is None or (token := self._budget.forced) is None:
+            return None
+        if self._matcher is not None and not self._matcher.allows(token):
+            self._budget.release()
+            return None
+        return token
+
+    def _constrained(self, matcher: Matcher, row: int) -> int | None:
+        """A token that the constraint allows, not yet accepted by the samplers; None when the answer is complete and
+        the model has no end-of-generation token."""
+        token = self._apply(row)
+        if matcher.allows(token):
+            return token
+        allowed = matcher.mask()
+        return self._apply(row, allowed) if allowed.any() else None
 
     def _apply(self, row: int, allowed: npt.NDArray[np.bool_] | None = None) -> int:
         """A token by the samplers, not yet accepted by them; [n_vocab] `allowed` masks the others."""

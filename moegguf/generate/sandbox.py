@@ -9,8 +9,11 @@ that has passed here takes as long in another process.
 
 Reads one request per line of standard input: {"template", "variables", "characters", "seconds"}, the last two the
 limits of output and computing time, or {"grammar", "limits", "seconds"}. Writes one line for each: {"text"}, or
-{"error", "message"} with an error of "refused", "type", "syntax", "stopped" and "failed", and, for "syntax", the
+{"error", "message"} with an error of "refused", "syntax", "long", "stopped" and "failed", and, for "syntax", the
 "line". Ends with its input.
+
+The tool calls in messages are JSON: where a template makes a text of their arguments without a filter, it writes what
+OpenAI's API has there, and not what Python prints.
 """
 
 from __future__ import annotations
@@ -45,6 +48,47 @@ class OutputError(Exception):
     """A template writes more than the limit."""
 
 
+class Json:
+    """A part of a tool call, whose text is JSON."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    __repr__ = __str__
+
+    def __add__(self: Any, other: Any) -> Any:
+        return str(self) + other if isinstance(other, str) else list.__add__(self, other)
+
+    def __radd__(self: Any, other: Any) -> Any:
+        return other + str(self) if isinstance(other, str) else list.__add__(other, self)
+
+    __iadd__ = __add__
+
+
+class JsonObject(Json, dict[str, Any]):
+    """An object in a tool call."""
+
+
+class JsonArray(Json, list[Any]):
+    """An array in a tool call."""
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a copy in which objects and arrays have JSON as their text."""
+    if isinstance(value, dict):
+        return JsonObject((key, _as_json(item)) for key, item in value.items())
+    return JsonArray(map(_as_json, value)) if isinstance(value, list) else value
+
+
+class Blank(jinja2.ChainableUndefined):
+    """A variable or a field that is not there, as llama.cpp treats it: it adds nothing to a text."""
+
+    def __add__(self, other: Any) -> Any:
+        return other
+
+    __radd__ = __add__
+
+
 class GenerationTag(Extension):
     """`{% generation %}` marks what a model is trained on; rendering ignores the tag."""
 
@@ -60,13 +104,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """transformers' environment, with two differences: `append` and `pop` of lists are allowed, because Kimi-K2's
     template uses them, and forbidden attributes always raise SecurityError."""
 
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
+    def __init__(self, lenient: bool = False) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=Blank if lenient else jinja2.Undefined,
+            extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
+        )
         self.filters.update(tojson=_to_json, from_json=json.loads)
         self.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may read the attribute."""
+        """Returns whether a template may read the attribute."""
         return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
@@ -96,21 +145,35 @@ _sandbox = functools.cache(Sandbox)
 
 
 @functools.lru_cache(MAX_COMPILED)
-def _compile(template: str) -> jinja2.Template:
-    return _sandbox().from_string(template)
+def _compile(template: str, lenient: bool) -> jinja2.Template:
+    return _sandbox(lenient).from_string(template)
+
+
+def _render(template: str, variables: dict[str, Any], characters: int) -> str:
+    """Returns the text of a template. A template that needs a variable or field that is not there is rendered again
+    with `Blank`: tools need no description, for example."""
+    try:
+        return "".join(_bounded(_compile(template, False).generate(variables), characters))
+    except jinja2.UndefinedError:
+        return "".join(_bounded(_compile(template, True).generate(variables), characters))
 
 
 def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
-    """The reply for one template. `characters`: the limit of the output."""
+    """Returns the reply for one template. `characters`: the limit of the output."""
     try:
-        return {"text": "".join(_bounded(_compile(template).generate(variables), characters))}
+        for message in variables["messages"]:
+            if "tool_calls" in message:
+                message["tool_calls"] = _as_json(message["tool_calls"])
+        if "functions" in variables:
+            variables["functions"] = _as_json(variables["functions"])
+        return {"text": _render(template, variables, characters)}
     except RefusedError as error:
         return {"error": "refused", "message": str(error)}
-    except TypeError as error:
-        return {"error": "type", "message": str(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": "syntax", "message": str(error.message), "line": error.lineno}
-    except (SecurityError, OutputError, RecursionError) as error:
+    except OutputError as error:
+        return {"error": "long", "message": str(error)}
+    except (SecurityError, RecursionError) as error:
         return {"error": "stopped", "message": str(error)}
     except MemoryError:
         return {"error": "stopped", "message": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
@@ -119,7 +182,7 @@ def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[
 
 
 def compile_grammar(grammar: str, limits: dict[str, Any]) -> dict[str, Any]:
-    """The reply for a grammar that compiles within the limits, or has errors: who uses it finds these, too."""
+    """Returns the reply for a grammar that compiles within the limits, or has errors: its user finds these, too."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits))
@@ -138,7 +201,7 @@ def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
 
 def main() -> None:
     """Serves requests until the input ends. SIGPROF, which has no handler here, ends the process at the time limit."""
-    _sandbox()
+    _sandbox(False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, ValueError):  # without /proc only time and output are limited
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

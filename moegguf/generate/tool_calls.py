@@ -1,15 +1,18 @@
-"""How models write tool calls: the marks around them, and parsers of what stands between.
+"""Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's forms.
 
-The formats of a model follow from its template's text. A parser takes what stands between the marks and returns the
-calls, or None when that is no call.
+A reader takes the text of a block of calls and returns the calls, or None when the text is no call. Readers never
+raise: whatever a model writes is either a call or text. `call_format.py` learns from a chat template which reader
+applies.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,266 +21,607 @@ from moegguf.generate.request import ToolCall
 Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
 
-Types = Mapping[tuple[str, str], str]
-"""(tool, parameter) to the JSON type in its schema, for formats that write every value as text."""
+NAME_PATTERN = r"[\w./-]{1,128}"
+MAX_NESTING = 64  # of values in formats that are not JSON
 
 
 def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_reject_constant)
+def _finite(text: str) -> float:
+    """Returns a JSON number. Raises ValueError for one that no double holds: no JSON could be written of its value."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_reject_constant, parse_float=_finite)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def ends_within_string(text: str) -> bool:
-    """Whether the text begins JSON and ends within one of its strings."""
-    return text.lstrip().startswith(("{", "[")) and '"' in _STRING.sub("", text)
-
-
-def call_of(value: Any) -> Call | None:
-    """A call in one of the usual JSON objects: {"name", "arguments"} or {"function": {...}}, or variants of them."""
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("function"), dict):
-        value = value["function"]
-    name = value.get("name", value.get("tool_name", value.get("function")))
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json_value(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return name, arguments
-
-
-def json_calls(text: str) -> list[Call] | None:
-    """Calls in one or more objects, or lists of them, separated by blanks, commas and semicolons only."""
-    at, calls = 0, list[Call]()
-    while at < len(text):
-        if text[at] in " \t\r\n;,":
-            at += 1
-            continue
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return None
-        for item in value if isinstance(value, list) else [value]:
-            call = call_of(item)
-            if call is None:
-                return None
-            calls.append(call)
-    return calls or None
+    """Returns whether the text begins JSON and ends within one of its strings."""
+    begin = text.find("{")
+    return begin >= 0 and '"' in _STRING.sub("", text[begin:])
 
 
 def json_value(text: str) -> Any:
-    """The value of a JSON text, None when it is not JSON."""
+    """Returns the value of a JSON text, None when it is not JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _parameter_value(text: str, kind: str | None) -> Any:
-    """A parameter's value from its text. Without a type, text that is valid JSON is read as JSON."""
-    if kind == "string":
-        return text
-    value = json_value(text.strip())
-    return text if value is None and text.strip() != "null" else value
-
-
-# <tool_call>: JSON (Hermes, Qwen), <function=...> (Qwen3-Coder), or a name and <arg_key> (GLM)
-
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
-
-
-def parse_tool_call(text: str, types: Types) -> list[Call] | None:
-    """The calls in one <tool_call> block."""
-    body = text.strip()
-    if body.startswith(("{", "[")):
-        return json_calls(body)
-    if "<function=" in body:
-        return parse_functions(body, types)
-    name = re.split(r"\s|<arg_key>", body, maxsplit=1)[0]
-    if not name or "<" in name or (body != name and "<arg_key>" not in body):
+def _json_at(text: str, at: int) -> tuple[Any, int] | None:
+    """Returns the JSON value that begins at `at` and the position behind it, None when there is none."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
         return None
-    pairs = ((key.strip(), value) for key, value in _ARGUMENT.findall(body))
-    return [(name, {key: _parameter_value(value, types.get((name, key))) for key, value in pairs})]
 
 
-def parse_functions(text: str, types: Types) -> list[Call] | None:
-    """The calls in <function=...> blocks."""
-    calls = []
-    for name, body in _FUNCTION.findall(text):
-        name = name.strip()
-        if body.strip().startswith("{"):
-            arguments = json_value(body)
-            if not isinstance(arguments, dict):
-                return None
-        else:
-            found = _PARAMETER.findall(body)
-            pairs = ((key.strip(), value.removeprefix("\n").removesuffix("\n")) for key, value in found)
-            arguments = {key: _parameter_value(value, types.get((name, key))) for key, value in pairs}
-        calls.append((name, arguments))
-    return calls or None
+def literal_value(text: str) -> Any:
+    """Returns the value of a JSON or Python literal; the text itself when it is neither."""
+    stripped = text.strip()
+    value = json_value(stripped)
+    if value is not None or stripped == "null":
+        return value
+    try:
+        value = ast.literal_eval(stripped)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
+    return value
 
 
-# <invoke name="..."><parameter name="...">: MiniMax, DeepSeek V3.2
-
-_INVOKE = re.compile(r"<(?:｜DSML｜)?invoke name=\"([^\"]+)\">(.*?)</(?:｜DSML｜)?invoke>", re.DOTALL)
-_NAMED = re.compile(
-    r"<(?:｜DSML｜)?parameter name=\"([^\"]+)\"(?: string=\"(true|false)\")?>(.*?)</(?:｜DSML｜)?parameter>", re.DOTALL
-)
-
-
-def parse_invokes(text: str, types: Types) -> list[Call] | None:
-    """The calls in a block of <invoke> elements, or of JSON."""
-    if text.lstrip().startswith("{"):
-        return json_calls(text)
-    calls = []
-    for name, body in _INVOKE.findall(text):
-        arguments = {}
-        for key, is_text, value in _NAMED.findall(body):
-            kind = "string" if is_text == "true" else types.get((name, key))
-            arguments[key] = _parameter_value(value, kind)
-        calls.append((name, arguments))
-    return calls or None
-
-
-# [TOOL_CALLS]: a JSON list, or name[ARGS]{...} (Mistral)
-
-_MISTRAL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
-
-
-def parse_mistral(text: str, types: Types) -> list[Call] | None:
-    """The calls after a [TOOL_CALLS] mark, and after others between them."""
-    calls: list[Call] = []
-    for body in text.split("[TOOL_CALLS]"):
-        body = body.strip()
-        if body.startswith(("[", "{")):
-            found = json_calls(body)
-            if found is None:
-                return None
-            calls += found
-            continue
-        match = _MISTRAL.match(body)
-        arguments = json_value(body[match.end() :]) if match else None
-        if match is None or not isinstance(arguments, dict):
-            return None
-        calls.append((match[1], arguments))
-    return calls or None
-
-
-# Marks that are control tokens: DeepSeek, Kimi
-
-_DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?\s*([^\n<]+?)\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?"
-    r"(.*?)(?:```\s*)?(?:<｜tool▁call▁end｜>|\Z)",
-    re.DOTALL,
-)
-_KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
-    r"(?:<\|tool_call_end\|>|\Z)",
-    re.DOTALL,
-)
-
-
-Parse = Callable[[str, Types], list[Call] | None]
-
-
-def pattern_parser(pattern: re.Pattern[str]) -> Parse:
-    """A parser for the groups (name, arguments in JSON) of `pattern`."""
-
-    def parse(text: str, types: Types) -> list[Call] | None:
-        found = [(name, json_value(arguments)) for name, arguments in pattern.findall(text)]
-        return found if found and all(isinstance(arguments, dict) for _, arguments in found) else None
-
-    return parse
+# The schemas of parameters, for formats that write values as text
 
 
 @dataclass(frozen=True)
-class ToolFormat:
-    """A call begins with `open` and ends with `close`. Without `open` the answer is only the call; without `close` the
-    call extends to the end of the answer. `forms`: {sign: a forced call between the marks, with NAME and ARGUMENTS};
-    the first whose sign the template contains applies. `sign`: text that a template of this format contains, where
-    that is not `open`."""
+class Parameter:
+    """A part of a tool's JSON schema. `root`: the schema in which its references are followed."""
 
-    open: str
-    close: str
-    forms: Mapping[str, str]
-    parse: Parse = lambda text, types: json_calls(text)
-    sign: str = ""
+    schema: Any = None
+    root: Any = None
 
-    def calls(self, block: str, types: Types) -> list[Call] | None:
-        """The calls in a block with its marks, the last of which may be missing; None when it is no call."""
-        return self.parse(block.removeprefix(self.open).removesuffix(self.close), types)
+    def kinds(self) -> frozenset[str]:
+        """Returns the JSON types that a value may have; empty where the schema does not say."""
+        return frozenset(_kinds(self.schema, self.root, 0))
 
-    def call_parts(self, template: str) -> tuple[str, str, str]:
-        """The text before a forced call's name, between name and arguments, and after them."""
-        form = next(form for sign, form in self.forms.items() if sign in template)
-        before, _, rest = f"{self.open}{form}{self.close}".partition("NAME")
-        between, _, after = rest.partition("ARGUMENTS")
-        return before, between, after
+    def property(self, name: str) -> Parameter:
+        """Returns the schema of a property of an object."""
+        for schema in _parts(self.schema, self.root, 0):
+            properties = schema.get("properties")
+            if isinstance(properties, Mapping) and name in properties:
+                return Parameter(properties[name], self.root)
+        return Parameter()
+
+    def items(self) -> Parameter:
+        """Returns the schema of the items of a list."""
+        found = (schema["items"] for schema in _parts(self.schema, self.root, 0) if "items" in schema)
+        return Parameter(next(found, None), self.root)
+
+
+_MAX_REFERENCES = 16
+
+
+_COMBINING = ("anyOf", "oneOf", "allOf")
+
+
+def parts_of(parameter: Parameter, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
+    """Yields a schema and the schemas that it refers to or combines by the keywords `combining`."""
+    yield from _parts(parameter.schema, parameter.root, 0, combining)
+
+
+def _parts(schema: Any, root: Any, depth: int, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+        return
+    yield schema
+    for key in combining:
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list | tuple) else ():
+            yield from _parts(part, root, depth + 1, combining)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target = root
+        for step in reference[2:].split("/"):
+            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        yield from _parts(target, root, depth + 1, combining)
+
+
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
+
+def _kinds(schema: Any, root: Any, depth: int) -> Iterator[str]:
+    for part in _parts(schema, root, depth):
+        kind = part.get("type")
+        yield from kind if isinstance(kind, list) else [kind] if isinstance(kind, str) else []
+        values = part["enum"] if isinstance(part.get("enum"), list) else []
+        for value in [*values, *([part["const"]] if "const" in part else [])]:
+            yield _KINDS.get(type(value), "object")
+        if "properties" in part:
+            yield "object"
+        if "items" in part:
+            yield "array"
+
+
+Types = Mapping[tuple[str, str], Parameter]
+"""(tool, parameter) to its schema."""
 
 
 def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
-    """The JSON types that the tools' schemas declare."""
+    """Returns the schemas of the tools' parameters."""
     types = {}
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters") or {}
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        for name, schema in properties.items() if isinstance(properties, Mapping) else ():
-            if isinstance(schema, Mapping) and isinstance(schema.get("type"), str):
-                types[str(function.get("name")), str(name)] = schema["type"]
+        whole = Parameter(parameters, parameters)
+        for part in _parts(parameters, parameters, 0):
+            properties = part.get("properties")
+            for name in properties if isinstance(properties, Mapping) else ():
+                types[str(function.get("name")), str(name)] = whole.property(name)
     return types
 
 
-def formats_of(template: str) -> tuple[ToolFormat, ...]:
-    """The formats that a model with this template may use, at least one."""
-    return tuple(form for form in FORMATS if (form.sign or form.open) in template) or (JSON_ONLY,)
+def parameter_value(text: str, parameter: Parameter) -> Any:
+    """Returns a parameter's value from its text. A value that may be a string and no number stays text; without a
+    schema, text that is JSON is read as JSON."""
+    kinds = parameter.kinds()
+    if "string" in kinds and not kinds & {"integer", "number", "boolean", "object", "array"}:
+        return None if "null" in kinds and text.strip() == "null" else text
+    return literal_value(text)
+
+
+# Calls as JSON
+
+
+def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
+    """Returns the call in one of the usual JSON objects: {"name", "arguments"}, {"function": {...}} or variants of
+    them. With `name_is_key` also {NAME: arguments}."""
+    if not isinstance(value, dict):
+        return None
+    if name_is_key and len(value) == 1:
+        ((key, arguments),) = value.items()
+        if isinstance(arguments, dict) and key != "function":
+            return key, arguments
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name", value.get("tool_name", value.get("function")))
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json_value(arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return name, arguments
+
+
+def json_calls(text: str, *, name_is_key: bool = False) -> list[Call] | None:
+    """Returns the calls in one or more objects, or lists of them, separated by blanks, commas and semicolons only."""
+    at, calls = 0, list[Call]()
+    while at < len(text):
+        if text[at] in " \t\r\n;,":
+            at += 1
+            continue
+        found = _json_at(text, at)
+        if found is None:
+            return None
+        value, at = found
+        for item in value if isinstance(value, list) else [value]:
+            call = call_of(item, name_is_key=name_is_key)
+            if call is None:
+                return None
+            calls.append(call)
+    return calls or None
+
+
+# Calls as a name and arguments
+
+
+_BLANKS = re.compile(r"[\s,]*")
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    """Returns the position of the first character at or behind `at` that is neither a blank nor a comma."""
+    match = _BLANKS.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def pattern_of(text: str) -> str:
+    """Returns a pattern for a mark: blanks may be missing or doubled, and a number may be another one."""
+    parts = re.split(r"(\s+|\d+)", text)
+    return "".join(r"\s*" if part.isspace() else r"\d+" if part.isdigit() else re.escape(part) for part in parts)
+
+
+class Reader:
+    """Reads the calls in a block without its outer marks."""
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls, None when the text is no call. With `final` the answer has ended, and marks may be missing
+        at the end of the text."""
+        raise NotImplementedError
+
+    def is_open(self, text: str) -> bool:
+        """Returns whether the text ends within a value, so that a mark behind it may be a part of that value."""
+        return ends_within_string(text)
+
+
+@dataclass(frozen=True)
+class JsonCalls(Reader):
+    """Reads JSON objects. `name_is_key`: an object has the form {NAME: arguments}."""
+
+    name_is_key: bool = False
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls of a block."""
+        return json_calls(text, name_is_key=self.name_is_key)
+
+
+@dataclass(frozen=True)
+class NamedCalls(Reader):
+    """Reads names, each followed by a JSON object. `before`: marks before a name; `between`: before the object;
+    `after`: behind it. All are patterns."""
+
+    before: str
+    between: str
+    after: str
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls of a block."""
+        begin = re.compile(rf"\s*(?:{self.before})?\s*({NAME_PATTERN}){self.between}\s*(?=\{{)")
+        end = re.compile(rf"\s*(?:{self.after})?[\s,;]*")
+        at, calls = 0, list[Call]()
+        while at < len(text):
+            match = begin.match(text, at)
+            found = _json_at(text, match.end()) if match else None
+            if match is None or found is None or not isinstance(found[0], dict):
+                return None
+            calls.append((match[1], found[0]))
+            close = end.match(text, found[1])
+            at = close.end() if close else found[1]
+        return calls or None
+
+
+@dataclass(frozen=True)
+class TaggedCalls(Reader):
+    """Reads names, each followed by arguments that have marks of their own.
+
+    `before`: marks before a name; `between`: behind the name; `after`: behind the arguments. `key_open` and `key_close`
+    are the marks around an argument's name, `value_close` is the mark behind its value. All are patterns. A group in
+    `key_close` is the value's type, and `string_sign` is the type of a text. `key_close` matches blanks only where the
+    template writes them, so that they are no part of the value.
+    """
+
+    before: str
+    between: str
+    after: str
+    key_open: str
+    key_close: str
+    value_close: str
+    string_sign: str = ""
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls of a block."""
+        begin = re.compile(rf"\s*(?:{self.before})?\s*({NAME_PATTERN})\s*{self.between}")
+        key = re.compile(rf"\s*{self.key_open}\s*([^<>\"\n]+?)\s*{self.key_close}", re.DOTALL)
+        # The mark also ends a value where another one or the end follows, and is a part of the text elsewhere.
+        close = re.compile(rf"{self.value_close}(?=\s*(?:{self.key_open}|{self.after or chr(36)}|$))")
+        end = re.compile(rf"\s*(?:{self.after})?\s*")
+        at, calls = 0, list[Call]()
+        while at < len(text):
+            match = begin.match(text, at)
+            if match is None:
+                return None
+            name, at = match[1], match.end()
+            arguments = dict[str, Any]()
+            body = _behind_blanks(text, at)
+            whole = _json_at(text, body) if text.startswith("{", body) else None
+            if whole is not None:
+                arguments, at = whole
+            while argument := key.match(text, at):
+                value_end = close.search(text, argument.end())
+                if value_end is None and not final:
+                    return None
+                value = text[argument.end() : value_end.start() if value_end else len(text)]
+                at = value_end.end() if value_end else len(text)
+                arguments[argument[1]] = self._value(argument, value, types.get((name, argument[1]), Parameter()))
+            close_match = end.match(text, at)
+            if close_match is None or (close_match.end() == match.end() and match.end() < len(text)):
+                return None
+            calls.append((name, arguments))
+            at = close_match.end()
+        return calls or None
+
+    def is_open(self, text: str) -> bool:
+        """Returns whether the last argument has no mark behind its value."""
+        keys = [match.end() for match in re.finditer(self.key_open, text)]
+        return bool(keys) and re.search(self.value_close, text[keys[-1] :]) is None
+
+    def _value(self, argument: re.Match[str], text: str, parameter: Parameter) -> Any:
+        if text.startswith("<![CDATA[") and text.endswith("]]>"):
+            return text[9:-3]
+        kind = argument[2] if argument.re.groups > 1 else None
+        if self.string_sign and kind == self.string_sign:
+            return text
+        return parameter_value(text, Parameter() if kind else parameter)
+
+
+@dataclass(frozen=True)
+class ElementCalls(Reader):
+    """Reads calls whose arguments are elements named like the parameters, nested for objects and lists, as MiniMax-M3
+    writes them. `sign`: the text before each tag. `before`, `between`, `after`: patterns, as of TaggedCalls."""
+
+    before: str
+    between: str
+    after: str
+    sign: str
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls of a block."""
+        begin = re.compile(rf"\s*(?:{self.before})?\s*({NAME_PATTERN}){self.between}")
+        end = re.compile(rf"\s*(?:{self.after})\s*")
+        at, calls = 0, list[Call]()
+        while at < len(text):
+            match = begin.match(text, at)
+            if match is None:
+                return None
+            arguments, at = dict[str, Any](), match.end()
+            while element := self._element(text, at, final):
+                key, inner, at = element
+                arguments[key] = self._value(inner, types.get((match[1], key), Parameter()), 0)
+            close = end.match(text, at)
+            at = close.end() if close else _behind_blanks(text, at)
+            if close is None and not (final and at == len(text)):
+                return None
+            calls.append((match[1], arguments))
+        return calls or None
+
+    def is_open(self, text: str) -> bool:
+        """Returns whether the last element is not closed."""
+        marks = re.findall(rf"{re.escape(self.sign)}<(/?)", text)
+        return bool(marks) and not marks[-1]
+
+    def _element(self, text: str, at: int, final: bool = False) -> tuple[str, str, int] | None:
+        """Returns the name and the content of the element at `at`, and the position behind it."""
+        sign = re.escape(self.sign)
+        opened = re.compile(rf"\s*{sign}<([^<>/\s]+)>").match(text, at)
+        if opened is None:
+            return None
+        tag, depth = re.escape(opened[1]), 1
+        for mark in re.compile(rf"{sign}<(/?){tag}>").finditer(text, opened.end()):
+            depth += -1 if mark[1] else 1
+            if depth == 0:
+                return opened[1], text[opened.end() : mark.start()], mark.end()
+        return (opened[1], text[opened.end() :], len(text)) if final else None
+
+    def _value(self, text: str, parameter: Parameter, depth: int) -> Any:
+        elements, at = list[tuple[str, str]](), 0
+        while depth < MAX_NESTING and (element := self._element(text, at)):
+            key, inner, at = element
+            elements.append((key, inner))
+        kinds = parameter.kinds()
+        if not elements or text[at:].strip():
+            if not text.strip() and kinds & {"object", "array"} and "string" not in kinds:
+                return {} if "object" in kinds else []
+            return parameter_value(text, parameter)
+        is_list = "array" in kinds if kinds & {"object", "array"} else {key for key, _ in elements} == {"item"}
+        if is_list:
+            return [self._value(inner, parameter.items(), depth + 1) for _, inner in elements]
+        return {key: self._value(inner, parameter.property(key), depth + 1) for key, inner in elements}
+
+
+# Calls as in Python: [name(key='value', ...)]
+
+_PYTHON_NAME = re.compile(rf"[\s,\[]*({NAME_PATTERN})\(")
+_PYTHON_KEY = re.compile(r"[\s,]*(\w+)\s*=\s*")
+_PYTHON_END = re.compile(r"\s*\)[\s\],]*")
+_QUOTED_END = r"(?=\s*(?:,\s*\w+\s*=|\)\s*(?:,\s*[\w./-]+\(|\]|$)))"
+_PYTHON_VALUE = re.compile(r"[\s\S]*?" + _QUOTED_END)
+
+
+@dataclass(frozen=True)
+class PythonCalls(Reader):
+    """Reads calls of Python functions with named arguments. `raw`: texts stand between quotes without escapes."""
+
+    raw: bool = False
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls of a block."""
+        at, calls = 0, list[Call]()
+        while at < len(text):
+            match = _PYTHON_NAME.match(text, at)
+            if match is None:
+                return None
+            arguments, at = dict[str, Any](), match.end()
+            while key := _PYTHON_KEY.match(text, at):
+                found = self._value(text, key.end())
+                if found is None:
+                    return None
+                arguments[key[1]], at = found
+            end = _PYTHON_END.match(text, at)
+            if end is None:
+                return None
+            calls.append((match[1], arguments))
+            at = end.end()
+        return calls or None
+
+    def _value(self, text: str, at: int) -> tuple[Any, int] | None:
+        quote = text[at : at + 1]
+        if quote and quote in "'\"":
+            end = re.compile(("" if self.raw else r"(?<!\\)") + quote + _QUOTED_END).search(text, at + 1)
+            if end is None:
+                return None
+            value = text[at + 1 : end.start()]
+            return (value if self.raw else _unescaped(value, quote)), end.end()
+        found = _json_at(text, at)
+        if found is not None:
+            return found
+        match = _PYTHON_VALUE.match(text, at)
+        return None if match is None or not match[0] else (literal_value(match[0]), match.end())
+
+
+def _unescaped(text: str, quote: str) -> str:
+    """Returns the value of a Python string; the text itself when it is no valid one."""
+    value = literal_value(f"{quote * 3}{text}{quote * 3}")
+    return value if isinstance(value, str) and value != f"{quote * 3}{text}{quote * 3}" else text
+
+
+# Calls as Gemma 4 writes them: call:name{key:<|"|>text<|"|>,other:[1,2]}
+
+_RELAXED_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:\s*")
+_RELAXED_WORD = re.compile(r"[^,{}\[\]]*")
+
+
+@dataclass(frozen=True)
+class RelaxedCalls(Reader):
+    """Reads objects whose keys have no quotes and whose texts stand between `quote` marks. `before`: a pattern."""
+
+    before: str
+    quote: str
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls of a block."""
+        begin = re.compile(rf"[\s,;]*(?:{self.before})\s*({NAME_PATTERN})\s*(?=\{{)")
+        at, calls = 0, list[Call]()
+        while at < len(text):
+            match = begin.match(text, at)
+            found = self._value(text, match.end(), 0) if match else None
+            if match is None or found is None or not isinstance(found[0], dict):
+                return None
+            calls.append((match[1], found[0]))
+            at = _behind_blanks(text, found[1])
+        return calls or None
+
+    def _value(self, text: str, at: int, depth: int) -> tuple[Any, int] | None:
+        if depth > MAX_NESTING:
+            return None
+        at = _behind_blanks(text, at)
+        if text.startswith(self.quote, at):
+            begin = at + len(self.quote)
+            end = text.find(self.quote, begin)
+            return None if end < 0 else (text[begin:end], end + len(self.quote))
+        if text[at : at + 1] in ("{", "["):
+            return self._collection(text, at, depth)
+        word = _RELAXED_WORD.match(text, at)
+        if word is None or not word[0].strip():
+            return None
+        return literal_value(word[0].strip()), word.end()
+
+    def _collection(self, text: str, at: int, depth: int) -> tuple[Any, int] | None:
+        is_object, close = text[at] == "{", "}" if text[at] == "{" else "]"
+        keys, values = list[str](), list[Any]()
+        at += 1
+        while True:
+            at = _behind_blanks(text, at)
+            if text.startswith(close, at):
+                return (dict(zip(keys, values, strict=True)) if is_object else values), at + 1
+            if is_object:
+                key = _RELAXED_KEY.match(text, at)
+                if key is None:
+                    return None
+                keys.append(key[1].removeprefix(self.quote).removesuffix(self.quote))
+                at = key.end()
+            found = self._value(text, at, depth + 1)
+            if found is None:
+                return None
+            value, at = found
+            values.append(value)
+
+
+# Formats that models write whatever their template shows: Qwen3-Coder's and GLM's within <tool_call>
+FUNCTIONS = TaggedCalls(r"<function=", r">\n?", r"</function>", r"<parameter=", r">\n?", r"\n?</parameter>")
+_ARGUMENT_PAIRS = TaggedCalls("", "", "", r"<arg_key>", r"</arg_key>\s*<arg_value>", r"</arg_value>")
+
+
+def parse_tool_call(text: str, types: Types) -> list[Call] | None:
+    """Returns the calls in one <tool_call> block: JSON, <function=...> or a name and <arg_key>."""
+    return ToolCallBlock()(text, types, final=True)
+
+
+class ToolCallBlock(Reader):
+    """Reads a <tool_call> block in any of the forms that models write into it."""
+
+    def _reader(self, text: str) -> Reader:
+        if text.lstrip().startswith(("{", "[")):
+            return JsonCalls()
+        return FUNCTIONS if "<function=" in text else _ARGUMENT_PAIRS
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls of a block."""
+        return self._reader(text)(text.strip(), types, final=final)
+
+    def is_open(self, text: str) -> bool:
+        """Returns whether the text ends within a value."""
+        return self._reader(text).is_open(text)
+
+
+class MistralCalls(Reader):
+    """Reads what Mistral's models write behind [TOOL_CALLS]: a JSON list, or names with [ARGS] and objects."""
+
+    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls of a block."""
+        return parse_mistral(text, types)
+
+
+# [TOOL_CALLS]: a JSON list, or name[ARGS]{...} (Mistral)
+
+_MISTRAL = re.compile(rf"[\s,]*(?:\[TOOL_CALLS\])?\s*({NAME_PATTERN})(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{{)")
+_MISTRAL_JSON = re.compile(r"[\s,]*(?:\[TOOL_CALLS\])?\s*(?=[\[{])")
+
+
+def parse_mistral(text: str, types: Types) -> list[Call] | None:
+    """Returns the calls behind a [TOOL_CALLS] mark, and behind others between them."""
+    calls, at = list[Call](), 0
+    while (at := _behind_blanks(text, at)) < len(text):
+        match = _MISTRAL.match(text, at)
+        json_begin = None if match else _MISTRAL_JSON.match(text, at)
+        begin = match or json_begin
+        found = _json_at(text, begin.end()) if begin else None
+        if found is None:
+            return None
+        value, at = found
+        if match is None:
+            listed = json_calls(json.dumps(value))
+            if listed is None:
+                return None
+            calls += listed
+        elif isinstance(value, dict):
+            calls.append((match[1], value))
+        else:
+            return None
+    return calls or None
+
+
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)|[\[\]{}]', re.DOTALL)
+_CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?$")
+_CUT_MEMBER = re.compile(r'(?:(?<=[{\[])|,)\s*(?:"(?:[^"\\]|\\.)*"?\s*:?\s*)?[\w.+-]*$', re.DOTALL)
+
+
+def closed_json(text: str) -> Iterator[str]:
+    """Yields texts that may be JSON, for JSON that was cut: what is open is closed, with the last part or without."""
+    yield _closed(text)
+    yield _closed(_CUT_MEMBER.sub("", text))
+
+
+def _closed(text: str) -> str:
+    closers, within = list[str](), False
+    for match in _BRACKETS.finditer(text):
+        token = match[0]
+        within = token[0] == '"' and (len(token) == 1 or not token.endswith('"') or match.end() == len(text) + 1)
+        if token in ("{", "["):
+            closers.append("}" if token == "{" else "]")
+        elif token in ("}", "]") and closers:
+            closers.pop()
+    if within:
+        text = f'{_CUT_ESCAPE.sub("", text)}"'
+    return text + "".join(reversed(closers))
 
 
 def tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
-    """A call with a new id."""
+    """Returns a call with a new id."""
     return ToolCall(f"call_{uuid.uuid4().hex[:8]}", name, arguments)
-
-
-_JSON = '{"name": "NAME", "arguments": ARGUMENTS}'
-_JSON_PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
-
-JSON_ONLY = ToolFormat("", "", {'"parameters"': _JSON_PARAMETERS, "": _JSON}, sign='"parameters"')
-
-FORMATS = (
-    ToolFormat("<tool_call>", "</tool_call>", {"": f"\n{_JSON}\n"}, parse_tool_call),
-    ToolFormat(
-        "<function=", "</function>", {"": "NAME>ARGUMENTS"},
-        lambda text, types: parse_functions(f"<function={text}", types),
-    ),
-    ToolFormat("<minimax:tool_call>", "</minimax:tool_call>", {"": _JSON}, parse_invokes),
-    ToolFormat("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", {"": _JSON}, parse_invokes, sign="｜DSML｜"),
-    ToolFormat("[TOOL_CALLS]", "", {"[ARGS]": "NAME[ARGS]ARGUMENTS", "": f"[{_JSON}]"}, parse_mistral),
-    ToolFormat(
-        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-        {
-            "```json": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
-            "": "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
-        },
-        pattern_parser(_DEEPSEEK),
-    ),
-    ToolFormat(
-        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-        {"": "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"},
-        pattern_parser(_KIMI),
-    ),
-    ToolFormat(
-        "<|START_ACTION|>", "<|END_ACTION|>",
-        {"": '[{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}]'},
-    ),
-    ToolFormat("<TOOLCALL>", "</TOOLCALL>", {"": f"[{_JSON}]"}),
-    ToolFormat("<|tool_call|>", "", {"": f"[{_JSON}]"}),
-    JSON_ONLY,
-    ToolFormat("<|python_tag|>", "", {"": _JSON_PARAMETERS}),
-)  # fmt: skip
-"""The first that a template has is the one of a forced call."""

@@ -17,13 +17,26 @@ class ThinkMarks:
     sign: str = ""
 
     def begun_by(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends like this has opened the thinking and not closed it."""
+        """Returns whether a prompt that ends like this has opened the thinking and not closed it."""
         _, mark, after = prompt_end.rpartition(self.open)
         return bool(mark) and not after.strip()
 
 
 HARMONY = "<|channel|>"
 """Starts a channel of gpt-oss, which writes every part of an answer into one: analysis, commentary or final."""
+
+CHATML = (
+    "{%- for message in messages -%}\n"
+    "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}\n"
+    "{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}\n"
+    "    {{- '<|im_start|>assistant\\n' -}}\n"
+    "{%- endif -%}\n"
+)
+"""The chat template of models that have none, as in llama-server."""
+
+CHATML_END = "<|im_end|>"
+"""Ends a message in CHATML. It is text where the model's vocabulary has no token of this name."""
 
 THINK_MARKS = (
     ThinkMarks("[THINK]", "[/THINK]"),  # Magistral, Ministral
@@ -36,32 +49,46 @@ THINK_MARKS = (
     ThinkMarks("<think>", "</think>"),  # most others: DeepSeek, Qwen, GLM, Kimi, MiniMax, ...
 )
 
+_SELF = " to=self<|message|>"  # begins a message of thinking, where headers name the recipient
+_THINKING = re.compile(r"reasoning_content|message\.reasoning|message\['reasoning']")
 _TOOLS = re.compile(r"\btools\b|tool_call", re.ASCII)
 _INSERT = re.compile(r"<\|fim_prefix\|>|<fim_prefix>|<\|fim▁begin\|>|<｜fim▁begin｜>|\[PREFIX\]")
 
 
+def has_channels(template: str) -> bool:
+    """Returns whether a model with this template writes every part of an answer as a message with a header."""
+    return HARMONY in template or _SELF in template
+
+
 def think_marks_of(template: str) -> ThinkMarks | None:
-    """The marks around the thinking of a model with this template; None without thinking, or with channels."""
-    if HARMONY in template:
+    """Returns the marks around the thinking of a model with this template that are known without rendering it; None for
+    a model with channels."""
+    if has_channels(template):
         return None
     return next((marks for marks in THINK_MARKS if (marks.sign or marks.close) in template), None)
 
 
 def capabilities_of(template: str | None) -> tuple[str, ...]:
-    """Those of "tools", "thinking" and "insert" that the template supports, in this order.
+    """Returns which of "tools", "thinking" and "insert" the template supports, in this order.
 
-    By Ollama's rules (server/images.go) for tools and thinking, with the marks of newer models added.
+    The rules for tools and thinking are Ollama's (server/images.go), with the marks of newer models added.
     """
     text = template or ""
     found = {
         "tools": _TOOLS.search(text) is not None,
-        "thinking": HARMONY in text or think_marks_of(text) is not None,
+        "thinking": has_channels(text) or think_marks_of(text) is not None or _THINKING.search(text) is not None,
         "insert": _INSERT.search(text) is not None,
     }
     return tuple(name for name, is_supported in found.items() if is_supported)
 
 
 def tail(text: str, marks: Iterable[str]) -> int:
-    """The number of characters at the end of `text` that may be the start of a mark."""
-    starts = [n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n])]
-    return max(starts, default=0)
+    """Returns the number of characters at the end of `text` that may be the start of a mark."""
+    longest = 0
+    for mark in marks:
+        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while at >= 0 and not mark.startswith(text[at:]):
+            at = text.find(mark[0], at + 1)
+        if at >= 0:
+            longest = max(longest, len(text) - at)
+    return longest

@@ -180,9 +180,17 @@ class ExpertLayout:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja); None without one."""
+        """The model's chat template (Jinja); None without one. A file may have one for conversations with tools
+        only."""
         value = self.metadata.get("tokenizer.chat_template")
-        return value if isinstance(value, str) else None
+        is_text = isinstance(value, str) and value not in ("", "chatml")
+        return str(value) if is_text else self.tool_template
+
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that the file names for conversations with tools; None where there is none of its own."""
+        value = self.metadata.get("tokenizer.chat_template.tool_use")
+        return value if isinstance(value, str) and value else None
 
     @property
     def sampling(self) -> dict[str, int | float]:
@@ -201,27 +209,28 @@ class ExpertLayout:
         return value if isinstance(value, str) and value else self.shards[0].path.stem
 
 
-def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
-    """The layout of the model at `path` (the first shard when it is split).
+def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> ExpertLayout:
+    """Returns the layout of the model at `path` (the first shard when it is split); with `vocab_only` of no tensors,
+    which the file then need not have.
 
     Raises ModelNotFoundError when a file is missing, ModelFormatError when it breaks a rule (the message names the
     file, the key or tensor, and the offset), ExpertIOError when the disk fails. Made again only when a shard has
     changed.
     """
-    return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))))
+    return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only)
 
 
 @lru_cache(maxsize=64)
-def _layout(path: Path, _versions: tuple[FileVersion | None, ...]) -> ExpertLayout:
+def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: bool) -> ExpertLayout:
     files = read_shards(path)
     label = files[0].name
-    if not any(file.tensors for file in files):
+    if not vocab_only and not any(file.tensors for file in files):
         raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0])
     matrices, routers, tensors = list[ExpertMatrix](), list[RouterTensor](), dict[str, TensorInfo]()
     types, layer_dense_bytes = defaultdict[str, list[int]](list), Counter[int]()
     for shard, file in enumerate(files):
-        for tensor in file.tensors:
+        for tensor in () if vocab_only else file.tensors:
             tensors[tensor.name] = tensor
             types[tensor.type_name].append(tensor.n_bytes)
             if match := _LAYER.fullmatch(tensor.name):

@@ -412,5 +412,6 @@ def _read_version(path: Path, _version: FileVersion | None) -> GgufFile:
             data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
         except OSError as error:
             raise ExpertIOError(f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}).") from error
-    shard = Shard.of(path, info, header_bytes=data_offset)
+    # No padding follows the header of a file without tensors.
+    shard = Shard.of(path, info, header_bytes=min(data_offset, info.st_size))
     return GgufFile(shard, metadata, arrays, tensors)

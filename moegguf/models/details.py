@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from moegguf.errors import MoeggufError
-from moegguf.gguf.chat_template import capabilities_of
+from moegguf.gguf.chat_template import CHATML, capabilities_of
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES
@@ -35,12 +35,15 @@ def details(entry: ModelEntry) -> Details:
     layout = read_layout(entry.path)
     metadata = layout.metadata
     template = entry.template or layout.chat_template
+    tool_template = None if entry.template else layout.tool_template
     total, _ = parameters(layout)
     # Ollama's rules: a model with pooling embeds, any other completes. Ours: one whose pooling is a score ranks.
     if (pooling := metadata.get(f"{layout.arch}.pooling_type")) is not None:
         capabilities = ["rerank" if pooling == POOLING_RANK else "embedding"]
     else:
-        capabilities = ["completion", *(["vision"] if projector_of(entry) else []), *capabilities_of(template)]
+        template = template or CHATML  # conversations need one
+        able = capabilities_of(template + (tool_template or ""))
+        capabilities = ["completion", *(["vision"] if projector_of(entry) else []), *able]
         if "insert" not in capabilities and any(key in metadata for key in _INFILL_KEYS):
             capabilities.append("insert")
     return Details(
@@ -54,6 +57,7 @@ def details(entry: ModelEntry) -> Details:
         n_expert_used=layout.n_expert_used,
         capabilities=tuple(capabilities),
         template=template,
+        tool_template=tool_template,
         metadata=metadata,
     )
 

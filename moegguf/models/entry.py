@@ -100,7 +100,8 @@ class Details:
     """Facts from the headers of an entry's files.
 
     `parameter_size` is abbreviated ("30.5B"), `quantization` the file's main type ("Q4_K_M"). `capabilities`: of
-    completion, vision, tools, thinking, insert, embedding, rerank. `metadata`: all GGUF keys.
+    completion, vision, tools, thinking, insert, embedding, rerank. `metadata`: all GGUF keys. `tool_template`: the
+    template of conversations with tools where the file has one for them.
     """
 
     family: str
@@ -114,6 +115,7 @@ class Details:
     capabilities: tuple[str, ...]
     template: str | None
     metadata: Mapping[str, Any]
+    tool_template: str | None = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, O
 from moegguf.gguf.experts import read_layout
 from moegguf.models.entry import ModelEntry, blob_name, combined_digest, size_of, weights_digest
 from moegguf.models.names import parse_name
-from moegguf.models.recipe import check_overrides, check_text
+from moegguf.models.recipe import check_overrides
 from moegguf.models.selection import select_files
 from moegguf.models.sources import DEMO_FILE, demo_path, hub_cache
 from moegguf.quantities import format_bytes
@@ -156,7 +156,7 @@ class Index:
 
 def _entry(values: dict[str, Any]) -> ModelEntry:
     """The entry in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
-    beside: dict[str, Any] = {name: _path_at(text) for name in _BESIDE if (text := check_text(name, values.get(name)))}
+    beside: dict[str, Any] = {name: _path_at(location) for name in _BESIDE if (location := values.get(name))}
     modified = datetime.fromisoformat(values["modified"])
     return ModelEntry(
         name=parse_name(values["name"]).canonical,
@@ -180,7 +180,7 @@ def _to_json(contents: Contents) -> bytes:
         for entry in contents.entries.values()
     ]
     data = {"version": VERSION, "models": models, "hidden": sorted(contents.hidden)}
-    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(data, indent=1) + "\n").encode()
 
 
 def free_bytes(folder: Path) -> int:

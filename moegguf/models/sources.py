@@ -12,7 +12,6 @@ An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list lay
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -65,9 +64,9 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
 def folder_files() -> list[Path]:
     """The models in MOEGGUF_MODELS and one level of folders below it: first files, one for each name."""
     folder = models_folder()
-    # Unlike Path.glob, which raises for a link that cannot be followed.
-    below = (folder / name for name in glob("*/*.gguf", root_dir=folder, include_hidden=True))
-    return _first_files([*folder.glob("*.gguf"), *below])
+    # Path.glob raises for a link that cannot be followed.
+    folders = (folder / name for name in ("", *glob("*/", root_dir=folder, include_hidden=True)))
+    return _first_files(path for each in folders for path in _gguf_files(each))
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
@@ -97,7 +96,7 @@ def _plain_name(file: str) -> str:
 
 def only_model(folder: Path) -> Path:
     """The model in `folder`. Raises ModelNotFoundError when there is none, or more than one."""
-    files = _first_files(folder.glob("*.gguf"))
+    files = _first_files(_gguf_files(folder))
     if len(files) == 1:
         return files[0]
     if not files:
@@ -109,13 +108,20 @@ def only_model(folder: Path) -> Path:
 def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
     """The model whose first (or only) file is at `path`. Raises OSError when it cannot be read."""
     files = shards_of(path)
-    names = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), MAX_NEIGHBOURS)]
+    names = [file.name for file in _gguf_files(path.parent)[:MAX_NEIGHBOURS]]
     found = projector_beside(path.name, names)
     mmproj = path.with_name(found) if found else None
     if mmproj and not os.path.isfile(mmproj):  # a link to nothing, a pipe
         mmproj = None
     size_bytes = size_of((*files, mmproj) if mmproj else files)
     return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    """Returns what has the suffix .gguf, in any case, in a folder; nothing of a folder that cannot be read."""
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if path.suffix.lower() == ".gguf"]
+    return []
 
 
 def _first_files(files: Iterable[Path]) -> list[Path]:

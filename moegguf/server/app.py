@@ -98,8 +98,7 @@ def make_app(
 
     Batches that a server before did not finish go on, where all routes are.
     """
-    state = batches.new_state(manager, catalog, settings.share_contexts)
-    state.settings = settings
+    state = batches.new_state(manager, catalog, settings)
     state.ending = threading.Event()  # set at shutdown: ends endless streams
     state.batches = Batches(
         data_folder() / "batches",

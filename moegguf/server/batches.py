@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from moegguf.serving.model_manager import ModelManager
     from moegguf.serving.ray.application import ReplicaManager
     from moegguf.serving.ray.config import ConfiguredCatalog
+    from moegguf.settings import Settings
 
 MAX_FILES_LISTED = 10_000
 MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
@@ -52,10 +53,10 @@ ENDPOINTS: Mapping[str, type[Question | EmbeddingsBody]] = {
 
 
 def new_state(
-    manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, share_contexts: bool = False
+    manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, settings: Settings
 ) -> State:
     """What the endpoints need of an application: `app.state`."""
-    return State({"manager": manager, "catalog": catalog, "totals": Totals(), "share_contexts": share_contexts})
+    return State({"manager": manager, "catalog": catalog, "totals": Totals(), "settings": settings})
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:

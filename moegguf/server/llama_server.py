@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BeforeValidator, Field, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -26,7 +26,16 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import MAX_TOKEN, ModelName, Texts, loaded_of, look_up, sampling_of, selected_model
+from moegguf.server.common.options import (
+    MAX_TOKEN,
+    ModelName,
+    Stop,
+    Texts,
+    loaded_of,
+    look_up,
+    sampling_of,
+    selected_model,
+)
 from moegguf.server.common.replies import WholeResponse, computed, event_line, logprob_objects
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
@@ -69,7 +78,8 @@ async def _props(request: Request) -> Response:
             "total_slots": loaded.n_parallel if loaded else 1,
             "model_alias": entry.name,
             "model_path": entry.path.name,
-            "chat_template": entry.template or known.template or "",
+            "chat_template": known.template or "",
+            **({"chat_template_tool_use": known.tool_template} if known.tool_template else {}),
             "modalities": {"vision": "vision" in known.capabilities, "audio": False},
             "build_info": f"moegguf-{__version__}",
             "is_sleeping": loaded is None,
@@ -142,8 +152,7 @@ async def _tokenizer_info(request: Request) -> Response:
     entry, known, _ = await _selected(request)
 
     async def work() -> Json:
-        template = entry.template or known.template
-        info: Json = {"chat_template": template, "model_max_length": known.n_ctx_train}
+        info: Json = {"chat_template": known.template, "model_max_length": known.n_ctx_train}
         async with _shared_lease(request, entry.name) as lease:
             for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
                 token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -167,7 +176,8 @@ def _biases_of(given: Any) -> Any:
 
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share. Without `model` it is the only loaded one. n_predict: -1 and -2
-    until the model ends or the context is full, 0 only evaluates the prompt."""
+    until the model ends or the context is full, 0 only evaluates the prompt. The tags of thinking are the model's
+    unless both are given; of several that end it, the first is forced."""
 
     limit = limits.BODY_BYTES
 
@@ -176,22 +186,20 @@ class _NativeBody(chat.GenerationBody):
     n_keep: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     n_probs: chat.TopLogprobs | None = None
     logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] | None = None
-    json_schema: Json | None = None
-    grammar: str | None = None
+    reasoning_budget_start_tag: Stop | None = None
+    reasoning_budget_end_tag: Stop | None = None
+    reasoning_budget_end_tags: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
     return_tokens: bool | None = None
-
-    @field_validator("grammar")
-    @classmethod
-    def _no_grammar(cls, grammar: str | None) -> str | None:
-        if grammar:
-            raise ValueError("grammars in GBNF are not supported; send json_schema")
-        return grammar
 
     def requests(self, entry: ModelEntry, **fields: Any) -> list[GenerationRequest]:
         """A request for each answer to a prompt in `fields`, with what both endpoints share."""
         sampling = self.sampling(entry, self.max_tokens if self.n_predict is None else self.n_predict)
+        opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
+        closes = [self.reasoning_budget_end_tag] if closes is None and self.reasoning_budget_end_tag else closes
         request = GenerationRequest(
             format=self.json_schema,
+            think_marks=(opens, *filter(None, closes)) if opens and closes else (),
+            grammar=self.grammar or None,
             truncate=bool(self.truncate),
             shift=bool(self.shift),
             n_logprobs=self.n_probs or None,

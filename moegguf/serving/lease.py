@@ -24,7 +24,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
-from moegguf.serving.clients import BACKGROUND, current_client
+from moegguf.serving.clients import BACKGROUND, current_client, current_owner
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
@@ -247,6 +247,7 @@ class ManagedModel:
             expires = None if left_s == math.inf else now + timedelta(seconds=max(0.0, left_s))
             names.append(LoadedName(name, use.entry.digest, expires))
         times = [each.expires for each in names if each.expires is not None]
+        last = process.last_timings.get(current_owner.get(), Timing())
         return LoadedModel(
             name=self.name,
             names=tuple(names),
@@ -267,8 +268,8 @@ class ManagedModel:
             vram_cache_bytes=self.cache_bytes["vram_cache"],
             n_parallel=self.ready.n_parallel,
             n_answering=len(self.answering),
-            last_answer_tokens=process.last_timing.answer_tokens,
-            last_answer_s=process.last_timing.answer_s,
+            last_answer_tokens=last.answer_tokens,
+            last_answer_s=last.answer_s,
         )
 
 
@@ -307,12 +308,13 @@ class Calls(ABC):
 
     async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
         """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
-        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize}
+        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "asker": current_owner.get()}
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
         """Scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank` raises."""
-        return build(Embeddings, await self.value("rank", query=query, documents=list(documents)))
+        fields = {"query": query, "documents": list(documents), "asker": current_owner.get()}
+        return build(Embeddings, await self.value("rank", **fields))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
@@ -363,8 +365,8 @@ class Lease(Calls):
                 if isinstance(event, Delta | PromptProgress):
                     yield event
                 else:
-                    self._process.last_timing = build(Timing, event)
-                    yield Done(self._process.last_timing, self.load_s, self._process.decisions)
+                    timing = self._process.last_timings[current_owner.get()] = build(Timing, event)
+                    yield Done(timing, self.load_s, self._process.decisions)
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS

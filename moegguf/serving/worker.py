@@ -28,23 +28,26 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.load import plan_here
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate import limited
 from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.call_format import answer_format
 from moegguf.generate.embedding import embed, rank
-from moegguf.generate.prompt import count_prompt, render_prompt
+from moegguf.generate.prompt import count_prompt, render_prompt, template_of
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, join
+from moegguf.generate.template_forms import forms_of
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
+from moegguf.serving.expert_uses import ExpertUses
+from moegguf.text import to_utf8
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 DELTA_S = 0.02  # between two messages with an answer's text
 PROGRESS_S = 0.1  # between two messages of progress
-MAX_REPLIES = 4  # that are made at once: slow templates are fewer (moegguf.generate.limited)
+MAX_REPLIES = 32  # that are made at once: a slow template or a long text holds up nobody else
 
 
 class Outbox:
@@ -153,6 +156,16 @@ def _render(llm: Llama, generation: wire.Message) -> str:
     return render_prompt(llm, wire.build(GenerationRequest, generation))
 
 
+def _learn_forms(path: str) -> None:
+    """Renders the probes of a model's chat templates, so that the first request need not wait for them."""
+    layout = read_layout(path)
+    for with_tools in (False, True):
+        template = template_of(layout, with_tools=with_tools)
+        with suppress(limited.LimitedError):
+            forms_of(template)
+            answer_format(template).learn()
+
+
 VALUES: Mapping[str, Callable[..., Any]] = {
     "tokenize": _tokenize, "detokenize": _detokenize, "count": _count, "render": _render, "budget": Llama.set_budget,
     "embed": embed, "rank": rank,
@@ -173,6 +186,7 @@ class Worker:
         self._closing = False
         self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
+        self._uses: ExpertUses | None = None
         self._name = ""
         self._start_s = self._watched_until_s = time.monotonic()
 
@@ -235,10 +249,11 @@ class Worker:
         elif kind == "generate":
             self._generate(number, **message)
         elif kind in COMPUTED:
+            asker = message.pop("asker", "")
             compute = functools.partial(self._reply, number, kind, message)
             with self._jobs_lock:  # it may end at once
                 fail = functools.partial(self._end, number, None)
-                self._jobs[number] = self._answers.submit_task(compute, self._model.cancel, fail)
+                self._jobs[number] = self._answers.submit_task(compute, self._model.cancel, fail, asker)
         else:
             self._replies.submit(self._reply, number, kind, message)
 
@@ -255,18 +270,18 @@ class Worker:
         except MoeggufError as error:
             self._end(number, None, error)
 
-    def _experts(self, watch_s: float) -> Snapshot:
-        """The experts as they are now. For `watch_s` uses count also where that makes layers slower: of a model that is
-        in memory as a whole."""
+    def _experts(self, watch_s: float, asker: str | None = None) -> Snapshot:
+        """The experts as they are now, as `asker` may see them. For `watch_s` uses count also where that makes layers
+        slower: of a model that is in memory as a whole."""
         llm, loop, now_s = self._model, self._answers, time.monotonic()
         layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
-        if llm.session is None:
+        if llm.session is None or self._uses is None:
             layers, n_expert = [], 0
         else:
             if watch_s:
                 self._watched_until_s = max(self._watched_until_s, now_s + watch_s)
                 llm.session.store.watch(True)
-            state, uses, loads = llm.session.places(), *llm.session.store.activity()
+            state, uses, loads = self._uses.maps(asker)
             maps = state[layers].tobytes(), uses[layers].tobytes(), loads[layers].tobytes()
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
@@ -284,6 +299,7 @@ class Worker:
 
         try:
             config = wire.build(wire.LoadConfig, message["config"])
+            self._replies.submit(_learn_forms, config.path)
             self._llm = llm = open_model(config, on_progress)
         except BaseException as error:  # whatever ends a load is told to the server
             if not self._closing:
@@ -291,7 +307,9 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = BatchLoop(llm, together=self._outbox.one_call)
+        self._uses = ExpertUses(llm.session) if llm.session is not None else None
+        on_pass = self._uses.begin_pass if self._uses is not None else lambda asker: None
+        self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
         plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
         self._end(number, wire.Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)

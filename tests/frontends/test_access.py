@@ -1,6 +1,7 @@
 """Access control over a real socket: hosts, origins, API keys and headers; and where `serve` refuses to listen."""
 
 import asyncio
+import base64
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_manager import FakeManager, server_of
-from servers import Command, call, connected, serving
+from servers import Command, Server, call, connected, serving
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -181,6 +182,30 @@ def test_a_key_begins_with_what_it_computed(tmp_path: Path, arguments: tuple[str
         reused += [n_reused(bob), n_reused(ann)]
         reused.append(server.call("/v1/messages", body, **bob).json["usage"]["cache_read_input_tokens"])
     assert [n > 200 for n in reused] == expected and min(reused) in (0, reused[0])
+
+
+@pytest.mark.parametrize("arguments", [(), ("--share-contexts",)], ids=["apart", "shared"])
+def test_a_key_sees_the_experts_of_its_own_requests_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """Neither what another key's requests use or load, nor what these leave in memory, nor how long they took."""
+    ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}
+
+    def ask(server: Server, key: dict[str, str], text: str) -> None:
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 24}
+        assert server.call("/v1/chat/completions", body, **key).status == 200
+
+    def state(server: Server, key: dict[str, str]) -> bytes:
+        (model,) = server.call("/live?once=1", **key).json["models"]
+        return base64.b64decode(model["snapshot"]["state"])
+
+    with serving(tmp_path, "--expert-cache", "30%", *arguments, **settings) as server:
+        ask(server, ann, "Hello")
+        before = state(server, ann)
+        assert any(before) and not any(state(server, bob))
+        ask(server, bob, "What is an expert?")
+        assert any(state(server, bob)) and state(server, ann) == before, "a key's map stays as its last request left it"
+        last = [server.call("/api/ps", **key).json["models"][0]["moe"]["last_answer"] for key in (ann, bob)]
+        assert last[0]["eval_duration"] != last[1]["eval_duration"]
 
 
 def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:

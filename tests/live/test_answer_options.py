@@ -13,7 +13,6 @@ import templates
 from answering import QUESTION, Answer, Load, TinyModel, ask, endless, reply, text_of
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, ContextError, OptionError, SchemaError
 from moegguf.generate import sampler
 from moegguf.generate.constraint import Constraint
@@ -21,6 +20,7 @@ from moegguf.generate.parsing import Transcript
 from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.generate.request import Delta, TokenLogprob
 from moegguf.generate.sampler import Sampler
+from moegguf.text import to_utf8
 
 THINKER = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

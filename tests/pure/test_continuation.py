@@ -9,10 +9,10 @@ import templates
 
 from moegguf.errors import OptionError
 from moegguf.generate.constraint import constraint_for
+from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.parsing import answer_parser
 from moegguf.generate.prompt import Conversation, cut_middle, longest, n_after_shift
 from moegguf.generate.request import GenerationRequest
-from moegguf.generate.template import Continuation, continuation_of, split_last
 
 QUESTION = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "function": {"name": "f", "arguments": {}}}

@@ -27,7 +27,7 @@ from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import EventReply, Json, Question, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import ChatMessage, Tool, messages_of, own_tools, read_parts, with_entry_messages
-from moegguf.server.common.options import MAX_TOKEN, Stop, sampling_of
+from moegguf.server.common.options import MAX_TOKEN, Stop, Whole, in_range, sampling_of
 from moegguf.server.common.replies import event_line
 from moegguf.serving.events import Done, Event
 
@@ -107,9 +107,10 @@ class _ToolChoice(Body):
 
 
 class _Thinking(Body):
-    """`thinking`. Its budget is not kept: the model ends its thinking itself, or by `max_tokens`."""
+    """`thinking`. Any budget is taken, also one below Anthropic's 1,024 tokens; None: no limit."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Whole = in_range("reasoning_budget_tokens")
 
 
 class _OutputFormat(Body):
@@ -177,6 +178,7 @@ class _MessagesBody(_CountBody):
         sampling = sampling_of(
             entry, self.options, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
             stop=self.stop_sequences, exact=self.exact, num_predict=self.max_tokens,
+            reasoning_budget_tokens=self.thinking.budget_tokens if self.thinking else None,
         )  # fmt: skip
         output = self.output_config.format if self.output_config else None
         schema = output.schema_ if output else None

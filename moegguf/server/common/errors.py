@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from moegguf import errors
+from moegguf.text import without_surrogates
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def http_error(error: BaseException) -> HttpError:
         return HttpError(error.status_code, HTTPStatus(error.status_code).phrase.lower(), headers=error.headers or {})
     for kinds, status, code, headers in STATUSES:
         if isinstance(error, kinds):
-            return HttpError(status, " ".join(str(error).split()), code, headers)
+            return HttpError(status, without_surrogates(" ".join(str(error).split())), code, headers)
     if isinstance(error, MemoryError):
         return HttpError(500, "there is not enough memory for this request.", None, NO_RETRY)
     log.error("unexpected %s", type(error).__name__, exc_info=error)

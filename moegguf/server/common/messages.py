@@ -143,13 +143,15 @@ def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Me
 
 
 class Function(Body):
-    """A function and the JSON schema of its arguments; additional keys are passed to the chat template."""
+    """A function and the JSON schema of its arguments, which are refused if `strict` and no grammar can follow them.
+    Additional keys are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
@@ -165,7 +167,7 @@ def own_tools(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
     if not isinstance(tools, list):
         return tools
     found: list[Any] = []
-    keys = {"name": "name", "description": "description", schema: "parameters"}
+    keys = {"name": "name", "description": "description", schema: "parameters", "strict": "strict"}
     for tool in tools:
         if not isinstance(tool, dict):
             found.append(tool)

@@ -107,7 +107,8 @@ def _budget(value: str | int | None) -> str | None:
     return None if value is None else str(value)
 
 
-def _in_range(name: str) -> Any:
+def in_range(name: str) -> Any:
+    """The field of a parameter, within its range and None by default."""
     least, most = RANGES.get(name, (None, None))
     return Field(default=None, ge=least, le=most)
 
@@ -120,18 +121,21 @@ Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 
 class SamplingOptions(Body):
     """How tokens are chosen: Ollama's options, which are also keys of OpenAI's bodies, and `exact`: other requests
-    change no bit. seed -1: random. None: the model's parameter, or the default."""
+    change no bit. seed -1: random. reasoning_budget_tokens and reasoning_budget_message are llama-server's. None: the
+    model's parameter, or the default."""
 
-    seed: Whole = _in_range("seed")
-    temperature: Number = _in_range("temperature")
-    top_k: Whole = _in_range("top_k")
-    top_p: Number = _in_range("top_p")
-    min_p: Number = _in_range("min_p")
-    typical_p: Number = _in_range("typical_p")
-    repeat_last_n: Whole = _in_range("repeat_last_n")
-    repeat_penalty: Number = _in_range("repeat_penalty")
-    presence_penalty: Number = _in_range("presence_penalty")
-    frequency_penalty: Number = _in_range("frequency_penalty")
+    seed: Whole = in_range("seed")
+    temperature: Number = in_range("temperature")
+    top_k: Whole = in_range("top_k")
+    top_p: Number = in_range("top_p")
+    min_p: Number = in_range("min_p")
+    typical_p: Number = in_range("typical_p")
+    repeat_last_n: Whole = in_range("repeat_last_n")
+    repeat_penalty: Number = in_range("repeat_penalty")
+    presence_penalty: Number = in_range("presence_penalty")
+    frequency_penalty: Number = in_range("frequency_penalty")
+    reasoning_budget_tokens: Whole = in_range("reasoning_budget_tokens")
+    reasoning_budget_message: str | None = Field(default=None, max_length=limits.STOP_CHARS)
     stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS)] = None
     exact: bool | None = None
 
@@ -144,14 +148,14 @@ class Options(SamplingOptions):
     request, whose passes others share: it belongs to a name (`create`).
     """
 
-    num_ctx: Whole = _in_range("num_ctx")
-    num_batch: Whole = _in_range("num_batch")
-    num_thread: Whole = _in_range("num_thread")
+    num_ctx: Whole = in_range("num_ctx")
+    num_batch: Whole = in_range("num_batch")
+    num_thread: Whole = in_range("num_thread")
     expert_cache: Budget = None
     moe_cache_ram: Budget = None
     draft: Literal["auto", "off", "ngram", "mtp"] | None = None
-    num_predict: Whole = _in_range("num_predict")
-    num_keep: Whole = _in_range("num_keep")
+    num_predict: Whole = in_range("num_predict")
+    num_keep: Whole = in_range("num_keep")
 
     @model_validator(mode="before")
     @classmethod

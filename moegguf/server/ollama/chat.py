@@ -44,7 +44,7 @@ def _level(value: bool | str | None) -> bool | str | None:
 def _format(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(value, str) and value not in ("", "json"):
         raise ValueError(f'invalid format: {value[:40]!r}; expected "json" or a JSON schema')
-    return value or None
+    return None if value == "" else value
 
 
 Images = Annotated[list[str], Field(max_length=MAX_IMAGES)]  # base64

@@ -32,6 +32,7 @@ from moegguf.server.common.options import ModelName, Options, details_or_none, f
 from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, json_line, moe_object, to_ns
 from moegguf.server.ollama.chat import ChatMessage, ModelBody, time_text
 from moegguf.serving.events import LoadedModel, LoadedName
+from moegguf.text import without_surrogates
 
 OLLAMA_VERSION = "0.33.0"  # of the API; clients parse it as numbers and refuse old ones
 SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
@@ -77,7 +78,7 @@ def _tag_object(entry: ModelEntry) -> Json:
         "digest": entry.digest,
         "details": _details_object(known, entry.parent) | more,
         "capabilities": list(known.capabilities) if known else [],
-        **({"missing": [str(path) for path in entry.missing]} if entry.missing else {}),
+        **({"missing": [without_surrogates(str(path)) for path in entry.missing]} if entry.missing else {}),
     }
 
 

@@ -35,7 +35,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Json, Question, Reply, conversation
 from moegguf.server.common.messages import ChatMessage, Tool, messages_of, with_entry_messages
-from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, sampling_of
+from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, Whole, in_range, sampling_of
 from moegguf.server.common.replies import cut_object, event_line, logprob_objects, moe_object
 from moegguf.serving.events import Done, Event
 
@@ -76,7 +76,8 @@ class _StreamOptions(Body):
 
 class GenerationBody(Question, SamplingOptions):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
-    true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
+    true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context.
+    `json_schema` and `grammar` (in GBNF) are llama-server's: the answer follows one of them."""
 
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
@@ -85,14 +86,24 @@ class GenerationBody(Question, SamplingOptions):
         list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
     ] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
+    thinking_budget_tokens: Whole = in_range("reasoning_budget_tokens")
     return_progress: bool | None = None
     truncate: bool | None = None
     shift: bool | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of thinking, by either of llama-server's names."""
+        given = self.reasoning_budget_tokens
+        return self.thinking_budget_tokens if given is None else given
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters. `most`: tokens of
         the answer, -1 for no limit, None for the default."""
-        own = self.model_dump(include=set(SamplingOptions.model_fields)) | {"num_predict": most}
+        own = self.model_dump(include=set(SamplingOptions.model_fields))
+        own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
         return replace(sampling_of(entry, self.options, **own), logit_bias=self.logit_bias or {})
 
     def repeated(self, generation: GenerationRequest, n: int | None) -> list[GenerationRequest]:
@@ -138,9 +149,10 @@ Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
 
 
 class Reasoning(Body):
-    """`reasoning`. With a summary, responses send the thinking as one; else as text."""
+    """`reasoning`. With a summary, responses send the thinking as one; else as text. `max_tokens` is OpenRouter's."""
 
     effort: Effort | None = None
+    max_tokens: Whole = in_range("reasoning_budget_tokens")
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -181,6 +193,12 @@ class ToolsBody(GenerationBody):
         """`parallel_tool_calls`, true by default."""
         return self.parallel_tool_calls is not False
 
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of thinking, by llama-server's or by OpenRouter's name."""
+        given = super().thinking_budget
+        return self.reasoning.max_tokens if given is None and self.reasoning else given
+
     @model_validator(mode="after")
     def _choice_has_tools(self) -> ToolsBody:
         known = {tool.function.name for tool in self.tools or ()}
@@ -206,17 +224,26 @@ class ToolsBody(GenerationBody):
             template=entry.template,
             tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
             tool_choice=wanted,
-            format=None if format_ is None or format_.type == "text" else format_.schema_ or "json",
+            format=self._form(format_),
+            strict=format_ is not None and bool(format_.strict),
+            grammar=self.grammar or None,
             shift=bool(self.shift),
             n_logprobs=(self.top_logprobs or 0) if logprobs else None,
             **fields,
         )
 
+    def _form(self, format_: Format | None) -> str | dict[str, Any] | None:
+        """The required format: that of the request, or else `json_schema`; without a schema any object."""
+        kind = "text" if format_ is None else format_.type
+        if format_ is not None and kind != "text" and format_.schema_ is not None:
+            return format_.schema_ or "json"
+        return None if kind == "text" and self.json_schema is None else self.json_schema or "json"
+
 
 class ChatBody(ToolsBody):
     """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`. An assistant's message at
     the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
-    (vLLM's names)."""
+    (vLLM's names). `add_generation_prompt` false: the prompt ends with the last message."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
@@ -246,6 +273,7 @@ class ChatBody(ToolsBody):
             template_options=self.chat_template_kwargs or {},
             truncate=bool(self.truncate),
             continue_final_message=not self.add_generation_prompt if continues is None else continues,
+            begins_answer=self.add_generation_prompt is not False,
             sampling=self.sampling(entry, self.max_tokens if most is None else most),  # the former is deprecated
         )
         return self.repeated(request, self.n)
@@ -256,7 +284,8 @@ class ChatBody(ToolsBody):
         effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
         if effort is not None:
             return EFFORTS[effort]
-        enabled = (self.chat_template_kwargs or {}).get("enable_thinking")
+        given = self.chat_template_kwargs or {}
+        enabled = given.get("enable_thinking", given.get("thinking"))
         return enabled if isinstance(enabled, bool) else None
 
     def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
@@ -350,8 +379,10 @@ class ChoicesReply(Reply):
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
-        """OpenAI's `finish_reason`, which has no "cancelled"."""
-        return "tool_calls" if self.n_calls else "length" if done.timing.finish == "length" else "stop"
+        """Returns OpenAI's `finish_reason`, which has no "cancelled"."""
+        if done.timing.finish == "length":  # the last call may be cut
+            return "length"
+        return "tool_calls" if self.n_calls else "stop"
 
     def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._head, "object": kind, "choices": choices, **more}

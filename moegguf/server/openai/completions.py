@@ -71,6 +71,8 @@ class CompletionBody(GenerationBody):
         requests = (
             GenerationRequest(
                 suffix=self.suffix or None,
+                format=self.json_schema,
+                grammar=self.grammar or None,
                 truncate=bool(self.truncate) and not self.scores_prompt,
                 shift=bool(self.shift),
                 n_logprobs=ranked if self.logprobs is None else self.logprobs,

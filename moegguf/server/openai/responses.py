@@ -295,7 +295,8 @@ def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:
         named = [{"type": "function", "name": name} for name in choice.names]
         allowed = {"type": choice.type, "mode": choice.mode, "tools": named}
     form = text.format.model_dump(by_alias=True, exclude_none=True) if text and text.format else {"type": "text"}
-    functions = (tool.function.model_dump(include={"name", "description", "parameters"}) for tool in body.tools or ())
+    shown = {"name", "description", "parameters", "strict"}
+    functions = (tool.function.model_dump(include=shown) for tool in body.tools or ())
     return {
         **body.model_dump(include=set(ECHOED)),
         "metadata": body.metadata or {},
@@ -309,7 +310,7 @@ def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:
         **{name: getattr(generation.sampling, name) for name in SETTINGS},
         "text": {"format": form, "verbosity": text.verbosity if text and text.verbosity else "medium"},
         "tool_choice": choice if isinstance(choice, str) else named[0] if choice.type == "function" else allowed,
-        "tools": [{"type": "function", **function, "strict": False} for function in functions],
+        "tools": [{"type": "function", **function, "strict": bool(function["strict"])} for function in functions],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
     }

@@ -1,0 +1,620 @@
+"""Learns from a chat template how its model writes thinking, text and tool calls.
+
+The template itself is the source. A conversation with a known call is rendered; the texts before the call's name,
+between name and arguments, in the arguments and behind them are the marks of the format. A small table has the formats
+of models whose templates render no calls, and the marks of thinking that templates do not render.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moegguf.errors import TemplateError
+from moegguf.generate.template import render
+from moegguf.generate.tool_calls import (
+    FUNCTIONS,
+    NAME_PATTERN,
+    Call,
+    ElementCalls,
+    JsonCalls,
+    MistralCalls,
+    NamedCalls,
+    PythonCalls,
+    Reader,
+    RelaxedCalls,
+    TaggedCalls,
+    ToolCallBlock,
+    Types,
+    closed_json,
+    json_calls,
+    pattern_of,
+)
+from moegguf.gguf.chat_template import HARMONY, ThinkMarks, has_channels, think_marks_of
+
+NAME, OTHER_NAME = "qname", "qother"
+ID, OTHER_ID = "qidaaaaaa", "qidbbbbbb"
+ID_PATTERN = r"[\w-]*"
+TEXT, THOUGHT = "ϰtextϰ", "ϰthoughtϰ"
+VALUES: Mapping[str, Any] = {"qkeya": "qvala", "qkeyb": "qvalb"}
+ESCAPED = "q'v\\w"
+QUESTION = {"role": "user", "content": "qquestion"}
+TOOLS = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "qdescription",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string", "description": "qdescription"} for key in VALUES},
+                "required": ["qkeya"],
+            },
+        },
+    }
+    for name in (NAME, OTHER_NAME)
+)
+
+_PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
+_TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word in a line of its own, or a mark at the end
+_MARK = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
+
+
+_BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The exact text of one call, for a call that a request forces: `before` the name, `between` name and arguments,
+    `after` them. `argument`, where arguments have marks of their own: the texts around an argument's name and value, by
+    the JSON type of the value ("" for any other). `separator`: between two arguments."""
+
+    before: str
+    between: str
+    after: str
+    style: str = "json"  # of the arguments: json, tagged, elements, python, relaxed
+    key_open: str = ""
+    key_close: Mapping[str, str] = field(default_factory=dict)
+    value_close: str = ""
+    separator: str = ""
+    quote: str = ""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A block of calls begins with `open` and ends with `close`. Without `open` the whole answer is the block; without
+    `close` the block extends to the end of the answer. `readers`: the first that finds calls in a block applies."""
+
+    open: str
+    close: str
+    readers: tuple[Reader, ...]
+    written: Written
+
+    def calls(self, block: str, types: Types, *, final: bool = False) -> list[Call] | None:
+        """Returns the calls in a block with its marks, None when it is no call. With `final` the answer has ended, and
+        the last marks may be missing."""
+        body = self._body(block)
+        found = (read(body, types, final=final) for read in self.readers)
+        return next((calls for calls in found if calls is not None), None)
+
+    def is_open(self, block: str) -> bool:
+        """Returns whether the mark at the end of a block stands within a value."""
+        return any(read.is_open(self._body(block)) for read in self.readers)
+
+    def may_begin(self, block: str) -> bool:
+        """Returns whether a block of a format without a closing mark may still become a call."""
+        return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
+
+    def has_begun(self, block: str) -> bool:
+        """Returns whether more text cannot change that a block begins as a call."""
+        begun = _BEGIN.match(block, len(self.open))
+        return bool(self.close) or (begun is not None and begun.end() < len(block))
+
+    def cut_calls(self, block: str, types: Types) -> list[Call] | None:
+        """Returns the calls in a block that the token limit cut, the last one with the arguments so far."""
+        begin = block.find("{", len(self.open))
+        texts = [block]
+        if begin >= 0:
+            head = block[:begin]
+            texts += [head + text for text in closed_json(block[begin:])]
+            texts += [f"{head}{text}]" for text in closed_json(block[begin:])]
+        quote = self.written.quote or "'"
+        texts += [block + end for end in (f"{quote})", ")", f'"{")"}', f"{quote}}}", "}", f"{quote}]}}", "]}")]
+        found = (self.calls(text, types, final=True) for text in texts)
+        return next((calls for calls in found if calls), None)
+
+    def _body(self, block: str) -> str:
+        body = block.removeprefix(self.open).rstrip()
+        ends = list(itertools.accumulate(_pieces(self.close)))
+        return body.removesuffix(next((end for end in reversed(ends) if body.endswith(end)), ""))
+
+
+def _json_written(open_mark: str, close: str, *, arguments: str = "arguments", listed: bool = False) -> Written:
+    begin, end = ("[", "]") if listed else ("", "")
+    return Written(f'{open_mark}{begin}{{"name": "', f'", "{arguments}": ', f"}}{end}{close}")
+
+
+HARMONY_CALL = Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "")
+JSON_ONLY = ToolFormat("", "", (JsonCalls(),), _json_written("", ""))
+
+_DEEPSEEK = NamedCalls(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?", r"\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?",
+    r"(?:```\s*)?<｜tool▁call▁end｜>",
+)  # fmt: skip
+
+# Formats that a model may use though its template does not render them, by a text that the template contains.
+KNOWN_FORMATS: Mapping[str, ToolFormat] = {
+    "<tool_call>": ToolFormat(
+        "<tool_call>", "</tool_call>", (ToolCallBlock(),), _json_written("<tool_call>\n", "\n</tool_call>")
+    ),
+    "<function=": ToolFormat(
+        "<function=", "</function>", (replace(FUNCTIONS, before=""),), Written("<function=", ">", "</function>")
+    ),
+    "[TOOL_CALLS]": ToolFormat("[TOOL_CALLS]", "", (MistralCalls(),), _json_written("[TOOL_CALLS]", "", listed=True)),
+    "<｜tool▁output": ToolFormat(
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", (_DEEPSEEK,),
+        Written(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
+            "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+    ),
+    "List of tools: ": ToolFormat(
+        "<|tool_call_start|>", "<|tool_call_end|>", (PythonCalls(),),
+        Written("<|tool_call_start|>[", "(", ")]<|tool_call_end|>", "python", key_close={"": "="}, separator=", "),
+    ),
+    "<TOOLCALL>": ToolFormat(
+        "<TOOLCALL>", "</TOOLCALL>", (JsonCalls(),), _json_written("<TOOLCALL>", "</TOOLCALL>", listed=True)
+    ),
+    "<|tool_call|>": ToolFormat("<|tool_call|>", "", (JsonCalls(),), _json_written("<|tool_call|>", "", listed=True)),
+    '"parameters"': ToolFormat("", "", (JsonCalls(),), _json_written("", "", arguments="parameters")),
+    "<|python_tag|>": ToolFormat(
+        "<|python_tag|>", "", (JsonCalls(),), _json_written("<|python_tag|>", "", arguments="parameters")
+    ),
+}  # fmt: skip
+
+
+@functools.lru_cache(32)
+def answer_format(template: str) -> AnswerFormat:
+    """Returns how a model with this template writes the parts of an answer. A template that cannot be rendered has the
+    known formats only."""
+    return AnswerFormat(_Probe(template))
+
+
+def _common_prefix(*texts: str) -> int:
+    return len(os.path.commonprefix(texts))
+
+
+def _common_suffix(*texts: str) -> int:
+    return len(os.path.commonprefix([text[::-1] for text in texts]))
+
+
+def _call(name: str, call_id: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _answer(*calls: Mapping[str, Any], text: str = "", thinking: str = "") -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def _pieces(text: str) -> list[str]:
+    return _PIECE.findall(text)
+
+
+def _shared_end(one: str, other: str) -> str:
+    """Returns the end that two texts share, beginning with a whole mark, word or blank."""
+    parts, others, n = _pieces(one), _pieces(other), 0
+    while n < min(len(parts), len(others)) and parts[-1 - n] == others[-1 - n]:
+        n += 1
+    return "".join(parts[len(parts) - n :])
+
+
+def _whole_mark_begin(text: str, at: int) -> int:
+    """Returns the beginning of the mark that `at` divides, else `at`."""
+    cut = re.search(r"[<\[][^<>\[\]\s]*$", text[:at])
+    return cut.start() if cut else at
+
+
+def _whole_mark_end(text: str, at: int) -> int:
+    """Returns the end of the mark that `at` divides, else `at`."""
+    if _whole_mark_begin(text, at) == at:
+        return at
+    rest = re.compile(r"[^<>\[\]\s]*[>\]]?").match(text, at)
+    return rest.end() if rest else at
+
+
+def _open_mark(head: str) -> str:
+    """Returns the text that announces a call: the first word of what stands before its name, up to its last mark."""
+    word = head.split(maxsplit=1)[0].partition(ID)[0] if head.strip() else ""
+    marks = list(_MARK.finditer(word))
+    return word[: marks[-1].end()] if marks else word
+
+
+def _unique_begin(close: str, block: str) -> str:
+    """Returns the shortest beginning of `close`, in whole marks, that does not occur in `block`."""
+    found, has_mark = "", _MARK.search(close) is not None
+    for piece in _pieces(close.strip()):
+        found += piece
+        if found not in block and (_MARK.search(found) or not has_mark):
+            return found
+    return found
+
+
+def _unique_end(close: str, block: str) -> str:
+    """Returns the shortest end of `close`, in whole marks, that does not occur in `block`."""
+    found = ""
+    for piece in reversed(_pieces(close.strip())):
+        found = piece + found
+        if found.strip() and found not in block and not re.match(r"[^<\[]", piece):
+            return found
+    return found
+
+
+def _behind_name(head: str) -> int:
+    """Returns the place behind the mark that follows a name in what stands before a name; 0 without one."""
+    at = head.rfind(NAME)
+    mark = _MARK.search(head, at) if at >= 0 else None
+    return mark.end() if mark else 0
+
+
+def _through(text: str, mark: str) -> str:
+    """Returns `text` up to the end of a mark; nothing when there is no mark."""
+    return text[: text.index(mark) + len(mark)] if mark and mark in text else ""
+
+
+def _object_at(text: str, begin: int) -> tuple[int, int] | None:
+    """Returns the place of the probe's arguments as JSON, at or behind `begin`."""
+    for match in re.compile(r"\{").finditer(text, begin):
+        found = _decoded(text, match.start())
+        if found and found[0] == VALUES:
+            return match.start(), found[1]
+    return None
+
+
+def _json_around(text: str, at: int) -> tuple[int, int] | None:
+    """Returns the place of the JSON value that contains the name at `at`."""
+    for match in re.compile(r"[\[{]").finditer(text, 0, at):
+        found = _decoded(text, match.start())
+        if found and found[1] > at:
+            return match.start(), found[1]
+    return None
+
+
+def _decoded(text: str, at: int) -> tuple[Any, int] | None:
+    try:
+        return json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
+
+
+class _Probe:
+    """A template, and what it makes of conversations with known content."""
+
+    def __init__(self, template: str) -> None:
+        self.template = template
+        self._prompt = self._render()
+        self._text = self._render(_answer(text=TEXT))
+        self.think = self._think_marks()
+        self.closes_thinking = self.empties_text = False
+        self.text_open, self.text_close = self._text_marks()
+
+    def _render(self, *answers: Mapping[str, Any], think: bool = True) -> str:
+        """Returns the prompt of a question and messages after it, "" when the template rejects them."""
+        try:
+            return render(self.template, [QUESTION, *map(dict, answers)], tools=TOOLS, think=think)
+        except TemplateError:
+            return ""
+
+    # Thinking and text
+
+    def _think_marks(self) -> ThinkMarks | None:
+        """Returns the marks that the template renders around thinking; those of the table where it renders none."""
+        known = think_marks_of(self.template)
+        rendered = self._render(_answer(text=TEXT, thinking=THOUGHT))
+        before, thought, rest = rendered.partition(THOUGHT)
+        close, text, _ = rest.partition(TEXT)
+        if known or not thought or not text or not close.strip():
+            return known
+        open_text = self._text[_common_prefix(self._text, self._prompt) : self._text.index(TEXT)]
+        marks = close.strip().removesuffix(open_text.strip())
+        if not marks:  # an answer without thinking has the marks, too: its text begins as it does where thinking is off
+            shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
+            marks = close.strip().removesuffix("".join(shared))
+            if shared and before.endswith(shared[0]):  # a mark of several pieces ends as the opening one
+                marks += shared[0]
+        shared_end = _common_prefix(self._prompt, rendered)
+        written, begun = before[shared_end:], self._prompt[shared_end:]
+        opened = begun or written or "".join(_pieces(before.rstrip())[-len(_pieces(marks)) :])
+        return ThinkMarks(opened.strip("\n"), marks.strip())
+
+    def _text_marks(self) -> tuple[str, str]:
+        """Returns the marks around the text of an answer."""
+        begin = _whole_mark_begin(self._text, _common_prefix(self._text, self._prompt))
+        opened, text, rest = self._text[begin:].partition(TEXT)
+        if self.think and self.think.close in opened:
+            before, _, opened = opened.rpartition(self.think.close)
+            self.closes_thinking = not before.strip()
+        opened = opened.lstrip("\n")
+        if not text or not _TEXT_OPEN.fullmatch(opened) or self._prompt.rstrip().endswith(opened.strip()):
+            return "", ""
+        with_call = self._render(_answer(_call(NAME, ID, VALUES), text=TEXT)).partition(TEXT)[2]
+        if with_call:
+            return opened, rest[: _whole_mark_begin(rest, _common_prefix(rest, with_call))].strip()
+        call = self._render(_answer(_call(NAME, ID, VALUES)))
+        return opened, rest[: _whole_mark_end(rest, len(rest) - _common_suffix(call, rest))]
+
+    def behind_answers(self) -> list[str]:
+        """Returns what the template renders behind the text of an answer and behind a call."""
+        behind_text = self._text.partition(TEXT)[2].removeprefix(self.text_close)
+        learned = self.tool_format()
+        if learned is None:
+            return [behind_text]
+        rendered = self._render(_answer(_call(NAME, ID, VALUES)))
+        return [behind_text, rendered.rpartition(learned.written.after or "}")[2]]
+
+    # Calls
+
+    @functools.cache  # noqa: B019 (a probe lives as long as its format)
+    def tool_format(self) -> ToolFormat | None:
+        """Returns the format in which the template renders calls, None when it renders none."""
+        written = self._written(_call(NAME, ID, VALUES))
+        if NAME not in written:
+            return None
+        return self._json_format(written) or self._named_format(written)
+
+    def _written(self, *calls: Mapping[str, Any]) -> str:
+        """Returns calls as the template writes them, from behind the header of the answer to the end of its turn."""
+        text, rendered = self._text, self._render(_answer(*calls))
+        if NAME not in rendered[_common_prefix(rendered, self._prompt) :]:  # some render calls with their results only
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "qresult"} for call in calls]
+            rendered = self._render(_answer(*calls), *results).partition("qresult")[0]
+            text = self._render(_answer(text=TEXT), QUESTION)
+        before = self._prompt if has_channels(self.template) else text
+        begin = _whole_mark_begin(rendered, _common_prefix(rendered, before))
+        end = _whole_mark_end(rendered, len(rendered) - _common_suffix(rendered[begin:], text[begin:]))
+        found = rendered[begin:end]
+        head = found.partition(NAME)[0]
+        if self.think and self.think.close in head:
+            found = found[head.rindex(self.think.close) + len(self.think.close) :]
+        self.empties_text = bool(self.text_close) and found.startswith(self.text_close)
+        return found.removeprefix(self.text_close) if self.text_close else found
+
+    def _json_format(self, written: str) -> ToolFormat | None:
+        """Returns the format of calls whose name stands within JSON."""
+        found = _json_around(written, written.index(NAME))
+        arguments = _object_at(written, found[0]) if found else None
+        if found is None or arguments is None:
+            return None
+        begin, end = found
+        reader = JsonCalls(name_is_key=json_calls(written[begin:end]) != [(NAME, dict(VALUES))])
+        head, rest = written[:begin], written[end:]
+        close = _unique_begin(rest, written[begin:end]) if head.strip() else ""
+        at = begin + written[begin:].index(NAME)
+        after = written[arguments[1] : end] + _through(rest, close)
+        exact = Written(written[:at], written[at + len(NAME) : arguments[0]], after)
+        return ToolFormat(head.strip(), close, (reader,), exact)
+
+    def _named_format(self, written: str) -> ToolFormat | None:
+        """Returns the format of calls whose name stands between marks."""
+        whole = _object_at(written, written.index(NAME))
+        first_key = whole[0] if whole else written.find("qkeya")
+        at = written.rfind(NAME, 0, max(first_key, 0))
+        if at < 0:
+            return None
+        style = self._json_style(written, at, whole) if whole else self._text_style(written, at)
+        if style is None:
+            return None
+        head, rest = written[:at], written[style.end :]
+        block = head[_behind_name(head) :]
+        next_head, call_close = self._between_calls(block, style)
+        if not head.strip():  # the prompt ends with the mark of the first call
+            head = block = next_head
+        opened = _open_mark(block)
+        inner = [block.strip().removeprefix(opened)]
+        if next_head == block:  # every call has a block of its own
+            ending = rest[: _common_prefix(rest, call_close)] if call_close else rest
+            close = _unique_end(ending, written[at : style.end])
+            after = ending.strip().removesuffix(close)
+            inner += [] if close else [block.strip()]
+        else:
+            after = call_close.rstrip()
+            section = rest.removeprefix(after)
+            close = _unique_begin(section, written[at : style.end] + after)
+            inner.append(next_head.strip())
+        before = "|".join(dict.fromkeys(_flexible(part.strip()) for part in inner if part.strip()))
+        reader = style.reader(before, _flexible(after.strip()))
+        exact = replace(style.written, before=head, after=style.written.after + _through(rest, close))
+        return ToolFormat(opened, close, (reader,), exact)
+
+    def _between_calls(self, head: str, style: _Style) -> tuple[str, str]:
+        """Returns the marks before the name of a second call, and the marks that end the first. `head`: the marks
+        before the name of the first call, which are returned where the template takes only one call."""
+        two = self._written(_call(NAME, ID, VALUES), _call(OTHER_NAME, OTHER_ID, {"qkeya": "qvalc"}))
+        first, second = two.rfind(NAME, 0, two.find("qkeya")), two.rfind(OTHER_NAME, 0, two.rfind("qkeya"))
+        again = self._json_style(two, first, _object_at(two, first)) if style.is_json else self._text_style(two, first)
+        if first < 0 or second < 0 or again is None:
+            return head, ""
+        between = two[again.end : second].replace(OTHER_ID, ID)
+        if not head.strip() and self._prompt.endswith(between.strip()):
+            return between, ""
+        next_head = head if between.endswith(head) else _shared_end(head, between)
+        return next_head, between.removesuffix(next_head)
+
+    def _json_style(self, written: str, at: int, place: tuple[int, int] | None) -> _Style | None:
+        if place is None:
+            return None
+        between = written[at + len(NAME) : place[0]]
+
+        def reader(before: str, after: str) -> Reader:
+            return NamedCalls(before, _flexible(between.strip()), after)
+
+        return _Style(True, place[1], reader, Written("", between, ""))
+
+    def _text_style(self, written: str, at: int) -> _Style | None:
+        """Returns the style of arguments that have marks of their own."""
+        places = [written.find(text, at) for text in ("qkeya", "qvala", "qkeyb", "qvalb")]
+        if min(places) < 0 or places != sorted(places):
+            return None
+        key, value, next_key, next_value = places
+        begin = written[at + len(NAME) : key]
+        key_close = written[key + 5 : value]
+        divider, rest = written[value + 5 : next_key], written[next_value + 5 :]
+        if begin.strip() == "{" and key_close.startswith(":"):
+            return _relaxed_style(key_close[1:].strip(), next_value + 5, rest)
+        if begin.strip() == "(":
+            return self._python_style(key_close, next_value + 5, rest)
+        if "</qkeya>" in divider:
+            return _element_style(begin, divider, next_value + 5, rest)
+        return self._tagged_style(begin, key_close, divider, next_value + 5, rest)
+
+    def _python_style(self, key_close: str, end: int, rest: str) -> _Style:
+        raw = ESCAPED in self._render(_answer(_call(NAME, ID, {"qkeya": ESCAPED})))
+        n = rest.index(")") + 1
+        exact = Written("", "(", ")", "python", key_close={"": "="}, separator=", ", quote="'" if raw else "")
+        return _Style(False, end + n, lambda before, after: PythonCalls(raw), exact)
+
+    def _tagged_style(self, begin: str, key_close: str, divider: str, end: int, rest: str) -> _Style:
+        key_open = _shared_end(begin, divider)
+        value_close = divider.removesuffix(key_open)
+        n = _common_prefix(value_close, rest)
+        end, value_close = end + n, value_close
+        pattern, signs = self._key_close(key_close)
+        close_mark = value_close.strip()
+        ends = (rf"{chr(92)}n?" if value_close.startswith("\n") else "") + _flexible(close_mark)
+
+        def reader(before: str, after: str) -> Reader:
+            between, opened = (_flexible(text.strip()) for text in (begin.removesuffix(key_open), key_open))
+            return TaggedCalls(before, between, after, opened, pattern, ends, signs.get("string", ""))
+
+        texts = {kind: key_close.replace(signs["string"], sign, 1) for kind, sign in signs.items()} or {"": key_close}
+        exact = Written("", begin.removesuffix(key_open), "", "tagged", key_open, texts, value_close)
+        return _Style(False, end, reader, exact)
+
+    def _key_close(self, text: str) -> tuple[str, dict[str, str]]:
+        """Returns a pattern for the mark between an argument's name and value, and the types that it names: {JSON type:
+        the text for it}."""
+        found = {kind: self._key_close_of(kind, value) for kind, value in KINDS.items()}
+        begin, end = _common_prefix(*found.values()), _common_suffix(*found.values())
+        blank = rf"{chr(92)}n?" if text.endswith("\n") else ""
+        if len(set(found.values())) == 1 or not all(found.values()):
+            return _flexible(text.strip()) + blank, {}
+        while begin and text[begin - 1].isalnum():
+            begin -= 1
+        while end and text[len(text) - end].isalnum():
+            end -= 1
+        signs = {kind: each[begin : len(each) - end] for kind, each in found.items()}
+        pattern = rf"{_flexible(text[:begin])}([^<>\"]*){_flexible(text[len(text) - end :].strip())}{blank}"
+        return pattern, signs
+
+    def _key_close_of(self, kind: str, value: Any) -> str:
+        """Returns the text between an argument's name and a value of a JSON type."""
+        rendered = self._render(_answer(_call(NAME, ID, {"qkeya": value, "qkeyb": "qvalb"})))
+        at = rendered.rfind("qkeya")
+        found = re.compile(VALUE_BEGINS[kind]).search(rendered, at + 5) if at >= 0 else None
+        return rendered[at + 5 : found.start()] if found else ""
+
+
+KINDS: Mapping[str, Any] = {"string": "qvala", "number": 77, "boolean": True, "object": {"x": 77}, "array": [77]}
+VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "object": r"\{", "array": r"\["}
+
+
+@dataclass(frozen=True)
+class _Style:
+    """A style of writing arguments. `end`: the place behind them. `reader` makes a reader of calls from two patterns:
+    the marks before a name, and the marks behind the arguments."""
+
+    is_json: bool
+    end: int
+    reader: Callable[[str, str], Reader]
+    written: Written
+
+
+def _relaxed_style(quote: str, end: int, rest: str) -> _Style:
+    n = rest.index("}") + 1
+    exact = Written("", "{", "}", "relaxed", key_close={"": ":"}, separator=",", quote=quote)
+    return _Style(False, end + n, lambda before, after: RelaxedCalls(before, quote), exact)
+
+
+def _element_style(begin: str, divider: str, end: int, rest: str) -> _Style:
+    sign = divider.partition("</")[0]
+    between = begin.removesuffix(f"{sign}<")
+    n = rest.index(">") + 1 if not sign else rest.index("</qkeyb>") + len("</qkeyb>")
+
+    def reader(before: str, after: str) -> Reader:
+        return ElementCalls(before, _flexible(between.strip()), after, sign)
+
+    return _Style(False, end + n, reader, Written("", between, "", "elements", key_open=sign))
+
+
+def _flexible(text: str) -> str:
+    """Returns a pattern for a mark of the probe, in which another call may have another id."""
+    return ID_PATTERN.join(pattern_of(part) for part in text.split(ID))
+
+
+_MAX_ENDING_PIECES = 8
+
+
+def _endings(text: str) -> Iterator[str]:
+    """Yields the beginnings of `text` that contain a mark, in whole marks."""
+    found = ""
+    for piece in _pieces(text)[:_MAX_ENDING_PIECES]:
+        found += piece
+        if _MARK.search(found):
+            yield found
+
+
+class AnswerFormat:
+    """The parts of an answer.
+
+    `think`: the marks of thinking. `closes_thinking`: an answer without thinking begins with the mark that ends it.
+    `text_open`, `text_close`: marks around the text. `channels`: an answer consists of messages whose headers name
+    their channel or recipient.
+    """
+
+    def __init__(self, probe: _Probe) -> None:
+        self._probe = probe
+        self.think, self.closes_thinking = probe.think, probe.closes_thinking
+        self.text_open, self.text_close = probe.text_open, probe.text_close
+        self.channels, self.is_harmony = has_channels(probe.template), HARMONY in probe.template
+
+    @property
+    def empties_text(self) -> bool:
+        """Whether the marks of an empty text stand before a call."""
+        return bool(self.tools) and self._probe.empties_text
+
+    @functools.cached_property
+    def endings(self) -> frozenset[str]:
+        """The texts that may end an answer and are no part of it: marks of the end of a turn that are no end token."""
+        return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
+
+    def learn(self) -> None:
+        """Renders what the properties need, so that the first request need not wait for it."""
+        _ = self.tools, self.endings
+
+    def begun(self, prompt_end: str) -> str:
+        """Returns the mark of a call or a text with which a prompt ends, "" when there is none."""
+        marks = [form.open for form in self.tools if form.open and prompt_end.endswith(form.open)]
+        return marks[0] if marks and self.text_open else ""
+
+    @functools.cached_property
+    def tools(self) -> tuple[ToolFormat, ...]:
+        """The formats of calls, at least one, the model's own first."""
+        template = self._probe.template
+        formats = {form.open: form for sign, form in KNOWN_FORMATS.items() if sign in template}
+        learned = self._probe.tool_format()
+        if learned is None:
+            return tuple(formats.values()) or (JSON_ONLY,)
+        known = next((form for form in formats.values() if form.open and learned.open.startswith(form.open)), learned)
+        readers = dict.fromkeys((*learned.readers, *known.readers, JsonCalls()))
+        others = [form for form in formats.values() if form.open not in learned.open]
+        return replace(learned, open=known.open, readers=tuple(readers)), *others

@@ -1,0 +1,199 @@
+"""Grammars of tool calls in the format that the model's template taught, in llguidance's Lark dialect.
+
+Arguments as JSON follow the tool's schema in every part. Arguments that have marks of their own follow its names, its
+required parameters, types and enumerations; nested values follow it where the format nests them, and as JSON elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from moegguf.generate.call_format import ID, NAME, Written
+from moegguf.generate.tool_calls import Parameter, parts_of
+
+Json = Callable[..., str]
+"""Returns the grammar of JSON that follows a schema. `root`: the schema in which its references are followed."""
+
+MAX_NESTING = 12  # of values in formats that are not JSON; deeper ones are any text
+CALL_ID = "call00001"
+_ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+
+
+def quoted(text: str) -> str:
+    """Returns a text as a literal of the grammar, "" for none."""
+    return json.dumps(text) if text else ""
+
+
+def until(mark: str) -> str:
+    """Returns the body of a lazy rule: any text up to the first `mark`, with the mark."""
+    return f"/(?s:.*)/ {quoted(mark)}"
+
+
+class CallGrammar:
+    """The rules of calls in one format. `rules`: those that the calls so far need, beside the rule of a call itself."""
+
+    def __init__(self, written: Written, json_grammar: Json) -> None:
+        self._written, self._json = written, json_grammar
+        self.rules = list[str]()
+
+    def call(self, name: str, parameters: Mapping[str, Any], before: str) -> str:
+        """Returns the grammar of one call. `before`: the marks in front of its name."""
+        written = self._written
+        opened = f"{before.replace(NAME, name)}{name}{written.between}".replace(ID, CALL_ID)
+        arguments = self._arguments(Parameter(parameters, parameters))
+        return " ".join([quoted(opened), arguments, quoted(written.after.replace(ID, CALL_ID))]).strip()
+
+    def _arguments(self, whole: Parameter) -> str:
+        styles = {
+            "json": lambda: self._json({"type": "object", **whole.schema}),
+            "tagged": lambda: self._members(whole, self._tagged, ""),
+            "elements": lambda: self._members(whole, lambda key, value: self._element(key, value, 0), ""),
+            "python": lambda: self._members(whole, self._keyword, self._written.separator),
+            "relaxed": lambda: self._members(whole, lambda key, value: self._pair(key, value, 0), ","),
+        }
+        return styles[self._written.style]()
+
+    def _rule(self, body: str, *, lazy: bool = False) -> str:
+        name = f"part_{len(self.rules)}"
+        self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+    def _members(self, whole: Parameter, member: Callable[[str, Parameter], str], separator: str) -> str:
+        """Returns the grammar of an object's members, in the order of the schema, with `separator` between them."""
+        found = list(_properties(whole))
+        if self._written.style == "relaxed":  # these templates sort the members
+            found.sort()
+        if not found:
+            return self._any_members(member, separator) if _is_open(whole) else ""
+        required = _required(whole)
+        divider = quoted(separator)
+        # `later`: the members behind one that is there; `first`: all of them, where none is there so far.
+        first = later = ""
+        for key in reversed(found):
+            one = self._rule(member(key, whole.property(key)))
+            beginning = f"{one} {later}".strip()
+            following = f"{divider} {beginning}".strip()
+            if key in required:
+                first, later = self._rule(beginning), self._rule(following)
+            else:
+                empty = f" | {first}" if first else ""
+                first = self._rule(f"({beginning}){empty}" if first else f"({beginning})?")
+                later = self._rule(f"({following}) | {later}" if later else f"({following})?")
+        return first
+
+    def _any_members(self, member: Callable[[str, Parameter], str], separator: str) -> str:
+        one = self._rule(member("", Parameter()))
+        return f"({one} ({quoted(separator)} {one})*)?" if separator else f"({one})*"
+
+    # Values as text between marks
+
+    def _text(self, parameter: Parameter, close: str) -> str:
+        """Returns the grammar of a text up to the mark behind it: one of those that the schema lists, or any."""
+        texts = [value for value in _choices(parameter) if isinstance(value, str)]
+        if texts:
+            return f"({' | '.join(quoted(text) or quoted(close) for text in texts)}) {quoted(close)}"
+        return self._rule(until(close), lazy=True)
+
+    def _as_json(self, parameter: Parameter) -> str:
+        return self._json({} if parameter.schema is None else parameter.schema, root=parameter.root)
+
+    def _tagged(self, key: str, parameter: Parameter) -> str:
+        written, kinds = self._written, parameter.kinds()
+        signs = written.key_close
+        is_text = not kinds or "string" in kinds
+        kind = "string" if is_text else next(iter(sorted(kinds & signs.keys())), "number")
+        between = signs.get(kind, next(iter(signs.values())))
+        name = f"{quoted(written.key_open + key + between)}" if key else self._any_key(written.key_open, between)
+        if is_text:
+            return f"{name} {self._text(parameter, written.value_close)}"
+        return f"{name} {self._as_json(parameter)} {quoted(written.value_close)}"
+
+    def _any_key(self, before: str, after: str) -> str:
+        return f"{quoted(before)} {_ANY_KEY} {quoted(after)}".strip()
+
+    # Values as nested elements
+
+    def _element(self, key: str, parameter: Parameter, depth: int) -> str:
+        sign = self._written.key_open
+        if not key:
+            value = self._rule(until(f"{sign}</"), lazy=True)
+            return f"{quoted(f'{sign}<')} {_ANY_KEY} {quoted('>')} {value} {_ANY_KEY} {quoted('>')}"
+        opened, close = f"{sign}<{key}>", f"{sign}</{key}>"
+        kinds = parameter.kinds()
+        if depth < MAX_NESTING and "object" in kinds and "string" not in kinds and list(_properties(parameter)):
+            inner = self._members(parameter, lambda name, value: self._element(name, value, depth + 1), "")
+            return f"{quoted(opened)} {inner} {quoted(close)}"
+        if depth < MAX_NESTING and "array" in kinds and "string" not in kinds:
+            item = self._rule(self._element("item", parameter.items(), depth + 1))
+            return f"{quoted(opened)} ({item})* {quoted(close)}"
+        if kinds and not kinds & {"string", "object", "array"}:
+            return f"{quoted(opened)} {self._as_json(parameter)} {quoted(close)}"
+        return f"{quoted(opened)} {self._text(parameter, close)}"
+
+    # Values as in Python and in Gemma's calls
+
+    def _keyword(self, key: str, parameter: Parameter) -> str:
+        name = quoted(f"{key}=") if key else self._any_key("", "=")
+        kinds = parameter.kinds()
+        if not self._written.quote or (kinds and "string" not in kinds):
+            return f"{name} {self._as_json(parameter)}"
+        texts = [value for value in _choices(parameter) if isinstance(value, str) and "'" not in value]
+        choices = [quoted(f"'{text}'") for text in texts] or [r"""/'[^']*'/""", r"""/"[^"]*"/"""]
+        return f"{name} ({' | '.join(choices)})"
+
+    def _pair(self, key: str, parameter: Parameter, depth: int) -> str:
+        name = quoted(f"{key}:") if key else self._any_key("", ":")
+        return f"{name} {self._relaxed(parameter, depth)}"
+
+    def _relaxed(self, parameter: Parameter, depth: int) -> str:
+        kinds, quote = parameter.kinds(), self._written.quote
+        if depth < MAX_NESTING and "object" in kinds and "string" not in kinds:
+            inner = self._members(parameter, lambda key, value: self._pair(key, value, depth + 1), ",")
+            return f'"{{" {inner} "}}"'
+        if depth < MAX_NESTING and "array" in kinds and "string" not in kinds:
+            item = self._rule(self._relaxed(parameter.items(), depth + 1))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        if kinds and not kinds & {"string", "object", "array"}:
+            return self._as_json(parameter)
+        return f"{quoted(quote)} {self._text(parameter, quote)}"
+
+
+def _properties(whole: Parameter) -> Iterator[str]:
+    """Yields the names of an object's properties, each once, in the order of the schema."""
+    names = dict[str, None]()
+    for part in parts_of(whole):
+        properties, required = part.get("properties"), part.get("required")
+        names |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
+        names |= (
+            dict.fromkeys(name for name in required or () if isinstance(name, str))
+            if isinstance(required, list)
+            else {}
+        )
+    yield from names
+
+
+def _required(whole: Parameter) -> set[str]:
+    """Returns the names that every value has: of the schema itself and what it combines by allOf and references."""
+    found = set[str]()
+    for part in parts_of(whole, ("allOf",)):
+        required = part.get("required")
+        if isinstance(required, list):
+            found.update(name for name in required if isinstance(name, str))
+    return found
+
+
+def _is_open(whole: Parameter) -> bool:
+    """Returns whether an object without named properties may have any."""
+    return all(part.get("additionalProperties") is not False and "properties" not in part for part in parts_of(whole))
+
+
+def _choices(parameter: Parameter) -> list[Any]:
+    """Returns the values that a schema lists, none when it lists none."""
+    for part in parts_of(parameter, ("allOf",)):
+        if isinstance(part.get("enum"), list):
+            return list(part["enum"])
+        if "const" in part:
+            return [part["const"]]
+    return []

@@ -1,0 +1,241 @@
+"""Grammars in GBNF, llama.cpp's format, as rules of llguidance's Lark dialect.
+
+Each character becomes a terminal of its own: GBNF has no lexer, so any division of a text into parts counts, whereas
+llguidance's lexer takes the longest match. Right recursion becomes repetition, which llguidance parses in less time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from moegguf.errors import SchemaError
+
+_PIECE = re.compile(
+    r"""(?P<blank>[ \t]+|\#[^\r\n]*)|(?P<newline>\r\n?|\n)|(?P<name>[A-Za-z0-9-]+)|(?P<define>::=)
+    |"(?P<literal>(?:\\.|[^"\\])*)"|\[(?P<class>\^?(?:\\.|[^\]\\])*)\]|(?P<token>!?<(?:\[[0-9]+\]|[^>\r\n]*)>)
+    |(?P<repeat>\{\s*(?P<least>[0-9]+)\s*(?P<has_most>,\s*(?P<most>[0-9]*)\s*)?\})|(?P<mark>[|().*+?])""",
+    re.VERBOSE | re.DOTALL,
+)
+_CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|([^\\])", re.DOTALL)
+_ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{character: character for character in '\\"[]-'}}
+
+
+class _Symbol(NamedTuple):
+    """A symbol in Lark, and how often it occurs: "", "*", "+", "?" or {m,n}. `rule`: the rule that it refers to."""
+
+    text: str
+    repeat: str = ""
+    rule: str = ""
+
+    def __str__(self) -> str:
+        return self.text + self.repeat
+
+
+_Alternatives = list[list[_Symbol]]
+
+
+def lark_rules(grammar: str, token_of: Callable[[str], int | None]) -> tuple[str, list[str]]:
+    """The name of the first rule and all rules. `token_of`: the number of a token by its text, None for a text that is
+    no single token. Raises SchemaError for a grammar that is invalid."""
+    try:
+        return _Parser(grammar, token_of).rules()
+    except RecursionError:
+        raise SchemaError("the grammar has too many parentheses within parentheses; move some to rules.") from None
+
+
+class _Parser:
+    def __init__(self, grammar: str, token_of: Callable[[str], int | None]) -> None:
+        self._grammar = grammar
+        self._token_of = token_of
+        self._pieces = list(self._read())
+        self._position = 0
+        self._rules: dict[str, _Alternatives] = {}  # by their names in Lark
+        self._names: dict[str, str] = {}  # names in Lark by those of the grammar
+        self._n_rules = 0
+
+    def _read(self) -> Iterator[re.Match[str]]:
+        begin = 0
+        while begin < len(self._grammar):
+            found = _PIECE.match(self._grammar, begin)
+            if found is None:
+                raise self._error(begin, "a rule, a text, a class of characters or a repetition")
+            if found.lastgroup != "blank":
+                yield found
+            begin = found.end()
+
+    def _error(self, position: int, wanted: str) -> SchemaError:
+        line = self._grammar.count("\n", 0, position) + 1
+        text = self._grammar[position : position + 30]
+        return SchemaError(f"line {line} of the grammar needs {wanted}, but has {text!r}; correct it.")
+
+    def rules(self) -> tuple[str, list[str]]:
+        """The name of the first rule and all rules."""
+        self._skip_newlines()
+        while self._position < len(self._pieces):
+            self._read_rule()
+            self._skip_newlines()
+        for name, lark_name in [("root", self._name("root")), *self._names.items()]:
+            if lark_name not in self._rules:
+                raise SchemaError(f"the grammar uses the rule {name[:80]!r}, but does not define it; add the rule.")
+        lines = [
+            f"{name}: {' | '.join(' '.join(map(str, symbols)) for symbols in alternatives)}"
+            for name, alternatives in self._repeated().items()
+        ]
+        return self._names["root"], lines
+
+    # Reading
+
+    def _next(self, *kinds: str) -> str | None:
+        """The text of the next piece if it is of one of these kinds, or one of these marks; else None."""
+        if self._position == len(self._pieces):
+            return None
+        piece = self._pieces[self._position]
+        group = piece.lastgroup or ""
+        if (piece.group() if group == "mark" else group) not in kinds:
+            return None
+        self._position += 1
+        return piece[group]
+
+    def _needs(self, kind: str, wanted: str) -> str:
+        if (found := self._next(kind)) is None:
+            is_end = self._position == len(self._pieces)
+            raise self._error(len(self._grammar) if is_end else self._pieces[self._position].start(), wanted)
+        return found
+
+    def _skip_newlines(self) -> None:
+        while self._next("newline"):
+            pass
+
+    def _name(self, name: str) -> str:
+        return self._names.setdefault(name, f"gbnf_{len(self._names)}")
+
+    def _read_rule(self) -> None:
+        name = self._name(self._needs("name", "the name of a rule"))
+        self._needs("define", "::=")
+        self._skip_newlines()
+        self._rules[name] = self._read_alternatives(is_nested=False)
+        if self._position < len(self._pieces):
+            self._needs("newline", "a symbol or the end of the line")
+
+    def _read_alternatives(self, is_nested: bool) -> _Alternatives:
+        alternatives = [self._read_sequence(is_nested)]
+        while self._next("|"):
+            self._skip_newlines()
+            alternatives.append(self._read_sequence(is_nested))
+        return alternatives
+
+    def _read_sequence(self, is_nested: bool) -> list[_Symbol]:
+        symbols: list[_Symbol] = []
+        while True:
+            if is_nested:
+                self._skip_newlines()
+            if symbol := self._read_symbol():
+                symbols.append(symbol)
+            elif symbols and (repeat := self._read_repeat()):
+                if symbols[-1].repeat:
+                    symbols[-1] = self._new_rule([[symbols[-1]]])
+                symbols[-1] = symbols[-1]._replace(repeat=repeat)
+            else:
+                return symbols
+
+    def _read_symbol(self) -> _Symbol | None:
+        if (name := self._next("name")) is not None:
+            rule = self._name(name)
+            return _Symbol(rule, rule=rule)
+        if (text := self._next("literal")) is not None:
+            characters = [json.dumps(character) for character, _ in self._characters(text)] or ['""']
+            return _Symbol(f"({' '.join(characters)})" if len(characters) != 1 else characters[0])
+        if (text := self._next("class")) is not None:
+            return _Symbol(f"/{self._class(text)}/")
+        if (text := self._next("token")) is not None:
+            return _Symbol(self._token(text))
+        if self._next("."):
+            return _Symbol("/(?s:.)/")
+        if self._next("("):
+            self._skip_newlines()
+            group = self._new_rule(self._read_alternatives(is_nested=True))
+            self._needs(")", "a closing parenthesis")
+            return group
+        return None
+
+    def _new_rule(self, alternatives: _Alternatives) -> _Symbol:
+        self._n_rules += 1
+        name = f"gbnf_group_{self._n_rules}"
+        self._rules[name] = alternatives
+        return _Symbol(name, rule=name)
+
+    def _read_repeat(self) -> str:
+        if (mark := self._next("*", "+", "?")) is not None:
+            return mark
+        if self._next("repeat") is None:
+            return ""
+        piece = self._pieces[self._position - 1]
+        return f"{{{piece['least']},{piece['most'] if piece['has_most'] else piece['least']}}}"
+
+    # Characters
+
+    def _characters(self, text: str) -> Iterator[tuple[str, bool]]:
+        """The characters of a text; True for those that were escaped. Raises SchemaError for an unknown escape."""
+        begin = 0
+        while begin < len(text):
+            found = _CHARACTER.match(text, begin)
+            if found is None or (found[4] and found[4] not in _ESCAPES):
+                raise SchemaError(f"the grammar has the unknown escape {text[begin : begin + 10]!r}; correct it.")
+            code = found[1] or found[2] or found[3]
+            if code and int(code, 16) > 0x10FFFF:
+                raise SchemaError(f"the grammar has {found[0]!r}, which is no character; correct it.")
+            yield chr(int(code, 16)) if code else found[5] or _ESCAPES[found[4]], not found[5]
+            begin = found.end()
+
+    def _class(self, text: str) -> str:
+        """A class of characters as a regular expression."""
+        negated = text.startswith("^")
+        characters = list(self._characters(text[negated:]))
+        if not characters:
+            raise SchemaError(f"the grammar has the empty class [{text}]; put characters into it.")
+        parts, n = [], 0
+        while n < len(characters):
+            first = last = characters[n][0]
+            n += 1
+            if n + 1 < len(characters) and characters[n] == ("-", False):
+                last = characters[n + 1][0]
+                n += 2
+            parts.append(rf"\x{{{ord(first):x}}}-\x{{{ord(last):x}}}")
+        return f"[{'^' if negated else ''}{''.join(parts)}]"
+
+    def _token(self, text: str) -> str:
+        """A token by its number or its text, or any other token."""
+        mark = text.removeprefix("!")
+        number = int(mark[2:-2]) if mark.startswith("<[") else self._token_of(mark)
+        if number is None:
+            raise SchemaError(f"the grammar has {mark[:80]!r}, which is no token of this model; write it as a text.")
+        return f"<[{'^' if text != mark else ''}{number}]>"
+
+    # Right recursion
+
+    def _repeated(self) -> dict[str, _Alternatives]:
+        """The rules, where one that ends with itself repeats its beginnings."""
+        rules = {}
+        for name, alternatives in self._rules.items():
+            options = [option for symbols in alternatives for option in self._expanded(symbols)]
+            again = [symbols[:-1] for symbols in options if symbols[1:] and symbols[-1] == _Symbol(name, rule=name)]
+            ends = [symbols for symbols in options if not symbols or symbols[-1] != _Symbol(name, rule=name)]
+            if again and ends:
+                rules[f"{name}_again"] = again
+                rules[f"{name}_end"] = ends
+                rules[name] = [[_Symbol(f"{name}_again", "*"), _Symbol(f"{name}_end")]]
+            else:
+                rules[name] = alternatives
+        return rules
+
+    def _expanded(self, symbols: list[_Symbol]) -> Iterator[list[_Symbol]]:
+        """A sequence without the optional group at its end, and with each of its alternatives."""
+        if symbols and symbols[-1].repeat == "?" and symbols[-1].rule.startswith("gbnf_group_"):
+            yield symbols[:-1]
+            for option in self._rules[symbols[-1].rule]:
+                yield [*symbols[:-1], *option]
+        else:
+            yield symbols

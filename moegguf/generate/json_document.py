@@ -1,0 +1,650 @@
+"""The meaning of JSON schemas: the values that several schemas allow together.
+
+Several schemas that all hold for one value are a *goal*. `Document.alternatives` takes a goal apart until only keywords
+of single types are left: references are followed, `anyOf` becomes alternatives, and `oneOf`, `not`, `if` become `anyOf`
+of schemas and of their complements. The complement of most keywords is a keyword; where it is none, the schema allows
+more than it says, and `Document.ignored` has the keyword.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from moegguf.errors import SchemaError
+from moegguf.generate.json_numbers import Numbers, decimal_of
+
+Json = dict[str, Any]
+Goal = tuple[int, ...]
+"""Numbers of schemas in a `Document`; none of them: any value."""
+
+TYPES = ("object", "array", "string", "number", "boolean", "null")
+STRING_KEYWORDS = ("pattern", "minLength", "maxLength", "format")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_OF_TYPE = {
+    "object": (
+        "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+        "maxProperties", "dependentRequired", "dependentSchemas", "unevaluatedProperties",
+    ),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "contains", "minContains", "maxContains", "uniqueItems"),
+    "string": STRING_KEYWORDS,
+    "number": _BOUNDS,
+}  # fmt: skip
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+_KEPT = {"type", "enum", "unevaluatedItems", *_COMBINING}.union(*_OF_TYPE.values())
+_OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+_VALUES = ("enum", "const", "default", "examples")  # hold values, not schemas
+
+# Keywords of complements, which no schema of a user has.
+ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
+
+MAX_COMPLEMENTS = 64  # alternatives of a oneOf without the others, before it is read as anyOf
+_DEPTH = 3  # of nested values that are compared in order to see that alternatives exclude each other
+
+
+class Made(dict[str, Any]):
+    """A schema that was made here: its keywords have no conventions beyond JSON Schema."""
+
+
+class _NoComplementError(Exception):
+    """No schema allows exactly what a keyword forbids."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Keywords of single types that all hold: the values of `types` that follow each of `parts`.
+
+    `whole`: numbers are integers. `values`: the only scalars by their keys, None for no such list.
+    """
+
+    parts: tuple[Json, ...]
+    types: tuple[str, ...]
+    whole: bool
+    values: Mapping[Any, Any] | None
+
+    def each(self, keyword: str) -> Iterator[Any]:
+        """The values of a keyword in all parts."""
+        return (part[keyword] for part in self.parts if keyword in part)
+
+    def least(self, keyword: str, default: int = 0) -> int:
+        """The largest lower limit."""
+        return max(self.each(keyword), default=default)
+
+    def most(self, keyword: str) -> int | None:
+        """The smallest upper limit, None for none."""
+        return min(self.each(keyword), default=None)
+
+    @functools.cached_property
+    def excluded(self) -> Mapping[Any, Any]:
+        """Scalars that are not allowed by their keys."""
+        return {key_of(value): value for values in self.each(EXCLUDED) for value in values}
+
+    def values_of(self, kind: str) -> list[Any] | None:
+        """The only scalars of a type, None for no such list."""
+        if self.values is None:
+            return None
+        values = [value for key, value in self.values.items() if key[0] == kind and key not in self.excluded]
+        return [value for value in values if self.numbers.allows(value)] if kind == "number" else values
+
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """The numbers that the keywords allow."""
+        found = Numbers(self.whole, fractional=any(self.each(FRACTIONAL)))
+        for keyword in _BOUNDS:
+            for value in self.each(keyword):
+                found.restrict(keyword, value)
+        found.excluded = [decimal_of(value) for key, value in self.excluded.items() if key[0] == "number"]
+        return found
+
+    @functools.cached_property
+    def property_names(self) -> Sequence[str]:
+        """The names of described and of required properties."""
+        described = itertools.chain.from_iterable(self.each("properties"))
+        return tuple(dict.fromkeys([*described, *itertools.chain.from_iterable(self.each("required"))]))
+
+    @functools.cached_property
+    def required(self) -> set[str]:
+        """The names of required properties."""
+        return set().union(*self.each("required"))
+
+    @functools.cached_property
+    def absent(self) -> set[str]:
+        """The names of properties that are not there."""
+        return set().union(*self.each(ABSENT))
+
+    @functools.cached_property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of names."""
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(self.each("patternProperties"))))
+
+    @functools.cached_property
+    def n_prefix(self) -> int:
+        """The items that have a schema of their own."""
+        return max(map(len, self.each("prefixItems")), default=0)
+
+    @functools.cached_property
+    def fewest_items(self) -> int:
+        """`minItems`; a tuple has all of its items unless `items` or `minItems` stands beside them."""
+        tuples = (len(part["prefixItems"]) for part in self.parts if _is_tuple(part) and "minItems" not in part)
+        return max([self.least("minItems"), *tuples])
+
+    @functools.cached_property
+    def is_closed(self) -> bool:
+        """Objects have only the properties that are named."""
+        own = [part for part in self.parts if not isinstance(part, Made)]
+        names = any("properties" in part or part.get("required") for part in own)
+        return names and not any(part.keys() & _OPENING for part in own)
+
+
+class Document:
+    """The schemas of one root, numbered. `count_steps` is called with the work that is done, and may raise."""
+
+    def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
+        self.ignored: set[str] = set()  # keywords that are not enforced
+        self._root = root
+        self._count_steps = count_steps
+        self._raw: list[Any] = []  # every schema, so that its identity stays its own
+        self._numbers: dict[int, int] = {}  # by the identity of a schema
+        self._equal: dict[Any, int] = {}  # by what makes schemas equal
+        self._kept: list[bool | Json] = []  # by number
+        self._named: dict[str, Any] | None = None  # parts by anchor or identifier
+        self._complements: dict[int, Made] = {}
+        self._compares = False  # alternatives of a oneOf with each other
+        self._taken_apart: dict[tuple[int, bool], tuple[list[int], list[int] | None]] = {}
+        self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
+
+    def goal(self, *schemas: Any) -> Goal:
+        """The goal of several schemas. Raises SchemaError for an invalid one."""
+        numbers = dict.fromkeys(map(self._number, schemas))
+        return tuple(number for number in numbers if self._kept[number] not in (True, {}))
+
+    def together(self, goal: Goal, *schemas: Any) -> Goal:
+        """A goal with further schemas."""
+        return tuple(dict.fromkeys([*goal, *self.goal(*schemas)]))
+
+    def _number(self, schema: Any) -> int:
+        """The number of a schema, or of the one that it refers to. One that refers to itself allows nothing."""
+        seen: set[int] = set()
+        while (number := self._number_of(schema)) not in seen:
+            kept = self._kept[number]
+            if not isinstance(kept, dict) or kept.keys() != {"$ref"}:
+                return number
+            seen.add(number)
+            schema = self._resolve(kept["$ref"])
+        return self._number_of(False)
+
+    def _number_of(self, schema: Any) -> int:
+        if id(schema) not in self._numbers:
+            kept = schema if isinstance(schema, Made) else _kept(schema)
+            key = (type(kept), repr(kept)) if _has_no_schemas(kept) else id(schema)
+            self._numbers[id(schema)] = number = self._equal.setdefault(key, len(self._kept))
+            self._raw.append(schema)
+            if number == len(self._kept):
+                self._kept.append(kept)
+        return self._numbers[id(schema)]
+
+    # Alternatives
+
+    def alternatives(self, goal: Goal) -> list[Facts]:
+        """The alternatives that a goal consists of."""
+        key = goal, self._compares
+        if key not in self._alternatives:
+            self._alternatives[key] = [_facts(parts) for parts in self._parts_of(goal)]
+        return self._alternatives[key]
+
+    def _parts_of(self, goal: Goal) -> Iterator[list[Json]]:
+        """The keywords of each alternative. A schema that refers to itself without a value between allows nothing."""
+        start = [
+            (number, frozenset[int]()) for number in reversed(goal)
+        ]  # what is left, last first, and what led to it
+        todo: list[tuple[list[tuple[int, frozenset[int]]], dict[int, None]]] = [(start, {})]
+        seen: set[Any] = set()
+        while todo:
+            pending, done = todo.pop()
+            while pending:
+                number, trail = pending.pop()
+                if number in trail or self._kept[number] is False:
+                    break
+                if number in done:
+                    continue
+                self._count_steps(1 + len(trail) // 50)
+                together, options = self._take_apart(number)
+                done[number] = None
+                trail |= {number}
+                pending += [(other, trail) for other in reversed(together)]
+                if options is not None:
+                    for option in reversed(options):
+                        self._count_steps(1 + len(pending))
+                        branch = [*pending, (option, trail)]
+                        if (key := (tuple(branch), tuple(done))) not in seen:
+                            seen.add(key)
+                            todo.append((branch, dict(done)))
+                    break
+            else:
+                yield [plain for number in done if (plain := self._plain(number))]
+
+    def _plain(self, number: int) -> Json:
+        """The keywords of single types of a schema."""
+        kept = self._kept[number]
+        if not isinstance(kept, dict):
+            return {}
+        left_out = {*_COMBINING, "enum"} if _has_composites(kept) else _COMBINING
+        return type(kept)((key, value) for key, value in kept.items() if key not in left_out)
+
+    def _take_apart(self, number: int) -> tuple[list[int], list[int] | None]:
+        """The schemas that hold beside the keywords of single types, and those of `anyOf`, None without it."""
+        key = number, self._compares
+        if key not in self._taken_apart:
+            kept = self._kept[number]
+            together: list[int] = []
+            options: list[int] | None = None
+            if isinstance(kept, dict):
+                together = list(self.goal(*self._all_of(kept)))
+                if "anyOf" in kept:
+                    options = [self._number(option) for option in kept["anyOf"]]
+            self._taken_apart[key] = together, options
+        return self._taken_apart[key]
+
+    def _all_of(self, kept: Json) -> Iterator[Any]:
+        """The schemas that hold beside the other keywords of a schema, for each combining keyword but `anyOf`."""
+        yield from kept.get("allOf", ())
+        if "$ref" in kept:
+            yield self._resolve(kept["$ref"])
+        if "oneOf" in kept:
+            yield self._exactly_one(kept["oneOf"])
+        if "not" in kept:
+            yield self._complement(kept["not"])
+        if "if" in kept:
+            then, otherwise = kept.get("then", True), kept.get("else", True)
+            unless = Made({"allOf": [self._complement(kept["if"]), otherwise]})
+            yield Made({"anyOf": [Made({"allOf": [kept["if"], then]}), unless]})
+        for name, names in kept.get("dependentRequired", {}).items():
+            yield Made({"anyOf": [Made({ABSENT: [name]}), Made({"required": [name, *names]})]})
+        for name, schema in kept.get("dependentSchemas", {}).items():
+            present = Made({"allOf": [Made({"required": [name]}), schema]})
+            yield Made({"anyOf": [Made({ABSENT: [name]}), present]})
+        if _has_composites(kept):
+            yield Made({"anyOf": [_equal_to(value) for value in kept["enum"]]})
+        if "unevaluatedItems" in kept:
+            self.ignored.add("unevaluatedItems")
+
+    def _exactly_one(self, options: Sequence[Any]) -> Made:
+        """`oneOf`: each alternative without those that allow some of its values, too."""
+        alternatives = []
+        for number, option in enumerate(options):
+            rest = [other for i, other in enumerate(options) if i != number and not self._exclude(option, other)]
+            complements = [self._complement(other) for other in rest]
+            if math.prod(len(each["anyOf"]) for each in complements) > MAX_COMPLEMENTS:
+                self.ignored.add("oneOf")
+                complements = []
+            alternatives.append(Made({"allOf": [option, *complements]}))
+        return Made({"anyOf": alternatives})
+
+    def _exclude(self, option: Any, other: Any) -> bool:
+        """Returns True where no value is known to follow both schemas. Within such a comparison all alternatives of a
+        `oneOf` are taken as they are, so that a schema may contain itself."""
+        if self._compares:
+            return True
+        self._compares = True
+        try:
+            return self._is_empty(self.goal(option, other), _DEPTH)
+        finally:
+            self._compares = False
+
+    def _is_empty(self, goal: Goal | None, depth: int) -> bool:
+        """Returns True where a goal is known to allow no value. `depth`: of values within values that are compared."""
+        if goal is None:
+            return True
+        alternatives = self.alternatives(goal)
+        return not any(self._may_be(facts, kind, depth) for facts in alternatives for kind in facts.types)
+
+    def _may_be(self, facts: Facts, kind: str, depth: int) -> bool:
+        if facts.values is not None:
+            return bool(facts.values_of(kind))
+        if kind == "number":
+            return not facts.numbers.is_empty()
+        inner: Iterable[Goal | None] = ()
+        if kind == "object" and not facts.patterns:
+            inner = (self.property_goal(facts, name) for name in facts.required)
+        elif kind == "array":
+            inner = (self.item_goal(facts, n) for n in range(min(facts.fewest_items, facts.n_prefix)))
+        return depth == 0 or not any(self._is_empty(each, depth - 1) for each in inner)
+
+    # Values within values
+
+    def property_goal(self, facts: Facts, name: str | None, matched: Iterable[str] = ()) -> Goal | None:
+        """The goal of a property whose name matches some patterns; None where it is not allowed. `name`: None for one
+        that no schema names."""
+        self._count_steps(len(facts.parts))
+        found, is_covered = list[Any](), False
+        if name in facts.absent:
+            return None
+        for part in facts.parts:
+            own, patterns = part.get("properties", {}), part.get("patternProperties", {})
+            schemas = [own[name]] if name in own else []
+            schemas += [patterns[pattern] for pattern in matched if pattern in patterns]
+            if not schemas and "additionalProperties" in part:
+                schemas.append(part["additionalProperties"])
+            is_covered |= bool(schemas)
+            found += schemas
+        if not is_covered:
+            found += facts.each("unevaluatedProperties")
+            if name is None and facts.is_closed:
+                return None
+        return self._goal_of_all(found)
+
+    def item_goal(self, facts: Facts, n: int) -> Goal | None:
+        """The goal of an array's item, None where it is not allowed."""
+        self._count_steps(len(facts.parts))
+        found = list[Any]()
+        for part in facts.parts:
+            prefix = part.get("prefixItems", ())
+            if n < len(prefix):
+                found.append(prefix[n])
+            elif "items" in part or _is_tuple(part):
+                found.append(part.get("items", False))
+        return self._goal_of_all(found)
+
+    def _goal_of_all(self, schemas: Iterable[Any]) -> Goal | None:
+        goal = self.goal(*schemas)
+        return None if any(self._kept[number] is False for number in goal) else goal
+
+    # Complements
+
+    def _complement(self, schema: Any) -> Made:
+        """A schema of the values that `schema` does not allow."""
+        number = self._number(schema)
+        if number not in self._complements:
+            kept = self._kept[number]
+            options: list[Any] = [] if kept is True else [True]
+            try:
+                if isinstance(kept, dict):
+                    options = list(itertools.chain.from_iterable(self._without(kept, key) for key in kept))
+            except _NoComplementError as error:
+                self.ignored.add(f"{error} inside not, if or oneOf")
+            self._complements[number] = Made({"anyOf": options})
+        return self._complements[number]
+
+    def _without(self, kept: Json, keyword: str) -> Iterator[Any]:
+        """Schemas that together allow what a keyword forbids. Raises _NoComplementError."""
+        value = kept[keyword]
+        match keyword:
+            case "type":
+                others = [kind for kind in TYPES if kind not in value]
+                if "integer" in value and "number" in others:
+                    others.remove("number")
+                    yield Made({"type": ["number"], FRACTIONAL: True})
+                yield Made({"type": others})
+            case "enum":
+                composites = [Made({"not": _equal_to(each)}) for each in value if isinstance(each, dict | list)]
+                scalars = [each for each in value if not isinstance(each, dict | list)]
+                yield Made({"allOf": [Made({EXCLUDED: scalars}), *composites]})
+            case "$ref":
+                yield Made({"not": self._resolve(value)})
+            case "allOf":
+                yield from (Made({"not": each}) for each in value)
+            case "anyOf":
+                yield Made({"allOf": [Made({"not": each}) for each in value]})
+            case "oneOf":
+                yield Made({"allOf": [Made({"not": each}) for each in value]})
+                yield from (Made({"allOf": list(pair)}) for pair in itertools.combinations(value, 2))
+            case "not":
+                yield value
+            case "if":
+                yield Made({"allOf": [value, Made({"not": kept.get("then", True)})]})
+                yield Made({"allOf": [Made({"not": value}), Made({"not": kept.get("else", True)})]})
+            case "then" | "else" | "minContains" | "maxContains":
+                return
+            case "properties":
+                for name, each in value.items():
+                    yield Made({"type": ["object"], "required": [name], "properties": {name: Made({"not": each})}})
+            case "required":
+                yield from (Made({"type": ["object"], ABSENT: [name]}) for name in value)
+            case "dependentRequired":
+                for name, names in value.items():
+                    yield from (Made({"type": ["object"], "required": [name], ABSENT: [each]}) for each in names)
+            case "dependentSchemas":
+                for name, each in value.items():
+                    yield Made({"allOf": [Made({"type": ["object"], "required": [name]}), Made({"not": each})]})
+            case "prefixItems":
+                for n, each in enumerate(value):
+                    prefix = [*[True] * n, Made({"not": each})]
+                    yield Made({"type": ["array"], "minItems": n + 1, "prefixItems": prefix})
+            case "items" if "prefixItems" not in kept:
+                yield Made({"type": ["array"], "contains": Made({"not": value})})
+            case "contains" if not kept.keys() & {"minContains", "maxContains"}:
+                yield Made({"type": ["array"], "items": Made({"not": value})})
+            case _ if keyword in _OPPOSITES:
+                kind, opposite, step = _OPPOSITES[keyword]
+                if step >= 0 or value > 0:
+                    yield Made({"type": [kind], opposite: value + step})
+            case "uniqueItems" if value is False:
+                return
+            case _ if value is not True or keyword == "uniqueItems":
+                raise _NoComplementError(keyword)
+
+    # References
+
+    def _resolve(self, reference: str) -> Any:
+        """The schema that a reference means: a JSON pointer or an anchor, behind the `$id` of a part if there is one.
+        Raises SchemaError."""
+        if self._named is None:
+            self._named = dict(_named_parts(self._root))
+        base, _, fragment = reference.partition("#")
+        try:
+            fragment = unquote(fragment, errors="strict")
+        except ValueError:
+            raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which is not UTF-8.") from None
+        target = self._root
+        if base:
+            target = self._named.get(base)
+            if target is None:
+                raise SchemaError(f"references in a JSON schema are local (#/...), but one is {reference[:80]!r}.")
+        if fragment and not fragment.startswith("/"):
+            target = self._named.get("#" + fragment)
+            fragment = ""
+        for step in fragment.split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and step.isascii() and step.isdigit() and int(step[:9]) < len(target):
+                target = target[int(step[:9])]
+            else:
+                target = target.get(step) if isinstance(target, Mapping) else None
+        if target is None:
+            raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which it does not have.")
+        return target
+
+
+def _named_parts(root: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a schema that have a name: "#" and the anchor, or the identifier. The first of a name is the last
+    one here."""
+    todo, found = [root], list[tuple[str, Any]]()
+    while todo:
+        part = todo.pop()
+        if isinstance(part, Mapping):
+            for keyword in ("$anchor", "$dynamicAnchor", "$id"):
+                if isinstance(name := part.get(keyword), str):
+                    found.append((name.removesuffix("#") if keyword == "$id" else "#" + name, part))
+            todo += [value for key, value in part.items() if key not in _VALUES]
+        elif isinstance(part, list | tuple):
+            todo += part
+    return reversed(found)
+
+
+# Keywords
+
+_OPPOSITES = {
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1),
+    "maxProperties": ("object", "minProperties", 1),
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+}
+"""A keyword's type, the keyword of its complement, and what its number differs by."""
+
+
+def key_of(value: Any) -> tuple[str, Any]:
+    """The type of a value, and what equal values of this type have in common."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean", value
+    if isinstance(value, int | float):
+        return "number", decimal_of(value)
+    if isinstance(value, str):
+        return "string", value
+    return "array" if isinstance(value, list) else "object", json.dumps(value, sort_keys=True)
+
+
+def _facts(parts: list[Json]) -> Facts:
+    types, whole = list(TYPES), False
+    for part in parts:
+        if "type" in part:
+            names = part["type"]
+            types = [kind for kind in types if kind in names or (kind == "number" and "integer" in names)]
+            whole |= "integer" in names and "number" not in names
+    own = [part for part in parts if not isinstance(part, Made)]
+    if not any("enum" in part for part in parts) and not any("type" in part for part in own):
+        implied = (kind for kind, keywords in _OF_TYPE.items() if any(part.keys() & {*keywords} for part in own))
+        types = [kind for kind in types if kind == next(implied, kind)]
+    values: dict[Any, Any] | None = None
+    for part in parts:
+        if "enum" in part:
+            these = {key_of(value): value for value in part["enum"]}
+            values = these if values is None else {key: value for key, value in values.items() if key in these}
+    return Facts(tuple(parts), tuple(types), whole, values)
+
+
+def _is_tuple(part: Json) -> bool:
+    """Returns True for a part that lists all items of an array."""
+    return "prefixItems" in part and "items" not in part and not isinstance(part, Made)
+
+
+def _has_no_schemas(kept: bool | Json) -> bool:
+    values = itertools.chain.from_iterable(
+        value if isinstance(value, list) else [value] for value in (kept.values() if isinstance(kept, dict) else ())
+    )
+    return not any(isinstance(value, dict | list) for value in values)
+
+
+def _has_composites(kept: Json) -> bool:
+    return any(isinstance(value, dict | list) for value in kept.get("enum", ()))
+
+
+def _equal_to(value: Any) -> Made:
+    """The schema of one value."""
+    if isinstance(value, list):
+        items = [_equal_to(item) for item in value]
+        return Made({"type": ["array"], "prefixItems": items, "minItems": len(items), "maxItems": len(items)})
+    if isinstance(value, dict):
+        properties = {name: _equal_to(item) for name, item in value.items()}
+        form = {"type": ["object"], "properties": properties, "required": [*value], "additionalProperties": False}
+        return Made(form)
+    return Made({"enum": [value]})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_filled(value: Any) -> bool:
+    return _is_list(value) and bool(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_types(value: Any) -> bool:
+    return _are_names(value) and all(name in (*TYPES, "integer") for name in value)
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), (_is_count, "a number of 0 or more")),
+    **dict.fromkeys(("minProperties", "maxProperties"), (_is_count, "a number of 0 or more")),
+    **dict.fromkeys(("minContains", "maxContains"), (_is_count, "a number of 0 or more")),
+    **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
+    **dict.fromkeys(("pattern", "format", "$ref"), (_is_text, "a text")),
+    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), (_is_map, "an object of schemas")),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), (_is_filled, "a list of schemas")),
+    "multipleOf": (_is_positive, "a number above 0"),
+    "prefixItems": (_is_list, "a list of schemas"),
+    "enum": (_is_list, "a list of values"),
+    "required": (_are_names, "a list of names"),
+    "dependentRequired": (lambda value: _is_map(value) and all(map(_are_names, value.values())), "lists of names"),
+    "type": (_are_types, "a type, or a list of types"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+}  # fmt: skip
+
+
+def _kept(schema: Any) -> bool | Json:
+    """The supported keywords in the form of JSON Schema 2020-12; null counts as absent, because some clients send it.
+    Raises SchemaError for a value that is not allowed."""
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, Mapping):
+        raise SchemaError(f"a JSON schema consists of objects, but one part is {str(schema)[:50]!r}.")
+    kept = _of_today({key: value for key, value in schema.items() if value is not None or key == "const"})
+    for keyword, value in kept.items():
+        is_allowed, wanted = _CHECKS.get(keyword, (None, ""))
+        if is_allowed and not is_allowed(value):
+            raise SchemaError(f"`{keyword}` of a JSON schema is {wanted}, but is {str(value)[:50]!r}; change it.")
+        if is_allowed is _is_count:
+            kept[keyword] = int(value)
+    return kept
+
+
+def _of_today(schema: Json) -> Json:
+    """The supported keywords, where those of earlier drafts and `const` have the form of today's."""
+    schema = dict(schema)
+    for old in ("$dynamicRef", "$recursiveRef"):
+        if old in schema:
+            schema.setdefault("$ref", schema[old])
+    if isinstance(schema.get("type"), str):
+        schema["type"] = [schema["type"]]
+    if isinstance(schema.get("items"), list):
+        schema["prefixItems"] = schema.pop("items")
+        if "additionalItems" in schema:
+            schema["items"] = schema["additionalItems"]
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(schema.get(exclusive), bool):
+            is_strict = schema.pop(exclusive)
+            if is_strict and bound in schema:
+                schema[exclusive] = schema.pop(bound)
+    dependencies = schema.get("dependencies")
+    for name, dependency in dependencies.items() if isinstance(dependencies, Mapping) else ():
+        keyword = "dependentRequired" if isinstance(dependency, list) else "dependentSchemas"
+        schema[keyword] = {**schema.get(keyword, {}), name: dependency}
+    if "const" in schema:
+        others = schema.get("enum", [schema["const"]])
+        is_among = isinstance(others, list) and key_of(schema["const"]) in map(key_of, others)
+        schema["enum"] = [schema["const"]] if is_among else []
+    return {key: value for key, value in schema.items() if key in _KEPT}

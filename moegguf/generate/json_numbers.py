@@ -1,0 +1,211 @@
+"""JSON numbers within bounds as terminals of a grammar.
+
+Numbers are compared digit by digit, so bounds are exact however large they are. Without a limit some models write
+digits until the token limit: a number has up to MAX_DIGITS of them before its point and behind it, as in llama.cpp, or
+as many as its bounds need. Only a number without bounds may have an exponent, which keeps it in the range of a double.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from moegguf.errors import SchemaError
+
+MAX_DIGITS = 16
+MAX_EXACT = 2**53  # llguidance keeps bounds beside multipleOf as doubles
+
+_EXPONENT = r"(?:[eE](?:-[0-9]{1,3}|\+?(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])))?"
+
+
+@dataclass
+class Numbers:
+    """The numbers that a schema allows. A bound is None where there is none. `whole`: integers only; `fractional`: no
+    integers."""
+
+    whole: bool = False
+    fractional: bool = False
+    least: Decimal | None = None
+    above: bool = False  # `least` itself is not allowed
+    most: Decimal | None = None
+    below: bool = False  # `most` itself is not allowed
+    step: Fraction | None = None
+    excluded: list[Decimal] = field(default_factory=list)
+
+    def restrict(self, keyword: str, value: float) -> None:
+        """Adds the restriction of a keyword of JSON Schema."""
+        number = decimal_of(value)
+        if keyword == "multipleOf":
+            step = abs(Fraction(number))
+            self.step = step if self.step is None else _common_multiple(self.step, step)
+        elif keyword in ("minimum", "exclusiveMinimum"):
+            if self.least is None or (number, keyword != "minimum") > (self.least, self.above):
+                self.least, self.above = number, keyword != "minimum"
+        elif self.most is None or (-number, keyword != "maximum") > (-self.most, self.below):
+            self.most, self.below = number, keyword != "maximum"
+
+    def allows(self, value: float) -> bool:
+        """Returns True for a number that is within all restrictions."""
+        number = decimal_of(value)
+        is_whole = number == number.to_integral_value()
+        if (self.whole and not is_whole) or (self.fractional and is_whole) or number in self.excluded:
+            return False
+        if self.least is not None and (number < self.least or (self.above and number == self.least)):
+            return False
+        if self.most is not None and (number > self.most or (self.below and number == self.most)):
+            return False
+        return self.step is None or Fraction(number) % self.step == 0
+
+    def is_empty(self) -> bool:
+        """Returns True where the bounds leave no number."""
+        if self.least is None or self.most is None:
+            return False
+        if self.whole or self.step is not None:
+            step = Fraction(1) if self.step is None else self._whole_step()
+            first = math.ceil(Fraction(self.least) / step) * step
+            if self.above and first == self.least:
+                first += step
+            return first > self.most or (self.below and first == self.most)
+        return self.least > self.most or (self.least == self.most and (self.above or self.below))
+
+    def _whole_step(self) -> Fraction:
+        step = self.step or Fraction(1)
+        return _common_multiple(step, Fraction(1)) if self.whole else step
+
+    def expression(self) -> str | dict[str, Any]:
+        """The numbers as an expression of a terminal, or as a schema for llguidance where they are multiples of a
+        number other than a power of ten. Raises SchemaError for such multiples between bounds above 2^53."""
+        n_behind, zeros = self._n_behind(), 0
+        if self.step is not None:
+            step = self._whole_step()
+            exponent = _power_of_ten(step)
+            if exponent is None:
+                return self._multiples(step)
+            n_behind, zeros = min(n_behind, max(-exponent, 0)), max(exponent, 0)
+        has_exponent = not (self.whole or self.fractional or self.excluded or self.step) and self._has_no_bounds()
+        behind = rf"(?:\.[0-9]{{1,{n_behind}}})?" if n_behind and not self.whole else ""
+        before = rf"-?(?:0|[1-9][0-9]{{0,{self._n_before() - 1}}})"
+        terms = [f"/{before}{behind}{_EXPONENT if has_exponent else ''}/"]
+        if zeros:
+            terms.append(rf"/-?(?:0|[0-9]*0{{{zeros}}})/")
+        if self.fractional:
+            terms.append(r"/-?[0-9]+\.[0-9]*[1-9][0-9]*/")
+        if self.least is not None:
+            terms.append(f"/{_at_least(self.least, self.above)}/")
+        if self.most is not None:
+            terms.append(f"/{_at_most(self.most, self.below)}/")
+        terms += [f"~/{_equal_to(number)}/" for number in self.excluded]
+        return " & ".join(terms)
+
+    def _has_no_bounds(self) -> bool:
+        return self.least is None and self.most is None
+
+    def _bounds(self) -> Iterable[Decimal]:
+        return (bound for bound in (self.least, self.most) if bound is not None)
+
+    def _n_before(self) -> int:
+        """Digits before the point: MAX_DIGITS, or as many as the bounds have."""
+        return max([MAX_DIGITS, *(len(_digits(bound)[0]) for bound in self._bounds())])
+
+    def _n_behind(self) -> int:
+        """Digits behind the point: MAX_DIGITS, or one more than the bounds have."""
+        return max([MAX_DIGITS, *(len(_digits(bound)[1]) + 1 for bound in self._bounds())])
+
+    def _multiples(self, step: Fraction) -> dict[str, Any]:
+        if any(abs(bound) > MAX_EXACT for bound in self._bounds()):
+            raise SchemaError(
+                f"multiples of {float(step):g} between bounds above 2^53 cannot be followed exactly;"
+                " leave out multipleOf or choose smaller bounds."
+            )
+        limit = Decimal(10**MAX_DIGITS // 10)
+        return {
+            "type": "integer" if self.whole else "number",
+            "multipleOf": _json_number(step),
+            "exclusiveMinimum" if self.above else "minimum": _json_number(-limit if self.least is None else self.least),
+            "exclusiveMaximum" if self.below else "maximum": _json_number(limit if self.most is None else self.most),
+        }
+
+
+def decimal_of(value: float) -> Decimal:
+    """The number as it is written in JSON."""
+    return Decimal(repr(value))
+
+
+def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
+    return Fraction(math.lcm(a.numerator, b.numerator), math.gcd(a.denominator, b.denominator))
+
+
+def _power_of_ten(number: Fraction) -> int | None:
+    """The exponent, None for another number."""
+    digits = str(number.numerator * number.denominator)
+    if 1 not in (number.numerator, number.denominator) or digits.strip("0") != "1":
+        return None
+    return len(digits) - 1 if number.denominator == 1 else 1 - len(digits)
+
+
+def _json_number(number: Decimal | Fraction) -> int | float:
+    return int(number) if number == int(number) else float(number)
+
+
+def _digits(number: Decimal) -> tuple[str, str]:
+    """The digits before the point and those behind it, without a sign and without zeros at the end."""
+    before, _, behind = f"{number.copy_abs():f}".partition(".")
+    return before.lstrip("0") or "0", behind.rstrip("0")
+
+
+def _equal_to(number: Decimal) -> str:
+    before, behind = _digits(number)
+    sign = "-" if number < 0 else "-?" if number == 0 else ""
+    return sign + before + (rf"\.{behind}0*" if behind else r"(?:\.0+)?")
+
+
+def _at_least(bound: Decimal, is_strict: bool) -> str:
+    """A regular expression for decimal numbers of at least `bound`, of more if `is_strict`."""
+    if bound >= 0:
+        return _larger(*_digits(bound), is_strict)
+    return f"(?:[0-9.]+|-{_smaller(*_digits(bound), is_strict)})"
+
+
+def _at_most(bound: Decimal, is_strict: bool) -> str:
+    if bound < 0 or (is_strict and not bound):
+        return f"-{_larger(*_digits(bound), is_strict)}"
+    return f"(?:-[0-9.]+|{_smaller(*_digits(bound), is_strict)})"
+
+
+def _larger(before: str, behind: str, is_strict: bool) -> str:
+    """Numbers without a sign that are larger; the number itself, too, unless `is_strict`."""
+    any_behind = r"(?:\.[0-9]+)?"
+    options = [rf"[1-9][0-9]{{{len(before)},}}{any_behind}"]
+    for n, digit in enumerate(before):
+        if digit != "9":
+            options.append(f"{before[:n]}[{int(digit) + 1}-9][0-9]{{{len(before) - n - 1}}}{any_behind}")
+    more = "[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*"
+    if behind:
+        options.append(rf"{before}\.{behind}{more}")
+    else:
+        options.append(rf"{before}\.{more}" if is_strict else before + any_behind)
+    for n, digit in enumerate(behind):
+        if digit != "9":
+            options.append(rf"{before}\.{behind[:n]}[{int(digit) + 1}-9][0-9]*")
+    return f"(?:{'|'.join(options)})"
+
+
+def _smaller(before: str, behind: str, is_strict: bool) -> str:
+    """Numbers without a sign that are smaller; the number itself, too, unless `is_strict`. It is not 0 then."""
+    any_behind = r"(?:\.[0-9]+)?"
+    options = [rf"(?:0|[1-9][0-9]{{0,{len(before) - 2}}}){any_behind}"] if len(before) > 1 else []
+    for n, digit in enumerate(before):
+        least = 0 if n or len(before) == 1 else 1
+        if int(digit) > least:
+            options.append(f"{before[:n]}[{least}-{int(digit) - 1}][0-9]{{{len(before) - n - 1}}}{any_behind}")
+    for n, digit in enumerate(behind):
+        if digit != "0":
+            options.append(rf"{before}\.{behind[:n]}[0-{int(digit) - 1}][0-9]*")
+        options.append(rf"{before}\.{behind[:n]}" if n else before)
+    if not is_strict:
+        options.append(rf"{before}\.{behind}0*" if behind else rf"{before}(?:\.0+)?")
+    return f"(?:{'|'.join(options)})"

@@ -1,0 +1,234 @@
+"""The forms in which a chat template reads a conversation: content as text or as a list of parts, the arguments of a
+call as an object or as text, a system message or none.
+
+Templates do not say which forms they read, and a template that meets another form leaves out the text. `forms_of`
+renders short conversations of marked texts, once for each template, and chooses the forms in which no mark is lost, as
+llama.cpp does (common/jinja/caps.cpp). Messages in these forms are rendered in limited processes (limited.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import product
+from typing import Any
+
+from moegguf.generate.limited import LimitedError, reply_of
+from moegguf.generate.request import Message
+
+MAX_CHARACTERS = 16 << 20  # of a prompt
+MAX_KNOWN = 64  # templates whose forms are kept
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms that a template reads."""
+
+    part_roles: frozenset[str] = frozenset()  # their content is a list of parts
+    merges_system: bool = False  # the text of a system message begins the next message of the user
+    user_results: bool = False  # the result of a tool is a message of the user
+    null_content: bool = False  # the content of a message of calls alone is none
+    text_arguments: bool = False  # the arguments of a call are the text of their JSON
+    empty_tools: bool = False  # no tools are an empty list
+
+    def messages(self, messages: Iterable[Message]) -> list[Message]:
+        """Returns the messages in these forms."""
+        formed = [self._message(message) for message in messages]
+        if self.user_results:
+            formed = [{**message, "role": "user"} if message.get("role") == "tool" else message for message in formed]
+        if self.merges_system:
+            formed = list(_without_system(formed))
+        for message in formed:
+            if message.get("role") in self.part_roles and isinstance(text := message["content"], str):
+                message["content"] = [{"type": "text", "text": text}] if text else []
+        return formed
+
+    def _message(self, message: Message) -> Message:
+        """Returns a copy with the fields that templates use. Templates distinguish absent fields from empty ones."""
+        formed = {key: value for key, value in message.items() if value is not None and key not in ("images", "index")}
+        formed.setdefault("content", "")
+        if thinking := formed.get("thinking"):
+            formed["reasoning_content"] = formed["reasoning"] = thinking
+        if calls := [self._call(call) for call in formed.pop("tool_calls", None) or ()]:
+            formed["tool_calls"] = calls
+            if self.null_content:
+                formed["content"] = formed["content"] or None
+        if "tool_name" in formed:
+            formed.setdefault("name", formed["tool_name"])
+        return formed
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call.get("function") or {})
+        given = function.get("arguments", {})
+        if self.text_arguments and not isinstance(given, str):
+            function["arguments"] = json.dumps(given, ensure_ascii=False)
+        elif not self.text_arguments and isinstance(given, str):
+            with suppress(ValueError):  # invalid JSON of a model stays text
+                function["arguments"] = json.loads(given)
+        return {"id": call.get("id", ""), "type": "function", "function": function}
+
+
+def _without_system(messages: Iterable[Message]) -> Iterator[Message]:
+    """Yields the messages, where the text of system messages begins the next message of the user."""
+    texts = list[str]()
+    for message in messages:
+        if message.get("role") == "system":
+            texts.append(message["content"])
+        elif texts and message.get("role") == "user":
+            yield {**message, "content": "\n\n".join([*texts, message["content"]])}
+            texts = []
+        else:
+            yield message
+    if texts:
+        yield {"role": "user", "content": "\n\n".join(texts)}
+
+
+def default_variables() -> dict[str, Any]:
+    """Returns the variables that every template has, with llama-server's values."""
+    now = datetime.now()
+    return {
+        "add_generation_prompt": True,
+        "bos_token": "",
+        "eos_token": "",
+        "enable_thinking": True,
+        "date_string": now.strftime("%d %b %Y"),
+        "datetime": now.strftime("%b %d %Y"),
+    }
+
+
+def rendered(
+    template: str,
+    forms: Forms,
+    messages: Iterable[Message],
+    tools: Tools,
+    variables: Mapping[str, Any],
+    characters: int = MAX_CHARACTERS,
+) -> str:
+    """Returns the prompt of a conversation in these forms, of at most so many characters. Raises LimitedError."""
+    formed = forms.messages(messages)
+    if "length 9" in template:
+        _shorten_ids(formed)
+    given = {**variables, "messages": formed, "tools": list(tools) or ([] if forms.empty_tools else None)}
+    if tools:
+        given.setdefault("functions", [tool.get("function", tool) for tool in tools])
+    return reply_of({"template": template, "variables": given, "characters": characters})
+
+
+def _shorten_ids(messages: Iterable[Message]) -> None:
+    """Changes the ids of calls into what Mistral's templates accept: nine letters and digits."""
+
+    def shortened(text: Any) -> str:
+        return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
+
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["id"] = shortened(call["id"])
+        if "tool_call_id" in message:
+            message["tool_call_id"] = shortened(message["tool_call_id"])
+
+
+# Probes
+
+_MARK = "q7z"  # begins each marked text; letters may change their case
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A conversation of marked texts, and the choices of forms that may save them."""
+
+    messages: Sequence[Message]
+    choices: Sequence[Mapping[str, Any]]
+    tools: Tools = ()
+
+    def n_lost(self, template: str, forms: Forms) -> int:
+        """Returns the number of marks that are not in the prompt. A system message that is merged counts as lost, so
+        that only a template that rejects or fails with system messages gets none. Raises LimitedError where no form
+        helps."""
+        marks = {word for word in json.dumps(self.messages).split('"') if word.startswith(_MARK)}
+        try:
+            prompt = rendered(template, forms, self.messages, self.tools, default_variables())
+        except LimitedError as error:
+            if error.kind in ("refused", "failed"):
+                return len(marks)
+            raise
+        prompt = prompt.lower()
+        return sum(mark not in prompt for mark in marks) + forms.merges_system
+
+
+def _choices(**values: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns all combinations of these values of the fields of `Forms`. Those of the first values come first."""
+    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+
+
+def _text(role: str, n: int = 0) -> Message:
+    return {"role": role, "content": f"{_MARK}{role}{n}"}
+
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": f"{_MARK}tool",
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {f"{_MARK}key": {"type": "string", "description": "A text."}},
+            "required": [f"{_MARK}key"],
+        },
+    },
+}
+_CALL = {"id": "call00001", "function": {"name": f"{_MARK}tool", "arguments": {f"{_MARK}key": f"{_MARK}value"}}}
+_PROBES = (
+    _Probe(
+        (_text("system"), _text("user")),
+        _choices(
+            empty_tools=(False, True),
+            merges_system=(False, True),
+            part_roles=((), ("system", "user"), ("user",), ("system",)),
+        ),
+    ),
+    _Probe(
+        (_text("user"), _text("assistant"), _text("user", 1)), _choices(part_roles=((), ("assistant",)))
+    ),
+    _Probe(
+        (
+            _text("user"),
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {**_text("tool"), "tool_call_id": "call00001", "tool_name": f"{_MARK}tool"},
+            _text("assistant"),
+            _text("user", 1),
+        ),
+        _choices(
+            user_results=(False, True),
+            part_roles=((), ("tool",)),
+            null_content=(False, True),
+            text_arguments=(False, True),
+        ),
+        (_TOOL,),
+    ),
+)  # fmt: skip
+
+
+@functools.lru_cache(MAX_KNOWN)
+def forms_of(template: str) -> Forms:
+    """Returns the forms that a template reads. Raises LimitedError for a template that cannot be rendered at all."""
+    forms = Forms()
+    for probe in _PROBES:
+        forms = _best(template, probe, forms)
+    return forms
+
+
+def _best(template: str, probe: _Probe, known: Forms) -> Forms:
+    """Returns the first of a probe's choices that loses the fewest marks."""
+    losses = dict[Forms, int]()
+    for choice in probe.choices:
+        forms = replace(known, **{**choice, "part_roles": known.part_roles.union(choice["part_roles"])})
+        losses[forms] = probe.n_lost(template, forms)
+        if not losses[forms]:
+            break
+    return min(losses, key=losses.__getitem__)
