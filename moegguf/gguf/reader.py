@@ -412,6 +412,6 @@ def _read_version(path: Path, _version: FileVersion | None) -> GgufFile:
             data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
         except OSError as error:
             raise ExpertIOError(f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}).") from error
-    header_bytes = min(data_offset, info.st_size)  # no padding follows the header of a file without tensors
-    shard = Shard.of(path, info, header_bytes=header_bytes)
+    # No padding follows the header of a file without tensors.
+    shard = Shard.of(path, info, header_bytes=min(data_offset, info.st_size))
     return GgufFile(shard, metadata, arrays, tensors)

@@ -186,8 +186,8 @@ class Catalog:
             yield sources.file_entry(file, "path", str(file.absolute()))
         name = name_or_none(text or "")
         key = None if text is None else name.key if name else ""
-        named = (entry for entry in self.given if text is None or entry.name.lower() in (key, text.lower()))
-        yield from map(_as_now, named)
+        given = (entry for entry in self.given if text is None or entry.name.lower() in (key, text.lower()))
+        yield from map(_as_now, given)
         yield from sources.demo_models(text)
         yield from sources.folder_models(text)
         contents = self.index.read()

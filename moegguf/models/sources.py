@@ -64,9 +64,9 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
 def folder_files() -> list[Path]:
     """The models in MOEGGUF_MODELS and one level of folders below it: first files, one for each name."""
     folder = models_folder()
-    # Unlike Path.glob, glob does not raise for a link that cannot be followed.
-    below = glob("*/", root_dir=folder, include_hidden=True)
-    return _first_files(path for name in ("", *below) for path in _gguf_files(folder / name))
+    # Path.glob raises for a link that cannot be followed.
+    folders = (folder / name for name in ("", *glob("*/", root_dir=folder, include_hidden=True)))
+    return _first_files(path for each in folders for path in _gguf_files(each))
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
