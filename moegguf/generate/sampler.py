@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from moegguf.engine.vocabulary import Vocabulary
     from moegguf.generate.thinking_budget import ThinkingBudget
 
+_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # in a grammar, by its number
 MAX_STEP_S = 1.0  # of computing time, for one token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # regexes for one token: about 15 ms
-    "step_max_items": 50_000,  # Earley items for one token: about 3 ms
+    "step_max_items": 500_000,  # Earley items for one token: about 25 ms; a grammar in GBNF needs up to 200,000
     "max_lexer_states": 50_000,  # of one answer: about 25 MB
     "max_grammar_size": 500_000,
     "verbose_errors": False,
@@ -106,9 +107,10 @@ class Matcher:
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
         try:
-            reply_of({"grammar": grammar, "limits": _LIMITS})
+            # that process has bytes in place of the model's tokens
+            reply_of({"grammar": _TOKEN.sub(r"<[\g<1>0]>", grammar), "limits": _LIMITS})
         except LimitedError as error:
-            raise SchemaError(f"the format cannot be followed: {error}; simplify the schema.") from error
+            raise SchemaError(f"the format cannot be followed: {error}; simplify the schema or the grammar.") from error
         self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=limits)
         self._check()
         begun = tokens.tokenizer.greedy_tokenize(constraint.begun)
@@ -132,7 +134,7 @@ class Matcher:
         message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
         message = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", message)
         message = " ".join(message.split())[:300].rstrip(". ")
-        raise SchemaError(f"the format cannot be followed: {message}; simplify the schema.")
+        raise SchemaError(f"the format cannot be followed: {message}; simplify the schema or the grammar.")
 
     @property
     def finished(self) -> bool:
@@ -172,7 +174,9 @@ class Matcher:
         yield
         self._check()
         if time.thread_time() - begin_s > MAX_STEP_S:
-            raise SchemaError(f"the format takes more than {MAX_STEP_S:g} s for one token; simplify the schema.")
+            raise SchemaError(
+                f"the format takes more than {MAX_STEP_S:g} s for one token; simplify the schema or the grammar."
+            )
 
 
 def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:
