@@ -41,10 +41,6 @@ class Vocabulary:
         """[n_tokens], the pieces of all tokens, control tokens included; read at each call and not kept."""
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
-    def text(self, token: int) -> str:
-        """A token alone as text, control tokens too; part of a code point becomes U+FFFD."""
-        return self.piece(token, special=True).decode(errors="replace")
-
     def is_end(self, token: int) -> bool:
         """Whether this is an end-of-generation token."""
         return bool(self._bindings.llama_vocab_is_eog(self._vocab, token))

@@ -266,7 +266,10 @@ def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:
     first = demo.vocabulary.tokens(whole)[0]
     assert not reply(demo, QUESTION, max_tokens=4, logit_bias={first: -1000.0})[0].startswith(whole[:2])
     wanted = demo.vocabulary.tokens("llama")
-    assert reply(demo, QUESTION, max_tokens=1, logit_bias={wanted[0]: 1000.0})[0] == demo.vocabulary.text(wanted[0])
+    assert (
+        reply(demo, QUESTION, max_tokens=1, logit_bias={wanted[0]: 1000.0})[0]
+        == demo.vocabulary.piece(wanted[0]).decode()
+    )
     for bias in ({-1: 1.0}, {demo.n_vocab(): 1.0}, {5: math.nan}):
         with pytest.raises(OptionError, match="logit_bias"):
             Answer(demo, ask(QUESTION, logit_bias=bias))

@@ -52,6 +52,20 @@ def test_each_of_several_texts_has_the_vectors_of_its_own_tokens(load: Load, nor
     assert made["usage"]["total_tokens"] == sum(counts)
 
 
+def test_a_request_for_less_context_cuts_there_and_texts_may_stand_among_tokens(model: Llama) -> None:
+    tokens = model.tokenize(LONG.encode())
+    cut = embed(model, [LONG], num_ctx=128)
+    assert (cut.n_tokens, cut.vectors) == (128, embed(model, [tokens[:128]]).vectors)
+    assert embed(model, [LONG], num_ctx=4096).vectors == embed(model, [LONG]).vectors
+    with pytest.raises(ContextError, match="128 are read"):
+        embed(model, [LONG], truncate=False, num_ctx=128)
+    mixed = [*model.vocabulary.tokens("An expert"), *model.vocabulary.tokens(" is")]
+    assert (
+        embed(model, [["An expert", *mixed[-1:]]]).vectors
+        == embed(model, [[*model.vocabulary.bos_tokens, *mixed]]).vectors
+    )
+
+
 def test_vectors_have_length_one_unless_asked_otherwise(model: Llama) -> None:
     plain, normal = embed(model, TEXTS, normalize=False).vectors, embed(model, TEXTS).vectors
     for a, b in zip(plain, normal, strict=True):
