@@ -9,7 +9,6 @@ one. bench/series.py runs several systems.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -161,8 +160,7 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engin
         sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
         sample.tokens.append(greedy_token(llama))
     if engine is not None and test.n_gen and start:
-        endless = dict.fromkeys(llama.vocabulary.end_tokens(), -math.inf)
-        sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, logit_bias=endless)
+        sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, ignore_eos=True)
         (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
         if answer.error is not None:
             raise answer.error

@@ -374,7 +374,7 @@ class RunningServer:
                         return
                     if line.get("done"):
                         answer.timing, answer.decisions = build(Timing, line["timing"]), line["decisions"]
-                        answer.load_s += line.get("load_duration", 0) / 1e9
+                        answer.load_s += line["load_s"]
                         return
                     if "prompt_progress" in line:
                         answer.put(build(PromptProgress, line["prompt_progress"]))

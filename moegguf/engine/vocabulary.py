@@ -22,6 +22,7 @@ class Vocabulary:
         self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself, which holds this object
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
+        self._end_tokens: list[int] | None = None
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes a token adds to the text; those of control tokens (<|im_start|>) only with `special`.
@@ -49,8 +50,10 @@ class Vocabulary:
         return bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> list[int]:
-        """All end-of-generation tokens."""
-        return [token for token in range(self.n_tokens) if self.is_end(token)]
+        """All end-of-generation tokens, looked for once."""
+        if self._end_tokens is None:
+            self._end_tokens = [token for token in range(self.n_tokens) if self.is_end(token)]
+        return self._end_tokens
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a text, without BOS or EOS; with `special` the text of a control token becomes that token."""

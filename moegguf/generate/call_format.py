@@ -345,7 +345,7 @@ class _Probe:
             before, _, opened = opened.rpartition(self.think.close)
             self.closes_thinking = not before.strip()
         opened = opened.lstrip("\n")
-        if not text or not _TEXT_OPEN.fullmatch(opened) or self._prompt.rstrip().endswith(opened.strip()):
+        if not text or not _TEXT_OPEN.fullmatch(opened) or opened.strip() in self._prompt[begin:]:
             return "", ""
         with_call = self._render(_answer(_call(NAME, ID, VALUES), text=TEXT)).partition(TEXT)[2]
         if with_call:

@@ -19,6 +19,7 @@ _PIECE = re.compile(
     |(?P<repeat>\{\s*(?P<least>[0-9]+)\s*(?P<has_most>,\s*(?P<most>[0-9]*)\s*)?\})|(?P<mark>[|().*+?])""",
     re.VERBOSE | re.DOTALL,
 )
+NONE_OF = r"^\x{0}"  # the character 0 is in no class that excludes others, as in llama.cpp
 _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|([^\\])", re.DOTALL)
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{character: character for character in '\\"[]-'}}
 
@@ -153,7 +154,7 @@ class _Parser:
         if (text := self._next("token")) is not None:
             return _Symbol(self._token(text))
         if self._next("."):
-            return _Symbol("/(?s:.)/")
+            return _Symbol(f"/[{NONE_OF}]/")
         if self._next("("):
             self._skip_newlines()
             group = self._new_rule(self._read_alternatives(is_nested=True))
@@ -204,7 +205,7 @@ class _Parser:
                 last = characters[n + 1][0]
                 n += 2
             parts.append(rf"\x{{{ord(first):x}}}-\x{{{ord(last):x}}}")
-        return f"[{'^' if negated else ''}{''.join(parts)}]"
+        return f"[{''.join([NONE_OF, *parts] if negated else parts)}]"
 
     def _token(self, text: str) -> str:
         """A token by its number or its text, or any other token."""

@@ -44,7 +44,8 @@ _VALUES = ("enum", "const", "default", "examples")  # hold values, not schemas
 # Keywords of complements, which no schema of a user has.
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
-MAX_COMPLEMENTS = 64  # alternatives of a oneOf without the others, before it is read as anyOf
+MAX_ALTERNATIVES = 100  # of a oneOf, which is read as anyOf where it has more
+MAX_COMPLEMENTS = 64  # combinations of what an alternative must not be; with more, it may also be another one
 _DEPTH = 3  # of nested values that are compared in order to see that alternatives exclude each other
 
 
@@ -155,6 +156,7 @@ class Document:
         self._kept: list[bool | Json] = []  # by number
         self._named: dict[str, Any] | None = None  # parts by anchor or identifier
         self._complements: dict[int, Made] = {}
+        self._plain_parts: dict[int, Json] = {}
         self._compares = False  # alternatives of a oneOf with each other
         self._taken_apart: dict[tuple[int, bool], tuple[list[int], list[int] | None]] = {}
         self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
@@ -227,15 +229,18 @@ class Document:
                             todo.append((branch, dict(done)))
                     break
             else:
+                self._count_steps(len(done))
                 yield [plain for number in done if (plain := self._plain(number))]
 
     def _plain(self, number: int) -> Json:
         """The keywords of single types of a schema."""
-        kept = self._kept[number]
-        if not isinstance(kept, dict):
-            return {}
-        left_out = {*_COMBINING, "enum"} if _has_composites(kept) else _COMBINING
-        return type(kept)((key, value) for key, value in kept.items() if key not in left_out)
+        if number not in self._plain_parts:
+            kept = self._kept[number]
+            left_out = {*_COMBINING, "enum"} if _has_composites(kept) else _COMBINING
+            items = kept.items() if isinstance(kept, dict) else ()
+            kind = Made if isinstance(kept, Made) else dict
+            self._plain_parts[number] = kind((key, value) for key, value in items if key not in left_out)
+        return self._plain_parts[number]
 
     def _take_apart(self, number: int) -> tuple[list[int], list[int] | None]:
         """The schemas that hold beside the keywords of single types, and those of `anyOf`, None without it."""
@@ -276,26 +281,34 @@ class Document:
 
     def _exactly_one(self, options: Sequence[Any]) -> Made:
         """`oneOf`: each alternative without those that allow some of its values, too."""
+        overlapping = self._overlapping(options)
         alternatives = []
-        for number, option in enumerate(options):
-            rest = [other for i, other in enumerate(options) if i != number and not self._exclude(option, other)]
-            complements = [self._complement(other) for other in rest]
+        for option, others in zip(options, overlapping, strict=True):
+            complements = [self._complement(other) for other in others]
             if math.prod(len(each["anyOf"]) for each in complements) > MAX_COMPLEMENTS:
                 self.ignored.add("oneOf")
                 complements = []
             alternatives.append(Made({"allOf": [option, *complements]}))
         return Made({"anyOf": alternatives})
 
-    def _exclude(self, option: Any, other: Any) -> bool:
-        """Returns True where no value is known to follow both schemas. Within such a comparison all alternatives of a
-        `oneOf` are taken as they are, so that a schema may contain itself."""
+    def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
+        """For each alternative, the others that may allow some of its values. Within such a comparison, a `oneOf` is
+        read as `anyOf`, so that a schema may contain itself."""
+        found: list[list[Any]] = [[] for _ in options]
         if self._compares:
-            return True
+            return found
+        if len(options) > MAX_ALTERNATIVES:
+            self.ignored.add("oneOf")
+            return found
         self._compares = True
         try:
-            return self._is_empty(self.goal(option, other), _DEPTH)
+            for (n, one), (m, other) in itertools.combinations(enumerate(options), 2):
+                if not self._is_empty(self.goal(one, other), _DEPTH):
+                    found[n].append(other)
+                    found[m].append(one)
         finally:
             self._compares = False
+        return found
 
     def _is_empty(self, goal: Goal | None, depth: int) -> bool:
         """Returns True where a goal is known to allow no value. `depth`: of values within values that are compared."""
@@ -514,7 +527,8 @@ def _facts(parts: list[Json]) -> Facts:
     own = [part for part in parts if not isinstance(part, Made)]
     if not any("enum" in part for part in parts) and not any("type" in part for part in own):
         implied = (kind for kind, keywords in _OF_TYPE.items() if any(part.keys() & {*keywords} for part in own))
-        types = [kind for kind in types if kind == next(implied, kind)]
+        if first := next(implied, None):
+            types = [kind for kind in types if kind == first]
     values: dict[Any, Any] | None = None
     for part in parts:
         if "enum" in part:
@@ -535,8 +549,9 @@ def _has_no_schemas(kept: bool | Json) -> bool:
     return not any(isinstance(value, dict | list) for value in values)
 
 
-def _has_composites(kept: Json) -> bool:
-    return any(isinstance(value, dict | list) for value in kept.get("enum", ()))
+def _has_composites(kept: bool | Json) -> bool:
+    values = kept.get("enum", ()) if isinstance(kept, dict) else ()
+    return any(isinstance(value, dict | list) for value in values)
 
 
 def _equal_to(value: Any) -> Made:
@@ -643,6 +658,8 @@ def _of_today(schema: Json) -> Json:
     for name, dependency in dependencies.items() if isinstance(dependencies, Mapping) else ():
         keyword = "dependentRequired" if isinstance(dependency, list) else "dependentSchemas"
         schema[keyword] = {**schema.get(keyword, {}), name: dependency}
+    if "contains" not in schema:
+        schema = {key: value for key, value in schema.items() if key not in ("minContains", "maxContains")}
     if "const" in schema:
         others = schema.get("enum", [schema["const"]])
         is_among = isinstance(others, list) and key_of(schema["const"]) in map(key_of, others)

@@ -24,10 +24,11 @@ from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goa
 
 MAX_GRAMMAR_BYTES = 1 << 20  # all schemas of a request: those of its tools, too
 MAX_SUBSCHEMAS = 10_000  # of a request, each counted as often as it is used
-MAX_STEPS = 200_000  # of taking the schemas of a request apart
+MAX_STEPS = 100_000  # of taking the schemas of a request apart
 MAX_STATES = 5_000  # of counting the properties of an object or the items of an array
 MAX_MATCHES = 3  # patterns of names that a name may match together
-MAX_UNIQUE = 64  # values that the items of an array with uniqueItems may have: bits of llguidance's parameters
+MAX_PATTERNS = 100  # of names of properties, with schemas that differ
+MAX_UNIQUE = 63  # values that the items of an array with uniqueItems may have: bits of llguidance's parameters
 
 WHITESPACE = r" |\n[ \t]{0,20}"
 """Allowed once between the parts of JSON: without a bound some models write blanks until the token limit."""
@@ -118,6 +119,7 @@ class _Writer:
         self._todo: list[Goal] = []
         self._rules: dict[str, list[Sequence[Symbol]]] = {}
         self._names: dict[str, str] = {}  # names of terminals and of rules without alternatives, by what they are
+        self._patterns: dict[str, str] = {}  # names of terminals by patterns of names
         self._lines: list[str] = []
 
     def rule(self, goal: Goal) -> Rule:
@@ -356,16 +358,23 @@ class _Writer:
 
     def _pattern_groups(self, facts: Facts) -> list[list[str]]:
         """The patterns of names; those of one schema with the same goal are together."""
-        if len(list(facts.each("patternProperties"))) != 1:
-            return [[pattern] for pattern in facts.patterns]
-        groups: dict[Goal | None, list[str]] = {}
+        is_one = len(list(facts.each("patternProperties"))) == 1
+        groups: dict[Any, list[str]] = {}
         for pattern in facts.patterns:
-            groups.setdefault(self._document.property_goal(facts, None, (pattern,)), []).append(pattern)
+            key = self._document.property_goal(facts, None, (pattern,)) if is_one else pattern
+            groups.setdefault(key, []).append(pattern)
+        if len(groups) > MAX_PATTERNS:
+            raise SchemaError(
+                f"an object has up to {MAX_PATTERNS} patternProperties that differ, but this one has {len(groups)};"
+                " leave some out."
+            )
         return list(groups.values())
 
     def _name_pattern(self, pattern: str) -> str:
         """The terminal of names without escapes that a pattern matches somewhere."""
-        return self._terminal(rf'/"(?:{_search(pattern)})"/')
+        if pattern not in self._patterns:
+            self._patterns[pattern] = self._terminal(rf'/"(?:{_search(pattern)})"/')
+        return self._patterns[pattern]
 
     def _name_filter(self, schema: Any) -> str:
         """The names that follow a schema, as a terminal."""

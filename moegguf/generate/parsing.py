@@ -430,6 +430,7 @@ class Transcript:
     """The text of one answer, token by token, up to a stop string.
 
     `special`: include the text of control tokens, which `parser` needs where they mark thinking or calls.
+    `with_tokens`: deltas have their tokens.
     """
 
     def __init__(
@@ -439,14 +440,16 @@ class Transcript:
         parser: AnswerParser | None = None,
         *,
         special: bool = False,
+        with_tokens: bool = False,
     ) -> None:
         self._piece = vocabulary.piece
         self._special = special
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._stops = StopStrings(stops)
         self._parser = parser
-        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()  # with the character at which the token begins
-        self._n_fed = self._n_passed = 0  # characters, counted with logprobs only
+        self._with_tokens = with_tokens
+        self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # the first character, and the token
+        self._n_fed = self._n_passed = 0  # characters, counted where deltas have tokens or logprobs
 
     @property
     def stop_string(self) -> str:
@@ -456,8 +459,8 @@ class Transcript:
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
         """The delta after this token; None when it is empty."""
         text = self._decode(self._piece(token, special=self._special))
-        if logprob is not None:
-            self._logprobs.append((self._n_fed, logprob))
+        if self._with_tokens or logprob is not None:
+            self._held.append((self._n_fed, token, logprob))
             self._n_fed += len(text)
         return self._delta(self._stops.feed(text))
 
@@ -474,22 +477,24 @@ class Transcript:
         return join((delta, last))
 
     def _delta(self, text: str) -> Delta | None:
-        logprobs = self._released(len(text)) if self._logprobs else ()
+        released = self._released(len(text)) if self._held else []
+        logprobs = tuple(logprob for _, logprob in released if logprob is not None)
+        tokens = tuple(token for token, _ in released) if self._with_tokens else ()
         if self._parser is None:
-            return Delta(text, logprobs=logprobs) if text or logprobs else None
+            return Delta(text, logprobs=logprobs, tokens=tokens) if text or released else None
         delta = self._parser.feed(text) if text else Delta()
-        if logprobs:
-            return replace(delta, logprobs=logprobs)
+        if released:
+            return replace(delta, logprobs=logprobs, tokens=tokens)
         return delta if delta.text or delta.thinking or delta.tool_calls else None
 
-    def _released(self, n_more: int) -> tuple[TokenLogprob, ...]:
-        """Logprobs of the tokens that begin within the next `n_more` characters: not those of a stop string."""
+    def _released(self, n_more: int) -> list[tuple[int, TokenLogprob | None]]:
+        """Returns the tokens that begin within the next `n_more` characters: not those of a stop string."""
         self._n_passed += n_more
         all_passed = not self._stops.found and not self._stops.n_held
         released = []
-        while self._logprobs and (all_passed or self._logprobs[0][0] < self._n_passed):
-            released.append(self._logprobs.popleft()[1])
-        return tuple(released)
+        while self._held and (all_passed or self._held[0][0] < self._n_passed):
+            released.append(self._held.popleft()[1:])
+        return released
 
 
 def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
@@ -497,6 +502,12 @@ def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocab
     tools = () if request.tool_choice == "none" else request.tools
     template = prompt.template
     if template is None or not (tools or "thinking" in capabilities_of(template)):
-        return Transcript(vocabulary, request.sampling.stop)
+        return Transcript(vocabulary, request.sampling.stop, with_tokens=request.return_tokens)
     parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
-    return Transcript(vocabulary, request.sampling.stop, parser, special=needs_special_tokens(template))
+    return Transcript(
+        vocabulary,
+        request.sampling.stop,
+        parser,
+        special=needs_special_tokens(template),
+        with_tokens=request.return_tokens,
+    )

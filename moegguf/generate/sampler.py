@@ -24,7 +24,7 @@ import numpy.typing as npt
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate.constraint import Constraint
 from moegguf.generate.limited import LimitedError, reply_of
-from moegguf.generate.request import Sampling, TokenLogprob
+from moegguf.generate.request import Sampling, TokenChance, TokenLogprob
 from moegguf.native import library
 
 if TYPE_CHECKING:
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from moegguf.engine.vocabulary import Vocabulary
     from moegguf.generate.thinking_budget import ThinkingBudget
 
+_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # in a grammar, by its number
 MAX_STEP_S = 1.0  # of computing time, for one token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # regexes for one token: about 15 ms
-    "step_max_items": 50_000,  # Earley items for one token: about 3 ms
+    "step_max_items": 500_000,  # Earley items for one token: about 25 ms; a grammar in GBNF needs up to 200,000
     "max_lexer_states": 50_000,  # of one answer: about 25 MB
     "max_grammar_size": 500_000,
     "verbose_errors": False,
@@ -106,9 +107,10 @@ class Matcher:
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
         try:
-            reply_of({"grammar": grammar, "limits": _LIMITS})
+            # that process has bytes in place of the model's tokens
+            reply_of({"grammar": _TOKEN.sub(r"<[\g<1>0]>", grammar), "limits": _LIMITS})
         except LimitedError as error:
-            raise SchemaError(f"the format cannot be followed: {error}; simplify the schema.") from error
+            raise SchemaError(f"the format cannot be followed: {error}; simplify the schema or the grammar.") from error
         self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=limits)
         self._check()
         begun = tokens.tokenizer.greedy_tokenize(constraint.begun)
@@ -132,7 +134,7 @@ class Matcher:
         message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
         message = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", message)
         message = " ".join(message.split())[:300].rstrip(". ")
-        raise SchemaError(f"the format cannot be followed: {message}; simplify the schema.")
+        raise SchemaError(f"the format cannot be followed: {message}; simplify the schema or the grammar.")
 
     @property
     def finished(self) -> bool:
@@ -172,20 +174,25 @@ class Matcher:
         yield
         self._check()
         if time.thread_time() - begin_s > MAX_STEP_S:
-            raise SchemaError(f"the format takes more than {MAX_STEP_S:g} s for one token; simplify the schema.")
+            raise SchemaError(
+                f"the format takes more than {MAX_STEP_S:g} s for one token; simplify the schema or the grammar."
+            )
 
 
 def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:
-    """The log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens, which may
-    include it."""
+    """Returns the log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens,
+    which may include it."""
     logits = llm.context.logits(row)
     most = logits.max()
     log_total = most + np.log(np.exp(logits - most, dtype=np.float64).sum())
     top = np.argpartition(logits, -n_top)[-n_top:] if n_top else np.empty(0, np.intp)
     top = top[np.argsort(-logits[top], kind="stable")]
-    text = llm.vocabulary.text
-    likeliest = tuple((text(int(other)), float(logits[other] - log_total)) for other in top)
-    return TokenLogprob(text(token), float(logits[token] - log_total), likeliest)
+    piece = llm.vocabulary.piece
+
+    def chance(of: int) -> tuple[int, bytes, float]:
+        return of, piece(of, special=True), float(logits[of] - log_total)
+
+    return TokenLogprob(*chance(token), tuple(TokenChance(*chance(int(other))) for other in top))
 
 
 class Sampler:
@@ -208,7 +215,7 @@ class Sampler:
         self._llm = llm
         self._n_vocab = llm.n_vocab()
         self._chain = self._bindings._internals.LlamaSampler()
-        self._add_samplers(sampling, prompt)
+        self._add_samplers(sampling, prompt, ends=constraint is not None or not sampling.ignore_eos)
         self._budget = budget
         self._matcher: Matcher | None = None
         self._candidates: Any = None
@@ -216,17 +223,25 @@ class Sampler:
             self._matcher = Matcher(constraint, matcher_tokens(llm.vocabulary))
             self._candidates = self._bindings._internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
 
-    def _add_samplers(self, sampling: Sampling, prompt: Sequence[int]) -> None:
-        chain = self._chain
-        for token, bias in sampling.logit_bias.items():
+    def _add_samplers(self, sampling: Sampling, prompt: Sequence[int], *, ends: bool) -> None:
+        """Adds the samplers of the options. `ends`: the answer may end with a token."""
+        chain, vocabulary = self._chain, self._llm.vocabulary
+        biases = dict(sampling.logit_bias)
+        for text, bias in sampling.text_bias:
+            for token in vocabulary.tokens(text, special=False):
+                biases[token] = biases.get(token, 0.0) + bias
+        for token, bias in biases.items():
             if not 0 <= token < self._n_vocab or math.isnan(bias):
                 raise OptionError(
                     f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
                 )
-        if sampling.logit_bias:
-            chain.add_logit_bias(self._n_vocab, dict(sampling.logit_bias))
+        if not ends:
+            biases |= dict.fromkeys(vocabulary.end_tokens(), -math.inf)
+        if biases:
+            chain.add_logit_bias(self._n_vocab, biases)
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-            n_last = self._llm.n_ctx() if sampling.repeat_last_n < 0 else sampling.repeat_last_n
+            n_ctx = sampling.context_within(self._llm.n_ctx())
+            n_last = n_ctx if sampling.repeat_last_n < 0 else sampling.repeat_last_n
             chain.add_penalties(
                 self._n_vocab, n_last, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
             )

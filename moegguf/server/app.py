@@ -27,6 +27,7 @@ from moegguf.server import anthropic, batches, embeddings, live, llama_server, m
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS, HttpError
+from moegguf.server.common.target import with_plain_target
 from moegguf.serving.batch.batches import Batches
 from moegguf.settings import data_folder, read_settings
 
@@ -116,6 +117,7 @@ def make_app(
     app = Starlette(
         routes=[route for module in MODULES for route in module.routes] if routes is None else routes,
         middleware=[
+            Middleware(with_plain_target),
             Middleware(request_log),
             Middleware(
                 AccessControl,

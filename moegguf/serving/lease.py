@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
@@ -31,7 +32,7 @@ from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 MAX_WAIT_S = 30.0  # that a request in the background comes after all others
-BESIDE_ANSWERS = ("tokenize", "detokenize", "count", "render")  # what a model replies while it answers others
+BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # what a model replies while it answers others
 
 
 _tickets = itertools.count(1)
@@ -306,9 +307,12 @@ class Calls(ABC):
                 last = value
         return last
 
-    async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
+    async def embed(
+        self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
+    ) -> Embeddings:
         """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
-        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "asker": current_owner.get()}
+        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "num_ctx": num_ctx}
+        fields["asker"] = current_owner.get()
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
@@ -320,9 +324,16 @@ class Calls(ABC):
         """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
         return list(await self.value("tokenize", text=text, special=special))
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones by name."""
-        return str(await self.value("detokenize", tokens=list(tokens)))
+    async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        """Returns the bytes of each token, of special ones their names."""
+        return build(tuple[bytes, ...], await self.value("pieces", tokens=list(tokens)))
+
+    async def detokenize(self, prompt: Sequence[int | str]) -> str:
+        """Returns the text of tokens, and of the texts among them."""
+        pieces = iter(await self.pieces([each for each in prompt if isinstance(each, int)]))
+        return b"".join(to_utf8(each) if isinstance(each, str) else next(pieces) for each in prompt).decode(
+            errors="replace"
+        )
 
 
 class Lease(Calls):

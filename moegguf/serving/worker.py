@@ -143,9 +143,9 @@ def _tokenize(llm: Llama, text: str, special: bool) -> list[int]:
     return llm.tokenize(to_utf8(text), add_bos=special, special=special)
 
 
-def _detokenize(llm: Llama, tokens: Sequence[int]) -> str:
+def _pieces(llm: Llama, tokens: Sequence[int]) -> list[bytes]:
     llm.vocabulary.check(tokens)
-    return b"".join(llm.vocabulary.piece(token, special=True) for token in tokens).decode(errors="replace")
+    return [llm.vocabulary.piece(token, special=True) for token in tokens]
 
 
 def _count(llm: Llama, generation: wire.Message) -> int:
@@ -167,7 +167,7 @@ def _learn_forms(path: str) -> None:
 
 
 VALUES: Mapping[str, Callable[..., Any]] = {
-    "tokenize": _tokenize, "detokenize": _detokenize, "count": _count, "render": _render, "budget": Llama.set_budget,
+    "tokenize": _tokenize, "pieces": _pieces, "count": _count, "render": _render, "budget": Llama.set_budget,
     "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: what makes its value of the model and the other fields}"""

@@ -66,6 +66,49 @@ def test_a_foreign_host_is_refused_everywhere(url: str, path: str) -> None:
     assert call(f"{url}/api/tags", Host="localhost:11434").status == 200
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://127.0.0.1:1/api/version", "localhost", 200),
+        ("http://localhost/api/version?x=1", "evil.com", 200),
+        ("HTTPS://[::1]:11434/api/version/", "localhost", 200),
+        ("http://localhost/v1/models/demo%3Alatest", "localhost", 200),
+        ("http://localhost", "localhost", 200),
+        ("http://localhost?x=/api", "localhost", 200),
+        ("http://localhost/nothing", "localhost", 404),
+        ("http://evil.com/api/version", "localhost", 403),
+        ("http://evil.com", "localhost", 403),
+        ("http://user@localhost/api/version", "localhost", 400),
+        ("http:///api/version", "localhost", 400),
+        ("ftp://localhost/api/version", "localhost", 400),
+        ("api/version", "localhost", 400),
+        ("*", "localhost", 404),
+    ],
+)
+def test_the_authority_of_a_target_counts_in_place_of_the_host_header(
+    url: str, target: str, host: str, status: int
+) -> None:
+    with connected(url) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_a_whole_url_needs_the_key_of_its_path_and_may_have_a_body(guarded: str) -> None:
+    body = b'{"model": "demo", "prompt": "a", "stream": false}'
+    for key, status in (("wrong", 401), (KEY, 200)):
+        head = (
+            f"POST {guarded}/api/generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
+        )
+        with connected(guarded) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize("path", ["/health/", "/v1/health", "/v1/health/", "/"])
+def test_open_paths_are_open_under_their_other_names(guarded: str, path: str) -> None:
+    assert call(f"{guarded}{path}").status == 200
+
+
 @pytest.mark.parametrize("origin", [EVIL, "null", "http://localhost.evil.example"])
 def test_a_foreign_origin_can_neither_read_nor_post(url: str, origin: str) -> None:
     for method, path, body in (

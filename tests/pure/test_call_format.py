@@ -342,3 +342,11 @@ def test_strict_tool_restricts_calls_and_no_text(name: str) -> None:
     whole = text + answer.replace("call00000", "call00001").rstrip()
     begun = accepted(Matcher(found, BYTES), whole)
     assert begun == whole or whole[len(begun) :] in form.endings
+
+
+@pytest.mark.parametrize("role", ["[{}]", "<{}>", "<|{}|>"])
+def test_tools_between_the_messages_and_the_answer_are_no_mark_of_the_text(role: str) -> None:
+    head = role.format("{{ m.role }}")
+    template = f"{{% for m in messages %}}{head}{{{{ m.content }}}}{{% endfor %}}{{{{ tools or '' }}}}"
+    form = answer_format(template + role.format("assistant") + "{# </think> #}")
+    assert (form.text_open, form.text_close) == ("", "")

@@ -190,7 +190,7 @@ def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Js
 
 async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
     entry, generations = await _understand(state, body)
-    reply = body.reply(entry, generations)
+    reply = body.reply(replace(entry, name=body.model or entry.name), generations)  # which has the name as asked
     reply.parallel_calls = body.parallel_calls
     return _answers(state, body, entry, generations, reply), reply
 

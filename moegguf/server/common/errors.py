@@ -33,7 +33,10 @@ OPENAI_TYPES = {404: "not_found_error", 401: "authentication_error", 403: "permi
 ANTHROPIC_TYPES = {
     **OPENAI_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
-LLAMA_PATHS = ("/completion", "/completions", "/infill", "/apply-template", "/slots", "/rerank", "/reranking")
+LLAMA_PATHS = (
+    "/completion", "/completions", "/infill", "/apply-template", "/slots", "/rerank", "/reranking", "/embeddings",
+    "/health", "/lora-adapters",
+)  # fmt: skip
 LLAMA_TYPES = {**OPENAI_TYPES, 501: "not_supported_error", 503: "unavailable_error"}
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would retry twice
 

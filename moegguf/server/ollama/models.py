@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -26,7 +26,7 @@ from moegguf.models.pull import pull as fetch
 from moegguf.models.recipe import Recipe, left_out, parameter_lines
 from moegguf.package import __version__
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, chunks, read_body
+from moegguf.server.common.body import Body, chunks, read_body, without_nulls
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import ModelName, Options, details_or_none, find
 from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, json_line, moe_object, to_ns
@@ -158,6 +158,8 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
     }
     if entry.license:
         found["license"] = entry.license
+    if entry.messages:
+        found["messages"] = [dict(message) for message in entry.messages]
     if system := body.system or entry.system:
         found["system"] = system
     if entry.mmproj:
@@ -290,7 +292,7 @@ class _CreateRequest(ModelBody):
     template: str | None = None
     system: str | None = None
     license: str | list[str] | None = None
-    parameters: Json | None = None
+    parameters: Annotated[Json, BeforeValidator(without_nulls)] | None = None
     messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
     quantize: str | None = None
     stream: bool | None = None
