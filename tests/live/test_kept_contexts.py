@@ -222,6 +222,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a crafted type": lambda path: crafted(path, 0),
     "a crafted number of cells": lambda path: crafted(path, 1),
     "a crafted position": lambda path: crafted(path, 2),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
 }
 
 
