@@ -2,9 +2,11 @@
 # make run    the bundled demo model, with a budget of half its experts
 # make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
 # make lab    what the laboratory needs, see predictors/README.md      make evidence   docs/evidence.md anew: hours
+# make soak   a server under load for two minutes: clients of every API, kills, disconnects, changes of the budget
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
 # make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
+# make short-run                 packs it with what answers, on a machine with a card, what only a card can answer
 # make wheel  a wheel for other machines, in dist/ (ARCH=aarch64: for those)
 # make bench MODEL=FILE          what the README's table was measured with
 
@@ -21,7 +23,7 @@ JOBS ?= 2
 ARCH ?= $(shell uname -m)
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
-.PHONY: all run test test-vulkan check-cuda lint lab evidence tsan asan wheel bench clean
+.PHONY: all run test soak test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -44,6 +46,9 @@ run: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+
+soak: $(READY)
+	@MOEGGUF_LONGEST_TEST_S=600 $(PY) -m pytest tests/soak -s
 
 $(VENV)/.lint: $(READY)
 	@$(PY) tools/check_machine.py --requirements lint | $(PIP) install -r /dev/stdin
@@ -71,6 +76,9 @@ check-cuda: $(VENV)/.tools
 	@$(PIP) install "nvidia-cublas>=13,<14" --no-deps
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m tools.gpu.build $(or $(CUDA_ARCHITECTURE),90)
 
+short-run: check-cuda
+	@$(PY) -m tools.gpu.pack build/short-run
+
 tsan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py thread
 
@@ -90,4 +98,4 @@ bench: $(READY)
 	@$(VENV)/bin/moegguf bench -m $(MODEL) --against stock --memory-limit 4GiB -p 512 -n 16 -r 2 --rounds 5
 
 clean:
-	rm -rf $(VENV) build/native build/portable-* build/vulkan build/cuda build/tsan build/asan build/ubsan build/test-rpc
+	rm -rf $(VENV) build/native build/portable-* build/vulkan build/cuda* build/short-run build/tsan build/asan build/ubsan build/test-rpc

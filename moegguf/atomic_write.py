@@ -8,15 +8,35 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 MODE = 0o644
+OWNER_ONLY = 0o600
+"""The mode of files with what users have said to a model, and with its answers."""
 
 
-def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
+DESCRIPTOR = re.compile(r"/dev/(stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)")
+"""The path of a descriptor of this process, as a shell writes for `>(command)`."""
+
+
+def can_be_replaced(path: Path) -> bool:
+    """Returns whether a new file can take the place of `path`: not of a pipe, a device, a folder or a descriptor."""
+    return (path.is_file() or not path.exists()) and not DESCRIPTOR.fullmatch(os.path.abspath(path))
+
+
+def make_private(path: Path) -> None:
+    """Takes the rights of other users from a file or a folder, but not from what a link leads to. Raises OSError."""
+    mode = path.lstat().st_mode
+    if mode & 0o077 and not stat.S_ISLNK(mode):
+        path.chmod(mode & 0o700)
+
+
+def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE) -> None:
     """Replaces the file at `path` by `data`, or its parts, flushed to disk; removes what killed processes have left.
 
     Raises OSError; the old file is then unchanged, and no temporary file remains.
@@ -28,7 +48,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(name, MODE)
+            os.chmod(name, mode)
             os.replace(name, path)
     except BaseException:  # also an interrupt: no temporary file stays
         Path(name).unlink(missing_ok=True)
@@ -50,7 +70,7 @@ def remove_abandoned(paths: Iterable[Path]) -> None:
     """Removes those of the temporary files `paths` that no process has locked."""
     for path in paths:
         with suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

@@ -144,6 +144,13 @@ _TABLE = (
            default="1", least=0, most=1),
     Option("num_keep", "request", SAMPLING, "First tokens that stay when the context is full; -1: the prompt.",
            kind="whole", default="4", least=-1, most=MAX_ANSWER_TOKENS),
+    Option("reasoning_budget_tokens", "request", SAMPLING,
+           "Tokens of thinking; then its end is forced, and the answer goes on. 0: no thinking, -1: no limit. Of"
+           " `serve`: for requests that name none.", ("--reasoning-budget",), "N", "THINK_BUDGET", "whole", "-1",
+           least=-1, most=MAX_ANSWER_TOKENS),
+    Option("reasoning_budget_message", "request", SAMPLING,
+           "Text before the end of the thinking, where that is forced.", ("--reasoning-budget-message",), "TEXT",
+           "THINK_BUDGET_MESSAGE", default="none"),
     Option("seed", "request", SAMPLING, "Random seed.", ("--seed", "-s"), "N", kind="whole", default="random"),
     Option("strategy", "load", RESEARCH,
            "What decides on experts: moegguf (what was measured to be best), none, lru, or as a whole one of"

@@ -187,6 +187,7 @@ def human_number(n: int) -> str:
     return str(n)
 
 
+_LAST_S = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 _SIZES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 _LONG_H = ((24 * 365, "year"), (24 * 30, "month"), (24 * 7, "week"), (24, "day"))
 
@@ -214,6 +215,12 @@ def human_duration(seconds: float) -> str:
         return "About an hour"
     n, name = next(((hours // unit, name) for unit, name in _LONG_H if hours >= 2 * unit), (hours, "hour"))
     return f"{n} {name}s"
+
+
+def utc_time(seconds: float) -> datetime:
+    """Returns a file's time as an aware one, in the years 1970 to 9998: a file may have any, and datetime has no others
+    in every time zone."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_S), UTC)
 
 
 def human_time(when: datetime | None, now: datetime | None = None) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from moegguf.errors import BudgetError, OptionError
 from moegguf.options import OPTIONS, Kind, Option, old_variable
 from moegguf.quantities import parse_duration, parse_expert_cache, parse_size, parse_store_size
+from moegguf.text import without_password
 
 DEFAULT_PORT = 11434
 
@@ -125,8 +126,8 @@ def parse_host(text: str | None) -> Host:
         return Host(scheme, split.hostname or Host.host, port, split.path.strip("/"))
     except ValueError:
         raise OptionError(
-            f"{given.rpartition('@')[2][:80]!r} is not an address of a server; accepted: 'host', ':port', 'host:port', 'http://host:port'"
-            " or '[::1]:port', with a port from 0 to 65535."
+            f"{without_password(given)[:80]!r} is not an address of a server; accepted: 'host', ':port', 'host:port',"
+            " 'http://host:port' or '[::1]:port', with a port from 0 to 65535, and without user and password."
         ) from None
 
 
@@ -165,12 +166,19 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     share_contexts: bool = False
     trusted: tuple[Network, ...] = ()
+    reasoning_budget_tokens: int | None = None
+    reasoning_budget_message: str = ""
     batch_parallel: int = 16
     batch_window_s: float = 86400.0
     upload_bytes: int = 200 << 20
     storage_bytes: int = 10 << 30
     editor: str = ""
     loading: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tells_clients_apart(self) -> bool:
+        """Whether what is computed belongs to one of several clients: to those with a key, and to those without."""
+        return len(set(self.api_keys)) + bool(self.trusted) > 1
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -210,7 +218,7 @@ def _items(text: str) -> tuple[str, ...]:
 
 def _whole(option: Option, text: str) -> int:
     least, most = option.least or 0, option.most or 1 << 31
-    if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not least <= int(text) <= most:
+    if not re.fullmatch(r"-?\d{1,12}", text, re.ASCII) or not least <= int(text) <= most:
         raise OptionError(f"{text[:60]!r} is not a whole number from {least:.0f} to {most:.0f}.")
     return int(text)
 

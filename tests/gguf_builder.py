@@ -155,7 +155,8 @@ def moe(
             if key not in skip_kv:
                 g.add(f"{arch}.{key}", U32, value)
         g.add_array("tokenizer.ggml.tokens", STR, [f"t{i}" for i in range(vocab)])
-        g.add("tokenizer.chat_template", STR, "{{ messages }}")
+        if "tokenizer.chat_template" not in skip_kv:
+            g.add("tokenizer.chat_template", STR, "{{ messages }}")
     if split:
         g.add("split.no", U16, split[0]).add("split.count", U16, split[1]).add("split.tensors.count", I32, split[2])
     if first:

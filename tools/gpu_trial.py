@@ -33,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from moegguf.engine.machine import count_cpus
 from moegguf.processor import read_processor
 from moegguf.quantities import parse_duration
-from tools.gpu.build import ROOT, Backend, build, cuda, library_of, nvcc, vulkan
-from tools.gpu.case import Case
+from tools.gpu.build import ROOT, Backend, build, cuda, library_of, nvcc, of_processes, vulkan
+from tools.gpu.case import Case, read_parts
+from tools.gpu.facts import card
 from tools.gpu.pack import pack
 from tools.gpu.rig import FULL, Model, Rig, small
 from tools.gpu.steps import REFUSED, Outcome, State, Step, StepError, UnfinishedError, is_among, run_steps
@@ -51,14 +52,6 @@ IDENTITY = {
     "architectures": "test_every_architecture",
 }
 NO_MEMORY = re.compile(r".*(?:out of memory|failed to allocate|unable to allocate|OutOfDeviceMemory).*", re.IGNORECASE)
-CARD = ("name", "memory.total", "compute_cap", "driver_version", "pcie.link.gen.max", "pcie.link.width.max")
-
-
-def card() -> dict[str, str]:
-    """What nvidia-smi says of the first card. Raises OSError, subprocess.CalledProcessError."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader"]
-    line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    return dict(zip(CARD, (cell.strip() for cell in line.split(",")), strict=True))
 
 
 @dataclass(frozen=True)
@@ -138,12 +131,11 @@ class Trial:
         return {}
 
     def _result(self, name: str, arguments: list[str], left_s: float, environment: dict[str, str]) -> Outcome:
-        """What a process prints as JSON, or that its memory was refused. Raises StepError."""
+        """Returns the result that a process prints, or that its memory was refused. Raises StepError."""
         done = self._python(name, arguments, left_s, environment)
-        try:
-            outcome: dict[str, Any] = json.loads(done.stdout)
-        except ValueError:
-            outcome = {"error": f"exit status {done.returncode}: {done.stderr[-2000:]}"}
+        outcome = read_parts(done.stdout)
+        if done.returncode or not outcome:
+            outcome.setdefault("error", f"exit status {done.returncode}: {done.stderr[-2000:]}")
         if "error" not in outcome:
             return outcome
         if refused := NO_MEMORY.search(done.stderr):
@@ -154,13 +146,7 @@ class Trial:
         self, name: str, arguments: list[str], timeout_s: float, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Runs Python on the sources; its stderr is kept below log/."""
-        library = self.library or library_of(self.backend)
-        folders = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        own = {
-            "MOEGGUF_LIBRARY": str(library), "MOEGGUF_TRIAL_LOAD": "0", "MOEGGUF_HOME": str(self.work / "home"),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # other people's plugins, which the machine's Python may hold
-            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        }  # fmt: skip
+        own = of_processes(self.library or library_of(self.backend), self.work / "home")
         log = self.work / "log" / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
         log.parent.mkdir(exist_ok=True)
         with log.open("w+", errors="replace") as errors:

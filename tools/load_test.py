@@ -4,8 +4,9 @@
 
 A single client sends every question first; then N clients send them repeatedly, streamed, and each answer must be the
 one of the single client for the same seed; with --parallel, last bits depend on what else is computed, so that one of
-thousands may differ: it is printed. Exit status 1 when an answer differs, a connection breaks, or memory of the
-server and its workers grows by more than --most-growth MB in the second half. Flat over 2,000 requests:
+thousands may differ: it is printed. --dialects sends the questions in the forms of several APIs; `make soak` does so
+beside kills, disconnects and changes of the budget. Exit status 1 when an answer differs, a connection breaks, or
+memory of the server and its workers grows by more than --most-growth MB in the second half. Flat over 2,000 requests:
 
     python -m tools.load_test --requests 2000 --seconds 3600 --max-tokens 8
 """
@@ -15,11 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -34,27 +36,84 @@ QUESTIONS = (
 )  # fmt: skip
 TIMEOUT_S = 600.0  # for one answer, queue included
 MEMORY_SAMPLES = 20  # over a run
+WORKER_ENDED = "worker process has ended"  # in the error of an answer that had begun
 MOST_GROWTH_MB = 16  # of memory in the second half of a run, when every buffer has been used
+
+
+Json = dict[str, Any]
+Part = tuple[str, str, int | None]
+"""Text, the reason why the answer ended ("" while it goes on), and in the last object with figures its tokens."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with a seed, so that the answer is always the same."""
+    """A question with a seed, so that the answer is always the same. `dialect`: one of DIALECTS."""
 
     text: str
     seed: int
     max_tokens: int
+    dialect: str = "openai"
 
-    def body(self, model: str) -> dict[str, Any]:
-        """The body of POST /v1/chat/completions."""
-        return {
-            "model": model,
-            "messages": [{"role": "user", "content": self.text}],
-            "seed": self.seed,
-            "max_tokens": self.max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+    def body(self, model: str) -> Json:
+        """The body of the request."""
+        return {"model": model, "stream": True, **DIALECTS[self.dialect].fields(self)}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An API that answers in a stream. `fields`: of the body; `read`: the part of the answer in one object."""
+
+    path: str
+    fields: Callable[[Question], Json]
+    read: Callable[[Json], Part]
+
+
+def _messages(question: Question) -> Json:
+    return {"messages": [{"role": "user", "content": question.text}]}
+
+
+def _read_openai(chunk: Json) -> Part:
+    choice: Json = next(iter(chunk["choices"]), {"delta": {}, "finish_reason": None})
+    n_tokens = chunk["usage"]["completion_tokens"] if chunk.get("usage") else None
+    return choice["delta"].get("content") or "", choice["finish_reason"] or "", n_tokens
+
+
+def _read_anthropic(event: Json) -> Part:
+    if event["type"] == "message_delta":
+        return "", event["delta"]["stop_reason"], event["usage"]["output_tokens"]
+    return event.get("delta", {}).get("text", ""), "", None
+
+
+def _read_ollama(line: Json) -> Part:
+    return line["message"]["content"], line.get("done_reason", ""), line.get("eval_count")
+
+
+def _read_llama(chunk: Json) -> Part:
+    return chunk["content"], chunk.get("stop_type", ""), chunk.get("tokens_predicted")
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "openai": Dialect(
+        "/v1/chat/completions",
+        lambda q: {
+            **_messages(q), "seed": q.seed, "max_tokens": q.max_tokens, "stream_options": {"include_usage": True},
+        },
+        _read_openai,
+    ),
+    "anthropic": Dialect(
+        "/v1/messages",
+        lambda q: {**_messages(q), "max_tokens": q.max_tokens, "options": {"seed": q.seed}},
+        _read_anthropic,
+    ),
+    "ollama": Dialect(
+        "/api/chat",
+        lambda q: {**_messages(q), "options": {"seed": q.seed, "num_predict": q.max_tokens}},
+        _read_ollama,
+    ),
+    "llama": Dialect(
+        "/completion", lambda q: {"prompt": q.text, "seed": q.seed, "n_predict": q.max_tokens}, _read_llama
+    ),
+}  # fmt: skip
 
 
 @dataclass
@@ -83,6 +142,9 @@ class Outcome:
     first_wrong: str = ""  # what it is, and what it should have been
     busy: int = 0
     busy_without_retry_after: int = 0
+    cancelled: int = 0  # by the client
+    lost: int = 0  # with their worker's process
+    kills: int = 0  # of workers, by whoever runs the test
     resets: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     n_tokens: int = 0
@@ -99,8 +161,9 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether there were answers, every one was right, and memory did not grow."""
+        """Whether there were answers, every one was right, none was lost but by a kill, and memory did not grow."""
         faults = self.wrong or self.resets or self.errors or self.busy_without_retry_after
+        faults = faults or (self.lost and not self.kills)
         return self.answers > 0 and not faults and self.growth_bytes <= self.most_growth_mb * 1e6
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,39 +195,46 @@ class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
         self.has_retry_after = has_retry_after
 
 
-async def request_answer(client: httpx.AsyncClient, model: str, question: Question) -> Answer:
-    """One streamed answer. Raises BusyServer, RuntimeError for any other error of the server, and httpx's errors."""
-    answer, start = Answer(), time.perf_counter()
-    async with client.stream("POST", "/v1/chat/completions", json=question.body(model)) as response:
+async def request_answer(
+    client: httpx.AsyncClient, model: str, question: Question, most_parts: int | None = None
+) -> Answer:
+    """One streamed answer; of one that has more than `most_parts` the beginning, before the client disconnects. Raises
+    BusyServer, RuntimeError for any other error of the server, and httpx's errors."""
+    answer, start, dialect = Answer(), time.perf_counter(), DIALECTS[question.dialect]
+    async with client.stream("POST", dialect.path, json=question.body(model)) as response:
         if response.status_code == 503:
             raise BusyServer("retry-after" in response.headers)
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code} {(await response.aread()).decode()[:200]}")
+        n_tokens = None
         async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                _add_chunk(answer, json.loads(line[6:]), time.perf_counter() - start)
-            elif line == "data: [DONE]":
-                return answer
-    raise httpx.RemoteProtocolError("the stream ended before [DONE]")
-
-
-def _add_chunk(answer: Answer, chunk: dict[str, Any], at_s: float) -> None:
-    if "error" in chunk:
-        raise RuntimeError(str(chunk["error"])[:200])
-    for choice in chunk["choices"]:
-        if text := choice["delta"].get("content"):
+            if not (line := line.removeprefix("data: ")).startswith("{"):
+                continue
+            chunk = json.loads(line)
+            if "error" in chunk:
+                raise RuntimeError(str(chunk["error"])[:200])
+            text, reason, n_now = dialect.read(chunk)
+            n_tokens = n_now if n_tokens is None else n_tokens
             answer.text += text
-            answer.at_s.append(at_s)
-        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-    if usage := chunk.get("usage"):
-        answer.n_tokens = usage["completion_tokens"]
+            answer.at_s += [time.perf_counter() - start] if text else []
+            answer.finish_reason = reason or answer.finish_reason
+            if most_parts is not None and len(answer.at_s) > most_parts:
+                return answer
+    if n_tokens is None or not answer.finish_reason:
+        raise httpx.RemoteProtocolError("the stream ended before the answer")
+    answer.n_tokens = n_tokens
+    return answer
 
 
 class Run:
-    """N concurrent clients, for a time or a number of requests."""
+    """N concurrent clients, for a time or a number of requests. `cancels`: the share of requests whose client leaves
+    after a few parts of the answer."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str, questions: Sequence[Question], clients: int) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, model: str, questions: Sequence[Question], clients: int, cancels: float = 0.0
+    ) -> None:
         self.client, self.model, self.questions = client, model, questions
+        self._cancels, self._dice = cancels, random.Random(1)
         self.outcome = Outcome(clients)
         self.expected: dict[Question, tuple[str, str, int]] = {}
 
@@ -198,18 +268,26 @@ class Run:
 
     async def _check_answer(self, question: Question) -> None:
         outcome = self.outcome
+        most_parts = self._dice.randrange(4) if self._dice.random() < self._cancels else None
         try:
-            answer = await request_answer(self.client, self.model, question)
+            answer = await request_answer(self.client, self.model, question, most_parts)
         except BusyServer as busy:
             outcome.busy += 1
             outcome.busy_without_retry_after += not busy.has_retry_after
         except httpx.HTTPError:  # refused, reset, cut off
             outcome.resets += 1
         except RuntimeError as error:
-            outcome.errors[str(error)] += 1
+            if WORKER_ENDED in str(error):
+                outcome.lost += 1
+            else:
+                outcome.errors[str(error)] += 1
         else:
-            outcome.answers += 1
-            if answer.content != (expected := self.expected[question]):
+            expected = self.expected[question]
+            if is_part := not answer.n_tokens:
+                outcome.cancelled += 1
+            else:
+                outcome.answers += 1
+            if not expected[0].startswith(answer.text) if is_part else answer.content != expected:
                 outcome.wrong += 1
                 outcome.first_wrong = outcome.first_wrong or f"{answer.content}, in place of {expected}"
             outcome.n_tokens += answer.n_tokens
@@ -242,9 +320,15 @@ async def watch_memory(run: Run, port: int, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
+def questions_of(dialects: Sequence[str], first_seed: int, max_tokens: int) -> list[Question]:
+    """Every question in each of the dialects."""
+    numbered = list(enumerate(QUESTIONS, first_seed))
+    return [Question(text, seed, max_tokens, dialect) for seed, text in numbered for dialect in dialects]
+
+
 async def measure(options: argparse.Namespace) -> Outcome:
     """The whole test with the options of the command line."""
-    questions = [Question(text, options.seed + number, options.max_tokens) for number, text in enumerate(QUESTIONS)]
+    questions = questions_of(options.dialects, options.seed, options.max_tokens)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.clients)
     async with httpx.AsyncClient(base_url=options.url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
         run = Run(client, options.model, questions, options.clients)
@@ -269,6 +353,8 @@ def lines(outcome: Outcome) -> Iterator[str]:
     if outcome.first_wrong:
         yield f"first wrong      {outcome.first_wrong}"
     yield f"busy (503)       {outcome.busy}, {outcome.busy_without_retry_after} of them without Retry-After"
+    yield f"cancelled        {outcome.cancelled}"
+    yield f"lost             {outcome.lost}, with {outcome.kills} workers that were killed"
     yield f"resets           {outcome.resets}"
     for error, n in outcome.errors.items():
         yield f"error            {n} x {error}"
@@ -290,6 +376,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="stop after this number, if that comes first")
     parser.add_argument("--max-tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--seed", type=int, default=1, help="of the first question; each further one adds 1")
+    parser.add_argument("--dialects", nargs="+", choices=DIALECTS, default=["openai"], help="APIs to use")
     parser.add_argument("--most-growth", type=float, default=MOST_GROWTH_MB, metavar="MB", help="of memory")
     parser.add_argument("--json", action="store_true", help="all figures as JSON on stdout")
     options = parser.parse_args()

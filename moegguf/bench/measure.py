@@ -9,7 +9,6 @@ one. bench/series.py runs several systems.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -43,6 +42,7 @@ from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
 from moegguf.processor import read_processor
 from moegguf.quantities import human_number, parse_link
+from moegguf.text import decode_text
 
 
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Feed:
         self._text: list[int] = []
         if spec.text is not None:
             try:
-                text = Path(spec.text).read_bytes()
+                text = decode_text(Path(spec.text).read_bytes()).encode()
             except OSError as error:
                 raise ModelNotFoundError(f"{spec.text!r} cannot be read ({error.strerror}); check the path.") from error
             self._text = llama.tokenize(text, add_bos=False, special=False)
@@ -160,8 +160,7 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engin
         sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
         sample.tokens.append(greedy_token(llama))
     if engine is not None and test.n_gen and start:
-        endless = dict.fromkeys(llama.vocabulary.end_tokens(), -math.inf)
-        sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, logit_bias=endless)
+        sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, ignore_eos=True)
         (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
         if answer.error is not None:
             raise answer.error

@@ -21,6 +21,7 @@ from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.loading import parse_format
 from moegguf.terminal.messages import print_error, print_message
 from moegguf.terminal.progress import Spinner
+from moegguf.text import decode_text
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation, Snapshot
@@ -208,9 +209,9 @@ def _read(chat: Chat, name: str) -> None:
         data = file.read(MAX_READ_BYTES + 1)
     if len(data) > MAX_READ_BYTES:
         raise OptionError(f"/read takes files of up to {MAX_READ_BYTES >> 20} MiB; '{name}' is larger")
-    if b"\0" in data:
+    text = decode_text(data).rstrip("\n")
+    if "\0" in text:
         raise OptionError(f"/read takes text; '{name}' is binary")
-    text = data.decode("utf-8", errors="replace").rstrip("\n")
     pending = chat.conversation.pending_text
     chat.conversation.pending_text = f"{pending}\n\n{text}" if pending else text
     print_message(f"Read '{name}' ({len(text):,} characters); it goes before your next message.")

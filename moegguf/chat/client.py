@@ -19,6 +19,7 @@ from typing import Any
 from moegguf.errors import MoeggufError
 from moegguf.settings import Settings, read_settings
 from moegguf.terminal.messages import print_message
+from moegguf.text import to_utf8
 
 Json = dict[str, Any]
 
@@ -86,7 +87,7 @@ class Client:
     def _open(
         self, path: str, body: Mapping[str, Any] | None, timeout_s: float, method: str | None = None
     ) -> Generator[HTTPResponse]:
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else to_utf8(json.dumps(body, ensure_ascii=False))
         headers = self.headers if data is None else {**self.headers, "Content-Type": "application/json"}
         request = urllib.request.Request(self.host.url + path, data, headers, method=method)
         try:

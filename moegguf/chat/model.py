@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.request import Delta, Message, OnProgress, PromptProgress, Timing
+from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_duration
@@ -124,6 +125,7 @@ class OwnWorker:
         threading.Thread(target=self._loop.run_forever, name="moegguf-worker", daemon=True).start()
         self._spare: WorkerProcess | None = self._start()
         self._worker: WorkerProcess | None = None  # that has loaded a model
+        self._files: list[FileVersion | None] = []  # of that model
         from moegguf.models.catalog import Catalog
 
         self.names = Catalog()
@@ -154,6 +156,7 @@ class OwnWorker:
     def load(self, entry: NamedModel, options: Mapping[str, Any], spinner: Spinner) -> None:
         """Loads a model; the present one ends first, since memory may not hold two."""
         here, start_s = _here(entry), time.perf_counter()
+        versions = [FileVersion.now(path) for path in here.all_files]
         if self._worker:
             self.close()
         spinner.show("starting a worker")
@@ -179,15 +182,16 @@ class OwnWorker:
         except BaseException:  # also an interrupt
             self._run(worker.close(0))
             raise
-        self._worker, self._before = worker, None
+        self._worker, self._before, self._files = worker, None, versions
         self.n_ctx, self.reads_images = ready.n_ctx, ready.reads_images
         placement = ready.plan.get("placement")
         self.placement = None if placement is None else build(Placement, placement["chosen"])
 
     @property
     def ended(self) -> bool:
-        """Whether there is no process with a model."""
-        return self._worker is None or self._worker.exited.done()
+        """Whether there is no process with the model as its files are now."""
+        changed = any(file is not None and file.is_changed() for file in self._files)
+        return changed or self._worker is None or self._worker.exited.done()
 
     @property
     def stats(self) -> Stats | None:
@@ -370,7 +374,7 @@ class RunningServer:
                         return
                     if line.get("done"):
                         answer.timing, answer.decisions = build(Timing, line["timing"]), line["decisions"]
-                        answer.load_s += line.get("load_duration", 0) / 1e9
+                        answer.load_s += line["load_s"]
                         return
                     if "prompt_progress" in line:
                         answer.put(build(PromptProgress, line["prompt_progress"]))
@@ -436,8 +440,8 @@ class ChatModel:
         self._loaded, self._load_s, self._answer = options, time.perf_counter() - start_s, None
 
     def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
-        """Loads the model again when a parameter asks for another context, cache or number of threads, and when its
-        process has ended."""
+        """Loads the model again when a parameter asks for another context, cache or number of threads, when its process
+        has ended, and when its file was written to."""
         if self.connection.ended or self.connection.options(conversation) != self._loaded:
             self.load(conversation, spinner)
 

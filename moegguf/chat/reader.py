@@ -16,9 +16,8 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
+from moegguf.atomic_write import OWNER_ONLY
 from moegguf.settings import read_settings
-
-OWNER_ONLY = 0o600
 
 
 class InputHistory(FileHistory):

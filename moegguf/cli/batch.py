@@ -7,12 +7,15 @@ Progress and the summary go to stderr.
 from __future__ import annotations
 
 import asyncio
-import json
+import errno
+import fcntl
+import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,19 +24,25 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
+from moegguf.atomic_write import DESCRIPTOR, can_be_replaced
 from moegguf.cli.options import OFTEN, Flag, Given, flags, loading_options
 from moegguf.errors import BatchFileError, MoeggufError
 from moegguf.options import MAX_BATCH_PARALLEL, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner, duration
+from moegguf.text import without_surrogates
 
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
+    from moegguf.models.entry import ModelEntry
     from moegguf.serving.batch.answers import Answer, Counts, Entry, Journal, Requests
     from moegguf.settings import Settings
 
     Answering = AbstractAsyncContextManager[Answer]
+
+WriteLine = Callable[[bytes], object]
+"""Writes a line of the answers at once."""
 
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
@@ -50,7 +59,8 @@ RequestFile = Annotated[
 ]
 FLAGS = (
     Flag("output", "--output -o", "FILE", OFTEN,
-         "Where the answers go; - for stdout.  [default: beside REQUESTS, NAME.answers.jsonl; stdout for stdin]"),
+         "Where the answers go: a file, a pipe, or - for stdout.  [default: beside REQUESTS, NAME.answers.jsonl; stdout"
+         " for a pipe]"),
     Flag("model", "--model -m", "MODEL", OFTEN, "The model of requests that name none."),
     Flag("parallel", "--parallel", "N", OFTEN,
          "Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
@@ -79,8 +89,9 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     settings = replace(settings, loading=loading, **{name: n for name, n in given.items() if n})
     target = _output_path(requests, chosen["output"])
     with ExitStack() as opened:
+        write_line = None if target is not None else opened.enter_context(_open_stream(chosen["output"]))
         file = opened.enter_context(_open_requests(requests))
-        found = Requests(file, ENDPOINTS, {} if model is None else {"model": model})
+        found = Requests(file, ENDPOINTS, {} if model is None else {"model": without_surrogates(model)})
         answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
             answers.remove()  # of a process that was killed just before its end
@@ -91,24 +102,77 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
         if client is not None:
             answering: Answering = _answers_of_server(client)
         else:
+            given_models = []
             if model is not None:
-                find_or_pull(model)
+                entry, name = find_or_pull(model), without_surrogates(model)
+                given_models = [replace(entry, name=name)] if name != model else []  # no request can name its path
             n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
             settings = replace(settings, n_parallel=max(1, min(len(found.lines), n_at_once)))
-            answering = _answers_of_models_here(settings)
-        return _answer_to_end(found, target, answers, n_at_once, answering)
+            answering = _answers_of_models_here(settings, given_models)
+        return _answer_to_end(found, target, write_line, answers, n_at_once, answering)
 
 
 def _output_path(requests: str, output: str | None) -> Path | None:
-    """Where the answers go; None for stdout. Raises BadParameter."""
-    if output == STANDARD or (output is None and requests == STANDARD):
+    """Returns the file of the answers; None where they are written as they come, to stdout, a pipe or a device. Raises
+    BadParameter."""
+    source = Path(requests).expanduser()
+    if output == STANDARD or (output is None and (requests == STANDARD or not can_be_replaced(source))):
         return None
-    path = Path(output).expanduser() if output else Path(requests).expanduser().with_suffix(ANSWERS_SUFFIX)
+    path = Path(output).expanduser() if output else source.with_suffix(ANSWERS_SUFFIX)
     if path.is_dir() or not path.parent.is_dir():
         raise typer.BadParameter(f"{path} is not a file in a folder that exists", param_hint="--output")
-    if requests != STANDARD and path.exists() and path.samefile(Path(requests).expanduser()):
+    if requests != STANDARD and path.exists() and source.exists() and path.samefile(source):
         raise typer.BadParameter("that is the file of requests", param_hint="--output")
-    return path
+    return path if can_be_replaced(path) else None
+
+
+@contextmanager
+def _open_stream(output: str | None) -> Iterator[WriteLine]:
+    """Opens stdout, a descriptor of this process, a pipe that a process reads, or a device. Raises BatchFileError."""
+    from moegguf.serving.batch.answers import storing, write_all
+
+    if output is None or output == STANDARD:
+        yield _write_to_stdout
+        return
+    path = Path(output).expanduser()
+    try:
+        handle = _open_for_writing(path)
+    except OSError as error:
+        why = "no process reads it" if error.errno == errno.ENXIO else error.strerror
+        raise BatchFileError(
+            f"cannot write answers to {path} ({why}); name a file, a pipe that a process reads, or - for stdout."
+        ) from None
+
+    def write_line(line: bytes) -> None:
+        with storing(path):
+            write_all(handle, line)
+
+    try:
+        yield write_line
+    finally:
+        os.close(handle)
+
+
+def _write_to_stdout(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+def _open_for_writing(path: Path) -> int:
+    """Opens what is no file, without waiting for a reader; a descriptor of this process is duplicated, because opening
+    its path fails for a socket. Raises OSError."""
+    if named := DESCRIPTOR.fullmatch(os.path.abspath(path)):
+        number = ("stdin", "stdout", "stderr").index(named[1]) if named[1] else int(named[2])
+        handle = os.dup(number)
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            os.close(handle)
+            raise OSError(errno.EBADF, "it is open for reading only")
+        return handle
+    if stat.S_ISBLK(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is a disk")
+    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    os.set_blocking(handle, True)
+    return handle
 
 
 def _open_requests(path: str) -> BinaryIO:
@@ -126,7 +190,7 @@ def _open_requests(path: str) -> BinaryIO:
 
 @contextmanager
 def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
-    """Where the answers are until there are all; those for stdout go with the command. Raises BatchFileError,
+    """Opens the journal of the answers; without a `target` it goes with the command. Raises BatchFileError,
     StorageError."""
     from moegguf.serving.batch.answers import open_journal
 
@@ -162,15 +226,15 @@ async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
 
 
 @asynccontextmanager
-async def _answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
-    """Answers of models that are loaded for this command."""
+async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry]) -> AsyncIterator[Answer]:
+    """Answers of models that are loaded for this command, these `given` ones before others of their names."""
     from moegguf.models.catalog import Catalog
     from moegguf.server.batches import new_state, reply_in_process
     from moegguf.serving.model_manager import ModelManager
 
-    catalog = Catalog()
+    catalog = Catalog(given=given)
     async with ModelManager(catalog, settings) as manager:
-        yield partial(reply_in_process, new_state(manager, catalog))
+        yield partial(reply_in_process, new_state(manager, catalog, settings))
 
 
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
@@ -188,11 +252,16 @@ def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) ->
 
 
 def _answer_to_end(
-    requests: Requests, target: Path | None, answers: Journal, n_parallel: int, answering: Answering
+    requests: Requests,
+    target: Path | None,
+    write_line: WriteLine | None,
+    answers: Journal,
+    n_parallel: int,
+    answering: Answering,
 ) -> int:
-    """Answers the requests that are not answered yet, up to the file of all answers (`target`: None for stdout);
-    returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
-    from moegguf.serving.batch.answers import answer_requests
+    """Answers the requests that are not answered yet, up to the file of all answers (`target`), or writes each answer
+    with `write_line`; returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
+    from moegguf.serving.batch.answers import answer_requests, to_line
 
     n_total, counts, before = len(requests.lines), answers.counts, replace(answers.counts)
     start_s = said_s = time.monotonic()
@@ -204,8 +273,8 @@ def _answer_to_end(
 
     def report(entry: Entry | None = None) -> None:
         nonlocal said_s
-        if entry is not None and target is None:
-            print(json.dumps(entry, ensure_ascii=False, separators=(",", ":")), flush=True)
+        if entry is not None and write_line is not None:
+            write_line(to_line(entry))
         if bar.visible:
             bar.show(text(), counts.done / n_total)
         elif time.monotonic() - said_s >= LINE_S and counts.done < n_total:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -14,6 +14,7 @@ import typer
 from moegguf.cli.options import OFTEN, AsJson, Flag, Given, Insecure, Model, Prefix, flags, model_argument
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.terminal.messages import print_message
+from moegguf.text import decode_text, to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.context_store import StoredBlock
@@ -130,15 +131,14 @@ def copy(
 def create(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The new name.")],
     file: Annotated[
-        typer.FileText,
-        typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.", encoding="utf-8", errors="replace"),
+        typer.FileBinaryRead, typer.Option("--file", "-f", metavar="MODELFILE", help="`-` reads stdin.")
     ] = "Modelfile",  # type: ignore[assignment]  # its name, which typer opens
 ) -> None:
     """Create a model from a Modelfile: FROM, PARAMETER, SYSTEM, MESSAGE, LICENSE."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.recipe import parse
 
-    Catalog().create(model, parse(file.read()))
+    Catalog().create(model, parse(decode_text(file.read())))
     print_message("success")
 
 
@@ -194,7 +194,7 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
     """List the computed contexts that are kept on disk, by model, or delete them (`clear`)."""
     if context.invoked_subcommand is not None:
         return
-    from moegguf.quantities import human_bytes, human_time
+    from moegguf.quantities import human_bytes, human_time, utc_time
     from moegguf.terminal.tables import print_columns, print_json
 
     rows: list[dict[str, Any]] = [
@@ -204,7 +204,7 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
             "longest_tokens": max(block.about.n_tokens for block in blocks),
             "tokens": sum(block.about.n_own_tokens for block in blocks),
             "bytes": sum(block.n_bytes for block in blocks),
-            "used": datetime.fromtimestamp(max(block.used_s for block in blocks), UTC),
+            "used": utc_time(max(block.used_s for block in blocks)),
         }
         for model, blocks in _by_model().items()
     ]
@@ -306,7 +306,7 @@ def budget(
 
     budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
     given = {name: value for name, value in budgets.items() if value is not None}
-    path = f"/budget?model={quote(model, safe='')}"
+    path = f"/budget?model={quote(to_utf8(model), safe='')}"
     now = Client().post("/budget", {"model": model, **given}, method="PUT") if given else Client().get(path)
     parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
     if now["vram_cache_bytes"]:

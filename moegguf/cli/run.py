@@ -17,6 +17,7 @@ from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
+from moegguf.text import decode_text
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
@@ -29,7 +30,7 @@ def _read_prompt(words: Sequence[str]) -> str | None:
     """Piped input and `words`, joined by a space; None when there is neither and stdin and stdout are a terminal. ""
     when `words` are blank. Raises BadParameter when there is no prompt and no terminal."""
     terminal = sys.stdin.isatty()
-    piped = "" if terminal else sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    piped = "" if terminal else decode_text(sys.stdin.buffer.read())
     parts = [part for part in (piped.rstrip("\n"), " ".join(words)) if part.strip()]
     if parts:
         return " ".join(parts)
@@ -86,6 +87,8 @@ FLAGS = (
 )  # fmt: skip
 PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
 """{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
+OF_THE_ENVIRONMENT = ("n_ctx", "reasoning_budget_tokens", "reasoning_budget_message")
+"""Settings that count for a model that this command loads, where neither its name nor a flag says otherwise."""
 
 
 class RunCommand(Command):
@@ -153,8 +156,11 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
     entry = server.entry if server else find_or_pull(name)
     if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
         parameters["num_ctx"] = chat_model.connection.details(entry).n_ctx_train
-    if not server and (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
-        parameters = {"num_ctx": n_ctx, **parameters}
+    if not server:
+        environment = read_settings()
+        defaults = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
+        unset = {name: value for name, value in defaults.items() if value not in (None, "")}
+        parameters = {name: value for name, value in unset.items() if name not in entry.parameters} | parameters
     conversation = Conversation(entry, {} if server else load_options, parameters, **settings)
     with Spinner() as spinner:
         if text is None or not server:  # a server loads for the answer

@@ -21,9 +21,12 @@ OF_THE_MODEL = ("mmproj", "lora_path")  # files that belong to one model
 SERVER_FLAGS, LOAD_FLAGS = (
     [name for name, option in OPTIONS.items() if option.flags and option.scope == scope] for scope in ("server", "load")
 )
+BUDGET_FLAGS = ("reasoning_budget_tokens", "reasoning_budget_message")  # defaults of requests
 TO_EVERY_MODEL = [name for name in LOAD_FLAGS if name not in ("n_ctx", *OF_THE_MODEL)]
 WITHOUT_FLAG = [
-    option for option in OPTIONS.values() if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS)
+    option
+    for option in OPTIONS.values()
+    if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS, *BUDGET_FLAGS)
 ]
 Models = Annotated[list[str] | None, model_argument("Loaded at once: names, or GGUF files (by their names).")]
 PORT = Flag(
@@ -41,7 +44,9 @@ class ServeCommand(Command):
             formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE as for huggingface_hub")
 
 
-@flags("expert_cache", *SERVER_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"), own=(PORT,))
+@flags(
+    "expert_cache", *SERVER_FLAGS, *BUDGET_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"), own=(PORT,)
+)
 def serve(models: Models = None, *, given: Given, port: int | None = None) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
     from moegguf.engine.load import given_budgets
@@ -82,11 +87,13 @@ def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | N
 
 
 def serve_settings(port: int | None, given: Given) -> Settings:
-    """The environment's settings, overridden by the command line's, but for what is 0 or empty; no networks count.
+    """The environment's settings, overridden by the command line's, but for what is 0 or empty; no networks count, and
+    no tokens of thinking.
     Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network."""
     from moegguf.settings import read_settings
 
-    settings = replace(read_settings(), **{name: value for name, value in given.items() if value or name == "trusted"})
+    counts = ("trusted", "reasoning_budget_tokens")
+    settings = replace(read_settings(), **{name: value for name, value in given.items() if value or name in counts})
     if settings.host.scheme != "http":
         raise OptionError("the server supports http only; use a reverse proxy for https.")
     settings = replace(settings, debug=settings.debug or settings.log_level == "debug")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moegguf.atomic_write import can_be_replaced
 from moegguf.cli.bench import split
 from moegguf.cli.options import OFTEN, AsJson, Command, Flag, Given, flags
 from moegguf.errors import OptionError
@@ -123,6 +124,8 @@ def check_writable(out: Path, *sources: Path) -> None:
     """Raises OptionError when `out` cannot be written, before any work is done."""
     if not out.absolute().parent.is_dir():
         raise OptionError(f"there is no folder {str(out.parent)!r} for --out; make it first.")
+    if not can_be_replaced(out):
+        raise OptionError(f"--out takes a file, which {str(out)!r} is not; name a file in a folder.")
     if out.exists() and any(out.samefile(source) for source in sources):
         raise OptionError(f"--out {str(out)!r} would overwrite an input file; give another name.")
 

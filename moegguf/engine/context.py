@@ -161,9 +161,19 @@ class Context:
         if self._session is not None:
             self._session.store.hold_fill(on)
 
-    def check_generates(self) -> None:
-        """Raises CapabilityError for a model that only embeds: it has no context to go on from. Raises ClosedError."""
+    def check_weights(self) -> None:
+        """Raises CapabilityError for a model that was loaded without its weights. Raises ClosedError, ForkError."""
         self.check_open()
+        if self._llm.model_params.vocab_only:
+            raise CapabilityError(
+                "a model that was loaded with vocab_only tokenizes text, but has no weights to compute with; load it"
+                " without vocab_only."
+            )
+
+    def check_generates(self) -> None:
+        """Raises CapabilityError for a model without weights, and for one that only embeds: it has no context to go on
+        from. Raises ClosedError, ForkError."""
+        self.check_weights()
         if self._llm._ctx.memory is None:
             arch = self._llm.metadata.get("general.architecture", "such")
             raise CapabilityError(f"{arch} models do not generate text, they embed it; take another model.")
@@ -309,7 +319,7 @@ class Context:
         """The block evaluates alone; when it fails, sequence 0 is as before, and the reason is a typed error."""
         self.check_caller()
         with self.lock:
-            self.check_open()
+            self.check_weights()
             session, llm, before, start_s = self._session, self._llm, self._llm.n_tokens, time.perf_counter()
             if session is not None:
                 session.raise_failure()  # a callback's error since the last call

@@ -1,7 +1,7 @@
 """A folder of blocks of computed contexts, each a file named by a hash of everything that its bytes depend on.
 
 A block is written under a temporary name and renamed, and has a checksum of its name and bytes: one that is damaged,
-truncated or another one's is deleted and counts as missing, so none is flushed to disk, either.
+truncated, no regular file or another one's is deleted and counts as missing, so none is flushed to disk, either.
 Several processes may share a folder; a file that another one has deleted is missing, too. What the folder refuses
 turns the store off, with one warning. States of sequences go from their files into a KV cache (`native/kv_blocks.cpp`).
 Does not know models or what blocks hold.
@@ -26,6 +26,7 @@ import xxhash
 from moegguf.atomic_write import locked_temporary, remove_abandoned
 from moegguf.native import abi, library
 from moegguf.quantities import GIB
+from moegguf.regular_file import open_regular, read_regular
 from moegguf.settings import cache_folder
 
 MAGIC = b"moegguf\x03"
@@ -74,7 +75,7 @@ def stored_blocks(folder: Path) -> Iterator[StoredBlock]:
 
 
 def _opened(path: Path, n_head: int = 0) -> StoredBlock | None:
-    with suppress(OSError, ValueError, TypeError, struct.error), open(path, "rb", buffering=0) as file:
+    with suppress(OSError, ValueError, TypeError, struct.error), open_regular(path, own=True) as file:
         first, info = file.read(MOST_HEADER_BYTES + n_head), os.fstat(file.fileno())
         magic, digest, n_about = _HEADER.unpack_from(first)
         begin = _HEADER.size + n_about
@@ -89,7 +90,9 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for part in folder.glob("[0-9a-f][0-9a-f]"):
         for path in part.iterdir() if part.is_dir() else ():
             with suppress(OSError):
-                yield path, path.stat()
+                info = path.lstat()
+                if stat.S_ISREG(info.st_mode):
+                    yield path, info
 
 
 def _digest(prefix: bytes, parts: Sequence[Buffer]) -> bytes:
@@ -116,7 +119,7 @@ class KVBlocks:
         """The address for llama_state_seq_set_data, to be called next on this thread."""
         digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
         n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
-        given = abi.KvBlock(str(block.path).encode(), block.begin, n_bytes, prefix, len(block.prefix), digest)
+        given = abi.KvBlock(os.fsencode(block.path), block.begin, n_bytes, prefix, len(block.prefix), digest)
         self._library.moegguf_kv_blocks_add(self._handle, c.byref(given), c.byref(state))
         return state.value or 0
 
@@ -165,7 +168,7 @@ class ContextStore:
         """The bytes of a block; None where it is missing, or not what was written under this name here."""
         with suppress(OSError):
             if (block := self.open(name)) is not None:
-                data = block.path.read_bytes()[block.begin :]
+                data = read_regular(block.path, own=True)[block.begin :]
                 if _digest(block.prefix, [data]) == block.digest:
                     return data
         self.delete(name)

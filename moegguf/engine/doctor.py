@@ -27,6 +27,7 @@ from moegguf.native import library
 from moegguf.package import __version__, package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
+from moegguf.text import without_password
 
 DISK_SECONDS = 0.5
 CPU_FLAGS = (
@@ -158,7 +159,7 @@ def _environment() -> Facts:
     prefixes = ("MOEGGUF_", "LLAMA_", "GGML_", "OMP_", "CUDA_VISIBLE", "HIP_VISIBLE")
     secrets = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     facts: Facts = {
-        name: "(set)" if any(word in name for word in secrets) else value
+        name: "(set)" if any(word in name for word in secrets) else without_password(value)
         for name, value in sorted(os.environ.items())
         if name.startswith(prefixes)
     }

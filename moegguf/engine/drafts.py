@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.engine.memory import HEADS_UBATCH_TOKENS
+from moegguf.engine.model_path import readable
 from moegguf.errors import AllocationError, ModelFormatError, ModelNotFoundError, MoeggufError, OptionError
 from moegguf.gguf.experts import HEADS_ARCHS, ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
@@ -161,7 +162,8 @@ class ModelDrafts:
         read_layout(path)
         params = self._bindings.llama_model_default_params()
         params.n_gpu_layers, params.use_mmap = 0, False
-        self._model = self._bindings.llama_model_load_from_file(path.encode(), params)
+        with readable(path) as known:
+            self._model = self._bindings.llama_model_load_from_file(known.read_as, params)
         if not self._model:
             raise ModelFormatError(f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why.")
 

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +31,8 @@ from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import MAX_SEQUENCES, Tokens, is_batch_invariant
 from moegguf.errors import OptionError
-from moegguf.gguf.fingerprint import header_digest, sampled_digest
+from moegguf.gguf.adapter import read_adapter
+from moegguf.gguf.fingerprint import header_digest, weights_digest
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
@@ -389,9 +389,9 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter = options.get("lora_path")
     parts = {
-        "model": (header_digest(layout.shards), sampled_digest(tuple(shard.path for shard in layout.shards))),
-        "projector": load_plan.projector and sampled_digest((load_plan.projector.path,)),
-        "adapter": adapter and (sampled_digest((Path(adapter),)), options.get("lora_scale")),
+        "model": (header_digest(layout.shards), weights_digest(layout.shards)),
+        "projector": load_plan.projector and weights_digest((load_plan.projector.shard,)),
+        "adapter": adapter and (weights_digest((read_adapter(adapter).shard,)), options.get("lora_scale")),
         "build": library.build_identity(),
         "processor": sorted(read_processor().flags),
         "kernels": (read_environment().kernels, load_plan.hooks, store.repack),

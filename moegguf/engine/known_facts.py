@@ -13,6 +13,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.native import library
 from moegguf.processor import read_processor
+from moegguf.regular_file import read_regular
 from moegguf.settings import cache_folder
 
 Fact = TypeVar("Fact")
@@ -31,7 +32,7 @@ class KnownFact:
     def read(self, of: type[Fact]) -> Fact | None:
         """The fact, of a type; None where it is not known, or the file is damaged."""
         with suppress(OSError, ValueError, RecursionError):
-            fact = json.loads(self._path.read_bytes())
+            fact = json.loads(read_regular(self._path))
             return fact if isinstance(fact, of) else None
         return None
 

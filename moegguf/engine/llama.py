@@ -32,11 +32,13 @@ from moegguf.engine.sequences import Tokens, common_tokens, is_batch_invariant
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama, with_keywords
-from moegguf.engine.vocabulary import Vocabulary, to_utf8
+from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import OptionError
+from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.recording import Recording, TraceOptions
@@ -130,7 +132,8 @@ class Llama(UpstreamLlama):
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
                 `n_threads_batch` there are as many threads as processors this process may use, and fewer while others
-                use some of them. `use_mmap` has no effect on a model with experts.
+                use some of them. `use_mmap` has no effect on a model with experts. With `vocab_only` text is tokenized,
+                nothing is computed, and the file may be one that has a vocabulary alone.
 
         Raises:
             ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
@@ -156,7 +159,7 @@ class Llama(UpstreamLlama):
         )  # fmt: skip
         if draft is None:  # what is recorded or repeated is the routing of the text's own tokens
             draft = "off" if trace or lockstep else environment.draft
-        kept_bytes = store_limit(0 if trace or lockstep else context_store)
+        kept_bytes = store_limit(0 if trace or lockstep or given.get("vocab_only") else context_store)
         self._drafts = ModelDrafts(draft)
         load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, plan, draft)
         self.layout, self.plan = load_plan.layout, load_plan.plan
@@ -235,12 +238,20 @@ class Llama(UpstreamLlama):
         self.context.check_logits()
         return super().sample(*arguments, **options)
 
-    def embed(self, *arguments: Any, **options: Any) -> Any:
-        """Embeddings as in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
-        texts = arguments[0] if arguments else options.get("input", ())
-        if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
+    def embed(
+        self, input: str | list[str], normalize: bool = False, truncate: bool = True, return_count: bool = False
+    ) -> Any:
+        """Returns embeddings as in llama-cpp-python. Raises what `eval` raises, and OptionError for a text without
+        tokens."""
+        texts, base = [input] if isinstance(input, str) else input, super().embed
+        if not all(self.tokenize(to_utf8(text)) for text in texts):
             raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
-        return self.context.evaluate(lambda: super(Llama, self).embed(*arguments, **options))
+        if isinstance(input, str) or self.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE:
+            return self.context.evaluate(lambda: base(input, normalize, truncate, return_count))
+        # Of several texts with a vector for each token, the base class takes those of the second from a wrong place.
+        found = [self.context.evaluate(functools.partial(base, text, normalize, truncate, True)) for text in texts]
+        vectors = [each for each, _ in found]
+        return (vectors, sum(n_tokens for _, n_tokens in found)) if return_count else vectors
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """Tokens as in llama-cpp-python, one request at a time: other threads wait until this one has ended.

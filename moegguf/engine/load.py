@@ -94,7 +94,8 @@ def prepare(
     OptionError, and AllocationError for a context above all memory of this machine.
     """
     path, environment = os.fspath(find_model(model)), read_environment()
-    layout = drafted(read_layout(path), draft, options.get("flash_attn", False))
+    layout = read_layout(path, vocab_only=bool(options.get("vocab_only")))
+    layout = drafted(layout, draft, options.get("flash_attn", False))
     if layout.arch in DIFFUSION:
         raise CapabilityError(
             f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot"

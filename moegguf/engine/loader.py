@@ -140,7 +140,7 @@ class Loader:
                 if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
         self._callback = None  # it refers to this object, which would outlive its model
-        self.load_plan.layout.check_not_overwritten()
+        self.load_plan.layout.check_unchanged()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.error_log import mtmd_log
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.projector import DECODED_BYTES
 from moegguf.native import library
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
@@ -97,7 +97,7 @@ class Projector:
         params.n_threads = llm.n_threads_batch
         params.print_timings = False
         self._log.forget()
-        self._context = mtmd.mtmd_init_from_file(os.fspath(path).encode(), llm.model, params)
+        self._context = mtmd.mtmd_init_from_file(os.fsencode(path), llm.model, params)
         if not self._context:
             raise ModelFormatError(
                 f"{os.fspath(path)} cannot be used for images of this model: {self._log.reason()}; give the mmproj file"

@@ -143,7 +143,7 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
     with suppress(OSError, ValueError):
         pool_bytes = max(pool_bytes, CACHES * parse_size(LAST_CACHE.read_text()))
     n_slots = min(layer.n_expert, max(layer.n_expert_used, pool_bytes // slot_sizes(of_layer).slot_bytes))
-    paths = [str(shard.path).encode() for shard in layout.shards]
+    paths = [os.fsencode(shard.path) for shard in layout.shards]
     how, token_bytes = (device, n_threads, repack), layer.n_expert_used * layer.expert_bytes
     turns, dense_turns = list[Any](), dict[int, list[Any]]()
     for _ in range(TURNS):

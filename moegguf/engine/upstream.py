@@ -7,11 +7,13 @@ import ctypes as c
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.engine.model_path import readable
 from moegguf.errors import OptionError, SchemaError
 from moegguf.models.pull import fetch
 from moegguf.native import library
@@ -93,8 +95,9 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     _grammar: GrammarMask | None = None  # of the request that samples now
     tokenizer_: Any
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:
+        with readable(model_path) as path, readable(lora_path) if lora_path else nullcontext() as adapter:
+            super().__init__(path, lora_path=adapter, **options)
         if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # not one of the user's
             self.tokenizer_ = BoundedTokenizer(self)
 

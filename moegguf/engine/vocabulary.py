@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import OptionError
 from moegguf.native import library
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
-
-
-def to_utf8(text: str) -> bytes:
-    """UTF-8 of any string that JSON can hold: halves of surrogate pairs are joined, lone ones become U+FFFD."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 class Vocabulary:
@@ -29,6 +22,7 @@ class Vocabulary:
         self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself, which holds this object
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
+        self._end_tokens: list[int] | None = None
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes a token adds to the text; those of control tokens (<|im_start|>) only with `special`.
@@ -47,17 +41,15 @@ class Vocabulary:
         """[n_tokens], the pieces of all tokens, control tokens included; read at each call and not kept."""
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
-    def text(self, token: int) -> str:
-        """A token alone as text, control tokens too; part of a code point becomes U+FFFD."""
-        return self.piece(token, special=True).decode(errors="replace")
-
     def is_end(self, token: int) -> bool:
         """Whether this is an end-of-generation token."""
         return bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> list[int]:
-        """All end-of-generation tokens."""
-        return [token for token in range(self.n_tokens) if self.is_end(token)]
+        """All end-of-generation tokens, looked for once."""
+        if self._end_tokens is None:
+            self._end_tokens = [token for token in range(self.n_tokens) if self.is_end(token)]
+        return self._end_tokens
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a text, without BOS or EOS; with `special` the text of a control token becomes that token."""

@@ -15,6 +15,7 @@ from moegguf.generate.parsing import new_transcript
 from moegguf.generate.prompt import Prompt, read_prompt
 from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
 from moegguf.generate.sampler import Sampler, logprob_of
+from moegguf.generate.thinking_budget import thinking_budget_of
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -57,11 +58,12 @@ class Slot:
 @dataclass(eq=False)
 class Task:
     """Work that needs the model for itself: `run`, which `stop` ends. `fail` is called instead where it does not begin
-    any more. `ticket`: its place in the order of arrival."""
+    any more. `asker`: the client that it is for. `ticket`: its place in the order of arrival."""
 
     run: Callable[[], object]
     stop: Callable[[], object]
     fail: Callable[[Exception], object]
+    asker: str = ""
     ticket: int = field(default_factory=lambda: next(_tickets))
     cancelled: bool = False
 
@@ -72,12 +74,14 @@ class BatchedAnswer:
     For a `Schedule`: `ticket` (order of arrival), `context` (tokens that the KV cache has to hold before the next one
     is sampled), `n_evaluated` (of these, those that it holds) and `number` (of the request in routing events).
     `generated`: the tokens of the answer, without an end token; `draft`: tokens that the next pass evaluates behind
-    them. `prompt`, `sampler`, `shifts` and `limit` (tokens of the answer at most) are there once it was read.
+    them. `prompt`, `sampler`, `shifts`, `n_ctx` (tokens of the context at most) and `limit` (of the answer at most) are
+    there once it was read.
     """
 
     prompt: Prompt
     sampler: Sampler
     shifts: bool
+    n_ctx: int
     limit: int
 
     def __init__(self, request: GenerationRequest, events: AnswerEvents) -> None:
@@ -112,7 +116,8 @@ class BatchedAnswer:
                 raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
             token_of = llm.vocabulary.token
             constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation, token_of)
-            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint)
+            budget = thinking_budget_of(llm, request, prompt)
+            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint, budget)
             stops = (*request.sampling.stop, *prompt.stops)
             stopped = replace(request, sampling=replace(request.sampling, stop=stops))
             self._transcript = new_transcript(stopped, prompt, llm.vocabulary)
@@ -120,7 +125,8 @@ class BatchedAnswer:
             self.error = error
             return
         self.shifts = request.shift and llm.context.can_shift and prompt.images is None
-        most = MAX_CONTEXTS * llm.n_ctx() if self.shifts else llm.n_ctx() - len(prompt.tokens)
+        self.n_ctx = request.sampling.context_within(llm.n_ctx())
+        most = MAX_CONTEXTS * self.n_ctx if self.shifts else self.n_ctx - len(prompt.tokens)
         asked = request.sampling.max_tokens
         self.limit = 0 if request.prompt_only else min(asked, most) if asked is not None and asked > 0 else most
 
@@ -139,7 +145,7 @@ class BatchedAnswer:
         rounds otherwise than moving its cells."""
         if self.prompt.images is not None:
             return True
-        may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self._llm.n_ctx()
+        may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
         return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
 
     @property
@@ -183,9 +189,10 @@ class BatchedAnswer:
     def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
         """Keeps logprobs of `n_tokens` tokens of the prompt after the first `n_done`. `row`: of the last one."""
         tokens, known = self.prompt.tokens, self._prompt_logprobs
-        n_bos = 0 if self.request.context or len(tokens) == 1 else len(self._llm.vocabulary.bos_tokens)
+        vocabulary, has_own_begin = self._llm.vocabulary, self.request.begins_with_token or len(tokens) == 1
+        n_bos = 0 if has_own_begin else len(vocabulary.bos_tokens)
         if not known:
-            known.append(TokenLogprob(self._llm.vocabulary.text(tokens[n_bos]), 0.0))
+            known.append(TokenLogprob(tokens[n_bos], vocabulary.piece(tokens[n_bos], special=True), 0.0))
         n_top = self.request.n_logprobs or 0
         for n in range(max(n_done + 1, n_bos + len(known)), min(n_done + n_tokens + 1, len(tokens))):
             known.append(logprob_of(tokens[n], self._llm, n_top, row - n_done - n_tokens + n))

@@ -40,7 +40,8 @@ class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
 
     `schedule`: which sequences compute in a step; None: all, the oldest prompts first. `step_tokens`: its budget, as of
-    `KvSlots`. `together`: the block in which the answers of a step get their events.
+    `KvSlots`. `together`: the block in which the answers of a step get their events. `on_pass` is called before each
+    pass, with the asker of all of its requests; None where there are several.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class BatchLoop:
         schedule: Schedule | None = None,
         step_tokens: int | None = None,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_pass: Callable[[str | None], object] = lambda asker: None,
     ) -> None:
         self._llm = llm
         self._schedule = schedule
-        self._together = together
+        self._together, self._on_pass = together, on_pass
         self._slots = KvSlots(llm, step_tokens)
         self._drafter = Drafter(llm, llm.drafts) if llm.drafts else None
         self._changed = threading.Condition()  # of the four below
@@ -91,11 +93,15 @@ class BatchLoop:
         return answer
 
     def submit_task(
-        self, run: Callable[[], object], cancel: Callable[[], object], fail: Callable[[Exception], object]
+        self,
+        run: Callable[[], object],
+        cancel: Callable[[], object],
+        fail: Callable[[Exception], object],
+        asker: str = "",
     ) -> Task:
         """Has `run` called on the loop's thread once no answer is being computed; `cancel` is to end it. Of one that is
         cancelled before, or that the end of the loop meets, `fail` gets the reason."""
-        task = Task(run, cancel, fail)
+        task = Task(run, cancel, fail, asker)
         self._arrive(task)
         return task
 
@@ -211,6 +217,7 @@ class BatchLoop:
             self._task = task
             if task.cancelled or self._closing:
                 task.stop()
+        self._on_pass(task.asker)
         try:
             task.run()
         finally:
@@ -332,6 +339,8 @@ class BatchLoop:
             if self._closing or all(answer.cancelled for answer in answers):
                 raise GenerationCancelled("the answers were stopped.")
             self._computing = answers
+        askers = {answer.request.asker for answer in answers}
+        self._on_pass(askers.pop() if len(askers) == 1 else None)
         image, images = answers[0].image, answers[0].prompt.images
         try:
             if images is not None and image is not None and image.begin == answers[0].n_evaluated:

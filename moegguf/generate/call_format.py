@@ -111,6 +111,11 @@ class ToolFormat:
         """Returns whether a block of a format without a closing mark may still become a call."""
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
 
+    def has_begun(self, block: str) -> bool:
+        """Returns whether more text cannot change that a block begins as a call."""
+        begun = _BEGIN.match(block, len(self.open))
+        return bool(self.close) or (begun is not None and begun.end() < len(block))
+
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
         """Returns the calls in a block that the token limit cut, the last one with the arguments so far."""
         begin = block.find("{", len(self.open))
@@ -340,7 +345,7 @@ class _Probe:
             before, _, opened = opened.rpartition(self.think.close)
             self.closes_thinking = not before.strip()
         opened = opened.lstrip("\n")
-        if not text or not _TEXT_OPEN.fullmatch(opened) or self._prompt.rstrip().endswith(opened.strip()):
+        if not text or not _TEXT_OPEN.fullmatch(opened) or opened.strip() in self._prompt[begin:]:
             return "", ""
         with_call = self._render(_answer(_call(NAME, ID, VALUES), text=TEXT)).partition(TEXT)[2]
         if with_call:

@@ -51,11 +51,10 @@ def constraint_for(
     forced = has_tools and request.tool_choice != "auto"
     if request.grammar is not None and (request.format is not None or has_tools):
         raise SchemaError("a grammar cannot be combined with a JSON schema, JSON or tools; send one of them.")
-    if has_tools:
-        _check_strict(request.tools)
-    if request.format is None and request.grammar is None and not forced:
-        return None
     form, begun = answer_format(template) if template else None, continuation.content if continuation else ""
+    is_strict = has_tools and _check_strict(request.tools) and not forced and form is not None and not begun
+    if request.format is None and request.grammar is None and not (forced or is_strict):
+        return None
     if begun and forced:
         raise OptionError(
             "an answer that continues a message cannot be a tool call; leave out tool_choice or the text."
@@ -70,12 +69,14 @@ def constraint_for(
     if request.grammar is not None:
         body, rules = lark_rules(request.grammar, token_of)
         alternatives.append(body if begun or form is None else _text(form, prompt_end, body))
+    free = form is not None and is_strict and request.format is None
     if has_tools:
-        calls = _Calls(form or answer_format(""), prompt_end, schemas)
+        calls = _Calls(form or answer_format(""), prompt_end, schemas, behind_mark=free)
         alternatives += [calls.call(tool) for tool in _allowed_tools(request.tools, request.tool_choice)]
         rules += calls.grammar.rules
     rules += [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
-    rules.append("answer: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
+    rules.append(f"{'call' if free else 'answer'}: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
+    rules += _free_text(form, prompt_end) if form is not None and free else []
     start = ["start: answer"] if begun or form is None else _start(form, request.think, prompt_end, continuation)
     rules += [*SHARED_RULES, *schemas.rules] if schemas.rules else []
     lark = "\n".join([*start, *rules]) + "\n"
@@ -87,12 +88,28 @@ def constraint_for(
     return Constraint(lark, begun)
 
 
-def _check_strict(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises SchemaError for a strict tool whose schema has keywords that no grammar follows."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("strict") is True and isinstance(function.get("parameters"), Mapping):
+def _check_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a tool is strict. Raises SchemaError for a strict one whose schema no grammar follows."""
+    functions = [function for tool in tools if (function := tool.get("function", tool)).get("strict") is True]
+    for function in functions:
+        if isinstance(function.get("parameters"), Mapping):
             Schemas().grammar({"type": "object", **function["parameters"]}, strict=True)
+    return bool(functions)
+
+
+def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
+    """Returns the rules of an answer in which the model may write text and, where it begins a call, a valid one."""
+    if form.is_harmony:
+        return ['answer: call | "<|channel|>final<|message|>" /(?s:.*)/']
+    mark = form.tools[0].open
+    if not mark:
+        return [r"answer: call | /([^\s{\[](?s:.)*)?/"]
+    pattern = re.escape(mark).replace("/", r"\/").replace("\n", r"\n")
+    return [
+        f"answer: {'call? ' if form.begun(prompt_end) else ''}(text_before_call call)* TEXT",
+        f"text_before_call[lazy]: {until(mark)}",
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/",
+    ]
 
 
 def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
@@ -117,14 +134,17 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapp
 
 
 class _Calls:
-    """The grammars of a model's tool calls, as alternatives of an answer."""
+    """The grammars of a model's tool calls, as alternatives of an answer. `behind_mark`: without the mark that begins a
+    call."""
 
-    def __init__(self, form: AnswerFormat, prompt_end: str, schemas: Schemas) -> None:
+    def __init__(self, form: AnswerFormat, prompt_end: str, schemas: Schemas, *, behind_mark: bool) -> None:
         written = form.tools[0].written
         if form.is_harmony:
             written = HARMONY_CALL
         self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
-        if form.empties_text:  # marks of an empty text stand before a call
+        if behind_mark:  # another rule has the mark that begins a call
+            self._before = self._before.partition(form.tools[0].open)[2] if form.tools[0].open else self._before
+        elif form.empties_text:  # marks of an empty text stand before a call
             begun = prompt_end.rstrip().endswith(form.text_open.strip())
             self._before = ("" if begun else form.text_open) + form.text_close + self._before
         self.grammar = CallGrammar(written, schemas.grammar)

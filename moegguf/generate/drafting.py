@@ -217,9 +217,7 @@ class Drafter:
         for text, of_answer in zip(texts, widths, strict=True):
             answer, room = text.answer, 0
             if text.repeats and answer.prompt.images is None:  # the context is full, and it ends, as without drafts
-                room = max(
-                    0, min(answer.limit - answer.timing.answer_tokens, self._llm.n_ctx() - len(answer.context)) - 1
-                )
+                room = max(0, min(answer.limit - answer.timing.answer_tokens, answer.n_ctx - len(answer.context)) - 1)
             self._drafts.set_tokens(answer.held.sequence, text.n_tokens, answer.context[text.n_tokens :])
             self._begins |= text.n_tokens == 0
             text.n_tokens = len(answer.context)

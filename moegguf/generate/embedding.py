@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, ContextError
 from moegguf.generate.prompt import TOKEN_CHARACTERS
 from moegguf.native import library
+from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -31,9 +31,15 @@ class Embeddings:
 
 
 def embed(
-    llm: Llama, inputs: Sequence[str | Sequence[int]], *, truncate: bool = True, normalize: bool = True
+    llm: Llama,
+    inputs: Sequence[str | Sequence[int | str]],
+    *,
+    truncate: bool = True,
+    normalize: bool = True,
+    num_ctx: int | None = None,
 ) -> Embeddings:
-    """The vectors of `inputs`, texts or tokens; of length 1 with `normalize`.
+    """The vectors of `inputs`, texts, tokens or both in one; of length 1 with `normalize`. `num_ctx`: tokens of an
+    input at most, where the context has more.
 
     A model loaded with embedding=True pools as its file specifies. With another one the context holds the last input
     afterwards. An empty text is evaluated as BOS, or EOS; for a model with neither its vector is zero. Raises
@@ -42,7 +48,7 @@ def embed(
     """
     if ranks(llm):
         raise CapabilityError("this model gives documents scores, not vectors; send it a query to /v1/rerank.")
-    limit = _limit(llm)
+    limit = min(_limit(llm), num_ctx or llm.n_ctx())
     token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
     vectors = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]
     if normalize:
@@ -111,13 +117,12 @@ def _first_tokens(llm: Llama, text: str, limit: int, *, add_bos: bool, special: 
     return tokens
 
 
-def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -> list[int]:
-    vocabulary = llm.vocabulary
-    if isinstance(item, str):
-        tokens = _first_tokens(llm, item, limit, add_bos=True, special=True)
-    else:
-        tokens = list(item)
-        vocabulary.check(tokens)
+def _tokens(llm: Llama, item: str | Sequence[int | str], limit: int, truncate: bool) -> list[int]:
+    vocabulary, tokens = llm.vocabulary, list[int]()
+    for i, each in enumerate([item] if isinstance(item, str) else item):
+        more = _first_tokens(llm, each, limit, add_bos=not i, special=True) if isinstance(each, str) else [each]
+        tokens += more
+    vocabulary.check(tokens)
     if not tokens:
         return [token for token in (llm.token_bos(), llm.token_eos()) if token != -1][:1]
     if len(tokens) <= limit:

@@ -115,7 +115,7 @@ class KvSlots:
         """Drops the older half of a context that is about to be full, where the request allows it. Of an answer alone
         the rest moves up; among others it is evaluated again: its cells may belong to other sequences, too, whose
         positions stay."""
-        slot, n_ctx = answer.held, self._llm.n_ctx()
+        slot, n_ctx = answer.held, answer.n_ctx
         if not answer.shifts or len(slot.tokens) < n_ctx - 1:
             return
         n_keep = answer.request.sampling.num_keep

@@ -41,15 +41,38 @@ class AnswerParser:
         self._calls: list[ToolCall] = []
         self._ended = self._cut = False
         self._endings: frozenset[str] = frozenset()
+        self._awaited = ""  # while a long block is read: the mark before which nothing can be decided
+        self._later: list[str] = []  # chunks that came while the mark was awaited
+        self._last = ""  # the end of these chunks, in which the mark may begin
         self._steps = self._parse()
 
     def feed(self, text: str) -> Delta:
         """Returns what is certain after this chunk, often nothing."""
+        if self._awaits(text):
+            return Delta()
         self._held += text
         next(self._steps, None)
         delta = Delta(self._text, self._thinking, tuple(self._calls))
         self._text, self._thinking, self._calls = "", "", []
         return delta
+
+    def _awaits(self, text: str) -> bool:
+        """Keeps a chunk, and returns whether the awaited mark is still missing. So the time for a chunk does not depend
+        on the length of the block."""
+        if not self._awaited:
+            return False
+        self._later.append(text)
+        self._last += text
+        if self._awaited not in self._last and not self._ended:
+            self._last = self._last[max(0, len(self._last) - len(self._awaited) + 1) :]
+            return True
+        self._held += "".join(self._later[:-1])
+        self._awaited, self._later, self._last = "", [], ""
+        return False
+
+    def _await(self, mark: str) -> None:
+        """Does without the next steps until `mark` or the end of the answer."""
+        self._awaited, self._last = mark, self._held[max(0, len(self._held) - len(mark) + 1) :]
 
     def end(self, *, cut: bool = False) -> Delta:
         """Returns what was held back, at the end of the answer. `cut`: the token limit ended it."""
@@ -91,7 +114,8 @@ class ChannelParser(AnswerParser):
         super().__init__()
         self._formats, self._types, self._marks = formats, types, marks
         self._mark = re.compile("|".join(map(re.escape, marks)))
-        self._channel = self._recipient = self._arguments = ""
+        self._channel = self._recipient = ""
+        self._arguments: list[str] = []  # parts of the text
         _, start, header = prompt_end.rpartition("<|start|>")
         self._begun = header if start else ""  # the part of the first header that is in the prompt
 
@@ -127,7 +151,7 @@ class ChannelParser(AnswerParser):
         self._channel = channel[1] if channel else _CHANNELS.get(recipient[1], "") if recipient else ""
         is_call = recipient is not None and bool(self._formats) and recipient[1] not in _CHANNELS
         self._recipient = recipient[1] if recipient and is_call else ""
-        self._arguments = ""
+        self._arguments = []
 
     def _body(self) -> Generator[None, None, None]:
         """Writes a message up to the mark that ends it, which may begin the next header."""
@@ -141,7 +165,7 @@ class ChannelParser(AnswerParser):
 
     def _write(self, text: str) -> None:
         if self._recipient:
-            self._arguments += text
+            self._arguments.append(text)
         elif self._channel == "analysis":
             self._thinking += text
         else:
@@ -150,13 +174,14 @@ class ChannelParser(AnswerParser):
     def _end_message(self) -> None:
         if not self._recipient:
             return
-        arguments = json_value(self._arguments or "{}")
+        text = "".join(self._arguments)
+        arguments = json_value(text or "{}")
         if isinstance(arguments, dict):
             self._calls.append(tool_call(self._recipient, arguments))
-        elif calls := self._calls_in(self._arguments):
+        elif calls := self._calls_in(text):
             self._calls += [tool_call(*call) for call in calls]
         else:
-            self._text += self._arguments
+            self._text += text
 
     def _calls_in(self, text: str) -> list[Call] | None:
         """Returns the calls in the body of a message to a function, also where the token limit cut it."""
@@ -172,6 +197,7 @@ class ChannelParser(AnswerParser):
 
 Tools = Sequence[Mapping[str, Any]]
 
+_NEVER = "\0\0\0"  # a mark that no model writes: the block extends to the end of the answer
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
 MAX_MARKS_IN_VALUES = 8  # closing marks within the values of one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
@@ -283,6 +309,8 @@ class MarkParser(AnswerParser):
                 return
             if at < 0:
                 n_read = max(n_read, len(self._held) - len(form.close) + 1)
+                if form.has_begun(self._held):
+                    self._await(form.close or _NEVER)
                 yield
                 continue
             end = at + len(form.close)
@@ -315,6 +343,8 @@ class MarkParser(AnswerParser):
             assert match is not None
             if not (match["key"] in _CALL_KEYS if match["whole"] else match.end() == len(self._held)):
                 return
+            if match["whole"]:
+                self._await(_NEVER)
             yield
         self._end_call(form)
 
@@ -400,6 +430,7 @@ class Transcript:
     """The text of one answer, token by token, up to a stop string.
 
     `special`: include the text of control tokens, which `parser` needs where they mark thinking or calls.
+    `with_tokens`: deltas have their tokens.
     """
 
     def __init__(
@@ -409,14 +440,16 @@ class Transcript:
         parser: AnswerParser | None = None,
         *,
         special: bool = False,
+        with_tokens: bool = False,
     ) -> None:
         self._piece = vocabulary.piece
         self._special = special
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._stops = StopStrings(stops)
         self._parser = parser
-        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()  # with the character at which the token begins
-        self._n_fed = self._n_passed = 0  # characters, counted with logprobs only
+        self._with_tokens = with_tokens
+        self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # the first character, and the token
+        self._n_fed = self._n_passed = 0  # characters, counted where deltas have tokens or logprobs
 
     @property
     def stop_string(self) -> str:
@@ -426,8 +459,8 @@ class Transcript:
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
         """The delta after this token; None when it is empty."""
         text = self._decode(self._piece(token, special=self._special))
-        if logprob is not None:
-            self._logprobs.append((self._n_fed, logprob))
+        if self._with_tokens or logprob is not None:
+            self._held.append((self._n_fed, token, logprob))
             self._n_fed += len(text)
         return self._delta(self._stops.feed(text))
 
@@ -444,22 +477,24 @@ class Transcript:
         return join((delta, last))
 
     def _delta(self, text: str) -> Delta | None:
-        logprobs = self._released(len(text)) if self._logprobs else ()
+        released = self._released(len(text)) if self._held else []
+        logprobs = tuple(logprob for _, logprob in released if logprob is not None)
+        tokens = tuple(token for token, _ in released) if self._with_tokens else ()
         if self._parser is None:
-            return Delta(text, logprobs=logprobs) if text or logprobs else None
+            return Delta(text, logprobs=logprobs, tokens=tokens) if text or released else None
         delta = self._parser.feed(text) if text else Delta()
-        if logprobs:
-            return replace(delta, logprobs=logprobs)
+        if released:
+            return replace(delta, logprobs=logprobs, tokens=tokens)
         return delta if delta.text or delta.thinking or delta.tool_calls else None
 
-    def _released(self, n_more: int) -> tuple[TokenLogprob, ...]:
-        """Logprobs of the tokens that begin within the next `n_more` characters: not those of a stop string."""
+    def _released(self, n_more: int) -> list[tuple[int, TokenLogprob | None]]:
+        """Returns the tokens that begin within the next `n_more` characters: not those of a stop string."""
         self._n_passed += n_more
         all_passed = not self._stops.found and not self._stops.n_held
         released = []
-        while self._logprobs and (all_passed or self._logprobs[0][0] < self._n_passed):
-            released.append(self._logprobs.popleft()[1])
-        return tuple(released)
+        while self._held and (all_passed or self._held[0][0] < self._n_passed):
+            released.append(self._held.popleft()[1:])
+        return released
 
 
 def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
@@ -467,6 +502,12 @@ def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocab
     tools = () if request.tool_choice == "none" else request.tools
     template = prompt.template
     if template is None or not (tools or "thinking" in capabilities_of(template)):
-        return Transcript(vocabulary, request.sampling.stop)
+        return Transcript(vocabulary, request.sampling.stop, with_tokens=request.return_tokens)
     parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
-    return Transcript(vocabulary, request.sampling.stop, parser, special=needs_special_tokens(template))
+    return Transcript(
+        vocabulary,
+        request.sampling.stop,
+        parser,
+        special=needs_special_tokens(template),
+        with_tokens=request.return_tokens,
+    )

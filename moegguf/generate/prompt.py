@@ -67,11 +67,11 @@ def read_prompt(llm: Llama, request: GenerationRequest) -> Prompt:
     that it needs, TemplateError, and OptionError for an empty prompt of a model that begins no text with BOS.
     """
     vocabulary = llm.vocabulary
-    vocabulary.check(request.context)
+    context = _context_tokens(llm, request)
     if request.messages is not None:
-        prompt = _conversation(llm, request)
+        prompt = _conversation(llm, request, context)
     elif request.prompt is not None:
-        prompt = _completion(llm, request, request.prompt)
+        prompt = _completion(llm, request, request.prompt, context)
     else:
         raise OptionError("a request has messages or a prompt; give one of them.")
     prompt = replace(prompt, tokens=prompt.tokens or vocabulary.bos_tokens)
@@ -86,7 +86,7 @@ def render_prompt(llm: Llama, request: GenerationRequest) -> str:
     ContextError for one that is far too long."""
     found = _Renderer(llm, request)(request.messages or ())
     if not found.end:
-        check_fits(found.n_tokens, llm.n_ctx())
+        check_fits(found.n_tokens, request.sampling.context_within(llm.n_ctx()))
     return found.end
 
 
@@ -128,22 +128,40 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
     return Prompt(ends, text, n_tokens) if n_tokens > 2 * n_ctx else None
 
 
-def _completion(llm: Llama, request: GenerationRequest, prompt: str) -> Prompt:
-    vocabulary = llm.vocabulary
-    first = [] if request.context else vocabulary.bos_tokens
+def _context_tokens(llm: Llama, request: GenerationRequest) -> list[int]:
+    """Returns the tokens of the request's context. Raises OptionError for a number that is no token of the model, and
+    ContextError for a text that is far too long."""
+    vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
+    vocabulary.check(each for each in request.context if isinstance(each, int))
+    first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens
+    tokens = list[int]()
+    for each in request.context:
+        if isinstance(each, int):
+            tokens.append(each)
+            continue
+        found = tokenize(vocabulary, each, n_ctx)
+        if found.n_tokens > len(found.tokens):
+            check_fits(found.n_tokens, n_ctx)
+        tokens += found.tokens
+    return first + _without_second_bos(first, tokens)
+
+
+def _completion(llm: Llama, request: GenerationRequest, prompt: str, context: list[int]) -> Prompt:
+    vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
+    first = [] if context else vocabulary.bos_tokens
     if request.suffix is None:
-        found = tokenize(vocabulary, prompt, llm.n_ctx())
+        found = tokenize(vocabulary, prompt, n_ctx)
         tokens = first + _without_second_bos(first, found.tokens)
-        return _fitted(llm, request, [*request.context, *tokens], found.n_tokens - len(found.tokens))
+        return _fitted(llm, request, context + tokens, found.n_tokens - len(found.tokens))
     marks = vocabulary.fim_tokens
     if marks is None:
         raise CapabilityError("this model cannot fill in text before a suffix (insert); ask without one.")
     before, after, gap = marks
-    head, tail = (tokenize(vocabulary, text, llm.n_ctx(), special=False) for text in (prompt, request.suffix))
-    files = _file_tokens(vocabulary, request.files, llm.n_ctx())
-    tokens = [*request.context, *first, *files, before, *head.tokens, after, *tail.tokens, gap]
+    head, tail = (tokenize(vocabulary, text, n_ctx, special=False) for text in (prompt, request.suffix))
+    files = _file_tokens(vocabulary, request.files, n_ctx)
+    tokens = [*context, *first, *files, before, *head.tokens, after, *tail.tokens, gap]
     n_left_out = head.n_tokens - len(head.tokens) + tail.n_tokens - len(tail.tokens)
-    check_fits(len(tokens) + n_left_out, llm.n_ctx())
+    check_fits(len(tokens) + n_left_out, n_ctx)
     return Prompt(tokens)
 
 
@@ -169,7 +187,7 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
 def _fitted(llm: Llama, request: GenerationRequest, tokens: list[int], n_more: int = 0) -> Prompt:
     """The prompt of `tokens`, without the middle where they are too many. `n_more`: tokens that are known to be missing
     in the middle. Raises ContextError when `request` does not allow that."""
-    n_ctx, n_whole = llm.n_ctx(), len(tokens) + n_more
+    n_ctx, n_whole = request.sampling.context_within(llm.n_ctx()), len(tokens) + n_more
     if n_whole < n_ctx:
         return Prompt(tokens)
     if not (request.truncate and request.shift):
@@ -185,18 +203,18 @@ def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
-def _conversation(llm: Llama, request: GenerationRequest) -> Prompt:
+def _conversation(llm: Llama, request: GenerationRequest, context: list[int]) -> Prompt:
     render = _Renderer(llm, request)
     if not request.messages:
         raise OptionError("there are no messages; give at least one.")
     prompt = _truncated(llm, request, request.messages, render)
-    if not request.context:
+    if not context:
         return prompt
     if prompt.images is not None:
-        images = prompt.images.after(request.context)
-        check_fits(len(images.tokens), llm.n_ctx())
+        images = prompt.images.after(context)
+        check_fits(len(images.tokens), request.sampling.context_within(llm.n_ctx()))
         return replace(prompt, tokens=images.tokens, images=images)
-    fitted = _fitted(llm, request, [*request.context, *prompt.tokens])
+    fitted = _fitted(llm, request, context + prompt.tokens)
     return replace(prompt, tokens=fitted.tokens, cut_tokens=prompt.cut_tokens + fitted.cut_tokens)
 
 
@@ -217,7 +235,7 @@ class _Renderer:
 
     def __call__(self, messages: Sequence[Message]) -> Prompt:
         """Raises TemplateError, and for images CapabilityError and OptionError."""
-        n_ctx = self._llm.n_ctx()
+        n_ctx = self._request.sampling.context_within(self._llm.n_ctx())
         text = "".join(text_of(message.get("content")) for message in messages)
         if far := _far(self.vocabulary, text, n_ctx):
             return Prompt([], "", far.n_tokens)
@@ -296,7 +314,7 @@ def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Message], render: _Renderer) -> Prompt:
     """The prompt of the messages that leave room for an answer: system messages, and the newest others."""
-    whole, n_ctx = render(messages), llm.n_ctx()
+    whole, n_ctx = render(messages), request.sampling.context_within(llm.n_ctx())
     n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens
     n_room = n_ctx - (min(n_answer, limit) if limit and limit > 0 else n_answer)
     kept, best = list(messages), whole

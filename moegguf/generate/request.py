@@ -25,6 +25,10 @@ class Sampling:
     None is random. exact: the same bits whatever else the model is asked. A batch-invariant model
     (`Llama.batch_invariant`) gives these always; another computes such a request without others and from an
     empty context, one with a seed from an empty context; the last bits of the rest depend on who else is in a pass.
+    reasoning_budget_tokens: tokens of thinking, after which `reasoning_budget_message` and the end of the thinking are
+    forced; 0 is no thinking, None no limit.
+    text_bias: texts whose tokens each get a bias, beside those of logit_bias. ignore_eos: no token ends the answer, but
+    for one that follows a format. num_ctx: tokens of the model's context that the request may use; None: all of them.
     """
 
     temperature: float = 0.8
@@ -42,30 +46,43 @@ class Sampling:
     stop: tuple[str, ...] = ()
     exact: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    reasoning_budget_tokens: int | None = None
+    reasoning_budget_message: str = ""
+    text_bias: tuple[tuple[str, float], ...] = ()
+    ignore_eos: bool = False
+    num_ctx: int | None = None
+
+    def context_within(self, n_ctx: int) -> int:
+        """Returns the tokens that a request may use of a context of `n_ctx`."""
+        return min(n_ctx, self.num_ctx or n_ctx)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     """One request: either `messages` (through the model's chat template) or `prompt` (verbatim).
 
-    `context`: tokens before the prompt, from the timing of an earlier answer with `return_context`. `suffix`: text
-    after the gap that the model fills; `files`: names and texts of other files that it may depend on. `format`: "json",
-    or a JSON schema that the answer follows; `strict`: an error where a keyword of that schema cannot be followed.
+    `context`: tokens before the prompt, from the timing of an earlier answer with `return_context`; texts among them
+    become tokens, with BOS before the first where it begins the context. `suffix`: text after the gap that the model
+    fills; `files`: names and texts of other files that it may depend on. `format`: "json", or a JSON schema that the
+    answer follows; `strict`: an error where a keyword of that schema cannot be followed.
     `grammar`: a grammar in GBNF that the answer follows. `tool_choice`: "auto", "none", "required" or the name of one
     of `tools` (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None thinks where the template
     can; a level such as "high" where the template has levels. `truncate`: leave out the oldest messages when not all
     fit the context, instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still
     too long; and drop the older half of the context when the answer reaches its end, instead of ending the answer.
     `continue_final_message`: go on with an assistant's message at the end; `begins_answer`: else end the prompt with
-    the beginning of an answer, as nearly all models need it. `n_logprobs`: None for no logprobs, else 0 to 20
-    alternatives per token; `prompt_logprobs`: of the prompt's tokens, too, all of which are evaluated then.
-    `prompt_only`: the prompt is evaluated, and no token sampled. `owner`: a request takes over tokens of others with
-    the same one only; "" is that of all who are not told apart.
+    the beginning of an answer, as nearly all models need it. `n_logprobs`: None for no logprobs, else 0
+    to 20 alternatives per token; `prompt_logprobs`: of the prompt's tokens, too, all of which are evaluated then.
+    `prompt_only`: the prompt is evaluated, and no token sampled. `return_tokens`: deltas have their tokens.
+    `think_marks`: for the thinking budget of a `prompt`,
+    the text before thinking and texts that end it, the first of which is forced; () takes the model's. `owner`: a
+    request takes over tokens of others with the same one only; "" is that of all who are not told apart. `asker`: the
+    client that may see which experts the request uses.
     """
 
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
-    context: tuple[int, ...] = ()
+    context: tuple[int | str, ...] = ()
     suffix: str | None = None
     files: tuple[tuple[str, str], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -84,8 +101,20 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     prompt_only: bool = False
     return_context: bool = False
+    think_marks: tuple[str, ...] = ()
+    return_tokens: bool = False
     owner: str = ""
+    asker: str = ""
     sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        if self.sampling.reasoning_budget_tokens == 0:
+            object.__setattr__(self, "think", False)
+
+    @property
+    def begins_with_token(self) -> bool:
+        """True where the context begins with a token, which is BOS only if the request says so."""
+        return bool(self.context) and isinstance(self.context[0], int)
 
 
 @dataclass(frozen=True)
@@ -98,26 +127,38 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
-    """A token's text and the natural logarithm of its probability before sampling; `top`: the likeliest
-    tokens."""
+class TokenChance:
+    """A token, its bytes, and the natural logarithm of its probability before sampling."""
 
-    text: str
+    token: int
+    piece: bytes
     logprob: float
-    top: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The piece as text. Part of a code point becomes U+FFFD."""
+        return self.piece.decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class TokenLogprob(TokenChance):
+    """A token of an answer or a prompt, and the likeliest tokens in its place."""
+
+    top: tuple[TokenChance, ...] = ()
 
 
 @dataclass(frozen=True)
 class Delta:
     """A part of an answer: text, thinking, complete tool calls; usually only one of them is not empty. `prompt`: with
     `prompt_logprobs` and before all else, the prompt's tokens but a BOS that the model adds. The first one's logprob is
-    0 and means nothing."""
+    0 and means nothing. `tokens`: with `return_tokens`, those that the text came from."""
 
     text: str = ""
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt: tuple[TokenLogprob, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
@@ -130,6 +171,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
         logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
         prompt=tuple(logprob for delta in deltas for logprob in delta.prompt),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
     )
 
 
@@ -182,7 +224,8 @@ THINK_LEVELS = ("low", "medium", "high", "max")
 def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
     """`base` changed by the sampling options among `parameters`; others are ignored.
 
-    num_predict below 1 sets no limit. seed -1 is random at each request, others count modulo 2^32.
+    num_predict below 1, num_ctx 0 and reasoning_budget_tokens below 0 set no limit. seed -1 is random at each request,
+    others count modulo 2^32.
     """
     changes: dict[str, Any] = {}
     for name, value in parameters.items():
@@ -193,6 +236,10 @@ def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
             value = tuple(text for text in ([value] if isinstance(value, str) else value) if text)
         elif name == "num_predict":
             value = value if value > 0 else None
+        elif name == "reasoning_budget_tokens":
+            value = None if value is None or value < 0 else value
+        elif name == "num_ctx":
+            value = value or None
         elif name == "seed":
             value = None if value == -1 else value & 0xFFFFFFFF
         changes[field] = value

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate.constraint import Constraint
 from moegguf.generate.limited import LimitedError, reply_of
-from moegguf.generate.request import Sampling, TokenLogprob
+from moegguf.generate.request import Sampling, TokenChance, TokenLogprob
 from moegguf.native import library
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from moegguf.engine.llama import Llama
     from moegguf.engine.vocabulary import Vocabulary
+    from moegguf.generate.thinking_budget import ThinkingBudget
 
 _TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # in a grammar, by its number
 MAX_STEP_S = 1.0  # of computing time, for one token
@@ -179,50 +180,68 @@ class Matcher:
 
 
 def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:
-    """The log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens, which may
-    include it."""
+    """Returns the log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens,
+    which may include it."""
     logits = llm.context.logits(row)
     most = logits.max()
     log_total = most + np.log(np.exp(logits - most, dtype=np.float64).sum())
     top = np.argpartition(logits, -n_top)[-n_top:] if n_top else np.empty(0, np.intp)
     top = top[np.argsort(-logits[top], kind="stable")]
-    text = llm.vocabulary.text
-    likeliest = tuple((text(int(other)), float(logits[other] - log_total)) for other in top)
-    return TokenLogprob(text(token), float(logits[token] - log_total), likeliest)
+    piece = llm.vocabulary.piece
+
+    def chance(of: int) -> tuple[int, bytes, float]:
+        return of, piece(of, special=True), float(logits[of] - log_total)
+
+    return TokenLogprob(*chance(token), tuple(TokenChance(*chance(int(other))) for other in top))
 
 
 class Sampler:
     """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that penalties count.
+    `budget`: forces the tokens that end the thinking; the constraint comes before it.
 
     Raises OptionError for a logit_bias that is not for a token of the model, SchemaError for a constraint that cannot
     be followed.
     """
 
     def __init__(
-        self, llm: Llama, sampling: Sampling, prompt: Sequence[int], constraint: Constraint | None = None
+        self,
+        llm: Llama,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        constraint: Constraint | None = None,
+        budget: ThinkingBudget | None = None,
     ) -> None:
         self._bindings = library.llama_cpp()
         self._llm = llm
         self._n_vocab = llm.n_vocab()
         self._chain = self._bindings._internals.LlamaSampler()
-        self._add_samplers(sampling, prompt)
+        self._add_samplers(sampling, prompt, ends=constraint is not None or not sampling.ignore_eos)
+        self._budget = budget
         self._matcher: Matcher | None = None
         self._candidates: Any = None
         if constraint is not None:
             self._matcher = Matcher(constraint, matcher_tokens(llm.vocabulary))
             self._candidates = self._bindings._internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
 
-    def _add_samplers(self, sampling: Sampling, prompt: Sequence[int]) -> None:
-        chain = self._chain
-        for token, bias in sampling.logit_bias.items():
+    def _add_samplers(self, sampling: Sampling, prompt: Sequence[int], *, ends: bool) -> None:
+        """Adds the samplers of the options. `ends`: the answer may end with a token."""
+        chain, vocabulary = self._chain, self._llm.vocabulary
+        biases = dict(sampling.logit_bias)
+        for text, bias in sampling.text_bias:
+            for token in vocabulary.tokens(text, special=False):
+                biases[token] = biases.get(token, 0.0) + bias
+        for token, bias in biases.items():
             if not 0 <= token < self._n_vocab or math.isnan(bias):
                 raise OptionError(
                     f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
                 )
-        if sampling.logit_bias:
-            chain.add_logit_bias(self._n_vocab, dict(sampling.logit_bias))
+        if not ends:
+            biases |= dict.fromkeys(vocabulary.end_tokens(), -math.inf)
+        if biases:
+            chain.add_logit_bias(self._n_vocab, biases)
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-            n_last = self._llm.n_ctx() if sampling.repeat_last_n < 0 else sampling.repeat_last_n
+            n_ctx = sampling.context_within(self._llm.n_ctx())
+            n_last = n_ctx if sampling.repeat_last_n < 0 else sampling.repeat_last_n
             chain.add_penalties(
                 self._n_vocab, n_last, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
             )
@@ -244,19 +263,39 @@ class Sampler:
 
         Raises SchemaError when the constraint allows no token of finite logit, and what `Context.check_logits` raises.
         """
-        if self._matcher is None:
+        token = self._forced()
+        if token is not None:
+            self._chain.accept(token)
+        elif self._matcher is None:
             self._llm.context.check_logits(row)
-            return int(self._chain.sample(self._llm._ctx, row))
-        token = self._apply(row)
-        if not self._matcher.allows(token):
-            allowed = self._matcher.mask()
-            if not allowed.any():
-                return None
-            token = self._apply(row, allowed)
-        self._chain.accept(token)
-        if not self._llm.vocabulary.is_end(token):
+            token = int(self._chain.sample(self._llm._ctx, row))
+        elif (token := self._constrained(self._matcher, row)) is not None:
+            self._chain.accept(token)
+        if token is None or self._llm.vocabulary.is_end(token):
+            return token
+        if self._matcher is not None:
             self._matcher.accept(token)
+        if self._budget is not None:
+            self._budget.accept(token)
         return token
+
+    def _forced(self) -> int | None:
+        """The token that the budget of the thinking forces, unless the constraint forbids it."""
+        if self._budget is None or (token := self._budget.forced) is None:
+            return None
+        if self._matcher is not None and not self._matcher.allows(token):
+            self._budget.release()
+            return None
+        return token
+
+    def _constrained(self, matcher: Matcher, row: int) -> int | None:
+        """A token that the constraint allows, not yet accepted by the samplers; None when the answer is complete and
+        the model has no end-of-generation token."""
+        token = self._apply(row)
+        if matcher.allows(token):
+            return token
+        allowed = matcher.mask()
+        return self._apply(row, allowed) if allowed.any() else None
 
     def _apply(self, row: int, allowed: npt.NDArray[np.bool_] | None = None) -> int:
         """A token by the samplers, not yet accepted by them; [n_vocab] `allowed` masks the others."""

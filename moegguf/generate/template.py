@@ -36,8 +36,9 @@ def render(
     """Returns the prompt.
 
     `tools` have OpenAI's form. `think` True, False or a level becomes the variables that templates know for it:
-    enable_thinking (Qwen, GLM), thinking (DeepSeek, Granite), reasoning_effort (gpt-oss). None sets enable_thinking
-    only, as llama-server does, unless `options`, which are further variables, decide it. `bos`, `eos`: texts of those
+    enable_thinking (Qwen, GLM), thinking (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed),
+    reasoning_effort (gpt-oss). None sets enable_thinking only, as llama-server does, unless `options`, which are
+    further variables, decide it. `bos`, `eos`: texts of those
     tokens. `begins_answer`: the prompt ends with the beginning of an answer.
 
     Raises LongPromptError above so many `characters`, and TemplateError when the template is too long or invalid,
@@ -46,7 +47,10 @@ def render(
     variables = default_variables() | _reasoning(options or {}) | {"bos_token": bos, "eos_token": eos}
     variables["add_generation_prompt"] = begins_answer
     if think is not None:
-        variables |= {"enable_thinking": bool(think), "thinking": bool(think)}
+        mode = "enabled" if think else "disabled"
+        variables |= {"enable_thinking": bool(think), "thinking": bool(think), "thinking_mode": mode}
+    if think is False:
+        variables["thinking_budget"] = 0
     if isinstance(think, str):
         variables |= _reasoning({"reasoning_effort": think})
     size = len(template.encode(errors="replace"))

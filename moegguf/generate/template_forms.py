@@ -135,6 +135,8 @@ def _shorten_ids(messages: Iterable[Message]) -> None:
 
 # Probes
 
+# A form that a template cannot know without this word is not tried.
+_WORDS = {"part_roles": "text", "null_content": "tool_calls", "text_arguments": "arguments", "empty_tools": "tools"}
 _MARK = "q7z"  # begins each marked text; letters may change their case
 
 
@@ -227,6 +229,8 @@ def _best(template: str, probe: _Probe, known: Forms) -> Forms:
     """Returns the first of a probe's choices that loses the fewest marks."""
     losses = dict[Forms, int]()
     for choice in probe.choices:
+        if any(choice.get(field) and word not in template for field, word in _WORDS.items()):
+            continue
         forms = replace(known, **{**choice, "part_roles": known.part_roles.union(choice["part_roles"])})
         losses[forms] = probe.n_lost(template, forms)
         if not losses[forms]:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from moegguf.errors import ExpertIOError, ModelFormatError
 from moegguf.gguf.hparams import Hparams, read_hparams
-from moegguf.gguf.reader import GgufFile, Shard, TensorInfo, Value, version_of
+from moegguf.gguf.reader import FileVersion, GgufFile, Shard, TensorInfo, Value
 from moegguf.gguf.shards import read_shards, shards_of
 
 Kind = Literal["gate", "up", "down", "gate_up"]
@@ -104,11 +104,13 @@ class ExpertLayout:
     loads_heads: bool = False
     has_long_rope: bool = False  # rotary factors of its own for long contexts
 
-    def check_not_overwritten(self) -> None:
-        """Raises ExpertIOError where a shard was written to since its header was read."""
+    def check_unchanged(self) -> None:
+        """Raises ExpertIOError where a shard was written to or replaced since its header was read."""
         for shard in self.shards:
-            if shard.is_overwritten():
-                raise ExpertIOError(f"{shard.path.name} was written to while it was loaded; load the model again.")
+            if shard.is_changed():
+                raise ExpertIOError(
+                    f"{shard.path.name} was written to while it was loaded, or replaced; load the model again."
+                )
 
     @property
     def is_moe(self) -> bool:
@@ -207,27 +209,28 @@ class ExpertLayout:
         return value if isinstance(value, str) and value else self.shards[0].path.stem
 
 
-def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
-    """The layout of the model at `path` (the first shard when it is split).
+def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> ExpertLayout:
+    """Returns the layout of the model at `path` (the first shard when it is split); with `vocab_only` of no tensors,
+    which the file then need not have.
 
     Raises ModelNotFoundError when a file is missing, ModelFormatError when it breaks a rule (the message names the
     file, the key or tensor, and the offset), ExpertIOError when the disk fails. Made again only when a shard has
     changed.
     """
-    return _layout(Path(path), tuple(map(version_of, shards_of(Path(path)))))
+    return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only)
 
 
 @lru_cache(maxsize=64)
-def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
+def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: bool) -> ExpertLayout:
     files = read_shards(path)
     label = files[0].name
-    if not any(file.tensors for file in files):
+    if not vocab_only and not any(file.tensors for file in files):
         raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0])
     matrices, routers, tensors = list[ExpertMatrix](), list[RouterTensor](), dict[str, TensorInfo]()
     types, layer_dense_bytes = defaultdict[str, list[int]](list), Counter[int]()
     for shard, file in enumerate(files):
-        for tensor in file.tensors:
+        for tensor in () if vocab_only else file.tensors:
             tensors[tensor.name] = tensor
             types[tensor.type_name].append(tensor.n_bytes)
             if match := _LAYER.fullmatch(tensor.name):
@@ -255,7 +258,7 @@ def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
         expert_bytes=expert_bytes,
         unused_bytes=unused_bytes,
         tied_output_bytes=embedding_bytes * is_tied,
-        n_vocab=max(n_tokens, *n_rows),
+        n_vocab=max((n_tokens, *n_rows)),
         hparams=hparams,
         metadata=files[0].metadata,
         tensor_types={name: (len(sizes), sum(sizes)) for name, sizes in sorted(types.items())},

@@ -1,22 +1,26 @@
-"""Identifies a trained model by its routers, so that traces and predictors are used with the right one; and a file by
-its header.
+"""Identifies a trained model by its routers, a file by its header, and the bytes on the disk now.
 
-Routers are small, and differ between trainings. They are rarely quantised, so the quantisations of one model usually
-share a fingerprint, as they share their routing. Reads a few MB, never the experts.
+What was learned of a model is used with the same routers (`fingerprint`), wherever its file lies. Routers are small,
+and differ between trainings. They are rarely quantised, so the quantisations of one model usually share a fingerprint,
+as they share their routing. Contexts need the same weights, so they are used with one file as it is on this disk
+(`weights_digest`): a copy has none. Reads a few MB, never whole experts.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from moegguf.errors import ExpertIOError
-from moegguf.gguf.experts import ExpertLayout, Shard
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import Shard, read_gguf
 
 HEX_DIGITS = 32
 _CHUNK_BYTES = 1 << 20
-_N_SAMPLES, _SAMPLE_BYTES = 32, 1 << 12
+_SAMPLE_BYTES = 1 << 12
 
 
 def fingerprint(layout: ExpertLayout) -> str:
@@ -30,7 +34,7 @@ def fingerprint(layout: ExpertLayout) -> str:
     for router in layout.routers:
         tensor = router.tensor
         digest.update(repr((router.il, tensor.ggml_type, tensor.shape)).encode())
-        _hash_bytes(digest, layout.shards[router.shard].path, tensor.offset, tensor.n_bytes, repr(tensor.name))
+        _hash_spans(digest, layout.shards[router.shard].path, [(tensor.offset, tensor.n_bytes)], repr(tensor.name))
     return digest.hexdigest()[:HEX_DIGITS]
 
 
@@ -42,31 +46,41 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(repr((shard.n_bytes, shard.header_bytes)).encode())
-        _hash_bytes(digest, shard.path, 0, shard.header_bytes, "the header")
+        _hash_spans(digest, shard.path, [(0, shard.header_bytes)], "the header")
     return digest.hexdigest()[:HEX_DIGITS]
 
 
-def sampled_digest(paths: tuple[Path, ...]) -> str:
-    """32 hex digits of a SHA-256 over the sizes and times of files, and samples of their bytes: of other weights with
-    the same header another digest. Raises ExpertIOError when a file cannot be read."""
+def weights_digest(shards: tuple[Shard, ...]) -> str:
+    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times of files as their headers were read, and over
+    the page in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
+
+    After every write the change time is another, but on file systems that do not keep it. There the pages tell another
+    training or quantisation, which changes every tensor, but not a write that spares each page.
+    """
     digest = hashlib.sha256()
-    for path in paths:
-        info = path.stat()
-        digest.update(repr((info.st_size, info.st_mtime_ns)).encode())
-        for i in range(_N_SAMPLES):
-            begin = info.st_size * i // _N_SAMPLES
-            _hash_bytes(digest, path, begin, min(_SAMPLE_BYTES, info.st_size - begin), "its bytes")
+    for shard in shards:
+        digest.update(repr((shard.ino, shard.n_bytes, shard.mtime_ns, shard.ctime_ns)).encode())
+        sizes = [(tensor, min(tensor.n_bytes, _SAMPLE_BYTES)) for tensor in read_gguf(shard.path).tensors]
+        spans = [(tensor.offset + (tensor.n_bytes - n_bytes) // 2, n_bytes) for tensor, n_bytes in sizes]
+        _hash_spans(digest, shard.path, spans, "its tensors")
     return digest.hexdigest()[:HEX_DIGITS]
 
 
-def _hash_bytes(digest: hashlib._Hash, path: Path, offset: int, n_left: int, what: str) -> None:
+def _hash_spans(digest: hashlib._Hash, path: Path, spans: Sequence[tuple[int, int]], what: str) -> None:
+    """Adds the bytes at each (offset, number of bytes). The disk reads them side by side."""
+    n_missing = 0
     try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            while n_left and (part := file.read(min(n_left, _CHUNK_BYTES))):
-                digest.update(part)
-                n_left -= len(part)
+        with open(path, "rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                for offset, n_bytes in spans:
+                    os.posix_fadvise(file.fileno(), offset, n_bytes, os.POSIX_FADV_WILLNEED)
+            for offset, n_left in spans:
+                file.seek(offset)
+                while n_left and (part := file.read(min(n_left, _CHUNK_BYTES))):
+                    digest.update(part)
+                    n_left -= len(part)
+                n_missing += n_left
     except OSError as error:
         raise ExpertIOError(f"{path.name}: reading {what} failed ({error.strerror}).") from error
-    if n_left:
+    if n_missing:
         raise ExpertIOError(f"{path.name}: the file ends inside {what}; fetch it again.")

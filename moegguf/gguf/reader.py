@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn, Self
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
@@ -172,26 +172,35 @@ class FileVersion:
     dev: int
     ino: int
     mtime_ns: int
+    ctime_ns: int
 
-    @staticmethod
-    def now(path: Path) -> FileVersion:
-        """The file as it is. Raises OSError."""
-        info = path.stat()
-        return FileVersion(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns)
+    @classmethod
+    def of(cls, path: Path, info: os.stat_result, **more: int) -> Self:
+        """The file at `path` with this status. more: the fields of a subclass."""
+        return cls(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns, **more)
+
+    @classmethod
+    def now(cls, path: Path) -> Self | None:
+        """The file as it is; None where there is none."""
+        try:
+            return cls.of(path, path.stat())
+        except (OSError, ValueError):  # a zero byte in the path
+            return None
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """Numbers that are others for another file, and after every write. A program can set the modification time
+        back, but not the change time. That also changes with the file's name, owner, mode and links."""
+        return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
         """Whether the open file `fd` is this one, unchanged."""
-        now = os.fstat(fd)
-        return (now.st_size, now.st_ino, now.st_mtime_ns) == (self.n_bytes, self.ino, self.mtime_ns)
+        return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
-    def is_overwritten(self) -> bool:
-        """Whether the file was written to since; False where it was moved, deleted or replaced by another file."""
-        try:
-            now = self.now(self.path)
-        except OSError:
-            return False
-        same_file = (now.dev, now.ino) == (self.dev, self.ino)
-        return same_file and (now.n_bytes, now.mtime_ns) != (self.n_bytes, self.mtime_ns)
+    def is_changed(self) -> bool:
+        """Whether the file was written to since, or another one has its name; False where there is no file now."""
+        now = FileVersion.now(self.path)
+        return now is not None and now.identity != self.identity
 
 
 @dataclass(frozen=True)
@@ -380,20 +389,11 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     ExpertIOError when the disk fails. Takes memory for a few MiB at most, whatever the file claims. Reads it again only
     when it has changed.
     """
-    return _read_version(Path(path), version_of(path))
-
-
-def version_of(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Changes with the file; empty for one that cannot be found."""
-    try:
-        info = os.stat(path)
-    except (OSError, ValueError):  # a zero byte in the path
-        return ()
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+    return _read_version(Path(path), FileVersion.now(Path(path)))
 
 
 @functools.lru_cache(maxsize=64)
-def _read_version(path: Path, _version: tuple[int, ...]) -> GgufFile:
+def _read_version(path: Path, _version: FileVersion | None) -> GgufFile:
     try:
         file = _open(path)
     except (OSError, ValueError) as error:
@@ -412,5 +412,6 @@ def _read_version(path: Path, _version: tuple[int, ...]) -> GgufFile:
             data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
         except OSError as error:
             raise ExpertIOError(f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}).") from error
-    shard = Shard(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, data_offset)
+    # No padding follows the header of a file without tensors.
+    shard = Shard.of(path, info, header_bytes=min(data_offset, info.st_size))
     return GgufFile(shard, metadata, arrays, tensors)

@@ -1,4 +1,5 @@
 """Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it.
+Names are compared without case.
 
 Every error names the shard. Reads `split.*` and `general.*` keys only.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +17,8 @@ from moegguf.gguf.hparams import Keys
 from moegguf.gguf.reader import GgufFile, read_gguf
 
 MAX_SHARDS = 1024
-_SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-_SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), re.DOTALL | re.IGNORECASE)
+_SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
+_SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), _SHARD_NAME.flags)
 
 
 class ShardName(NamedTuple):
@@ -33,9 +35,9 @@ def parse_shard_name(stem: str) -> ShardName:
     return ShardName(match["prefix"], int(match["number"]), int(match["count"])) if match else ShardName(stem)
 
 
-def shard_path(prefix: str, number: int, count: int) -> str:
-    """The path of shard `number` (from 1) of `count`, as llama.cpp builds it."""
-    return f"{prefix}-{number:05d}-of-{count:05d}.gguf"
+def shard_path(prefix: str, number: int, count: int, suffix: str = ".gguf") -> str:
+    """Returns the path of shard `number` (from 1) of `count`, as llama.cpp builds it but for the suffix."""
+    return f"{prefix}-{number:05d}-of-{count:05d}{suffix}"
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
@@ -43,8 +45,18 @@ def shards_of(path: Path) -> tuple[Path, ...]:
     prefix, number, count = parse_shard_name(path.stem)
     if number != 1:
         return (path,)
-    others = (path.with_name(shard_path(prefix, n, count)) for n in range(2, min(count, MAX_SHARDS) + 1))
-    return (path, *(other for other in others if other.is_file()))
+    return (path, *(other for other in _others(path, prefix, min(count, MAX_SHARDS)) if os.path.isfile(other)))
+
+
+def _others(first: Path, prefix: str, count: int) -> list[Path]:
+    """Returns the paths of shards 2 to `count`: names in the form of the first one, or else in another case."""
+    paths = [first.with_name(shard_path(prefix, n, count, first.suffix)) for n in range(2, count + 1)]
+    if all(path.exists() for path in paths):
+        return paths
+    known: dict[str, Path] = {}
+    with suppress(OSError):
+        known = {path.name.lower(): path for path in first.parent.iterdir()}
+    return [path if path.exists() else known.get(path.name.lower(), path) for path in paths]
 
 
 def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
@@ -56,7 +68,7 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     first, name = read_gguf(path), _SHARD_NAME.fullmatch(path.name)
     prefix, number, named = (name["prefix"], int(name["number"]), int(name["count"])) if name else ("", 1, 1)
     if number != 1:
-        opener = Path(shard_path(prefix, 1, named)).name
+        opener = shard_path(prefix, 1, named, path.suffix)
         raise ModelFormatError(f"{path.name} is not the first shard of its model; open {opener!r} instead.")
     count = Keys("split", first).number("count", 1, 0, MAX_SHARDS) or 1
     if count != named:
@@ -64,8 +76,7 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
             f"{first.name}: key 'split.count' is {count}, but the name is that of a file of {named}; restore the"
             " shards' original names, or join them with llama-gguf-split --merge."
         )
-    paths = (Path(shard_path(str(path.with_name(prefix)), n, count)) for n in range(2, count + 1))
-    shards = first, *(_read_member(first, other) for other in paths)
+    shards = first, *(_read_member(first, other) for other in _others(path, prefix, count))
     for n, shard in enumerate(shards):
         if count > 1 and (found := Keys("split", shard).number("no", -1, -1, MAX_SHARDS)) != n:
             raise ModelFormatError(

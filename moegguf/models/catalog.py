@@ -35,6 +35,7 @@ from moegguf.models.recipe import (
 from moegguf.models.sources import demo_path
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
+from moegguf.text import without_password
 
 
 class Catalog:
@@ -185,7 +186,8 @@ class Catalog:
             yield sources.file_entry(file, "path", str(file.absolute()))
         name = name_or_none(text or "")
         key = None if text is None else name.key if name else ""
-        yield from (entry for entry in self.given if key in (None, entry.name.lower()))
+        given = (entry for entry in self.given if text is None or entry.name.lower() in (key, text.lower()))
+        yield from map(_as_now, given)
         yield from sources.demo_models(text)
         yield from sources.folder_models(text)
         contents = self.index.read()
@@ -242,7 +244,7 @@ class Catalog:
             fetch = f"; fetch it with `moegguf pull {name.canonical}`" * self.paths
             return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
         if self.paths and (os.sep in text or ending):
-            return ModelNotFoundError(f"there is no file {text!r}; check the path.")
+            return ModelNotFoundError(f"there is no file {without_password(text)!r}; check the path.")
         if model := find_in_library(text):
             fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
@@ -262,6 +264,12 @@ _REMOVAL_HINTS = {
     "path": "it is a path; delete the file.",
     "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
+
+
+def _as_now(entry: ModelEntry) -> ModelEntry:
+    """The entry where its files are still the same or gone, else one with their sizes and their digest now."""
+    now = updated(entry)
+    return entry if now.missing or now.weights == entry.weights else now
 
 
 def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:

@@ -8,12 +8,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from moegguf.errors import ModelNameError
+from moegguf.gguf.reader import FileVersion
+from moegguf.quantities import utc_time
 
 SAMPLE_BYTES = 1 << 20
 
@@ -146,9 +148,7 @@ def digest_of(files: tuple[Path, ...]) -> str:
     addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]
     if all(addresses):
         return combined_digest([address[1] for address in addresses if address])
-    infos = [path.stat() for path in files]
-    samples = [_sample(str(path), info.st_size, info.st_mtime_ns) for path, info in zip(files, infos, strict=True)]
-    return combined_digest(samples)
+    return combined_digest([_sample(FileVersion.of(path, path.stat())) for path in files])
 
 
 def weights_digest(files: tuple[Path, ...], adapter: Path | None) -> str:
@@ -168,17 +168,17 @@ def size_of(files: Iterable[Path]) -> int:
 
 
 def modified_at(path: Path) -> datetime:
-    """When the file, or the link to it, was made. Raises OSError."""
-    return datetime.fromtimestamp(path.lstat().st_mtime, UTC)
+    """Returns the modification time of a file or link. Raises OSError."""
+    return utc_time(path.lstat().st_mtime)
 
 
 @lru_cache(maxsize=4096)
-def _sample(path: str, size_bytes: int, _mtime_ns: int) -> str:
+def _sample(file: FileVersion) -> str:
     """The digest of one file, computed again only when the file has changed."""
-    digest = hashlib.sha256(f"{size_bytes}\n".encode())
-    with open(path, "rb") as file:
-        digest.update(file.read(SAMPLE_BYTES))
-        if size_bytes > SAMPLE_BYTES:
-            file.seek(max(SAMPLE_BYTES, size_bytes - SAMPLE_BYTES))
-            digest.update(file.read(SAMPLE_BYTES))
+    digest = hashlib.sha256(f"{file.n_bytes}\n".encode())
+    with open(file.path, "rb") as stream:
+        digest.update(stream.read(SAMPLE_BYTES))
+        if file.n_bytes > SAMPLE_BYTES:
+            stream.seek(max(SAMPLE_BYTES, file.n_bytes - SAMPLE_BYTES))
+            digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()

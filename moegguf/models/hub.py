@@ -45,6 +45,8 @@ from moegguf.models.selection import select_files
 from moegguf.models.sources import file_entry, hub_cache, hub_endpoint, repo_folder
 from moegguf.package import __version__
 from moegguf.quantities import format_bytes
+from moegguf.regular_file import open_regular
+from moegguf.text import without_password
 
 TRIES = 4
 WAIT_S = 1.0  # before the second try; doubled before each further one
@@ -118,7 +120,7 @@ class HubFile:
         """Whether the file at `path` has its digest. What is right is on disk then. Raises OSError."""
         git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         digest = hashlib.sha256() if self.is_large else git
-        with open(path, "rb") as found:
+        with open_regular(path) as found:
             os.fsync(found.fileno())
             hashlib.file_digest(found, lambda: digest)
         return digest.hexdigest() == self.etag
@@ -135,7 +137,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
         info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S))
     commit = str(info.sha or "")
     if not _HEX40.fullmatch(commit):
-        raise PullError(f"{hub_endpoint()} sent no commit of {repo!r}; try again later.")
+        raise PullError(f"{_shown_endpoint()} sent no commit of {repo!r}; try again later.")
     name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
     folder, files = repo_folder(name, cache or hub_cache()), dict[str, HubFile]()
     for sibling in info.siblings or []:
@@ -204,9 +206,13 @@ def hub_errors(repo: str, path: str = "") -> Iterator[None]:
         raise _to_moegguf_error(error, repo, path) from error
 
 
+def _shown_endpoint() -> str:
+    return without_password(hub_endpoint())
+
+
 def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
     """The error of the Hub or of the network as one of ours, with the next step."""
-    what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
+    what, page = f"{repo}/{path}" if path else repo, f"{_shown_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
     status = error.response.status_code if isinstance(error, hf.HfHubHTTPError) else 0
     if isinstance(error, hf.RemoteEntryNotFoundError):
@@ -220,16 +226,17 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
         )
     if is_missing or isinstance(error, hf.RevisionNotFoundError | hf.HFValidationError):
         return ModelNotFoundError(
-            f"there is no repository {repo!r} with a commit at {hub_endpoint()}, or it is private: check the name; for"
-            f" a private one set HF_TOKEN ({token})."
+            f"there is no repository {repo!r} with a commit at {_shown_endpoint()}, or it is private: check the name;"
+            f" for a private one set HF_TOKEN ({token})."
         )
     if status:
         why = "the hub's rate limit is reached (429)" if status == 429 else f"the hub answered {status}"
         return PullError(f"{why} for {what!r}; try again later, the download continues where it stopped.")
-    reason = " ".join(str(error).split()) or type(error).__name__
+    text = str(error).replace(hub_endpoint(), _shown_endpoint())
+    reason = " ".join(text.split()) or type(error).__name__
     return PullError(
-        f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network, HF_ENDPOINT and proxies,"
-        " and try again, the download continues where it stopped."
+        f"fetching {what!r} from {_shown_endpoint()} failed ({reason:.200}); check the network, HF_ENDPOINT and"
+        " proxies, and try again, the download continues where it stopped."
     )
 
 
@@ -371,7 +378,7 @@ def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.
     """One request for the missing bytes, written as they arrive. Raises httpx2.ReadError for too few, PullError for
     another size, ModelFormatError for the start of another kind of file, Stopped."""
     n_bytes = file.received_bytes
-    with open(file.partial, "ab") as output:
+    with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
         if n_bytes == file.size_bytes:
             return

@@ -22,6 +22,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from moegguf.errors import ModelNameError
+from moegguf.text import without_password
 
 DEFAULT_TAG = "latest"
 HUB_HOST = "hf.co"
@@ -151,6 +152,7 @@ def _fault(part: str, most: int) -> str | None:
 
 
 def _bad(text: str, rule: str) -> ModelNameError:
+    text = without_password(text)
     shown = repr(text) if len(text) <= 80 else repr(text[:77]) + "..."
     return ModelNameError(f"the model name {shown} {rule}; {FORMS}.")
 

@@ -32,10 +32,11 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, O
 from moegguf.gguf.experts import read_layout
 from moegguf.models.entry import ModelEntry, blob_name, combined_digest, size_of, weights_digest
 from moegguf.models.names import parse_name
-from moegguf.models.recipe import check_overrides, check_text
+from moegguf.models.recipe import check_overrides
 from moegguf.models.selection import select_files
 from moegguf.models.sources import DEMO_FILE, demo_path, hub_cache
 from moegguf.quantities import format_bytes
+from moegguf.regular_file import read_regular
 from moegguf.settings import data_folder
 
 VERSION = 1
@@ -67,7 +68,7 @@ def _path_at(location: str) -> Path:
 
 def updated(entry: ModelEntry) -> ModelEntry:
     """An entry of the index with the sizes and the digest of its files now, and in `missing` those no longer there."""
-    there = [path for path in entry.all_files if path.is_file()]
+    there = {path: path.stat().st_size for path in entry.all_files if os.path.isfile(path)}
     needed = (*entry.files, *filter(None, (entry.adapter,)))
     missing = tuple(path for path in needed if path not in there)
     weights = entry.weights
@@ -77,7 +78,7 @@ def updated(entry: ModelEntry) -> ModelEntry:
             weights = weights_digest(entry.files, entry.adapter)
     return replace(
         entry,
-        size_bytes=size_of(there),
+        size_bytes=sum(there.values()),
         weights=weights,
         mmproj=entry.mmproj if entry.mmproj in there else None,
         draft=entry.draft if entry.draft in there else None,
@@ -120,7 +121,7 @@ class Index:
         PullError when the disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "models.lock", "ab") as lock:
+            with open(self.folder / "models.lock", "a+b") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 contents = self._load()
                 before = _to_json(contents)
@@ -137,7 +138,7 @@ class Index:
         """What could be read."""
         contents = Contents()
         try:
-            data = json.loads(self.path.read_bytes())
+            data = json.loads(read_regular(self.path))
             contents.is_intact = data["version"] == VERSION
             listed, contents.hidden = list(data["models"]), set(map(str, data["hidden"]))
         except FileNotFoundError:
@@ -155,7 +156,7 @@ class Index:
 
 def _entry(values: dict[str, Any]) -> ModelEntry:
     """The entry in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
-    beside: dict[str, Any] = {name: _path_at(text) for name in _BESIDE if (text := check_text(name, values.get(name)))}
+    beside: dict[str, Any] = {name: _path_at(location) for name in _BESIDE if (location := values.get(name))}
     modified = datetime.fromisoformat(values["modified"])
     return ModelEntry(
         name=parse_name(values["name"]).canonical,
@@ -179,7 +180,7 @@ def _to_json(contents: Contents) -> bytes:
         for entry in contents.entries.values()
     ]
     data = {"version": VERSION, "models": models, "hidden": sorted(contents.hidden)}
-    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(data, indent=1) + "\n").encode()
 
 
 def free_bytes(folder: Path) -> int:
@@ -270,6 +271,8 @@ class BlobStore:
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()
         folder = sets_folder() / digest
+        if folder.exists():  # further links would change the change time of its files, as if they were written to
+            return folder
         temporary = sets_folder() / f".{digest}.{os.getpid()}"  # then renamed: a set is complete or absent
         with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
             shutil.rmtree(temporary, ignore_errors=True)

@@ -9,11 +9,10 @@ nothing else reads back). `#` starts a comment line. LICENSE may be repeated. RE
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,20 +20,21 @@ from moegguf.errors import OptionError
 from moegguf.models.entry import ModelEntry, Overrides
 from moegguf.options import DRAFTS, LOAD_PARAMETERS, OPTIONS
 from moegguf.quantities import parse_expert_cache
+from moegguf.text import without_surrogates
 
 MAX_TEXT = 1 << 20  # characters of a system message, template, license or message
 ROLES = ("system", "user", "assistant", "tool")
 
 INTS = (
     "num_ctx num_batch num_gpu main_gpu num_thread draft_num_predict num_keep seed num_predict top_k repeat_last_n"
-    " mirostat num_gqa"
+    " mirostat num_gqa reasoning_budget_tokens"
 ).split()
 FLOATS = (
     "top_p min_p typical_p tfs_z temperature repeat_penalty presence_penalty frequency_penalty mirostat_tau"
     " mirostat_eta"
 ).split()
 SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
-TEXTS = ("expert_cache", "draft")
+TEXTS = ("expert_cache", "draft", "reasoning_budget_message")
 PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(TEXTS, str), "stop": list,
@@ -56,6 +56,10 @@ _GO_ACTION = re.compile(
 MAX_MODELFILE = 4 << 20  # characters
 MOST_SHOWN_WHOLE = 1_000_000  # smaller whole numbers are written without a fraction, as Ollama does
 
+_HEX_NUMBER = re.compile(
+    r"[+-]?0x(?:_?{0}(?:\.{0}?)?|\.{0})p[+-]?\d+(?:_\d+)*".replace("{0}", "(?:[0-9a-f]+(?:_[0-9a-f]+)*)"),
+    re.ASCII | re.IGNORECASE,
+)
 _BLANK = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*(?:[ \t]*(?:#[^\n]*)?\Z)?")  # and comments
 _WORD = re.compile(r"[ \t]*([A-Za-z]+)(?:[ \t]+|(?=\n|$|\"))")
 _FENCED = r'(?P<fence>"{4,})\n(?P<fenced>.*?)\n(?P=fence)[ \t]*(?:\n|$)'
@@ -152,12 +156,12 @@ def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def check_text(what: str, text: str | None) -> str | None:
-    """`text` as valid UTF-8; None stays None. Raises OptionError when it is too long or not text."""
+    """Returns `text` without surrogates; None stays None. Raises OptionError when it is too long or not text."""
     if text is None:
         return None
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise OptionError(f"{what} must be a text of at most {MAX_TEXT} characters, but is {text!r:.40}.")
-    return text.encode("utf-8", "replace").decode()
+    return without_surrogates(text)
 
 
 def parse_parameter(name: str, text: str) -> Any:
@@ -170,12 +174,36 @@ def parse_parameter(name: str, text: str) -> Any:
         raise OptionError.unknown(name, PARAMETERS, "docs/modelfile.md", "parameter")
     if kind in (str, list):
         return text
-    if kind is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
     try:
-        return _convert(name, json.loads(text))
-    except (ValueError, RecursionError):
+        return _convert(name, _READ[kind](text))
+    except (KeyError, ValueError, OverflowError):
         raise _wrong(name, text) from None
+
+
+_SWITCH = {
+    **dict.fromkeys(("1", "t", "T", "TRUE", "true", "True"), True),
+    **dict.fromkeys(("0", "f", "F", "FALSE", "false", "False"), False),
+}
+
+
+def _read_whole(text: str) -> int:
+    """Returns a decimal number with a sign or none. Raises ValueError."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return int(text)
+
+
+def _read_number(text: str) -> float:
+    """Returns a decimal number, or a hexadecimal one with an exponent of two. Raises ValueError, OverflowError."""
+    if _HEX_NUMBER.fullmatch(text):
+        return float.fromhex(text.replace("_", ""))
+    if not text.isascii():
+        raise ValueError(text)
+    return float(text)
+
+
+_READ: dict[type, Callable[[str], Any]] = {int: _read_whole, float: _read_number, bool: _SWITCH.__getitem__}
+"""Readers of values in a Modelfile, which take what Go's ParseInt, ParseFloat and ParseBool take."""
 
 
 def _convert(name: str, value: Any) -> Any:
@@ -200,7 +228,8 @@ def _convert(name: str, value: Any) -> Any:
 
 def _wrong(name: str, value: Any) -> OptionError:
     kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "texts"}
-    return OptionError(f"the parameter {name!r} must be {kinds[PARAMETERS[name]]}, but is {value!r:.60}.")
+    kind = kinds[PARAMETERS[name]]
+    return OptionError(f"the parameter {name!r} must be {kind}, but is {value!r:.60}; correct it, or leave it out.")
 
 
 def parse(text: str) -> Recipe:
@@ -238,7 +267,7 @@ def render(entry: ModelEntry, base: str) -> str:
     lines += [f"MESSAGE {message['role']} {_quoted(str(message['content']))}" for message in entry.messages]
     if entry.license is not None:
         lines.append(f"LICENSE {_quoted(entry.license)}")
-    return "\n".join(lines) + "\n"
+    return without_surrogates("\n".join(lines) + "\n")  # paths may have some
 
 
 def _bare(text: str) -> str:

@@ -12,14 +12,13 @@ An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list lay
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from glob import glob
 from pathlib import Path
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
@@ -29,6 +28,7 @@ from moegguf.models.names import DEFAULT_TAG, HUB_HOST, OLLAMA_HOST, Name, hub_n
 from moegguf.models.recipe import check_overrides, is_go_template
 from moegguf.models.selection import FileSelection, is_model, models_in, projector_beside, select_files
 from moegguf.package import package_folders
+from moegguf.regular_file import open_regular
 from moegguf.settings import models_folder
 
 DEMO_NAME = "demo"
@@ -64,7 +64,9 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
 def folder_files() -> list[Path]:
     """The models in MOEGGUF_MODELS and one level of folders below it: first files, one for each name."""
     folder = models_folder()
-    return _first_files([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
+    # Path.glob raises for a link that cannot be followed.
+    folders = (folder / name for name in ("", *glob("*/", root_dir=folder, include_hidden=True)))
+    return _first_files(path for each in folders for path in _gguf_files(each))
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
@@ -94,7 +96,7 @@ def _plain_name(file: str) -> str:
 
 def only_model(folder: Path) -> Path:
     """The model in `folder`. Raises ModelNotFoundError when there is none, or more than one."""
-    files = _first_files(folder.glob("*.gguf"))
+    files = _first_files(_gguf_files(folder))
     if len(files) == 1:
         return files[0]
     if not files:
@@ -106,17 +108,26 @@ def only_model(folder: Path) -> Path:
 def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
     """The model whose first (or only) file is at `path`. Raises OSError when it cannot be read."""
     files = shards_of(path)
-    names = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), MAX_NEIGHBOURS)]
+    names = [file.name for file in _gguf_files(path.parent)[:MAX_NEIGHBOURS]]
     found = projector_beside(path.name, names)
     mmproj = path.with_name(found) if found else None
+    if mmproj and not os.path.isfile(mmproj):  # a link to nothing, a pipe
+        mmproj = None
     size_bytes = size_of((*files, mmproj) if mmproj else files)
     return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    """Returns what has the suffix .gguf, in any case, in a folder; nothing of a folder that cannot be read."""
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if path.suffix.lower() == ".gguf"]
+    return []
 
 
 def _first_files(files: Iterable[Path]) -> list[Path]:
     """The first file of each model; of two with one name the first one."""
     models: dict[str, Path] = {}
-    for file in sorted(file for file in files if is_model(file.name) and file.is_file()):
+    for file in sorted(file for file in files if is_model(file.name) and os.path.isfile(file)):
         if parse_shard_name(file.stem).number == 1:
             models.setdefault(_plain_name(file.name).lower(), file)
     return list(models.values())
@@ -153,7 +164,9 @@ class Snapshot:
 
     def paths(self) -> list[str]:
         """The cached GGUF files, by their path in the repository."""
-        files = (path for path in self.folder.rglob("*") if path.name.lower().endswith(".gguf") and path.is_file())
+        files = (
+            path for path in self.folder.rglob("*") if path.name.lower().endswith(".gguf") and os.path.isfile(path)
+        )
         return sorted(path.relative_to(self.folder).as_posix() for path in files)
 
     def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
@@ -196,8 +209,8 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
         _, *parts = folder.name.split("--")
         if len(parts) == 2 and wanted in (None, folder.name.lower()):
             main = ""
-            with suppress(OSError, UnicodeDecodeError), open(folder / "refs" / "main", encoding="ascii") as file:
-                main = file.read(MAX_REF_BYTES).strip()
+            with suppress(OSError, UnicodeDecodeError), open_regular(folder / "refs" / "main") as file:
+                main = file.read(MAX_REF_BYTES).decode("ascii").strip()
             with suppress(OSError):  # deleted in the meantime
                 commits = [(path.name == main, path.stat().st_mtime_ns, path) for path in folder.glob("snapshots/*/")]
                 yield from (Snapshot("/".join(parts), path) for *_, path in sorted(commits, reverse=True))
@@ -291,7 +304,7 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
         files=(model,),
         size_bytes=size_of((model, *filter(None, (mmproj, adapter)))),
         weights=weights_digest((model,), adapter),
-        modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
+        modified=modified_at(manifest),
         mmproj=mmproj,
         adapter=adapter,
         **check_overrides(overrides),

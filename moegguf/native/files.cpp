@@ -4,6 +4,9 @@
 #include "huge_pages.h"
 #include "shared.h"
 
+#define XXH_INLINE_ALL
+#include "xxhash.h"
+
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -25,13 +28,23 @@ uint64_t up(uint64_t n) { return down(n + Shard::alignment - 1); }
 
 int64_t ns(const timespec & time) { return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec; }
 
-// Whether a change time alone is explained by something else than a write: another name, owner or mode, a link more or
-// less.
-bool only_renamed(const struct stat & opened, const struct stat & now, const std::string & path) {
+// Whether something else than a write can explain a change time: another name, owner or mode, a link more or less.
+// A write may have come with it, so that a sample of the bytes has to be compared, too.
+bool may_be_renamed(const struct stat & before, const struct stat & now, const std::string & path) {
     struct stat named;
-    return opened.st_nlink != now.st_nlink || opened.st_mode != now.st_mode || opened.st_uid != now.st_uid ||
-           opened.st_gid != now.st_gid || stat(path.c_str(), &named) != 0 || named.st_ino != now.st_ino ||
+    return before.st_nlink != now.st_nlink || before.st_mode != now.st_mode || before.st_uid != now.st_uid ||
+           before.st_gid != now.st_gid || stat(path.c_str(), &named) != 0 || named.st_ino != now.st_ino ||
            named.st_dev != now.st_dev;
+}
+
+// The page in the middle of each expert matrix of a shard, or the second half of a smaller matrix.
+std::vector<Span> sampled_spans(const Layout & layout, int shard) {
+    std::vector<Span> spans;
+    for (const Matrix & m : layout.matrices) {
+        const uint64_t n_bytes = layout.layers[m.il].n_expert * m.expert_bytes, half = n_bytes / 2;
+        if (m.shard == shard) { spans.push_back({m.offset + half, std::min(n_bytes - half, Shard::alignment)}); }
+    }
+    return spans;
 }
 
 } // namespace
@@ -51,13 +64,15 @@ Descriptor::~Descriptor() {
     if (fd >= 0) { close(fd); }
 }
 
-Shard::Shard(const std::string & path, bool direct)
+Shard::Shard(const std::string & path, bool direct, std::vector<Span> sampled)
     : path_(path),
+      sampled_(std::move(sampled)),
       buffered_(sys_open(path.c_str(), O_RDONLY)),
       direct_(direct && buffered_.fd >= 0 ? sys_open(path.c_str(), O_RDONLY | O_DIRECT) : -1) {
     if (buffered_.fd < 0) { throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno)); }
-    opened_ = status();
+    opened_ = checked_ = status();
     changed_ns_ = ns(opened_.st_ctim);
+    sample_ = sample();
     if (direct_.fd < 0) { return; }
     ReadBuffer a(check_bytes), b(check_bytes);
     const ssize_t via_cache = sys_pread(buffered_.fd, a.data(), check_bytes, 0);
@@ -73,11 +88,42 @@ struct stat Shard::status() const {
     return now;
 }
 
+uint64_t Shard::sample() const {
+#ifdef POSIX_FADV_WILLNEED
+    for (const Span & span : sampled_) { // the disk reads them side by side
+        posix_fadvise(buffered_.fd, (off_t)span.offset, (off_t)span.n, POSIX_FADV_WILLNEED);
+    }
+#endif
+    XXH3_state_t digest;
+    XXH3_64bits_reset(&digest);
+    std::vector<uint8_t> data(alignment);
+    for (const Span & span : sampled_) {
+        int error = 0;
+        if (!fill(buffered_.fd, data.data(), span.offset, span.n, span.n, error) &&
+            !fill(buffered_.fd, data.data(), span.offset, span.n, span.n, error)) {
+            throw cannot_read(span.offset, span.n, error);
+        }
+        XXH3_64bits_update(&digest, data.data(), span.n);
+    }
+    return XXH3_64bits_digest(&digest);
+}
+
+Error Shard::cannot_read(uint64_t offset, size_t n, int error) const {
+    return Error(MOEGGUF_IO, "cannot read " + std::to_string(n) + " bytes at " + std::to_string(offset) + " of '" +
+                                 path_ + "': " + strerror(error));
+}
+
 void Shard::check_unchanged() const {
-    const struct stat now = status();
-    const bool same = now.st_size == opened_.st_size && ns(now.st_mtim) == ns(opened_.st_mtim);
-    if (same && ns(now.st_ctim) == changed_ns_) { return; }
-    if (same && only_renamed(opened_, now, path_)) {
+    const auto may_be_same = [this](const struct stat & now) {
+        return now.st_size == opened_.st_size && ns(now.st_mtim) == ns(opened_.st_mtim);
+    };
+    struct stat now = status();
+    if (may_be_same(now) && ns(now.st_ctim) == changed_ns_) { return; }
+    const std::lock_guard<std::mutex> lock(checking_);
+    now = status(); // another reader may have accepted it in the meantime
+    const bool is_accepted = ns(now.st_ctim) == ns(checked_.st_ctim);
+    if (may_be_same(now) && (is_accepted || (may_be_renamed(checked_, now, path_) && sample() == sample_))) {
+        checked_ = now;
         changed_ns_ = ns(now.st_ctim);
         return;
     }
@@ -125,13 +171,14 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
         count(retries, attempt == 0);
     }
     check_unchanged(); // a file that became shorter
-    throw Error(MOEGGUF_IO, "cannot read " + std::to_string(n) + " bytes at " + std::to_string(offset) + " of '" +
-                                path_ + "': " + strerror(error));
+    throw cannot_read(offset, n, error);
 }
 
 Shards open_shards(const Layout & layout, bool direct) {
     Shards shards;
-    for (const std::string & path : layout.shards) { shards.push_back(std::make_unique<Shard>(path, direct)); }
+    for (size_t i = 0; i < layout.shards.size(); i++) {
+        shards.push_back(std::make_unique<Shard>(layout.shards[i], direct, sampled_spans(layout, (int)i)));
+    }
     return shards;
 }
 

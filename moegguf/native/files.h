@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 
 namespace moegguf {
 
@@ -38,11 +39,23 @@ struct Descriptor {
     const int fd;
 };
 
+// Bytes of a file.
+struct Span {
+    uint64_t offset;
+    size_t n;
+};
+
 // One open shard. Descriptors stay open, so a renamed or deleted file keeps serving. A file that was written to since
 // it was opened gives no more bytes: those in slots are of the file before.
+//
+// Size, modification time and change time say whether it was written to. A change time alone may come from another
+// name, owner or mode. It is accepted only where one of these differs, and `sampled`, read when the shard was opened
+// and now, has the same bytes. With a page of every expert matrix that tells another model, training or quantisation.
+// It cannot tell a write that leaves each of these pages as it was, hides its modification time, and comes with
+// another name, owner or mode.
 class Shard {
   public:
-    Shard(const std::string & path, bool direct); // Throws Error(IO).
+    Shard(const std::string & path, bool direct, std::vector<Span> sampled); // Throws Error(IO).
 
     // n bytes at offset. Throws Error(IO): the file was written to since it was opened, or twice the same system error.
     // retries: a counter (shared.h) of reads that were tried again.
@@ -55,13 +68,19 @@ class Shard {
   private:
     struct stat status() const;   // Throws Error(IO).
     void check_unchanged() const; // Throws Error(IO).
+    uint64_t sample() const;      // A digest of the sampled bytes as they are now. Throws Error(IO).
+    Error cannot_read(uint64_t offset, size_t n, int error) const;
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
     std::string path_;
+    const std::vector<Span> sampled_;
     Descriptor buffered_;
     Descriptor direct_;
     struct stat opened_;
-    mutable std::atomic<int64_t> changed_ns_; // st_ctim of the last check
+    uint64_t sample_ = 0;                     // when it was opened
+    mutable std::mutex checking_;             // of checked_
+    mutable struct stat checked_;             // the last status that was accepted
+    mutable std::atomic<int64_t> changed_ns_; // st_ctim of it
     mutable std::atomic<bool> use_direct_{false};
 };
 

@@ -10,6 +10,7 @@
 #include "xxhash.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,10 +51,19 @@ struct Block {
     bool is_right = false; // the file is what its digest says
 };
 
+// Opens a block's file; -1 where it is not a regular file of this user: opening or reading a pipe would wait for ever.
+int open_own(const char * path) {
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    struct stat status;
+    if (fd < 0 || (fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_uid == geteuid())) { return fd; }
+    close(fd);
+    return -1;
+}
+
 // Its bytes go to their tensors.
 void fill(Block & block) {
     std::vector<uint8_t> chunk(chunk_bytes);
-    const Descriptor file(open(block.path.c_str(), O_RDONLY | O_CLOEXEC));
+    const Descriptor file(open_own(block.path.c_str()));
     XXH3_state_t digest;
     XXH3_128bits_reset(&digest);
     XXH3_128bits_update(&digest, block.prefix.data(), block.prefix.size());
@@ -86,7 +96,7 @@ struct moegguf_kv_blocks {
     }
 
     void add(const moegguf_kv_block & block) {
-        auto opened = std::make_unique<Descriptor>(open(block.path, O_RDONLY | O_CLOEXEC));
+        auto opened = std::make_unique<Descriptor>(open_own(block.path));
 #ifdef POSIX_FADV_WILLNEED
         posix_fadvise(opened->fd, 0, 0, POSIX_FADV_WILLNEED); // llama.cpp looks at some bytes here and there first
 #endif

@@ -9,6 +9,7 @@ import ctypes as c
 import enum
 import functools
 import math
+import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ class Store:
         self.devices = self._devices(n_slots)
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
         names = [] if options.simulate else [device.name for device in self.devices]
-        matrices, paths = matrices_of(layout, names), [str(shard.path).encode() for shard in layout.shards]
+        matrices, paths = matrices_of(layout, names), [os.fsencode(shard.path) for shard in layout.shards]
         config = abi.Config(
             abi=abi.ABI_VERSION,
             flags=_bits(options, "flag"),

@@ -27,6 +27,7 @@ from moegguf.server import anthropic, batches, embeddings, live, llama_server, m
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS, HttpError
+from moegguf.server.common.target import with_plain_target
 from moegguf.serving.batch.batches import Batches
 from moegguf.settings import data_folder, read_settings
 
@@ -98,8 +99,7 @@ def make_app(
 
     Batches that a server before did not finish go on, where all routes are.
     """
-    state = batches.new_state(manager, catalog, settings.share_contexts)
-    state.settings = settings
+    state = batches.new_state(manager, catalog, settings)
     state.ending = threading.Event()  # set at shutdown: ends endless streams
     state.batches = Batches(
         data_folder() / "batches",
@@ -117,6 +117,7 @@ def make_app(
     app = Starlette(
         routes=[route for module in MODULES for route in module.routes] if routes is None else routes,
         middleware=[
+            Middleware(with_plain_target),
             Middleware(request_log),
             Middleware(
                 AccessControl,

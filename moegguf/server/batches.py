@@ -11,14 +11,23 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, parse_body, parse_fields, read_body, read_form, too_large
+from moegguf.server.common.body import (
+    Body,
+    Whole,
+    parse_body,
+    parse_fields,
+    read_body,
+    read_form,
+    too_large,
+    without_nulls,
+)
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
 from moegguf.server.common.replies import page, usage
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
     from moegguf.serving.model_manager import ModelManager
     from moegguf.serving.ray.application import ReplicaManager
     from moegguf.serving.ray.config import ConfiguredCatalog
+    from moegguf.settings import Settings
 
 MAX_FILES_LISTED = 10_000
 MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
@@ -52,10 +62,11 @@ ENDPOINTS: Mapping[str, type[Question | EmbeddingsBody]] = {
 
 
 def new_state(
-    manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, share_contexts: bool = False
+    manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, settings: Settings
 ) -> State:
     """What the endpoints need of an application: `app.state`."""
-    return State({"manager": manager, "catalog": catalog, "totals": Totals(), "share_contexts": share_contexts})
+    own = {"totals": Totals(), "settings": settings, "preloading": None}
+    return State({"manager": manager, "catalog": catalog, **own})
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
@@ -88,7 +99,7 @@ class _ExpiresAfter(Body):
     """When a file is removed: OpenAI's range."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+    seconds: Annotated[Whole, Field(ge=3600, le=2_592_000)]
 
 
 class _FileForm(Body):
@@ -103,7 +114,8 @@ async def _create_file(request: Request) -> Response:
         if filename is None:
             raise HttpError(400, "file: field required")
         prefix = "expires_after["
-        expiry = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
+        texts = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
+        expiry = {name: int(text) if text.isascii() and text.isdecimal() else text for name, text in texts.items()}
         asked = parse_fields(fields | ({"expires_after": expiry} if expiry else {}), _FileForm)
         kept_s = asked.expires_after.seconds if asked.expires_after else None
         return JSONResponse(_file_object(file.finish(filename, asked.purpose, kept_s)))
@@ -150,7 +162,9 @@ class _BatchBody(Body):
     endpoint: Annotated[str, AfterValidator(_endpoint)]
     completion_window: Literal["24h"]
     metadata: Annotated[
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, Field(max_length=16)
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None,
+        Field(max_length=16),
+        BeforeValidator(without_nulls),
     ] = None
     output_expires_after: _ExpiresAfter | None = None
 

@@ -1,6 +1,7 @@
 """Vectors of texts: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings; and /v1/rerank:
 documents in the order of their scores for a query, by a reranker (a model whose pooling is RANK), in llama-server's
-forms: Jina's and Cohere's `documents`, and TEI's `texts`, whose reply is the list alone.
+forms: Jina's and Cohere's `documents`, and TEI's `texts`, whose reply is the list alone. /embeddings is llama-server's
+own form of vectors.
 
 OpenAI's texts may be given as tokens, and their vectors come as numbers or as little-endian float32 in base64. A text
 longer than the context is an error there unless `truncate` is true, in Ollama's API if it is false.
@@ -10,23 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, AliasChoices, Field, field_validator
 from starlette.datastructures import State
 from starlette.requests import Request
 
 from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
+from moegguf.server.common.body import Whole
 from moegguf.server.common.conversation import Json
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Loading, ModelName, Text, Texts, find, selected_model
+from moegguf.server.common.options import Loading, ModelName, Text, Texts, find, sampling_of, selected_model
 from moegguf.server.common.replies import computed, to_ns
 from moegguf.server.ollama.chat import ModelBody
 
+NATIVE_MOST = 32760.0
 RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 
@@ -57,14 +59,14 @@ class EmbeddingsBody(Loading):
     model: ModelName
     input: Annotated[Texts, AfterValidator(_not_empty)]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    dimensions: Annotated[Whole, Field(ge=1, le=1 << 20)] | None = None
     truncate: bool | None = None
 
     async def whole_reply(self, state: State) -> Json:
         """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
         async with state.manager.lease(self.model, self.overrides(), self.keep_alive_s()) as lease:
-            found = await lease.embed(self.input, truncate=bool(self.truncate), normalize=True)
-            name = lease.entry.name
+            num_ctx = sampling_of(lease.entry, self.options).num_ctx
+            found = await lease.embed(self.input, truncate=bool(self.truncate), num_ctx=num_ctx)
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
         n_embd = vectors.shape[1]
         if self.dimensions is not None and self.dimensions > n_embd:
@@ -76,7 +78,7 @@ class EmbeddingsBody(Loading):
         return {
             "object": "list",
             "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)],
-            "model": name,
+            "model": self.model,
             "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
         }
 
@@ -87,21 +89,20 @@ class EmbeddingsBody(Loading):
 class _EmbedRequest(ModelBody, Loading):
     input: str | Annotated[list[str], Field(max_length=limits.INPUTS)] | None = None
     truncate: bool | None = None
-    dimensions: Annotated[int | None, Field(ge=0, le=1 << 20)] = None
+    dimensions: Annotated[Whole | None, Field(ge=0, le=1 << 20)] = None
 
 
 async def _embed(request: Request, body: _EmbedRequest) -> Json:
     """A normalized vector per text of a list, empty ones too; without a text, only loads the model."""
-    start_ns = time.perf_counter_ns()
     texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
-    name, found, load_s = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
-    counts = {
-        "total_duration": time.perf_counter_ns() - start_ns,
-        "load_duration": to_ns(load_s),
+    found, load_ns = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
+    return {
+        "model": body.model,
+        "embeddings": _shorten(np.asarray(found.vectors, np.float32), body.dimensions).tolist(),
+        "total_duration": body.age_ns,
+        "load_duration": load_ns,
         "prompt_eval_count": found.n_tokens,
     }
-    vectors = _shorten(np.asarray(found.vectors, np.float32), body.dimensions).tolist()
-    return {"model": name, "embeddings": vectors, **{key: value for key, value in counts.items() if value}}
 
 
 class _EmbeddingRequest(ModelBody, Loading):
@@ -111,22 +112,48 @@ class _EmbeddingRequest(ModelBody, Loading):
 async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
     """One vector, not normalized; empty without text, which only loads the model."""
     texts = [body.prompt] if body.prompt else []
-    _, found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
+    found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
     return {"embedding": np.asarray(found.vectors, np.float32)[0].tolist() if texts else []}
 
 
 async def _compute(
     request: Request, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
-) -> tuple[str, Embeddings, float]:
-    """(name of the model, vectors, load_s). Raises HttpError 404, ContextError for a text that is too long."""
+) -> tuple[Embeddings, int]:
+    """Returns vectors, and the nanoseconds in which the model was found and loaded. Raises HttpError 404, ContextError
+    for a text that is too long."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
+    found_ns, num_ctx = body.age_ns, sampling_of(entry, body.options).num_ctx
     async with state.manager.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
-        found = await lease.embed(texts, truncate=truncate, normalize=normalize) if texts else Embeddings([], 0)
-        return entry.name, found, lease.load_s
+        load_ns = found_ns + to_ns(lease.load_s)
+        if not texts:
+            return Embeddings([], 0), load_ns
+        return await lease.embed(texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx), load_ns
 
 
 # llama-server's
+
+
+class _NativeEmbeddingsBody(Loading):
+    """The body of /embeddings. `embd_normalize`: the power of the norm that vectors are divided by; -1: by none, 0: by
+    the largest value, which becomes NATIVE_MOST."""
+
+    model: str = Field("", max_length=limits.NAME_CHARS)
+    input: Annotated[Texts, AfterValidator(_not_empty)] = Field(validation_alias=AliasChoices("input", "content"))
+    embd_normalize: Annotated[Whole, Field(ge=-1, le=1 << 20)] = 2
+
+
+async def _native_embeddings(request: Request, body: _NativeEmbeddingsBody) -> list[Json]:
+    """A list with the vector of each text, as the only one of its list: it is pooled."""
+    model, power = selected_model(request.app.state, body.model), body.embd_normalize
+    async with request.app.state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
+        num_ctx = sampling_of(lease.entry, body.options).num_ctx
+        found = await lease.embed(body.input, truncate=False, normalize=False, num_ctx=num_ctx)
+    vectors = np.asarray(found.vectors, np.float64)
+    if power >= 0:
+        norms = np.linalg.norm(vectors, ord=power or np.inf, axis=1, keepdims=True)
+        vectors /= np.where(norms > 0, norms if power else norms / NATIVE_MOST, 1)
+    return [{"index": i, "embedding": [vector]} for i, vector in enumerate(vectors.tolist())]
 
 
 class _RerankBody(Loading):
@@ -136,7 +163,7 @@ class _RerankBody(Loading):
     query: Annotated[str, Field(min_length=1)]
     documents: list[str] | None = Field(None, max_length=limits.INPUTS)
     texts: list[str] | None = Field(None, max_length=limits.INPUTS)
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[Whole, Field(ge=1)] | None = None
     return_documents: bool = False
     return_text: bool = False
 
@@ -155,7 +182,7 @@ async def _rerank(request: Request, body: _RerankBody) -> Any:
         raise HttpError(400, "documents: a list of texts is missing")
     model = selected_model(request.app.state, body.model)
     async with request.app.state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
-        found, name = await lease.rank(body.query, texts), lease.entry.name
+        found, name = await lease.rank(body.query, texts), body.model or lease.entry.name
     scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
     best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
     if body.documents is None:
@@ -172,5 +199,6 @@ routes = [
     computed("/v1/embeddings", EmbeddingsBody, lambda request, body: body.whole_reply(request.app.state)),
     computed("/api/embed", _EmbedRequest, _embed),
     computed("/api/embeddings", _EmbeddingRequest, _embedding),
+    computed("/embeddings", _NativeEmbeddingsBody, _native_embeddings),
     *(computed(path, _RerankBody, _rerank) for path in RERANK_PATHS),
 ]

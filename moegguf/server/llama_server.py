@@ -23,10 +23,20 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body
+from moegguf.server.common.body import Body, Whole, integral, without_nulls
 from moegguf.server.common.conversation import Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import MAX_TOKEN, ModelName, Texts, loaded_of, look_up, sampling_of, selected_model
+from moegguf.server.common.options import (
+    MAX_TOKEN,
+    ModelName,
+    Stop,
+    Texts,
+    check_loaded,
+    loaded_of,
+    look_up,
+    sampling_of,
+    selected_model,
+)
 from moegguf.server.common.replies import WholeResponse, computed, event_line, logprob_objects
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
@@ -40,6 +50,8 @@ STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unles
 
 
 async def _health(request: Request) -> Response:
+    """The state of the server. Raises HttpError 503 until the models that it was started with are loaded."""
+    check_loaded(request.app.state)
     failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
     return JSONResponse({"status": "degraded", "read_errors": failed} if failed else {"status": "ok"})
 
@@ -92,7 +104,10 @@ async def _slots(request: Request) -> Response:
 
 def _sampling_object(sampling: Sampling) -> Json:
     """Sampling parameters by llama-server's names."""
-    names = "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
+    names = (
+        "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
+        " ignore_eos"
+    )
     return {
         **{name: getattr(sampling, name) for name in names.split()},
         "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
@@ -123,12 +138,20 @@ async def _tokenize(request: Request, body: _TokenizeBody) -> Json:
             tokens = [*bos, *tokens]
         if not body.with_pieces:
             return {"tokens": tokens}
-        pieces = [await lease.detokenize([token]) for token in tokens]
-    return {"tokens": [{"id": token, "piece": piece} for token, piece in zip(tokens, pieces, strict=True)]}
+        pieces = await lease.pieces(tokens)
+    return {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in zip(tokens, pieces, strict=True)]}
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """The text of a token; the bytes of one that is part of a character."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 class _DetokenizeBody(Body):
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]]
+    tokens: list[Annotated[Whole, Field(ge=0, le=MAX_TOKEN)]]
     model: ModelName | None = None
 
 
@@ -157,38 +180,52 @@ async def _tokenizer_info(request: Request) -> Response:
 
 
 def _biases_of(given: Any) -> Any:
-    """`logit_bias` as OpenAI's, from pairs of token and bias, too; of these false is never. Raises ValueError."""
-    if isinstance(given, list):
-        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in given):
-            raise ValueError("must be pairs of a token id and a bias")
-        given = {str(token): -100 if bias is False else bias for token, bias in given}
-    return chat.token_ids(given)
+    """`logit_bias` as an object of token ids and texts, or as pairs; false is never. Raises ValueError."""
+    pairs = given = without_nulls(given)
+    if isinstance(given, dict):
+        pairs = [[int(key) if key.isascii() and key.isdigit() else key, bias] for key, bias in given.items()]
+    elif not isinstance(given, list):
+        return given
+    found: dict[int | str, Any] = {}
+    for pair in pairs:
+        key = integral(pair[0]) if isinstance(pair, list) and len(pair) == 2 else None
+        if not isinstance(key, str) and not (type(key) is int and 0 <= key <= MAX_TOKEN):
+            raise ValueError("must be pairs of a token id or a text and a bias")
+        found[key] = -100 if pair[1] is False else pair[1]
+    return found
 
 
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share. Without `model` it is the only loaded one. n_predict: -1 and -2
-    until the model ends or the context is full, 0 only evaluates the prompt."""
+    until the model ends or the context is full, 0 only evaluates the prompt. The tags of thinking are the model's
+    unless both are given; of several that end it, the first is forced."""
 
     limit = limits.BODY_BYTES
 
     model: str = Field("", max_length=limits.NAME_CHARS)
-    n_predict: Annotated[int, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
-    n_keep: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
+    n_predict: Annotated[Whole, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
+    n_keep: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     n_probs: chat.TopLogprobs | None = None
     logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] | None = None
+    reasoning_budget_start_tag: Stop | None = None
+    reasoning_budget_end_tag: Stop | None = None
+    reasoning_budget_end_tags: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
     return_tokens: bool | None = None
 
     def requests(self, entry: ModelEntry, **fields: Any) -> list[GenerationRequest]:
         """A request for each answer to a prompt in `fields`, with what both endpoints share."""
         sampling = self.sampling(entry, self.max_tokens if self.n_predict is None else self.n_predict)
+        opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
+        closes = [self.reasoning_budget_end_tag] if closes is None and self.reasoning_budget_end_tag else closes
         request = GenerationRequest(
             format=self.json_schema,
+            think_marks=(opens, *filter(None, closes)) if opens and closes else (),
             grammar=self.grammar or None,
             truncate=bool(self.truncate),
             shift=bool(self.shift),
             n_logprobs=self.n_probs or None,
             prompt_only=self.n_predict == 0,
-            return_context=bool(self.return_tokens),
+            return_tokens=self.streams or bool(self.return_tokens),
             sampling=sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep),
             **fields,
         )
@@ -232,17 +269,21 @@ class _NativeReply(Reply):
         self._prompts = [generation.prompt or "" for generation in generations]
         self._index = 0  # of the current answer
         self._has_line = False  # in the text of a streamed answer
+        self._biases = dict(generations[0].sampling.logit_bias)
         self._answers: list[Json] = []
 
     async def prepare(self, lease: Lease) -> None:
         for i, generation in enumerate(self._generations):
             if generation.context:
                 self._prompts[i] = await lease.detokenize(generation.context)
+        for text, bias in self._generations[0].sampling.text_bias:
+            for token in await lease.tokenize(text, special=False):
+                self._biases[token] = self._biases.get(token, 0.0) + bias
 
     def lines(self, event: Event) -> bytes:
         if isinstance(event, Delta):
             self._has_line |= "\n" in event.text
-            return event_line(self._part(event.text, **self._chances(event)))
+            return event_line(self._part(event.text, tokens=list(event.tokens), **self._chances(event)))
         if isinstance(event, Done):
             return event_line(self._end("", event))
         progress = self._part("", prompt_progress=chat.prompt_progress(event))
@@ -250,7 +291,7 @@ class _NativeReply(Reply):
 
     def add(self, delta: Delta, done: Done) -> None:
         self._has_line = "\n" in delta.text
-        self._answers.append(self._end(delta.text, done) | self._chances(delta))
+        self._answers.append(self._end(delta.text, done, delta.tokens) | self._chances(delta))
 
     def whole(self) -> Any:
         return self._answers if len(self._generations) > 1 else self._answers[0]
@@ -259,20 +300,22 @@ class _NativeReply(Reply):
         return {"index": self._index, "content": content, "tokens": [], "stop": False, "id_slot": -1, **more}
 
     def _chances(self, delta: Delta) -> Json:
-        return {"completion_probabilities": logprob_objects(delta.logprobs)} if self._body.n_probs else {}
+        if not self._body.n_probs:
+            return {}
+        return {"completion_probabilities": logprob_objects(delta.logprobs, with_ids=True)}
 
-    def _end(self, content: str, done: Done) -> Json:
+    def _end(self, content: str, done: Done, tokens: Sequence[int] = ()) -> Json:
         timing, n_prompt = done.timing, done.timing.prompt_tokens + done.timing.cached_tokens
         sampling = self._generations[self._index].sampling
         settings = {
             **_sampling_object(sampling),
-            "logit_bias": [{"token": token, "bias": bias} for token, bias in sampling.logit_bias.items()],
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in self._biases.items()],
             "n_probs": self._body.n_probs or 0,
             "stream": self._body.streams,
         }
         found = self._part(
             content,
-            tokens=list(timing.context[n_prompt:]) if self._body.return_tokens else [],
+            tokens=list(tokens),
             stop=True,
             model=self._model,
             tokens_predicted=timing.answer_tokens,
@@ -290,6 +333,22 @@ class _NativeReply(Reply):
         return found
 
 
+async def _adapters(request: Request) -> Response:
+    """Replies with llama-server's list of LoRA adapters: that of the model, if it has one."""
+    entry, *_ = await _selected(request)
+    if entry.adapter is None:
+        return JSONResponse([])
+    scale = request.app.state.settings.loading.get("lora_scale", 1.0)
+    found = {"id": 0, "path": entry.adapter.name, "scale": scale, "task_name": "", "prompt_prefix": ""}
+    return JSONResponse([found])
+
+
+async def _set_adapters(request: Request) -> Response:
+    raise HttpError(
+        501, "an adapter keeps the scale that it was loaded with; start the server with another --lora-scale"
+    )
+
+
 class _TemplateBody(chat.ChatBody):
     model: str = Field("", max_length=limits.NAME_CHARS)
 
@@ -298,6 +357,8 @@ routes = [
     Route("/health", _health, methods=["GET"]),
     Route("/props", _props, methods=["GET"]),
     Route("/slots", _slots, methods=["GET"]),
+    Route("/lora-adapters", _adapters, methods=["GET"]),
+    Route("/lora-adapters", _set_adapters, methods=["POST"]),
     computed("/tokenize", _TokenizeBody, _tokenize),
     computed("/detokenize", _DetokenizeBody, _detokenize),
     Route("/tokenizer_info", _tokenizer_info, methods=["GET"]),

@@ -1,12 +1,13 @@
 """GET /v1/models and /v1/models/{id}: the available models as OpenAI describes them, with llama-server's `meta`, and as
 Anthropic does for its clients, which send a header.
 
-An id has a tag and may contain slashes and colons, escaped or not.
+An id has a tag and may contain slashes and colons, escaped or not. A model that is asked for has the id as asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -62,7 +63,11 @@ async def _list_models(request: Request) -> Response:
 
 async def _retrieve_model(request: Request) -> Response:
     catalog, name, is_anthropic = request.app.state.catalog, request.path_params["model"], lists_for_anthropic(request)
-    return JSONResponse(await asyncio.to_thread(lambda: _described(find(catalog, name), is_anthropic)))
+
+    def work() -> dict[str, Any]:
+        return _described(replace(find(catalog, name), name=name), is_anthropic)
+
+    return JSONResponse(await asyncio.to_thread(work))
 
 
 routes = [

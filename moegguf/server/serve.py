@@ -242,7 +242,8 @@ def run_server(
 
     def on_start() -> None:
         on_listening()
-        app.state.preloading = asyncio.ensure_future(_preload(manager, models))
+        if models:
+            app.state.preloading = asyncio.ensure_future(_preload(manager, models))
 
     _start_logging("debug" if settings.debug else settings.log_level, settings.log_format)
     server: Server = QuietServer(config, listener, on_start, on_end)

@@ -66,7 +66,7 @@ class LoadedModel:
     that use it. `expires`: when it is unloaded if it stays idle (aware UTC); None: never. `queue`: number of waiting
     requests. `stats`: since it was loaded. `expert_cache_bytes`, `vram_cache_bytes`: for experts in RAM, and on GPUs,
     of the total. `n_parallel`: requests that it answers at once, `n_answering`: now. `last_answer_tokens`,
-    `last_answer_s`: of the answer that ended last, as its `Timing` has them."""
+    `last_answer_s`: of the client's answer that ended last, as its `Timing` has them."""
 
     name: str
     digest: str
@@ -95,7 +95,8 @@ class LoadedModel:
 class Snapshot:
     """State of all experts of a loaded model, which a client that watches asks for a few times a second.
 
-    Per layer with experts (`layers`: their il) and expert, row by row: `state` 0 on disk, 1 loading, 2 in RAM, 3 in
+    Where clients are told apart, `state`, `uses` and `loads` are those of the client's own requests (`ExpertUses`). Per
+    layer with experts (`layers`: their il) and expert, row by row: `state` 0 on disk, 1 loading, 2 in RAM, 3 in
     VRAM (`moegguf.engine.session.Place`); `uses` and `loads` since the load, 4 bytes each; of `since`, 1 byte each.
     `stats`, `answer_tokens` and `seconds` since the load; `tokens_per_s` of all answers together, 0 when idle.
     """

@@ -18,20 +18,21 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
-from moegguf.serving.clients import BACKGROUND, current_client
+from moegguf.serving.clients import BACKGROUND, current_client, current_owner
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 MAX_WAIT_S = 30.0  # that a request in the background comes after all others
-BESIDE_ANSWERS = ("tokenize", "detokenize", "count", "render")  # what a model replies while it answers others
+BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # what a model replies while it answers others
 
 
 _tickets = itertools.count(1)
@@ -113,7 +114,7 @@ class ManagedModel:
         self.entry = entry
         self.task: asyncio.Task[None]  # the manager's, which loads and ends it
         self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
-        self.overwritten = False  # one of them, since then
+        self.files_changed = False  # since then
         self.uses: dict[str, Waiter] = {}
         self.waiters: list[Waiter] = []  # as they came
         self._served: dict[str, int] = {}  # of clients who wait: when a request of theirs began or ended, as a ticket
@@ -225,7 +226,7 @@ class ManagedModel:
         A longer context serves a request for a shorter one: the tokens are the same, and a reload would lose what is
         cached.
         """
-        if waiter.entry.weights != self.entry.weights or self.overwritten:
+        if waiter.entry.weights != self.entry.weights or self.files_changed:
             return False
         if (n_ctx := waiter.overrides.n_ctx) is None:
             return self.overrides.n_ctx is None or self.ready.n_ctx >= self.default_n_ctx
@@ -233,8 +234,9 @@ class ManagedModel:
         return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def look_at_files(self) -> None:
-        """Notes whether one was written to since the model was measured: its content may be neither old nor new."""
-        self.overwritten = any(file.is_overwritten() for file in self.files)
+        """Notes whether a file was written to or replaced since the model was measured. A model whose file is gone
+        stays as it is."""
+        self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self, loop_time_s: float) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""
@@ -246,6 +248,7 @@ class ManagedModel:
             expires = None if left_s == math.inf else now + timedelta(seconds=max(0.0, left_s))
             names.append(LoadedName(name, use.entry.digest, expires))
         times = [each.expires for each in names if each.expires is not None]
+        last = process.last_timings.get(current_owner.get(), Timing())
         return LoadedModel(
             name=self.name,
             names=tuple(names),
@@ -266,8 +269,8 @@ class ManagedModel:
             vram_cache_bytes=self.cache_bytes["vram_cache"],
             n_parallel=self.ready.n_parallel,
             n_answering=len(self.answering),
-            last_answer_tokens=process.last_timing.answer_tokens,
-            last_answer_s=process.last_timing.answer_s,
+            last_answer_tokens=last.answer_tokens,
+            last_answer_s=last.answer_s,
         )
 
 
@@ -304,22 +307,33 @@ class Calls(ABC):
                 last = value
         return last
 
-    async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
+    async def embed(
+        self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
+    ) -> Embeddings:
         """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
-        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize}
+        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "num_ctx": num_ctx}
+        fields["asker"] = current_owner.get()
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
         """Scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank` raises."""
-        return build(Embeddings, await self.value("rank", query=query, documents=list(documents)))
+        fields = {"query": query, "documents": list(documents), "asker": current_owner.get()}
+        return build(Embeddings, await self.value("rank", **fields))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
         return list(await self.value("tokenize", text=text, special=special))
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones by name."""
-        return str(await self.value("detokenize", tokens=list(tokens)))
+    async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        """Returns the bytes of each token, of special ones their names."""
+        return build(tuple[bytes, ...], await self.value("pieces", tokens=list(tokens)))
+
+    async def detokenize(self, prompt: Sequence[int | str]) -> str:
+        """Returns the text of tokens, and of the texts among them."""
+        pieces = iter(await self.pieces([each for each in prompt if isinstance(each, int)]))
+        return b"".join(to_utf8(each) if isinstance(each, str) else next(pieces) for each in prompt).decode(
+            errors="replace"
+        )
 
 
 class Lease(Calls):
@@ -362,8 +376,8 @@ class Lease(Calls):
                 if isinstance(event, Delta | PromptProgress):
                     yield event
                 else:
-                    self._process.last_timing = build(Timing, event)
-                    yield Done(self._process.last_timing, self.load_s, self._process.decisions)
+                    timing = self._process.last_timings[current_owner.get()] = build(Timing, event)
+                    yield Done(timing, self.load_s, self._process.decisions)
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS

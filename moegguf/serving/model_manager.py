@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +42,15 @@ from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
+from moegguf.serving.clients import current_owner
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease, ManagedModel, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, WorkerProcess
 from moegguf.settings import Settings, read_environment
+
+log = logging.getLogger(__name__)
 
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
 SHUTDOWN_GRACE_S = 5.0
@@ -75,6 +79,7 @@ class ModelManager:
         self._admission = asyncio.Lock()  # of whoever is given memory for a load
         self._short: ManagedModel | None = None  # the one that waits for memory
         self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
+        self._warned: set[str] = set()  # warnings of models that are in the log
         self._closed = False
         self._changed = asyncio.Event()  # set for a moment
 
@@ -166,7 +171,8 @@ class ModelManager:
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
         any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
-        again at the latest."""
+        again at the latest. Where clients are told apart, a request gets what its own client's requests use."""
+        asker = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
         if entry is not None:
             of_name = [model for model in ready if entry.name in model.uses]
@@ -175,7 +181,7 @@ class ModelManager:
         for model in ready:
             with suppress(MoeggufError):  # it has just ended
                 assert model.process is not None
-                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s).value())
+                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s, asker=asker).value())
                 found.append(replace(snapshot, model=entry.name if entry else model.name))
         return found
 
@@ -413,7 +419,7 @@ class ModelManager:
 
     async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> memory_budget.ModelSize:
         gpu = await self._find_gpu()
-        model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
+        model.files = tuple(filter(None, map(FileVersion.now, waiter.entry.all_files)))
         model.look_at_files()
         arguments = waiter.entry, waiter.overrides, self.settings, self._limit(RAM)
         given = {} if gpu is None else {"gpu": gpu}
@@ -454,6 +460,7 @@ class ModelManager:
         if model.device is not None:
             model.used = memory_budget.bytes_of(plan)
         process = await self._take_process()
+        process.on_warning = functools.partial(self._log_warning, model)
         try:
             model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
             model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
@@ -475,6 +482,13 @@ class ModelManager:
             await process.close()
             if isinstance(process.exited.result(), DeviceLostError) and model.device is not None:
                 self._limits.lost.add(model.device)
+
+    def _log_warning(self, model: ManagedModel, text: str) -> None:
+        """Logs a warning of a model's process, unless a process of that model has had it before."""
+        line = f"{model.name}: {text}"
+        if line not in self._warned:
+            self._warned.add(line)
+            log.warning("%s", line)
 
     def _on_process_exit(self, model: ManagedModel) -> None:
         model.process = None

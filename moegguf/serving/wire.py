@@ -5,10 +5,10 @@ base64, errors by class name. No pickle: a message can only become one of the ty
 or models.
 
 To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (generation,
-stream), embed (inputs, truncate, normalize), rank (query, documents), tokenize (text, special), detokenize (tokens),
-count and render (generation), budget (expert_cache, vram_cache: bytes), experts (watch_s); and cancel, with the id of
-another. From it: event (id, and the event under its class name), end (id, value or error; stats and decisions once
-there is a model), warning (text).
+stream), embed (inputs, truncate, normalize, num_ctx, asker), rank (query, documents, asker), tokenize (text, special),
+pieces (tokens), count and render (generation), budget (expert_cache, vram_cache: bytes), experts (watch_s, asker: None
+sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value
+or error; stats and decisions once there is a model), warning (text).
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.load import plan_here
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate import limited
 from moegguf.generate.answer import BatchedAnswer, Task
@@ -42,6 +41,8 @@ from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
+from moegguf.serving.expert_uses import ExpertUses
+from moegguf.text import to_utf8
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 DELTA_S = 0.02  # between two messages with an answer's text
@@ -142,9 +143,9 @@ def _tokenize(llm: Llama, text: str, special: bool) -> list[int]:
     return llm.tokenize(to_utf8(text), add_bos=special, special=special)
 
 
-def _detokenize(llm: Llama, tokens: Sequence[int]) -> str:
+def _pieces(llm: Llama, tokens: Sequence[int]) -> list[bytes]:
     llm.vocabulary.check(tokens)
-    return b"".join(llm.vocabulary.piece(token, special=True) for token in tokens).decode(errors="replace")
+    return [llm.vocabulary.piece(token, special=True) for token in tokens]
 
 
 def _count(llm: Llama, generation: wire.Message) -> int:
@@ -166,7 +167,7 @@ def _learn_forms(path: str) -> None:
 
 
 VALUES: Mapping[str, Callable[..., Any]] = {
-    "tokenize": _tokenize, "detokenize": _detokenize, "count": _count, "render": _render, "budget": Llama.set_budget,
+    "tokenize": _tokenize, "pieces": _pieces, "count": _count, "render": _render, "budget": Llama.set_budget,
     "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: what makes its value of the model and the other fields}"""
@@ -185,6 +186,7 @@ class Worker:
         self._closing = False
         self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
+        self._uses: ExpertUses | None = None
         self._name = ""
         self._start_s = self._watched_until_s = time.monotonic()
 
@@ -247,10 +249,11 @@ class Worker:
         elif kind == "generate":
             self._generate(number, **message)
         elif kind in COMPUTED:
+            asker = message.pop("asker", "")
             compute = functools.partial(self._reply, number, kind, message)
             with self._jobs_lock:  # it may end at once
                 fail = functools.partial(self._end, number, None)
-                self._jobs[number] = self._answers.submit_task(compute, self._model.cancel, fail)
+                self._jobs[number] = self._answers.submit_task(compute, self._model.cancel, fail, asker)
         else:
             self._replies.submit(self._reply, number, kind, message)
 
@@ -267,18 +270,18 @@ class Worker:
         except MoeggufError as error:
             self._end(number, None, error)
 
-    def _experts(self, watch_s: float) -> Snapshot:
-        """The experts as they are now. For `watch_s` uses count also where that makes layers slower: of a model that is
-        in memory as a whole."""
+    def _experts(self, watch_s: float, asker: str | None = None) -> Snapshot:
+        """The experts as they are now, as `asker` may see them. For `watch_s` uses count also where that makes layers
+        slower: of a model that is in memory as a whole."""
         llm, loop, now_s = self._model, self._answers, time.monotonic()
         layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
-        if llm.session is None:
+        if llm.session is None or self._uses is None:
             layers, n_expert = [], 0
         else:
             if watch_s:
                 self._watched_until_s = max(self._watched_until_s, now_s + watch_s)
                 llm.session.store.watch(True)
-            state, uses, loads = llm.session.places(), *llm.session.store.activity()
+            state, uses, loads = self._uses.maps(asker)
             maps = state[layers].tobytes(), uses[layers].tobytes(), loads[layers].tobytes()
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
@@ -304,7 +307,9 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = BatchLoop(llm, together=self._outbox.one_call)
+        self._uses = ExpertUses(llm.session) if llm.session is not None else None
+        on_pass = self._uses.begin_pass if self._uses is not None else lambda asker: None
+        self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
         plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
         self._end(number, wire.Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)

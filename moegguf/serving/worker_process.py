@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import socket
@@ -22,6 +23,8 @@ from moegguf.errors import DeviceLostError, MoeggufError, WorkerError
 from moegguf.generate.request import Timing
 from moegguf.serving import wire
 from moegguf.settings import read_environment
+
+log = logging.getLogger(__name__)
 
 COMMAND = child_command("moegguf.serving.worker")
 
@@ -108,22 +111,25 @@ def device_failure(text: str) -> str:
 
 
 class WorkerProcess:
-    """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
-    reported; `last_timing`: of the answer that ended last. `exited`: the error that describes the exit, set when the
-    process has ended; `on_exit` is called then, before its requests get the error. `requests`: by id, until they end.
-    `cancel_grace_s`: how long a cancelled request may take to end."""
+    """A worker process, whose errors name no model: many names may share it.
+
+    `stats` and `decisions`: as last reported; `last_timings`: of each owner, that of the answer that ended last.
+    `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called then, before its
+    requests get the error. `on_warning` gets each warning of the process, as one line. `requests`: by id, until they
+    end. `cancel_grace_s`: how long a cancelled request may take to end.
+    """
 
     def __init__(
         self,
         echo_stderr: bool = False,
-        on_warning: Callable[[str], object] | None = None,
+        on_warning: Callable[[str], object] = log.warning,
         cancel_grace_s: float = CANCEL_GRACE_S,
     ) -> None:
         self._echo_stderr = echo_stderr
-        self._on_warning = on_warning or (lambda text: self._echo(f"warning: {text}\n"))
+        self.on_warning = on_warning
         self.cancel_grace_s = cancel_grace_s
         self.stats = Stats()
-        self.last_timing = Timing()
+        self.last_timings: dict[str, Timing] = {}
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
@@ -231,7 +237,7 @@ class WorkerProcess:
     def _on_message(self, message: wire.Message) -> None:
         kind = message["kind"]
         if kind == "warning":
-            self._on_warning(message["text"])
+            self.on_warning(message["text"])
             return
         if "stats" in message:
             self.stats, self.decisions = wire.build(Stats, message["stats"]), message["decisions"]

@@ -11,6 +11,7 @@ import typer
 
 from moegguf.generate.request import THINK_LEVELS
 from moegguf.terminal.messages import print_message
+from moegguf.text import decode_text
 
 if TYPE_CHECKING:
     from moegguf.gguf.experts import ExpertLayout
@@ -32,7 +33,7 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
     if text.strip() == "json":
         return "json"
     try:
-        source = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
+        source = text if text.lstrip().startswith("{") else decode_text(Path(text).expanduser().read_bytes())
         schema = json.loads(source)
         if not isinstance(schema, dict):
             raise ValueError("it is no JSON object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from rich.text import Text
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
 from moegguf.terminal.facts import Facts
+from moegguf.text import without_surrogates
 
 PIPE_WIDTH = 400
 SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
@@ -23,10 +25,11 @@ Row = tuple[str, ...]
 
 
 def print_json(facts: Any) -> None:
-    """Indented JSON on stdout, nothing else. Of numbers that are none, null."""
-    from pydantic_core import to_json
+    """Prints indented JSON on stdout, nothing else: null for a number that is none, no surrogates."""
+    from pydantic_core import to_jsonable_python
 
-    print(to_json(facts, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode())
+    plain = to_jsonable_python(facts, inf_nan_mode="null", fallback=lambda array: array.tolist())
+    print(without_surrogates(json.dumps(plain, indent=2, ensure_ascii=False)))
 
 
 def print_renderable(renderable: Any) -> None:

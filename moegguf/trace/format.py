@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
 
+from moegguf.atomic_write import can_be_replaced
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
 from moegguf.native.events import Phase
@@ -232,6 +233,8 @@ class TraceWriter:
         self.partial = partial_of(self.path)
         self.shape, self.weights, self.inputs = shape, weights, inputs
         self._blocks: list[Block] = []
+        if not can_be_replaced(self.path):
+            raise TraceError(f"a trace is a file, which {str(self.path)!r} is not; name a file in a folder.")
         with self._writing():
             self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
 

@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from moegguf.errors import OptionError
+from moegguf.text import decode_text
 
 MAX_LABEL_CHARACTERS = 200
 
@@ -68,7 +69,7 @@ def _read_text(path: Path) -> str:
         why = getattr(error, "strerror", None) or error
         raise OptionError(f"prompts file {str(path)!r} cannot be read ({why}); check the path.") from error
     try:
-        return data.decode("utf-8-sig")
+        return decode_text(data, "strict")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         _fail(path, line, f"must be UTF-8, but has byte {data[error.start]:#04x}")

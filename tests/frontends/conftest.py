@@ -73,7 +73,9 @@ def here() -> Command:
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
         before = set(psutil.Process().children())
-        given, out, said = (TextIOWrapper(BytesIO(text.encode()), "utf-8") for text in (stdin, "", ""))
+        given, out, said = (
+            TextIOWrapper(BytesIO(text.encode(errors="surrogateescape")), "utf-8") for text in (stdin, "", "")
+        )
         with (
             patch.dict(os.environ, environment(**extra), clear=True), patch("sys.stdin", given),
             redirect_stdout(out), redirect_stderr(said),

@@ -95,8 +95,11 @@ class FakeLease:
             self.manager.n_running -= 1
             self.manager.n_ended += 1
 
-    async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
+    async def embed(
+        self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
+    ) -> Embeddings:
         self.manager.embedded.append((list(inputs), truncate, normalize))
+        self.manager.num_ctx = num_ctx
         return Embeddings(vectors=np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32), n_tokens=4 * len(inputs))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
@@ -109,8 +112,11 @@ class FakeLease:
         self.manager.requests.append(generation)
         return {"count": 42, "render": "rendered"}[kind]
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        return bytes(token % 128 for token in tokens).decode()
+    async def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        return [bytes([token % 256]) for token in tokens]
+
+    async def detokenize(self, prompt: Sequence[int | str]) -> str:
+        return "".join(each if isinstance(each, str) else chr(each % 128) for each in prompt)
 
 
 class FakeManager:
@@ -124,6 +130,7 @@ class FakeManager:
         self.requests: list[GenerationRequest] = []
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
+        self.num_ctx: int | None = None  # of the last texts that became vectors
         self.there: dict[str, ModelEntry] = {}
         self.now: dict[str, Snapshot] = {}  # the experts of each model, with counts since it was loaded
         self.n_running = 0

@@ -1,6 +1,7 @@
 """Access control over a real socket: hosts, origins, API keys and headers; and where `serve` refuses to listen."""
 
 import asyncio
+import base64
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_manager import FakeManager, server_of
-from servers import Command, call, connected, serving
+from servers import Command, Server, call, connected, serving
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -63,6 +64,49 @@ def test_a_foreign_host_is_refused_everywhere(url: str, path: str) -> None:
     assert reply.status == 403
     assert "not allowed" in str(reply.json["error"])
     assert call(f"{url}/api/tags", Host="localhost:11434").status == 200
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://127.0.0.1:1/api/version", "localhost", 200),
+        ("http://localhost/api/version?x=1", "evil.com", 200),
+        ("HTTPS://[::1]:11434/api/version/", "localhost", 200),
+        ("http://localhost/v1/models/demo%3Alatest", "localhost", 200),
+        ("http://localhost", "localhost", 200),
+        ("http://localhost?x=/api", "localhost", 200),
+        ("http://localhost/nothing", "localhost", 404),
+        ("http://evil.com/api/version", "localhost", 403),
+        ("http://evil.com", "localhost", 403),
+        ("http://user@localhost/api/version", "localhost", 400),
+        ("http:///api/version", "localhost", 400),
+        ("ftp://localhost/api/version", "localhost", 400),
+        ("api/version", "localhost", 400),
+        ("*", "localhost", 404),
+    ],
+)
+def test_the_authority_of_a_target_counts_in_place_of_the_host_header(
+    url: str, target: str, host: str, status: int
+) -> None:
+    with connected(url) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_a_whole_url_needs_the_key_of_its_path_and_may_have_a_body(guarded: str) -> None:
+    body = b'{"model": "demo", "prompt": "a", "stream": false}'
+    for key, status in (("wrong", 401), (KEY, 200)):
+        head = (
+            f"POST {guarded}/api/generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
+        )
+        with connected(guarded) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize("path", ["/health/", "/v1/health", "/v1/health/", "/"])
+def test_open_paths_are_open_under_their_other_names(guarded: str, path: str) -> None:
+    assert call(f"{guarded}{path}").status == 200
 
 
 @pytest.mark.parametrize("origin", [EVIL, "null", "http://localhost.evil.example"])
@@ -181,6 +225,30 @@ def test_a_key_begins_with_what_it_computed(tmp_path: Path, arguments: tuple[str
         reused += [n_reused(bob), n_reused(ann)]
         reused.append(server.call("/v1/messages", body, **bob).json["usage"]["cache_read_input_tokens"])
     assert [n > 200 for n in reused] == expected and min(reused) in (0, reused[0])
+
+
+@pytest.mark.parametrize("arguments", [(), ("--share-contexts",)], ids=["apart", "shared"])
+def test_a_key_sees_the_experts_of_its_own_requests_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """Neither what another key's requests use or load, nor what these leave in memory, nor how long they took."""
+    ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}
+
+    def ask(server: Server, key: dict[str, str], text: str) -> None:
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 24}
+        assert server.call("/v1/chat/completions", body, **key).status == 200
+
+    def state(server: Server, key: dict[str, str]) -> bytes:
+        (model,) = server.call("/live?once=1", **key).json["models"]
+        return base64.b64decode(model["snapshot"]["state"])
+
+    with serving(tmp_path, "--expert-cache", "30%", *arguments, **settings) as server:
+        ask(server, ann, "Hello")
+        before = state(server, ann)
+        assert any(before) and not any(state(server, bob))
+        ask(server, bob, "What is an expert?")
+        assert any(state(server, bob)) and state(server, ann) == before, "a key's map stays as its last request left it"
+        last = [server.call("/api/ps", **key).json["models"][0]["moe"]["last_answer"] for key in (ann, bob)]
+        assert last[0]["eval_duration"] != last[1]["eval_duration"]
 
 
 def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:

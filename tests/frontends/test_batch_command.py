@@ -3,13 +3,17 @@
 import os
 import re
 import signal
+import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from batch_files import CHAT, entries, jsonl, request, requests_in
-from servers import Command, Server, serving, started
+from servers import Command, Server, TinyModel, serving, started
 from waiting import until
 
 from moegguf.serving.batch.answers import open_journal, response_entry
@@ -82,6 +86,80 @@ def test_stdin_and_stdout(moegguf: Command, tmp_path: Path) -> None:
     assert re.search(r"^3/3 answered", done.stderr, re.MULTILINE)
     done = moegguf("batch", "-", "-o", tmp_path / "answers", stdin=text, **ALONE)
     assert (done.returncode, done.stdout) == (0, "") and len(entries(tmp_path / "answers")) == 3
+
+
+def test_a_model_with_a_path_that_is_not_utf8(moegguf: Command, tmp_path: Path, tiny: TinyModel) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "m.gguf").symlink_to(tiny())
+    path = written(folder, [question(0, model=None)])
+    done = moegguf("batch", path, "-m", folder / "m.gguf", **ALONE)
+    assert done.returncode == 0, done.stderr
+    assert texts(entries(folder / "requests.answers.jsonl"))
+
+
+@contextmanager
+def fifo(folder: Path) -> Iterator[tuple[Path, int]]:
+    os.mkfifo(path := folder / "pipe")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield path, reader
+    os.close(reader)
+
+
+@contextmanager
+def descriptor_of_a_socket(_: Path) -> Iterator[tuple[Path, int]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Path(f"/dev/fd/{theirs.fileno()}"), ours.fileno()
+
+
+@contextmanager
+def descriptor_of_a_file(folder: Path) -> Iterator[tuple[Path, int]]:
+    with (folder / "file").open("w+b") as file:
+        file.write(b"before\n")
+        file.flush()
+        yield Path(f"/proc/self/fd/{file.fileno()}"), os.open(folder / "file", os.O_RDONLY)
+
+
+@pytest.mark.parametrize("made", [fifo, descriptor_of_a_socket, descriptor_of_a_file])
+def test_answers_go_to_a_pipe_or_a_descriptor_as_they_come(tmp_path: Path, here: Command, made: Any) -> None:
+    path = written(tmp_path, [question(i) for i in range(2)])
+    with made(tmp_path) as (target, reader):
+        before = sorted(tmp_path.iterdir())
+        done = here("batch", path, "-o", target, **ALONE)
+        assert done.returncode == 0, done.stderr
+        assert len(entries(os.read(reader, 1 << 20).removeprefix(b"before\n"))) == 2
+        assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [("pipe", "no process reads it"), ("/dev/fd/987", "Bad file descriptor"), ("/dev/full", "No space left on device")],
+)
+def test_a_pipe_that_takes_no_answers_is_an_error_at_once(tmp_path: Path, here: Command, target: str, why: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    path = written(tmp_path, [b"nonsense\n"])
+    before = sorted(tmp_path.iterdir())
+    done = here("batch", path, "-o", tmp_path / target, **ALONE)
+    assert done.returncode == 1 and why in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_requests_from_a_pipe_have_their_answers_on_stdout(tmp_path: Path, here: Command) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    Thread(target=pipe.write_bytes, args=[jsonl([question(0)])], daemon=True).start()
+    done = here("batch", pipe, **ALONE)
+    assert (done.returncode, len(entries(done.stdout.encode()))) == (0, 1)
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_only_the_user_may_read_answers_under_a_umask(tmp_path: Path, here: Command) -> None:
+    before = os.umask(0o077)
+    try:
+        here("batch", written(tmp_path, [b"nonsense\n"]), "-o", tmp_path / "answers", **ALONE)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "answers").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

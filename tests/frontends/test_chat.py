@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,8 +15,10 @@ from servers import Server, TinyModel, environment, serving
 from terminal import Terminal, control, moegguf_command
 
 from moegguf.chat.conversation import Conversation
-from moegguf.chat.model import messages_to_server
+from moegguf.chat.model import OwnWorker, messages_to_server
+from moegguf.models.catalog import Catalog
 from moegguf.models.entry import NamedModel
+from moegguf.terminal.progress import Spinner
 
 
 def test_statistics_and_the_map_of_the_experts(tmp_path: Path) -> None:
@@ -52,6 +55,19 @@ def test_load_parameters_reload_the_model(tmp_path: Path) -> None:
         chat.ask("/set parameter expert_cache 1KiB")
         assert "error: " in chat.ask(QUESTION)
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
+
+
+def test_a_model_whose_file_was_written_to_is_loaded_again(tiny: TinyModel, tmp_path: Path) -> None:
+    path = Path(shutil.copy(tiny(), tmp_path / "a.gguf"))
+    worker = OwnWorker()
+    try:
+        for _ in range(2):
+            worker.load(Catalog().find(path), {"n_ctx": 256, "n_threads": 1}, Spinner())
+            assert not worker.ended
+            path.write_bytes(path.read_bytes())
+            assert worker.ended
+    finally:
+        worker.close()
 
 
 def test_a_model_whose_worker_ends_is_loaded_again(tmp_path: Path) -> None:

@@ -269,6 +269,7 @@ def shared(home: Path) -> Iterator[Terminal]:
     ("/set format xml", "error: --format takes json, a JSON schema"),
     ("/set format", "Invalid or missing format. For 'json' mode use '/set format json'"),
     ("/set parameter nonsense 1", "Couldn't set parameter: unknown parameter 'nonsense'"),
+    ("/set parameter top_k 1e3", "Couldn't set parameter: the parameter 'top_k' must be a whole number, but is '1e3'"),
     ("/set parameter top_p 7", "Couldn't set parameter: top_p takes 0 to 1, but is 7"),
 ])  # fmt: skip
 def test_the_output_of_a_command(shared: Terminal, command: str, words: str) -> None:
@@ -278,6 +279,7 @@ def test_the_output_of_a_command(shared: Terminal, command: str, words: str) -> 
 
 def test_parameters_reach_the_next_answer(shared: Terminal) -> None:
     assert "Set parameter 'temperature' to '0.25'" in shared.ask("/set parameter temperature 0.25")
+    assert "Set parameter 'temperature' to '.25'" in shared.ask("/set parameter temperature .25")
     assert "Set parameter 'stop' to 'one, two three'" in shared.ask('/set parameter stop one "two three"')
     said = shared.ask("settings").replace("\n", " ")
     assert "temperature=0.25" in said
@@ -326,6 +328,10 @@ def test_a_file_goes_before_the_next_message(shared: Terminal, tmp_path: Path) -
     )
     shared.ask("and now?")
     assert "[user: first line second line  and now?]" in shared.ask("messages").replace("\n", " ")
+    file.write_text("café", "utf-16")
+    shared.ask(f"/read {file}")
+    shared.ask("and this?")
+    assert "[user: café  and this?]" in shared.ask("messages").replace("\n", " ")
     file.write_bytes(b"\0\1")
     assert "error: /read takes text" in shared.ask(f"/read {file}")
     shared.ask("/clear")

@@ -1,6 +1,7 @@
 """Commands: help, those that only read headers, models by name, old names of options, and errors of all."""
 
 import json
+import os
 import re
 import sys
 import warnings
@@ -281,6 +282,68 @@ def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
         assert failed.returncode == 1 and words in failed.stderr
 
 
+SECRET = "http://me:hush@127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "doctor", "doctor --json", "ps", "top", "run demo hi -n 1 -t 1", "stop demo", "budget demo", "serve",
+        f"serve --host {SECRET}", f"run {SECRET}/x hi", f"show {SECRET}", f"pull {SECRET}/x",
+        f"HF_ENDPOINT={SECRET} pull user/some-gguf", f"OLLAMA_HOST={SECRET} ps", "batch TMP/one.jsonl",
+    ],
+)  # fmt: skip
+def test_no_password_of_an_address_is_printed(mine: Mine, tmp_path: Path, command: str) -> None:
+    (tmp_path / "one.jsonl").write_bytes(jsonl([request("a")]))
+    words = command.replace("TMP", str(tmp_path)).split()
+    extra = dict(word.split("=") for word in words if "=" in word)
+    host = "" if "OLLAMA_HOST" in extra else SECRET
+    done = mine(*(word for word in words if "=" not in word), MOEGGUF_HOST=host, **extra)
+    assert "127.0.0.1" in done.stdout + done.stderr
+    assert "hush" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
+def test_a_modelfile_of_another_system(
+    mine: Mine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    mark = "\ufeff" * encoding.startswith("utf-16")
+    data = f'{mark}FROM demo\r\nSYSTEM """Sois\r\nbref, café."""\r\nPARAMETER temperature .5\r\n'.encode(encoding)
+    (tmp_path / "Modelfile").write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+    assert mine("create", "from-a-file").returncode == 0
+    assert mine("show", "from-a-file", "--system").stdout == "Sois\nbref, café.\n"
+    assert mine("create", "from-stdin", "-f", "-", stdin=data.decode(errors="surrogateescape")).returncode == 0
+    assert mine("show", "from-stdin", "--modelfile").stdout == mine("show", "from-a-file", "--modelfile").stdout
+
+
+NOT_UTF8 = os.fsdecode(b"caf\xe9")
+
+
+def test_a_path_that_is_not_utf8_is_read_and_shown(mine: Mine, tiny: TinyModel, tmp_path: Path) -> None:
+    folder = tmp_path / NOT_UTF8
+    folder.mkdir()
+    path = folder / "model.gguf"
+    path.symlink_to(tiny())
+    own = {"MOEGGUF_MODELS": str(folder)}
+    for command in ("show", "estimate", "doctor"):
+        for option in ((), ("--json",)):
+            done = mine(command, path, *option)
+            assert done.returncode == 0, done.stderr
+    assert mine("cp", path, "mine").returncode == 0
+    assert names(mine("list", **own)) == ["mine:latest", "model:latest", "demo:latest"]
+    assert json.loads(mine("list", "mine", "--json").stdout)[0]["files"] == [str(tmp_path / "caf\ufffd" / "model.gguf")]
+    assert mine("show", "mine", "--modelfile").stdout == f"FROM {tmp_path}/caf\ufffd/model.gguf\n"
+    assert mine("run", "mine", NOT_UTF8, "-n", 1, "-t", 1).returncode == 0
+    path.unlink()
+    lost = mine("list", "mine")
+    assert lost.returncode == 0 and "missing" in lost.stdout
+    assert json.loads(mine("list", "mine", "--json").stdout)[0]["missing"]
+    for command in (("run", "mine", "hi"), ("show", path), ("run", NOT_UTF8, "hi"), ("budget", NOT_UTF8)):
+        done = mine(*command)
+        assert done.returncode == 1 and re.fullmatch(r"error: .+\n", done.stderr) and "unexpected" not in done.stderr
+
+
 def test_the_library_says_what_runs_here(mine: Mine) -> None:
     header, *rows = mine("library", "gpt-oss").stdout.splitlines()
     assert header.startswith("NAME") and [row.split()[0] for row in rows] == ["gpt-oss:20b", "gpt-oss:120b"]
@@ -382,6 +445,7 @@ ERRORS = [
     ("trace record demo --prompts PROMPTS -o TMP/t --predictor skp", 1, "there is no predictor 'skp'"),
     ("trace record demo --prompts PROMPTS -o no/folder/t.npz", 1, "there is no folder"),
     ("trace record demo --prompts PROMPTS -o PROMPTS", 1, "would overwrite"),
+    ("trace record demo --prompts PROMPTS -o /dev/stdout", 1, "--out takes a file, which '/dev/stdout' is not"),
     ("trace record demo --prompts TMP/empty -o TMP/t", 1, "is empty; write at least one prompt"),
 ]
 

@@ -9,9 +9,10 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anthropic.types
 import httpx
@@ -20,8 +21,8 @@ import openai.types.chat
 import openai.types.responses
 import pytest
 from client_types import check, kinds_of
-from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, changed, entry_of, objects
-from gguf_builder import U32, moe
+from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, changed, entry_of, objects, running, server_of
+from gguf_builder import STR, U32, moe
 from pictures import base64_of, png
 from recorded_texts import check_recorded, recorded_lines
 from servers import connected, post
@@ -30,13 +31,25 @@ from waiting import until
 from moegguf import errors
 from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
+from moegguf.generate.request import (
+    Delta,
+    GenerationRequest,
+    PromptProgress,
+    Sampling,
+    Timing,
+    TokenChance,
+    TokenLogprob,
+    ToolCall,
+)
+from moegguf.gguf.chat_template import CHATML
 from moegguf.models.own_store import BlobStore
 from moegguf.models.sources import demo_path
 from moegguf.package import __version__
+from moegguf.server.app import make_app
 from moegguf.server.common import limits
 from moegguf.server.openai.chat import ChatBody
 from moegguf.serving.events import LoadOverrides
+from moegguf.settings import Settings
 
 Json = dict[str, Any]
 
@@ -265,7 +278,7 @@ def test_an_unknown_model_is_not_found(ask: Ask, manager: FakeManager, dialect: 
 
 
 PROGRESS = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5))
-CHANCE = TokenLogprob("hé", -0.5, (("x", -1.0), ("\ufffd", float("-inf"))))
+CHANCE = TokenLogprob(7, "hé".encode(), -0.5, (TokenChance(8, b"x", -1.0), TokenChance(9, b"\xc3", float("-inf"))))
 THINKING = (Delta(thinking="hm"), Delta(thinking="!"))
 CUT: dict[str, Any] = {
     "finish": "length", "answer_tokens": 63, "cached_tokens": 0, "cut_messages": 2, "cut_tokens": 90, "n_shifts": 3,
@@ -284,7 +297,7 @@ CASES: dict[str, tuple[tuple[Any, ...], Timing]] = {
     "error": ((Delta(text="Hel"), ExpertIOError("the disk is gone.")), changed()),
 }
 CLAUDE = {"anthropic-version": "2023-06-01"}
-ASKING = re.compile(r"# ([A-Z]+) (\S+) (\{.*\})?( as Claude)?: \d{3} .*")
+ASKING = re.compile(r"# ([A-Z]+) (\S+) ([{[].*[]}])?( as Claude)?: \d{3} .*")
 """A line of others.txt, of what has no answer: method, path, body, and whether as Anthropic's clients send it."""
 
 
@@ -293,7 +306,7 @@ def without_chance(text: str) -> str:
     text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
     text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)
     text = text.replace(__version__, "VERSION")
-    text = re.sub(r'"total_duration":\d+', '"total_duration":1', text)
+    text = re.sub(r'"(total|load)_duration":[1-9]\d*', r'"\1_duration":1', text)
     return re.sub(r'"(created_at|expires_at)":"[^"]+Z"', r'"\1":"TIME"', text)
 
 
@@ -335,6 +348,39 @@ def test_what_has_no_answer_is_encoded_as_recorded(
     told += "".join(f"# no models: {shown(http.get('/v1/models', headers=each))}" for each in ({}, CLAUDE))
     check_recorded("others", told)
     assert not any(will_answer for path, *_, will_answer in manager.leases if path == "able:latest")
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+def test_a_server_that_loads_its_models_says_so_until_they_are_there(manager: FakeManager, path: str) -> None:
+    app = make_app(cast(Any, manager), cast(Any, manager.catalog), Settings())
+    loading = app.state.preloading = Future[None]()
+    with running(app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        for reply in (client.get(path), client.post("/completion", json={"prompt": "hi"})):
+            error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+            assert (reply.status_code, reply.json()) == (503, {"error": error})
+        assert client.post("/completion", json={"prompt": "hi", "model": "demo"}).status_code == 200
+        loading.set_result(None)
+        assert client.get(path).json() == {"status": "ok"}
+        assert client.post("/completion", json={"prompt": "hi"}).status_code == 200
+
+
+@WITH_TOOLS
+@WHOLE_OR_STREAM
+def test_half_of_a_surrogate_pair_in_arguments_is_sent_as_a_replacement_character(
+    ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool
+) -> None:
+    manager.script = [Delta(tool_calls=(ToolCall("c1", "weather", {"city": "cut \ud83d"}),))]
+    reply = ask(dialect, model="able", stream=stream, **dialect.tools)
+    assert reply.status_code == 200 and "cut \ufffd" in reply.text
+
+
+def test_an_adapter_is_listed_with_its_scale(manager: FakeManager) -> None:
+    demo = manager.catalog.known["demo:latest"]
+    manager.catalog.known["tuned:latest"] = replace(demo, name="tuned:latest", adapter=Path("/files/tuned.gguf"))
+    with server_of(manager, loading={"lora_scale": 0.5}) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        assert client.get("/lora-adapters?model=demo").json() == []
+        (found,) = client.get("/lora-adapters?model=tuned").json()
+        assert (found["id"], found["path"], found["scale"]) == (0, "tuned.gguf", 0.5)
 
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -381,7 +427,8 @@ def asked(manager: FakeManager) -> Iterator[str]:
         told = changes(request, GenerationRequest()) | ({"sampling": sampling} if sampling else {})
         yield json.dumps(told, ensure_ascii=False)
     for inputs, truncate, normalize in manager.embedded:
-        yield json.dumps([inputs, {"truncate": truncate, "normalize": normalize}])
+        within = {"num_ctx": manager.num_ctx} if manager.num_ctx else {}
+        yield json.dumps([inputs, {"truncate": truncate, "normalize": normalize, **within}])
     for _, overrides, keep_alive_s, _ in manager.leases:
         load = changes(overrides, type(overrides)())
         if load or keep_alive_s is not None:
@@ -413,6 +460,36 @@ def test_what_is_asked_or_the_refusal_is_as_recorded(http: httpx.Client, manager
     text = "\n".join(told(http, manager)) + "\n"
     text = text.replace(json.dumps(TEMPLATE), '"TEMPLATE"').replace(PICTURE, "PICTURE")
     check_recorded("bodies", text)
+
+
+DEFAULT, WITH_TOOLS = "{{ messages }}", "{{ messages }}{{ tools }}<think></think>"
+ABLE = ["completion", "tools", "thinking"]
+TEMPLATES_OF_A_FILE: dict[str, tuple[dict[str, str], str | None, tuple[str, str | None, list[str]]]] = {
+    "one": ({"": DEFAULT}, None, (DEFAULT, None, ["completion"])),
+    "two": ({"": DEFAULT, ".tool_use": WITH_TOOLS}, None, (DEFAULT, WITH_TOOLS, ABLE)),
+    "for tools only": ({".tool_use": WITH_TOOLS}, None, (WITH_TOOLS, WITH_TOOLS, ABLE)),
+    "of another name": ({".other": WITH_TOOLS}, None, (CHATML, None, ["completion"])),
+    "none": ({}, None, (CHATML, None, ["completion"])),
+    "another one": ({"": DEFAULT, ".tool_use": WITH_TOOLS}, DEFAULT, (DEFAULT, None, ["completion"])),
+}
+"""The templates that a file and a name have, and the template, the one for tools and the capabilities that are told."""
+
+
+@pytest.mark.parametrize("kind", TEMPLATES_OF_A_FILE)
+def test_templates_and_capabilities_are_those_of_prompts(
+    http: httpx.Client, manager: FakeManager, tmp_path: Path, kind: str
+) -> None:
+    texts, own, (template, tool_template, capabilities) = TEMPLATES_OF_A_FILE[kind]
+    model = moe(skip_kv=("tokenizer.chat_template",))
+    for name, text in texts.items():
+        model.add(f"tokenizer.chat_template{name}", STR, text)
+    manager.catalog.known["t:latest"] = entry_of(model.write(tmp_path / "t.gguf"), "t:latest", template=own)
+    listed = {model["name"]: model["capabilities"] for model in http.get("/api/tags").json()["models"]}
+    assert listed["t:latest"] == capabilities
+    properties = http.get("/props?model=t").json()
+    assert (properties["chat_template"], properties.get("chat_template_tool_use")) == (template, tool_template)
+    asked = {"model": "t", "messages": HI, "tools": TOOLS}
+    assert (http.post("/api/chat", json=asked).status_code == 200) == ("tools" in capabilities)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_real_statistics_add_up(server: Server) -> None:
 def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: str) -> None:
     server.call(path, {"model": "tiny", "keep_alive": 0})  # other tests load it with a longer context
     loaded = server.call(path, {"model": "tiny", "keep_alive": -1, "options": {"num_ctx": 256}}).json
-    assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny:latest")
+    assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny")
     there = server.loaded()
     assert next(iter(there)) == "tiny:latest" and there["tiny:latest"]["context_length"] == 256  # the longest first
     assert datetime.fromisoformat(there["tiny:latest"]["expires_at"]).year > 2200
@@ -47,7 +47,7 @@ def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: s
 
 def test_show_hides_long_arrays_unless_verbose(server: Server) -> None:
     shown = server.call("/api/show", {"name": "demo"}).json
-    assert "tensors" not in shown and "license" not in shown and "system" not in shown
+    assert not shown.keys() & {"tensors", "license", "system", "messages"}
     assert all(not isinstance(value, list) or len(value) <= 5 for value in shown["model_info"].values())
     assert shown["model_info"]["general.parameter_count"] > 1_000_000
     verbose = server.call("/api/show", {"model": "demo", "verbose": True}).json
@@ -66,6 +66,7 @@ def test_created_fields_are_shown_and_recreate_the_model(server: Server) -> None
     try:
         assert steps[-1] == {"status": "success"}
         shown = server.call("/api/show", {"model": "made"}).json
+        assert shown["messages"] == body["messages"]
         assert shown["system"] == "Be brief." and shown["license"] == "one\ntwo" and shown["template"] == TEMPLATE
         assert shown["capabilities"] == ["completion", "tools", "thinking"] and shown["details"]["parent_model"]
         assert shown["parameters"].splitlines()[0] == 'stop                           "a"'

@@ -53,6 +53,8 @@ def test_piped_input_goes_before_the_prompt(here: Command) -> None:
     out = here("run", "demo", "moegguf do?", *DEMO, stdin="What does\n").stdout
     assert ANSWER in out
     assert here("run", "demo", *DEMO, stdin=f"{QUESTION}\n").stdout == out
+    utf16 = f"\ufeff{QUESTION}\n".encode("utf-16-le").decode(errors="surrogateescape")
+    assert here("run", "demo", *DEMO, stdin=utf16).stdout == out
     assert here("run", "demo", *QUESTION.split(), *DEMO).stdout == out
 
 
@@ -107,8 +109,9 @@ def test_a_system_message_comes_first() -> None:
 
 def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
-    file.write_text('{"type": "array"}')
-    assert "format={'type': 'array'}" in echo("settings", "--format", str(file)).stdout
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        file.write_text('{"type": "array"}', encoding)
+        assert "format={'type': 'array'}" in echo("settings", "--format", str(file)).stdout
     file.write_text("[]")
     for wrong in (str(file), str(tmp_path / "nothing"), "{", "xml"):
         done = echo("settings", "--format", wrong)
@@ -299,6 +302,15 @@ def test_options_mean_the_same_there(here: Command, unused: Server) -> None:
     own = unused.call("/api/show", {"model": "demo"}).json["model_info"]
     length = own[f"{own['general.architecture']}.context_length"]
     assert unused.call("/api/ps").json["models"][0]["context_length"] == length
+
+
+def test_a_prompt_that_is_not_utf8_has_replacement_characters(here: Command, unused: Server) -> None:
+    given = os.fsdecode(b"caf\xe9")
+    ask = ("run", "demo", "--temperature", 0, "-n", 8, "-v", "--system-prompt")
+    asked = here(*ask, given, given, MOEGGUF_HOST=unused.url)
+    assert asked.returncode == 0 and "answered by" in asked.stderr
+    replaced, alone = here(*ask, "caf\ufffd", "caf\ufffd", MOEGGUF_HOST=unused.url), here(*ask, given, given, "--local")
+    assert asked.stdout == replaced.stdout == alone.stdout
 
 
 def test_what_was_left_out_is_said_and_the_shift_can_be_off(here: Command, unused: Server) -> None:

@@ -122,7 +122,13 @@ def test_a_projector_and_an_adapter_are_of_the_one_model_that_is_named(
     found = size_of(entry, Settings(loading={"lora_scale": 0.5})).options
     assert [found[name] for name in ("mmproj", "lora_path", "lora_scale")] == [str(projector), str(adapter), 0.5]
     assert "lora_scale" not in size_of(path, Settings(loading={"lora_scale": 0.5})).options
-    assert Catalog(paths=False, given=given).find(entry.name) is entry
+    catalog = Catalog(paths=False, given=given)
+    assert catalog.find(entry.name) is entry
+    write_adapter(tmp_path / "b.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 64, 128)).rename(adapter)
+    assert catalog.find(entry.name).weights != entry.weights
+    adapter.rename(tmp_path / "gone.gguf")
+    assert catalog.find(entry.name) is entry  # a loaded model goes on
+    (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
         with pytest.raises(OptionError, match="--mmproj belongs to one model"):
             serve(models=models, mmproj=str(projector))

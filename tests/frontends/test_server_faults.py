@@ -194,6 +194,21 @@ def test_more_connections_than_descriptors_are_refused_and_cost_nothing(tmp_path
     assert server.log() == ""
 
 
+def test_a_workers_warning_is_one_line_of_the_log(tmp_path: Path) -> None:
+    """It comes once, however often the model is loaded."""
+    contexts = tmp_path / "home" / "cache" / "contexts"
+    contexts.parent.mkdir(parents=True)
+    contexts.write_text("a file in place of the folder")
+    body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
+    with serving(tmp_path, MOEGGUF_CONTEXT_STORE="100MiB", MOEGGUF_LOG_FORMAT="json") as server:
+        for _ in range(2):
+            assert server.call("/v1/chat/completions", body).status == 200
+            server.call("/api/generate", {"model": "demo", "keep_alive": 0})
+    lines = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+    (warning,) = [line for line in lines if line["level"] == "warning"]
+    assert warning["message"].startswith(f"demo:latest: contexts are not kept on disk: {contexts}: ")
+
+
 def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         idle = connected(server.url)

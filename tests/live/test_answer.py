@@ -1,6 +1,7 @@
 """Answers while they are generated: text, timing, reuse of the context, cancelling, and the end of the context."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, endless, rep
 from running import random_prompt
 
 from moegguf.engine.llama import Llama
-from moegguf.errors import ContextError, OptionError
+from moegguf.errors import CapabilityError, ContextError, OptionError
 from moegguf.generate import answer as answers
-from moegguf.generate.prompt import n_after_shift
+from moegguf.generate.prompt import count_prompt, n_after_shift, render_prompt
 from moegguf.generate.request import GenerationRequest
+from tools.mutants import read_header, write_file
+from tools.mutants.header import STRING, KeyValue
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +111,94 @@ def test_nothing_asked_is_refused(demo: Llama, nothing: GenerationRequest) -> No
         Answer(demo, nothing)
 
 
-def test_a_model_without_a_template_reads_the_texts(tiny: TinyModel, load: Load) -> None:
-    path: Path = tiny("tiny-mix")
+TEMPLATE, TOOL_TEMPLATE = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
+ALL = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TOOLS = ({"type": "function", "function": {"name": "f"}},)
+
+
+def with_texts(path: Path, source: Path, texts: dict[str, str | bytes]) -> Path:
+    """Writes the model of `source` with other texts among its key-values, and without its chat template."""
+    header = read_header(source)
+    pairs = {pair.key: pair for pair in header.pairs if pair.key != TEMPLATE}
+    for key, text in texts.items():
+        pairs[key] = KeyValue(key, STRING, text.encode() if isinstance(text, str) else text)
+    write_file(replace(header, pairs=tuple(pairs.values())), path)
+    return path
+
+
+@pytest.mark.parametrize("texts", [{}, {TEMPLATE: ""}, {TEMPLATE: "chatml"}], ids=["none", "empty", "named"])
+def test_a_model_without_a_template_gets_chatml(
+    tiny: TinyModel, load: Load, tmp_path: Path, texts: dict[str, str]
+) -> None:
+    """A mark at the end of a message ends the answer also where the model writes it letter by letter."""
+    llm = load(with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), texts))
+    turns = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (("user", "one"), ("assistant", "two"))]
+    answer = Answer(llm, ask("one", "two", "one", format={"const": "ab<|im_end|>c"}))
+    assert answer.prompt.end == "".join([*turns, turns[0]]) + "<|im_start|>assistant\n"
+    assert text_of(answer.deltas()) == '"ab'
+    assert (answer.timing.finish, answer.timing.stop_string) == ("stop", "")
+    with pytest.raises(CapabilityError, match="does not support tools"):
+        Answer(llm, ask("one", tools=TOOLS))
+
+
+@pytest.mark.parametrize(
+    "texts", [{TEMPLATE: ALL, TOOL_TEMPLATE: "T{{ tools }}" + ALL}, {TOOL_TEMPLATE: "T{{ tools }}" + ALL}]
+)
+def test_a_file_may_have_a_template_for_conversations_with_tools(
+    tiny: TinyModel, load: Load, tmp_path: Path, texts: dict[str, str]
+) -> None:
+    llm = load(with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), texts))
+    default = "x" if TEMPLATE in texts else "TNonex"
+    for tools, prompt in ({}, default), ({"tools": TOOLS, "tool_choice": "none"}, default):
+        assert Answer(llm, ask("x", **tools)).prompt.end == prompt
+    assert Answer(llm, ask("x", tools=TOOLS)).prompt.end.startswith("T[{")
+    assert Answer(llm, ask("x", template=ALL)).prompt.end == "x"
+    with pytest.raises(CapabilityError, match="does not support tools"):
+        Answer(llm, ask("x", tools=TOOLS, template=ALL))
+
+
+ODD_TEXTS: dict[str, tuple[str, bytes]] = {
+    "not UTF-8": ("general.description", b"caf\xe9"),
+    "cut by llama-cpp-python": ("general.description", b"a" * 1022 + "é".encode()),
+    "a long text": ("general.license", b"a" * 5000 + b"\xff"),
+    "a key": ("general.odd key", b"text"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_TEXTS)
+def test_one_text_that_is_not_utf_8_hides_no_other(tiny: TinyModel, load: Load, tmp_path: Path, kind: str) -> None:
+    key, text = ODD_TEXTS[kind]
+    path = with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), {TEMPLATE: "A: " + ALL, key: text})
+    path.write_bytes(path.read_bytes().replace(b"odd key", b"odd k\xe9y"))
     llm = load(path)
-    llm.metadata.pop("tokenizer.chat_template", None)
-    answer = Answer(llm, ask("one", "two", "three"))
-    assert llm.detokenize(answer.prompt.tokens).decode().strip() == "one\ntwo\nthree"
+    assert Answer(llm, ask("x")).prompt.end == "A: x"
+    assert llm.metadata[TEMPLATE] == "A: " + ALL and llm.metadata["general.architecture"] == llm.layout.arch
+    assert llm.chat_format == "chat_template.default"
+
+
+def test_a_prompt_may_end_with_the_last_message(demo: Llama) -> None:
+    assert Answer(demo, ask("x", begins_answer=False)).prompt.end.endswith("x<|im_end|>\n")
+    assert Answer(demo, ask("x", "y", begins_answer=False)).prompt.end.endswith("<|im_start|>assistant\ny")
+
+
+def test_a_template_that_writes_without_end_is_never_tokenized(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, lengths = demo.vocabulary.tokens, list[int]()
+
+    def counted(text: str, **options: bool) -> list[int]:
+        lengths.append(len(text))
+        return tokens(text, **options)
+
+    monkeypatch.setattr(demo.vocabulary, "tokens", counted)
+    flood = ask("x", template="{% for i in range(99999) %}{{ 'a' * 40 }}{% endfor %}")
+    for request in (flood, replace(flood, truncate=False)):
+        with pytest.raises(ContextError, match=r"Requested tokens \(4096\) exceed context window of 512"):
+            Answer(demo, request)
+    with pytest.raises(ContextError):
+        render_prompt(demo, flood)
+    assert count_prompt(demo, flood) > 512
+    assert sum(lengths) < 32 * 512
+    answer = Answer(demo, ask(*(" " * 9000 + f"turn {i}" for i in range(9)), template=ALL))
+    assert answer.prompt.end.endswith("turn 8") and answer.prompt.cut_messages == 8
 
 
 def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,6 @@ import templates
 from answering import QUESTION, Answer, Load, TinyModel, ask, endless, reply, text_of
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, ContextError, OptionError, SchemaError
 from moegguf.generate import sampler
 from moegguf.generate.constraint import Constraint
@@ -22,6 +22,8 @@ from moegguf.generate.parsing import Transcript
 from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.generate.request import Delta, TokenLogprob
 from moegguf.generate.sampler import Sampler
+from moegguf.models.catalog import demo_path
+from moegguf.text import to_utf8
 
 THINKER = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -71,10 +73,12 @@ def test_probabilities_add_up_and_the_likeliest_token_is_taken_at_temperature_0(
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
     assert len(logprobs) == answer.timing.answer_tokens == 12
     for logprob in logprobs:
-        assert (logprob.text, logprob.logprob) == logprob.top[0]
-        assert [logprob for _, logprob in logprob.top] == sorted((logprob for _, logprob in logprob.top), reverse=True)
-        assert len(logprob.top) == 20
-        assert 0.9 < sum(math.exp(logprob) for _, logprob in logprob.top) <= 1.0001
+        chances = [each.logprob for each in logprob.top]
+        likeliest = logprob.top[0]
+        assert (logprob.token, logprob.piece, logprob.logprob) == (likeliest.token, likeliest.piece, likeliest.logprob)
+        assert chances == sorted(chances, reverse=True)
+        assert len(chances) == 20
+        assert 0.9 < sum(map(math.exp, chances)) <= 1.0001
     assert "".join(logprob.text for logprob in logprobs) == text_of(deltas)
 
 
@@ -84,11 +88,10 @@ def test_logprobs_are_those_before_sampling(demo: Llama) -> None:
         return next(logprob for delta in deltas for logprob in delta.logprobs)
 
     plain = first()
-    token = demo.vocabulary.tokens(plain.text)[0]
-    other = first(logit_bias={token: -100.0}, temperature=2.0, top_k=1)
-    assert other.text == plain.top[1][0]
-    assert [text for text, _ in other.top] == [text for text, _ in plain.top]
-    assert other.logprob == pytest.approx(plain.top[1][1], abs=0.1)
+    other = first(logit_bias={plain.token: -100.0}, temperature=2.0, top_k=1)
+    assert other.token == plain.top[1].token
+    assert [each.token for each in other.top] == [each.token for each in plain.top]
+    assert other.logprob == pytest.approx(plain.top[1].logprob, abs=0.1)
 
 
 def test_no_logprobs_unless_requested_and_no_more_than_twenty(demo: Llama) -> None:
@@ -124,6 +127,78 @@ def test_a_prompt_goes_on_where_an_earlier_answer_ended(demo: Llama) -> None:
     assert demo.detokenize(list(second.context)).decode().endswith(" and" + text)
     with pytest.raises(OptionError, match="no token of this model"):
         Answer(demo, ask(prompt="x", context=(demo.n_vocab(),)))
+
+
+def test_a_context_of_tokens_and_texts_is_evaluated_in_their_order(demo: Llama, tiny: TinyModel, load: Load) -> None:
+    words = demo.vocabulary.tokens
+    answer = Answer(demo, ask(prompt="", context=(5, "An expert", 7, " is"), max_tokens=2))
+    assert answer.prompt.tokens == [5, *words("An expert"), 7, *words(" is")]
+    with pytest.raises(ContextError, match="exceed context window"):
+        Answer(demo, ask(prompt="", context=(5, "An expert " * 100_000), truncate=False, shift=False))
+    with_bos = load(tiny(), kv_overrides={"tokenizer.ggml.add_bos_token": True})
+    bos, words = with_bos.vocabulary.bos_tokens, with_bos.vocabulary.tokens
+    assert bos
+    for context, expected in (((5, "a"), [5, *words("a")]), (("a", 5), [*bos, *words("a"), 5])):
+        request = ask(prompt="", context=context, n_logprobs=0, prompt_logprobs=True, prompt_only=True)
+        answer = Answer(with_bos, request)
+        assert answer.prompt.tokens == expected
+        (delta,) = answer.deltas()
+        assert [each.token for each in delta.prompt] == expected[len(expected) - 2 :]
+
+
+def test_deltas_have_the_tokens_of_their_text_where_that_is_asked(demo: Llama, whole: str) -> None:
+    stop = "Experts models"
+    for more in ({}, {"n_logprobs": 1}):
+        deltas = Answer(demo, ask(QUESTION, stop=(stop,), return_tokens=True, **more)).deltas()
+        tokens = [token for delta in deltas for token in delta.tokens]
+        assert all(delta.tokens for delta in deltas)
+        assert b"".join(demo.vocabulary.piece(token) for token in tokens).decode() == whole[: whole.index(stop)]
+    assert not any(delta.tokens for delta in Answer(demo, ask(QUESTION, n_logprobs=1, max_tokens=3)).deltas())
+
+
+def test_bytes_of_tokens_join_to_the_characters_of_a_text(demo: Llama) -> None:
+    deltas = Answer(demo, ask(QUESTION, format={"const": "日é"}, n_logprobs=0, max_tokens=30)).deltas()
+    pieces = [logprob.piece for delta in deltas for logprob in delta.logprobs]
+    assert b"".join(pieces).decode() == '"日é"'
+    assert any("\ufffd" in piece.decode(errors="replace") for piece in pieces)
+
+
+def test_an_answer_that_ignores_its_end_goes_on_to_the_limit_unless_a_format_ends_it(demo: Llama) -> None:
+    assert reply(demo, "Hi", max_tokens=100)[1].finish == "stop"
+    text, timing = reply(demo, "Hi", max_tokens=100, ignore_eos=True)
+    assert (timing.answer_tokens, timing.finish) == (100, "length")
+    text, timing = reply(demo, "Hi", max_tokens=100, ignore_eos=True, format={"const": 7})
+    assert (text, timing.finish) == ("7", "stop")
+
+
+def test_a_bias_of_a_text_is_that_of_each_of_its_tokens(demo: Llama) -> None:
+    tokens = demo.vocabulary.tokens("llama", special=False)
+    by_token = reply(demo, QUESTION, max_tokens=8, logit_bias=dict.fromkeys(tokens, 9.0))
+    assert reply(demo, QUESTION, max_tokens=8, text_bias=(("llama", 9.0),))[0] == by_token[0]
+    half = dict.fromkeys(tokens, 4.0)
+    assert reply(demo, QUESTION, max_tokens=8, text_bias=(("llama", 5.0),), logit_bias=half)[0] == by_token[0]
+    assert by_token[0] != reply(demo, QUESTION, max_tokens=8)[0]
+
+
+def test_a_request_for_less_context_is_answered_as_by_a_model_with_that_context(load: Load) -> None:
+    large, small = load(demo_path(), n_ctx=512), load(demo_path(), n_ctx=256)
+    long = "What is an expert? " * 60
+    turns = (long, "An expert.", QUESTION)
+    for request in (
+        ask(*turns, max_tokens=20),
+        ask(prompt=long, max_tokens=20),
+        ask(prompt="An expert", max_tokens=300, logit_bias=endless(large)),
+        ask(prompt="An expert", max_tokens=300, logit_bias=endless(large), shift=False),
+    ):
+        within = replace(request, sampling=replace(request.sampling, num_ctx=256))
+        answers = [Answer(large, within), Answer(small, request)]
+        texts = [text_of(answer.deltas()) for answer in answers]
+        assert texts[0] == texts[1]
+        assert answers[0].prompt.tokens == answers[1].prompt.tokens
+        for name in ("cut_messages", "cut_tokens", "n_shifts", "answer_tokens", "finish"):
+            assert getattr(answers[0].timing, name) == getattr(answers[1].timing, name)
+    with pytest.raises(ContextError, match="context window of 256"):
+        Answer(large, ask(prompt=long, truncate=False, num_ctx=256))
 
 
 def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +267,10 @@ def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:
     first = demo.vocabulary.tokens(whole)[0]
     assert not reply(demo, QUESTION, max_tokens=4, logit_bias={first: -1000.0})[0].startswith(whole[:2])
     wanted = demo.vocabulary.tokens("llama")
-    assert reply(demo, QUESTION, max_tokens=1, logit_bias={wanted[0]: 1000.0})[0] == demo.vocabulary.text(wanted[0])
+    assert (
+        reply(demo, QUESTION, max_tokens=1, logit_bias={wanted[0]: 1000.0})[0]
+        == demo.vocabulary.piece(wanted[0]).decode()
+    )
     for bias in ({-1: 1.0}, {demo.n_vocab(): 1.0}, {5: math.nan}):
         with pytest.raises(OptionError, match="logit_bias"):
             Answer(demo, ask(QUESTION, logit_bias=bias))

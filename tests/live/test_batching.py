@@ -88,8 +88,8 @@ def assert_same(received: Sequence[TokenLogprob], alone: Sequence[TokenLogprob])
         assert received == alone[: len(received)]
         return
     for one, other in zip(received, alone, strict=False):
-        margin = other.top[0][1] - other.top[1][1]
-        if one.text != other.text:
+        margin = other.top[0].logprob - other.top[1].logprob
+        if one.token != other.token:
             assert margin < BOUND, (one, other)
             return
         assert abs(one.logprob - other.logprob) < BOUND, (one, other)
@@ -304,6 +304,24 @@ def test_poisoned_requests_end_alone(load: Load) -> None:
         assert isinstance(failing.wait().error, AttributeError)
         assert beside.wait().error is None
         assert answers_of(loop, [good])[0].text == alone
+
+
+def test_prompts_that_are_read_slowly_hold_up_no_other(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, tokens = threading.Event(), demo.vocabulary.tokens
+
+    def slow(text: str, **options: bool) -> list[int]:
+        assert "wait" not in text or go_on.wait(60)
+        return tokens(text, **options)
+
+    monkeypatch.setattr(demo.vocabulary, "tokens", slow)
+    waiting = [Received() for _ in range(8)]
+    with running(demo) as loop:
+        for events in waiting:
+            loop.submit(ask("wait", max_tokens=1), events)
+        assert answers_of(loop, [ask(QUESTION, max_tokens=3)])[0].text
+        assert not any(events.ended.is_set() for events in waiting)
+        go_on.set()
+        assert not any(events.wait().error for events in waiting)
 
 
 def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama], monkeypatch: Any) -> None:

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.2, "seed": 7},
     "grammar": {"temperature": 1.0, "seed": 3, "format": SCHEMA},
     "logprobs": {"temperature": 0.9, "seed": 1, "n_logprobs": 3},
+    "thinking budget": {"reasoning_budget_tokens": 9, "think_marks": ("def", " return width</think>")},
     "penalties": {"temperature": 0.7, "seed": 2, "repeat_penalty": 1.3, "presence_penalty": 0.5, "repeat_last_n": -1},
 }
 

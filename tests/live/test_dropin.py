@@ -18,7 +18,7 @@ import moegguf
 from moegguf.engine.llama import Llama
 from moegguf.engine.plan import Plan
 from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama
-from moegguf.errors import ModelNotFoundError, OptionError
+from moegguf.errors import CapabilityError, ModelNotFoundError, OptionError
 from moegguf.native import library
 from tools import api_page
 
@@ -32,6 +32,45 @@ def test_a_model_is_opened_by_name(tiny: TinyModel, load: Load, monkeypatch: pyt
     assert load(tiny().stem).layout.shards[0].path == tiny()
     with pytest.raises(ModelNotFoundError, match="dem"):
         load("dmeo")
+
+
+def test_shards_with_names_in_upper_case_are_loaded(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+    known = tiny(n_split=2)
+    second = known.with_name(known.name.replace("00001-of", "00002-of"))
+    path = tmp_path / "MODEL-00001-of-00002.GGUF"
+    path.symlink_to(known)
+    (tmp_path / "model-00002-OF-00002.gguf").symlink_to(second)
+    llm = load(path, draft=path, flash_attn=None, expert_cache="50%")
+    assert llm.model_path == str(path)
+    assert llm.create_completion("a", max_tokens=2, temperature=0) is not None
+
+
+VOCABULARIES = sorted((Path(__file__).parents[2] / "build/vendor/llama.cpp/models").glob("ggml-vocab-*.gguf"))
+
+
+@pytest.mark.parametrize("path", VOCABULARIES, ids=[path.stem for path in VOCABULARIES])
+def test_a_file_with_a_vocabulary_alone_tokenizes_as_llama_cpp_does(
+    load: Load, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "again")
+    llm = load(path, vocab_only=True)
+    texts = path.with_suffix(".gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    recorded = [[int(word) for word in line.split()] for line in path.with_suffix(".gguf.out").read_text().splitlines()]
+    found = [llm.tokenize(text.encode(), add_bos=False, special=False) for text in texts]
+    assert found[: len(recorded)] == recorded
+    assert "hello world" in llm.detokenize(llm.tokenize(b"Hello world", add_bos=False)).decode().lower()
+    assert llm.session is None and llm.vocabulary.n_tokens == llm.n_vocab()
+
+
+def test_a_model_without_its_weights_computes_nothing(load: Load) -> None:
+    llm = load(DEMO, vocab_only=True, embedding=True)
+    assert llm.session is None and llm.detokenize(llm.tokenize(b"red and blue")) == b"red and blue"
+    for call in (
+        lambda: llm.eval([1]), lambda: llm("x", max_tokens=1), lambda: llm.embed("x"), lambda: next(llm.generate([1])),
+        lambda: llm.create_chat_completion([{"role": "user", "content": "x"}]), lambda: reply(llm, "x"),
+    ):  # fmt: skip
+        with pytest.raises(CapabilityError, match="load it without vocab_only"):
+            call()
 
 
 def test_what_known_wrappers_pass_is_accepted(load: Load) -> None:
@@ -70,10 +109,10 @@ def test_a_logits_processor_and_logit_bias_both_count(demo: Llama) -> None:
         text: str = demo("What", max_tokens=1, temperature=0.0, **options)["choices"][0]["text"]
         return text
 
-    assert written(logits_processor=processors) == vocabulary.text(first)
-    assert written(logits_processor=processors, logit_bias={second: 2.0}) == vocabulary.text(second)
-    assert written(logits_processor=processors, logit_bias={str(first): -5.0}) == vocabulary.text(second)
-    assert written(logit_bias={second: 999.0}) == vocabulary.text(second)
+    assert written(logits_processor=processors) == vocabulary.piece(first).decode()
+    assert written(logits_processor=processors, logit_bias={second: 2.0}) == vocabulary.piece(second).decode()
+    assert written(logits_processor=processors, logit_bias={str(first): -5.0}) == vocabulary.piece(second).decode()
+    assert written(logit_bias={second: 999.0}) == vocabulary.piece(second).decode()
     assert len(processors) == 1
 
 

@@ -37,6 +37,35 @@ def test_the_same_input_gives_the_same_vector_wherever_it_stands(model: Llama) -
     assert np.linalg.norm(np.subtract(*forth.vectors[:2])) > 0.01
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_each_of_several_texts_has_the_vectors_of_its_own_tokens(load: Load, normalize: bool) -> None:
+    llm = load(DEMO, n_ctx=512, n_threads=1, embedding=True, pooling_type=0)
+    alone = [llm.embed(text, normalize) for text in TEXTS]
+    assert llm.embed(TEXTS, normalize) == alone
+    assert llm.embed(TEXTS[::-1], normalize) == alone[::-1]
+    counts = [len(llm.tokenize(text.encode())) for text in TEXTS]
+    assert llm.embed(TEXTS, normalize, return_count=True) == (alone, sum(counts))
+    assert [len(vectors) for vectors in alone] == counts
+    assert llm.embed([]) == []
+    made = llm.create_embedding(TEXTS)
+    assert [each["embedding"] for each in made["data"]] == [llm.embed(text) for text in TEXTS]
+    assert made["usage"]["total_tokens"] == sum(counts)
+
+
+def test_a_request_for_less_context_cuts_there_and_texts_may_stand_among_tokens(model: Llama) -> None:
+    tokens = model.tokenize(LONG.encode())
+    cut = embed(model, [LONG], num_ctx=128)
+    assert (cut.n_tokens, cut.vectors) == (128, embed(model, [tokens[:128]]).vectors)
+    assert embed(model, [LONG], num_ctx=4096).vectors == embed(model, [LONG]).vectors
+    with pytest.raises(ContextError, match="128 are read"):
+        embed(model, [LONG], truncate=False, num_ctx=128)
+    mixed = [*model.vocabulary.tokens("An expert"), *model.vocabulary.tokens(" is")]
+    assert (
+        embed(model, [["An expert", *mixed[-1:]]]).vectors
+        == embed(model, [[*model.vocabulary.bos_tokens, *mixed]]).vectors
+    )
+
+
 def test_vectors_have_length_one_unless_asked_otherwise(model: Llama) -> None:
     plain, normal = embed(model, TEXTS, normalize=False).vectors, embed(model, TEXTS).vectors
     for a, b in zip(plain, normal, strict=True):

@@ -240,12 +240,12 @@ def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load
 def test_a_file_written_to_while_it_is_loaded_is_an_error(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied, check = Path(shutil.copy(tiny(), tmp_path / "copy.gguf")), ExpertLayout.check_not_overwritten
+    copied, check = Path(shutil.copy(tiny(), tmp_path / "copy.gguf")), ExpertLayout.check_unchanged
 
     def overwrite_first(layout: ExpertLayout) -> None:
         copied.write_bytes(copied.read_bytes())
         check(layout)
 
-    monkeypatch.setattr(ExpertLayout, "check_not_overwritten", overwrite_first)
+    monkeypatch.setattr(ExpertLayout, "check_unchanged", overwrite_first)
     with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf was written to while it was loaded"):
         Llama(copied, expert_cache="40%", verbose=False)

@@ -140,11 +140,10 @@ def test_prompt_logprobs_are_those_of_the_logits(load: Load, n_seq_max: int, mon
         timing = answer.timing
         assert (timing.prompt_tokens, timing.cached_tokens, timing.answer_tokens) == (len(tokens), 0, 0)
         assert timing.finish == "length" and not delta.text and not delta.logprobs
-        assert [each.text for each in delta.prompt] == [llm.vocabulary.text(token) for token in tokens]
+        assert [each.token for each in delta.prompt] == tokens
         found = [each.logprob for each in delta.prompt[1:]]
         assert found == pytest.approx([expected[n, token] for n, token in enumerate(tokens[1:])], abs=0.05)
-        best = [llm.vocabulary.text(int(token)) for token in expected[:-1].argmax(axis=1)]
-        assert [each.top[0][0] for each in delta.prompt[1:]] == best
+        assert [each.top[0].token for each in delta.prompt[1:]] == expected[:-1].argmax(axis=1).tolist()
 
 
 bindings = library.llama_cpp()

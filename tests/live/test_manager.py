@@ -2,9 +2,10 @@
 
 import asyncio
 import multiprocessing
+import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -94,6 +95,46 @@ async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(fil
         assert await generate(manager, "served", story(3), few) == new
         shutil.copy(before, served)
         assert await generate(manager, "served", story(3), few) == old
+
+
+def overwrite_and_hide(served: Path, after: Path) -> None:
+    """Writes the bytes in place, and sets the modification time back."""
+    before = served.stat()
+    shutil.copyfile(after, served)
+    os.utime(served, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def overwrite_and_link(served: Path, after: Path) -> None:
+    overwrite_and_hide(served, after)
+    os.link(served, served.with_suffix(".link"))
+
+
+def replace_and_hide(served: Path, after: Path) -> None:
+    before, other = served.stat(), served.with_suffix(".other")
+    shutil.copyfile(after, other)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.rename(served)
+
+
+@pytest.mark.parametrize("change", [overwrite_and_hide, overwrite_and_link, replace_and_hide])
+@pytest.mark.parametrize("cache", ["40%", "100%"])
+async def test_a_file_that_is_another_one_under_its_old_size_and_time_is_loaded_anew(
+    files: Files, tmp_path: Path, change: Callable[[Path, Path], None], cache: str
+) -> None:
+    before, after, served = files.paths["a"], tmp_path / "after.gguf", tmp_path / "served.gguf"
+    write_model(after, PRESETS["tiny-qwen2moe"], seed=1)
+    shutil.copy(before, served)
+    files.paths = {"before": before, "after": after, "served": served}
+    options = replace(ONE_THREAD, expert_cache=parse_expert_cache(cache))
+    async with running_manager(files) as manager:
+        old, new = [await generate(manager, name, story(3), options) for name in ("before", "after")]
+        assert old != new
+        assert await generate(manager, "served", story(3), options) == old
+        change(served, after)
+        assert await generate(manager, "served", story(3), options) == new
+        served.rename(served.with_suffix(".gone"))  # the catalog knows it by its path
+        served.with_suffix(".gone").rename(served)
+        assert await generate(manager, "served", story(3), options) == new
 
 
 async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_text(files: Files) -> None:

@@ -1,6 +1,7 @@
 """Images with each kind of projector: the same logits whatever the cache does, positions, reuse, and damaged files."""
 
 import base64
+import os
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from answering import Answer, Load, TinyModel
 from pictures import deep_png, interlaced_png, message, png, png_of
+from running import write_adapter
 
 from moegguf.engine import context as engine
 from moegguf.engine.llama import Llama
@@ -97,6 +99,20 @@ def test_an_image_of_one_pass_needs_slots_for_it(tiny: TinyModel, projector: Pro
     llm = load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), n_ubatch=8, n_batch=8)
     assert llm.plan.n_ubatch == 64 and llm.plan.projector_bytes > 0
     assert answer(llm, [message(png(), "what is it?")])[0]
+
+
+def test_paths_that_are_not_utf8(tiny: TinyModel, projector: Projector, load: Load, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    path, mmproj = folder / "model.gguf", folder / "mmproj.gguf"
+    path.symlink_to(tiny())
+    mmproj.symlink_to(projector())
+    adapter = write_adapter(folder / "adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
+    options = {"lora_path": str(adapter), "trace": folder / "trace", "draft": "off", "n_seq_max": 1}
+    llm = load(path, mmproj=mmproj, expert_cache="50%", **options)
+    assert answer(llm, [message(png(), "what is it?")])[0]
+    assert llm.model_path == str(path)
+    load(tiny(), draft=path, flash_attn=None, expert_cache="100%")
 
 
 def test_a_model_without_projector_says_what_is_missing(tiny: TinyModel, load: Load) -> None:

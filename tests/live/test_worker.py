@@ -9,9 +9,12 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 from answering import Answer, Load, TinyModel
@@ -106,9 +109,10 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
         tokens = await process.request("tokenize", text="ein Wörtchen", special=True).value()
         assert tokens == expected and not running.ended
         bare = await process.request("tokenize", text="ein Wörtchen", special=False).value()
-        assert await process.request("detokenize", tokens=bare).value() == "ein Wörtchen"
+        pieces = build(tuple[bytes, ...], await process.request("pieces", tokens=bare).value())
+        assert b"".join(pieces) == "ein Wörtchen".encode()
         with pytest.raises(OptionError):
-            await process.request("detokenize", tokens=[1 << 30]).value()
+            await process.request("pieces", tokens=[1 << 30]).value()
 
 
 async def test_prompts_are_counted_also_beyond_the_context(tiny: TinyModel) -> None:
@@ -134,8 +138,8 @@ async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, nam
             pass
 
 
-async def experts_of(process: WorkerProcess, watch_s: float) -> Snapshot:
-    return build(Snapshot, await process.request("experts", watch_s=watch_s).value())
+async def experts_of(process: WorkerProcess, watch_s: float, asker: str | None = None) -> Snapshot:
+    return build(Snapshot, await process.request("experts", watch_s=watch_s, asker=asker).value())
 
 
 async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: TinyModel) -> None:
@@ -159,6 +163,32 @@ async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: Ti
         unwatched = await experts_of(process, 0)
         await answer_of(process, REQUEST)
         assert (await experts_of(process, 0)).uses == unwatched.uses
+
+
+async def test_each_client_sees_the_experts_of_its_own_requests_only(tiny: TinyModel) -> None:
+    def of(asker: str, prompt: str) -> GenerationRequest:
+        return replace(ENDLESS, prompt=prompt, asker=asker, sampling=Sampling(seed=7, max_tokens=8))
+
+    def maps(snapshot: Snapshot) -> list[npt.NDArray[Any]]:
+        kinds = {"state": np.uint8, "uses": np.uint32, "loads": np.uint32}
+        return [np.frombuffer(getattr(snapshot, name), kind) for name, kind in kinds.items()]
+
+    async with worker_of(tiny(), expert_cache="40%", n_seq_max=2) as process:
+        await answer_of(process, of("ann", "one upon a time"))
+        anns, bobs, all_ = [maps(await experts_of(process, 60, asker)) for asker in ("ann", "bob", None)]
+        assert all(each.any() for each in anns) and not any(each.any() for each in bobs)
+        assert (anns[1] == all_[1]).all(), "nobody else has used any"
+        await answer_of(process, of("bob", "another thing"))
+        await process.request("generate", generation=of("bob", "and again"), stream=False).value()
+        again, bobs, all_ = [maps(await experts_of(process, 60, asker)) for asker in ("ann", "bob", None)]
+        assert all((now == before).all() for now, before in zip(again, anns, strict=True))
+        assert (again[1] + bobs[1] == all_[1]).all() and (bobs[0] <= all_[0]).all()
+        assert not bobs[2][bobs[1] == 0].any() and not bobs[0][bobs[1] == 0].any()
+        both = [process.request("generate", generation=of(asker, asker), stream=False) for asker in ("ann", "bob")]
+        for request in both:
+            await request.value()
+        last, _, all_ = [maps(await experts_of(process, 60, asker)) for asker in ("ann", "bob", None)]
+        assert (last[1] >= again[1]).all() and last[1].sum() < all_[1].sum()
 
 
 async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None:

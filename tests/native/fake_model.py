@@ -173,7 +173,7 @@ def make_model(
         contents.append(rng.bytes(end))
         path.write_bytes(contents[-1])
         stat = os.stat(path)
-        shards.append(Shard(path, end, stat.st_dev, stat.st_ino, stat.st_mtime_ns))
+        shards.append(Shard(path, end, stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))
     layout = ExpertLayout(
         arch="fake", shards=tuple(shards), n_layer=n_layer, layers=tuple(layers), dense_bytes=0,
         expert_bytes=sum(layer.n_expert * layer.expert_bytes for layer in layers), unused_bytes=0,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,29 @@ def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
             assert block in wrong or heads[-1] == states[block, begins[-1] - HEAD_BYTES : begins[-1]].tobytes()
         assert blocks.fill() == min([N_BLOCKS, *wrong])
         assert np.array_equal(contents(tensor), expected)
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a link to the block": lambda path: path.symlink_to(path.with_suffix(".moved")),
+    "another user's": lambda path: os.chown(path.with_suffix(".moved").rename(path), 1, 1),
+}
+
+
+@pytest.mark.parametrize("put", FOREIGN.values(), ids=FOREIGN)
+def test_what_is_no_regular_file_of_this_user_is_a_wrong_state(tmp_path: Path, put: Callable[[Path], object]) -> None:
+    if os.geteuid() != 0 and put is FOREIGN["another user's"]:
+        pytest.skip("only root gives a file to another user")
+    store = ContextStore(tmp_path / "contexts", GIB)
+    store.write("0000", About("", 0, 0), [bytes(STATE_BYTES)])
+    file = store.open("0000")
+    assert file is not None
+    file.path.rename(file.path.with_suffix(".moved"))
+    put(file.path)
+    with tensor_of("CPU") as tensor, KVBlocks() as blocks:
+        assert not any(any(head) for head in take_state(blocks.add(file), tensor, 0))
+        assert blocks.fill() == 0
+        assert not contents(tensor)[0].any()
 
 
 def fill_on_device(folder: Path, wrong: Sequence[int]) -> None:

@@ -132,10 +132,32 @@ def overwrite_and_hide(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+def hidden_and(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    """The same, and something else that changes the change time."""
+
+    def overwrite_and_change(path: Path) -> None:
+        overwrite_and_hide(path)
+        change(path)
+
+    return overwrite_and_change
+
+
+HIDDEN: dict[str, Callable[[Path], object]] = {
+    "hidden with another mode": lambda path: path.chmod(0o600),
+    "hidden with a link more": lambda path: os.link(path, path.with_suffix(".link")),
+    "hidden with another name": lambda path: path.rename(path.with_suffix(".moved")),
+    "hidden with its name gone": lambda path: path.unlink(),
+}
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "shorter": cut_short, "overwritten": overwrite, "hidden": overwrite_and_hide,
+    **{name: hidden_and(change) for name, change in HIDDEN.items()},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-@pytest.mark.parametrize("change", [cut_short, overwrite, overwrite_and_hide])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_file_that_is_written_to_gives_no_more_bytes(
-    fake: FakeModel, open_store: Open, direct: bool, change: Callable[[Path], None]
+    fake: FakeModel, open_store: Open, direct: bool, change: Callable[[Path], object]
 ) -> None:
     store, context = open_store(fake, 4, direct=direct)
     fake.acquire(store, context, 3, [0, 1])
@@ -146,6 +168,37 @@ def test_a_file_that_is_written_to_gives_no_more_bytes(
         with pytest.raises(ExpertIOError, match=f"{fake.paths[0].name}' was written to after the model was loaded"):
             context.acquire(3, [6, 7])
         assert context.take_failure() is not None
+
+
+def test_another_training_of_one_matrix_beside_another_mode_gives_no_more_bytes(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, context = open_store(fake, 4)
+    fake.token(store, context, [0, 1])
+    path, matrix = fake.paths[0], fake.layout.layers[2].matrices[1]
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    end = matrix.offset + matrix.n_expert * matrix.expert_bytes
+    data[matrix.offset : end] = bytes(255 - byte for byte in data[matrix.offset : end])
+    with path.open("r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    path.chmod(0o600)
+    with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
+        context.acquire(3, [6, 7])
+
+
+def test_a_change_that_was_explained_once_explains_no_later_one(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 4)
+    path = fake.paths[0]
+    path.chmod(0o600)
+    fake.token(store, context, [6, 7])
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"x")  # which no sample has
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
+        context.acquire(0, [0, 1])
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])

@@ -180,6 +180,17 @@ def test_every_request_is_read_again_as_it_was(tmp_path: Path) -> None:
             assert (url, json.loads(body)) == (given["url"], kept)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_of_another_system_is_read(tmp_path: Path, encoding: str) -> None:
+    lines = [request("a", "café"), request("b", "z" * 100_000)]
+    (tmp_path / "requests").write_bytes(jsonl(lines).decode().replace("\n", "\r\n").encode(encoding))
+    with (tmp_path / "requests").open("rb") as file:
+        requests = Requests(file, (CHAT,))
+        found = [json.loads(requests.read(line)[1]) for line in requests.lines]
+    assert [line.custom_id for line in requests.lines] == ["a", "b"]
+    assert found == [line["body"] for line in lines]
+
+
 def test_defaults_are_for_what_is_lacking_and_the_fingerprint_is_of_every_byte(tmp_path: Path) -> None:
     lines = [request("a", model=None), request("b", model="own")]
     with requests_in(tmp_path / "r", lines, defaults={"model": "m"}) as requests:

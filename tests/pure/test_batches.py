@@ -325,3 +325,42 @@ async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, mo
         assert (await ended(found, batch)).status == "cancelled"
         assert n_opened == 2
         assert {entry["error"]["code"] for entry in content(found, batch.error_file_id)} == {"batch_cancelled"}
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+async def test_only_the_user_may_read_files_and_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    endpoint, folder = Endpoint(), tmp_path / "batches"
+
+    def rights_of_others() -> list[str]:
+        found = {path: path.stat().st_mode for path in (folder, *folder.rglob("*"))}
+        return [f"{path.name}: {mode:o}" for path, mode in found.items() if mode & 0o077]
+
+    before = os.umask(umask)
+    try:
+        async with batches_in(tmp_path, endpoint) as found:
+            input_id = stored(found, [request("a", "hold"), request("b", "fail"), request("c")])
+            linked = found.create(CHAT, input_id)
+            monkeypatch.setattr(os, "link", Mock(side_effect=OSError))
+            copied = found.create(CHAT, input_id)
+            with found.files.new() as upload:
+                upload.write(b"x")
+                await until(lambda: linked.counts.done == 2)
+                assert rights_of_others() == []
+            endpoint.released.set()
+            await ended(found, linked)
+            await ended(found, copied)
+            assert rights_of_others() == []
+        for path in (folder, *folder.rglob("*")):  # as older versions have left them
+            path.chmod(0o777 if path.is_dir() else 0o666)
+        (folder / "link").symlink_to(outside := tmp_path / "outside")
+        outside.touch()
+        outside.chmod(0o644)
+        async with batches_in(tmp_path, endpoint) as found:
+            assert len(found.all()) == 2
+            (folder / "link").unlink()
+            assert rights_of_others() == []
+            assert outside.stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)

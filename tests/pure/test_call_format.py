@@ -319,3 +319,34 @@ def test_template_that_cannot_be_rendered_has_the_known_formats() -> None:
     with pytest.raises(TemplateError):
         render("{{ 1 / 0 }}<tool_call>", [QUESTION])
     assert [form.open for form in answer_format("{{ 1 / 0 }}<tool_call>").tools] == ["<tool_call>"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES_OF_CALLS)
+def test_strict_tool_restricts_calls_and_no_text(name: str) -> None:
+    form = answer_format(TEMPLATES[name])
+    tools = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in tools_for(name)]
+    request = GenerationRequest(messages=(), tools=tuple(tools), think=False)
+    found = constraint_for(request, TEMPLATES[name])
+    assert found is not None
+    text = '<|channel|>final<|message|>A <b> & "c".' if form.is_harmony else 'A <b> & "c".'
+    matcher = Matcher(found, BYTES)
+    assert accepted(matcher, text) == text and matcher.finished
+    mark = form.tools[0].open
+    if not mark or form.is_harmony:
+        return
+    matcher = Matcher(found, BYTES)
+    begun = accepted(matcher, f"{text}{mark} is a mark")
+    assert text + mark == begun.rstrip() and not matcher.finished
+    answer = written(name, message_of(CALLS["one"]))[1]
+    answer = answer[answer.index(mark) :] if mark in answer else mark + answer  # the prompt may end with the mark
+    whole = text + answer.replace("call00000", "call00001").rstrip()
+    begun = accepted(Matcher(found, BYTES), whole)
+    assert begun == whole or whole[len(begun) :] in form.endings
+
+
+@pytest.mark.parametrize("role", ["[{}]", "<{}>", "<|{}|>"])
+def test_tools_between_the_messages_and_the_answer_are_no_mark_of_the_text(role: str) -> None:
+    head = role.format("{{ m.role }}")
+    template = f"{{% for m in messages %}}{head}{{{{ m.content }}}}{{% endfor %}}{{{{ tools or '' }}}}"
+    form = answer_format(template + role.format("assistant") + "{# </think> #}")
+    assert (form.text_open, form.text_close) == ("", "")

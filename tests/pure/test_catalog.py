@@ -87,6 +87,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
+def test_names_of_files_are_compared_without_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = ["Big-00001-of-00003.GGUF", "Big-00002-of-00003.GGUF", "big-00003-OF-00003.gguf"]
+    for name in ("one/Chat.GGUF", "one/MMPROJ-Chat.Gguf", "Tiny.Gguf", *split):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"GGUF")
+    monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
+    assert {"Big:latest", "Chat:latest", "Tiny:latest"} < set(names())
+    catalog = Catalog()
+    for name in ("chat", "CHAT.gguf", tmp_path / "one" / "Chat.GGUF", tmp_path / "one"):
+        entry = catalog.find(name)
+        assert (entry.path.name, entry.mmproj) == ("Chat.GGUF", tmp_path / "one" / "MMPROJ-Chat.Gguf")
+    assert [path.name for path in catalog.find("big").files] == split
+
+
 def test_names_are_file_names_in_the_models_folder(folder: Path) -> None:
     for name, file in (
         ("Qwen-Q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),

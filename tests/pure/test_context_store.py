@@ -76,6 +76,40 @@ def test_a_damaged_block_is_deleted(store: ContextStore, folder: Path, damage: C
     assert not path.exists()
 
 
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to a block": lambda path: path.symlink_to(path.with_suffix(".moved")),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_what_is_no_regular_file_counts_as_missing_and_is_replaced(
+    store: ContextStore, folder: Path, make: Callable[[Path], object]
+) -> None:
+    store.write(NAMES[0], ABOUT, [b"one"])
+    path = path_of(folder, NAMES[0])
+    path.rename(path.with_suffix(".moved"))
+    make(path)
+    assert store.open(NAMES[0]) is None
+    assert [block.path for block in stored_blocks(folder)] == [path.with_suffix(".moved")]
+    assert store.read(NAMES[0]) is None and not path.is_symlink()
+    make(path)
+    (folder / ".block.x").unlink(missing_ok=True)
+    os.mkfifo(folder / ".block.x")
+    again = ContextStore(folder, None)
+    assert again.write(NAMES[0], ABOUT, [b"two"]) and again.read(NAMES[0]) == b"two"
+
+
+def test_another_users_block_counts_as_missing(
+    store: ContextStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write(NAMES[0], ABOUT, [b"one"])
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert store.open(NAMES[0]) is None and store.read(NAMES[0]) is None
+
+
 def test_a_block_of_another_name_is_missing(store: ContextStore, folder: Path) -> None:
     store.write(NAMES[1], ABOUT, [b"two"])
     path_of(folder, NAMES[2]).parent.mkdir()

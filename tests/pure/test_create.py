@@ -106,6 +106,10 @@ def test_a_model_of_blobs(catalog: Catalog, tiny: Any) -> None:
     assert (entry.weights, entry.size_bytes) == (digest[7:], len(data))
     assert entry.path.stat().st_ino == catalog.blobs.path(digest).stat().st_ino
     assert details(entry).n_expert > 0
+    before = entry.path.stat()
+    catalog.create("again", Recipe(files={"tiny.gguf": digest}))
+    assert entry.path.stat() == before  # as a server that has loaded it would notice
+    catalog.remove("again")
     catalog.copy("sent", "other")
     catalog.remove("sent")
     assert catalog.find("other").path.read_bytes() == data

@@ -196,6 +196,15 @@ def test_shards_and_a_missing_one(tmp_path: Path) -> None:
         read_layout(first)
 
 
+def test_names_of_shards_are_compared_without_case(tmp_path: Path) -> None:
+    first, second, third = shards(tmp_path)
+    first = first.rename(tmp_path / "M-00001-of-00003.GGUF")
+    second.rename(tmp_path / "M-00002-of-00003.GGUF")
+    third.rename(tmp_path / "m-00003-OF-00003.Gguf")
+    assert [shard.path.suffix for shard in read_layout(first).shards] == [".GGUF", ".GGUF", ".Gguf"]
+    refuse(tmp_path / "M-00002-of-00003.GGUF", "open 'M-00001-of-00003.GGUF'")
+
+
 @pytest.mark.parametrize(
     ("change", "opened", "pattern"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,6 +108,11 @@ def test_a_recording_that_was_killed_leaves_nothing_that_looks_complete(tmp_path
 def test_a_failed_write_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be written"):
         write(tmp_path / "missing" / "t.npz", small())
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/fd/1"):
+        with pytest.raises(TraceError, match="name a file in a folder"):
+            write(path, small())
+    (tmp_path / "pipe").unlink()
     with pytest.raises(TraceError, match=r"expert_ids must be int16"):
         write(tmp_path / "t.npz", replace(small(), expert_ids=small().expert_ids.astype(np.int32)))
     with pytest.raises(TraceError, match="settings"):
@@ -273,6 +279,12 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, line: str, rule: str) 
     with pytest.raises(OptionError) as caught:
         read_prompts(path)
     assert rule in str(caught.value) and "'p.jsonl', line 3:" in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_prompts_of_another_system_are_read(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "p.txt").write_text("café\r\n\r\nthé", encoding, newline="")
+    assert [prompt.text for prompt in read_prompts(tmp_path / "p.txt")] == ["café", "thé"]
 
 
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])

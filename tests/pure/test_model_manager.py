@@ -277,6 +277,22 @@ async def test_an_entry_whose_files_changed_is_loaded_again(catalog: FakeCatalog
     assert len(catalog.loads("a")) == 2
 
 
+@pytest.mark.parametrize("beside", ["adapter", "mmproj", "draft"])
+async def test_an_entry_with_a_replaced_file_beside_it_is_loaded_again_and_one_with_a_lost_file_is_not(
+    catalog: FakeCatalog, tmp_path: Path, beside: str
+) -> None:
+    file, other = tmp_path / "beside.gguf", tmp_path / "other.gguf"
+    file.write_text("one")
+    other.write_text("two")
+    os.utime(other, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    catalog.change("a", **{beside: file})
+    async with manager_of(catalog) as manager:
+        for n_loads in (1, 2, 2):
+            await generate(manager, "a", "say x")
+            assert len(catalog.loads("a")) == n_loads
+            (other if other.exists() else file).rename(file if other.exists() else other)
+
+
 async def test_an_unknown_name_is_an_error_and_an_entry_works_in_its_place(catalog: FakeCatalog) -> None:
     entry = catalog.find("a")
     catalog.entries.clear()

@@ -72,7 +72,7 @@ def test_every_instruction_in_any_case() -> None:
         ("FROM a\nPARAMETER temprature 1", "did you mean 'temperature'"),
         ("FROM a\nPARAMETER temperature hot", "line 2: the parameter 'temperature' must be a number"),
         ("FROM a\nPARAMETER num_ctx 1.5", "must be a whole number"),
-        ("FROM a\nPARAMETER use_mmap 1", "must be true or false"),
+        ("FROM a\nPARAMETER use_mmap 2", "must be true or false, but is '2'; correct it, or leave it out."),
         ('FROM a\nSYSTEM """never closed', "line 2: a quote is not closed"),
         ('FROM a\nSYSTEM "never closed', "line 2: a quote is not closed"),
         ("FROM a\nMESSAGE wizard hi", "role is one of system, user, assistant, tool"),
@@ -181,11 +181,42 @@ def test_one_parameter_as_text() -> None:
             parse_parameter(name, text)
 
 
+GO_NUMBERS: dict[str, dict[str, Any]] = {
+    "temperature": {
+        ".5": 0.5, "+0.5": 0.5, "5.": 5.0, "-0": 0.0, "007": 7.0, "1e-2": 0.01, "1E+2": 100.0, "-.5e1": -5.0,
+        "1_0.5": 10.5, "0x1p-2": 0.25, "-0X1.8P+1": -3.0, "0x_.8p0": None, "1__0": None, "_1": None, ".": None,
+        "": None, "0x1": None, "1p2": None, "inf": None, "NaN": None, "1e999": None, "0x1p9999": None, " 1": 1.0,
+        "\N{ARABIC-INDIC DIGIT ONE}": None, "1,5": None, "true": None, "[1]": None,
+    },
+    "top_k": {
+        "007": 7, "-0": 0, "+5": 5, "9223372036854775807": 2**63 - 1, "9223372036854775808": None, "5.": None,
+        "4096.0": None, "1e3": None, "1_000": None, "0x10": None, "\N{ARABIC-INDIC DIGIT ONE}": None, "true": None,
+        "9" * 5000: None,
+    },
+    "use_mmap": {
+        "true": True, "TRUE": True, "True": True, "t": True, "T": True, "1": True, "false": False, "FALSE": False,
+        "False": False, "f": False, "F": False, "0": False, "tRUE": None, "yes": None, "2": None, "01": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"), [(name, *row) for name, rows in GO_NUMBERS.items() for row in rows.items()]
+)
+def test_numbers_are_read_as_go_reads_them(name: str, text: str, value: Any) -> None:
+    if value is not None:
+        found = parse(f"FROM a\nPARAMETER {name} {text}").parameters[name]
+        assert (found, type(found)) == (value, type(value))
+        return
+    with pytest.raises(OptionError, match=rf"the parameter '{name}' must be .*, but is .*; correct it"):
+        parse_parameter(name, text)
+
+
 def test_messages_and_texts_are_checked() -> None:
     assert check_messages([{"role": "user", "content": "x", "more": 1}]) == ({"role": "user", "content": "x"},)
     for bad in ("x", [1], [{"role": "x"}], [{"role": "user", "content": 3}], [None]):
         with pytest.raises(OptionError):
             check_messages(bad)
-    assert check_text("it", "\ud800") == "?"
+    assert check_text("it", "caf\udce9 \ud83d\ude00") == "caf\ufffd \N{GRINNING FACE}"
     with pytest.raises(OptionError):
         check_text("it", 3)  # type: ignore[arg-type]

@@ -107,3 +107,18 @@ def test_templates_of_the_release_read_objects_and_texts_as_arguments(name: str)
         for call in (as_text, as_object)
     }
     assert len(prompts) == 1
+
+
+SWITCHES = {  # the ends of prompts without a choice, with thinking, and without
+    "Qwen-Qwen3-0.6B": ("assistant\n", "assistant\n", "<think>\n\n</think>\n\n"),
+    "deepseek-ai-DeepSeek-V3.1": ("<think>", "<think>", "</think>"),
+    "google-gemma-4-31B-it": ("<|turn>model\n", "<|turn>model\n", "<|channel>thought\n<channel|>"),
+    "MiniMax-M3": ("]~b]ai\n", "<mm:think>", "</mm:think>"),
+    "ByteDance-Seed-OSS": ("assistant\n", "assistant\n", "</seed:think>"),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_model_thinks_unless_it_is_told_not_to(name: str) -> None:
+    prompts = [render(template(name), [QUESTION], think=think) for think in (None, True, False)]
+    assert [prompt[-len(end) :] for prompt, end in zip(prompts, SWITCHES[name], strict=True)] == [*SWITCHES[name]]

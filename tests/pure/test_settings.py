@@ -32,7 +32,8 @@ HOSTS = [
 ]  # fmt: skip
 
 BAD_HOSTS = [
-    "ftp://x", "a:99999", "a:-1", "a:port", "user:secret@host", "a b", "http://[::1", "a\nb", "tcp://1.2.3.4:1",
+    "ftp://x", "a:99999", "a:-1", "a:port", "a b", "http://[::1", "a\nb", "tcp://1.2.3.4:1", "user:secret@host",
+    "http://user:secret@host", "https://user:s@/secret @host:1", "http://me:se cret@host",
 ]  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def test_addresses(text: str | None, url: str) -> None:
 def test_what_is_no_address_is_refused_and_no_password_is_shown(text: str) -> None:
     with pytest.raises(OptionError, match="not an address") as error:
         parse_host(text)
-    assert "secret" not in str(error.value)
+    assert "secret" not in str(error.value) and "cret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,8 @@ def test_every_variable_is_read_under_both_names() -> None:
         "NOHISTORY": ("true", "history", False),
         "API_KEY": ("k,l\nm", "api_keys", ("k", "l", "m")),
         "SHARE_CONTEXTS": ("1", "share_contexts", True),
+        "THINK_BUDGET": ("-1", "reasoning_budget_tokens", -1),
+        "THINK_BUDGET_MESSAGE": ("Enough.", "reasoning_budget_message", "Enough."),
         "BATCH_PARALLEL": ("3", "batch_parallel", 3),
         "BATCH_WINDOW": ("-1", "batch_window_s", math.inf),
         "UPLOAD_LIMIT": ("1MiB", "upload_bytes", 1 << 20),
@@ -133,6 +136,7 @@ def test_every_variable_is_read_under_both_names() -> None:
         ("MAX_QUEUE", "many"), ("MAX_QUEUE", "-1"), ("MAX_QUEUE", "9" * 20), ("KV_CACHE_TYPE", "q1"), ("DEBUG", "loud"),
         ("FLASH_ATTENTION", "maybe"), ("KEEP_ALIVE", "soon"), ("MEMORY", "much"), ("MEMORY", "0"), ("HOST", "ftp://x"),
         ("CONTEXT_LENGTH", "1e9"), ("LOAD_TIMEOUT", "x"), ("BATCH_PARALLEL", "0"), ("UPLOAD_LIMIT", "0"),
+        ("THINK_BUDGET", "-2"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str) -> None:

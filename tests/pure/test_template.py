@@ -75,7 +75,94 @@ RENDERED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
         NO_SYSTEM + templates.PLAIN, CHAT[:2], {}, "^<|im_start|>user\nBe brief.\n\nWeather?<|im_end|>"
     ),
     "tags of transformers": (GENERATION, CHAT, {}, "^Be brief.$"),
+    "a model that thinks only when it is told to": ("{{ '<think>' if enable_thinking }}", QUESTION, {}, "^<think>$"),
+    "thinking that options switch off": (
+        "{{ '<think>' if enable_thinking }}", QUESTION, {"options": {"enable_thinking": False}}, "^$"
+    ),
+    "no thinking by its other names": (
+        "{{ thinking_budget }}{{ thinking_mode }}", QUESTION, {"think": False}, "^0disabled$"
+    ),
+    "a level by its other name": ("{{ reasoning_strength }}", QUESTION, {"think": "low"}, "^low$"),
+    "earlier thinking is kept": (
+        "{{ [preserve_thinking, clear_thinking, drop_thinking, truncate_history_thinking] }}", QUESTION,
+        {"options": {"preserve_reasoning": True}}, "^[True, False, False, False]$",
+    ),
+    "today": ("{{ date_string }}/{{ datetime }}", QUESTION, {}, datetime.now().strftime("^%d %b %Y/%b %d %Y$")),
+    "tools by another name": (
+        "{{ '' + functions }}{{ functions[0].name }}", QUESTION, {"tools": [TOOL]}, '"required": ["city"]}}]get_weather'
+    ),
+    "functions of the request": ("{{ functions }}", QUESTION, {"tools": [TOOL], "options": {"functions": "f"}}, "^f$"),
+    "no beginning of an answer": (Q, QUESTION, {"begins_answer": False}, "Weather?<|im_end|>\n$"),
+    "a tool without a description": ("{{ 'x' + tools[0].text.more + 'y' }}", QUESTION, {"tools": [TOOL]}, "^xy$"),
+    "a missing variable": ("{{ 'x' + nothing }}", QUESTION, {}, "^x$"),
+    "no content beside calls": (
+        "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.arguments }}{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}", CHAT, {}, 'Weather?{"city": "Zürich"}sunny',
+    ),
+    "results where only turns are known": (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
+        "{% endif %}{{ m.role }}: {{ m.content }};{% endfor %}", CHAT[1:], {},
+        "^user: Weather?;assistant: ;user: sunny;$",
+    ),
+    "system messages where only turns are known": (
+        NO_SYSTEM + templates.PLAIN, [*CHAT[:2], CHAT[0], CHAT[0]], {}, "user\nBe brief.\n\nBe brief.<|im_end|>"
+    ),
 }  # fmt: skip
+
+
+PARTS = {
+    "loop": "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}",
+    "first": "{{ m.content[0].text }}",
+    "first by name": "{{ m['content'][0]['text'] }}",
+    "filters": "{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}",
+    "macro": "{% macro f(c) %}{% for p in c %}{{ p['text'] if p['type'] }}{% endfor %}{% endmacro %}{{ f(m.content) }}",
+    "no texts": "{% if m.content is not string %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+    "refused texts": "{% if m.content is string %}{{ raise_exception('a list') }}{% endif %}{{ m.content[0].text }}",
+    "joined": "{% set t = m.content | map(attribute='text') | list %}{{ t[0] + '' }}",
+}  # fmt: skip
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@pytest.mark.parametrize("roles", [ROLES, *((role,) for role in ROLES)], ids="+".join)
+@pytest.mark.parametrize("kind", PARTS)
+def test_texts_reach_a_template_that_reads_lists_of_parts(kind: str, roles: tuple[str, ...]) -> None:
+    """Also one that reads the content of some roles as a text."""
+    template = (
+        f"{{% for m in messages %}}{{{{ m.role }}}}:{{% if m.role in {roles} %}}{PARTS[kind]}"
+        "{% else %}{{ '' + m.content }}{% endif %};{% endfor %}"
+    )
+    prompt = render(template, [*CHAT, {"role": "assistant", "content": "It is."}, CHAT[1]], tools=[TOOL])
+    assert prompt == "system:Be brief.;user:Weather?;assistant:;tool:sunny;assistant:It is.;user:Weather?;"
+
+
+TEXTS_OF_ARGUMENTS = (
+    "{{ a }}", "{{ '' + a }}", "{{ a + '' }}", "{{ '' ~ a }}", "{{ '%s' % a }}", "{{ '%s' | format(a) }}",
+    "{{ '{}'.format(a) }}", "{{ a | string }}", "{{ a | trim }}", "{{ [a] | join }}", "{{ a | safe }}",
+    "{{ a | indent }}", "{{ a | replace('_', '') }}", "{{ a | tojson }}", "{{ a.strip() }}", "{{ a.split('_')[0] }}",
+    "{{ a if a is string }}", "{{ a | from_json | tojson }}", "{% set t %}{{ a }}{% endset %}{{ t }}",
+    "{{ '{' }}{% for k, v in a.items() %}{{ ',' if not loop.first }}\"{{ k }}\": {{ v | tojson }}{% endfor %}{{ '}' }}",
+    "{{ '{' }}{% for k, v in a | items %}{{ ',' if not loop.first }}\"{{ k }}\": {{ v | tojson }}{% endfor %}{{ '}' }}",
+)  # fmt: skip
+ARGUMENTS = {"city": 'Zürich\'s "x"', "now": True, "unit": None, "more": {"list": [1.5, False, {"a": "b"}]}}
+
+
+@pytest.mark.parametrize("given", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "text"])
+@pytest.mark.parametrize("text", TEXTS_OF_ARGUMENTS)
+def test_the_text_of_arguments_is_json(text: str, given: Any) -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}" + text
+    call = {"id": "1", "function": {"name": "f", "arguments": given}}
+    messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
+    assert json.loads(render(template + "{% endfor %}{% endfor %}", messages, tools=[TOOL])) == ARGUMENTS
+
+
+def test_parts_of_arguments_are_json_too_and_still_lists_and_objects() -> None:
+    template = (
+        "{% set a = messages[1].tool_calls[0].function.arguments %}{{ a.more }}|{{ 'x' + a.more.list }}|"
+        "{{ a.more.list + [2] == [1.5, false, {'a': 'b'}, 2] }}{{ a is mapping }}{{ a.more.list is sequence }}"
+    )
+    call = {"id": "1", "function": {"name": "f", "arguments": ARGUMENTS}}
+    prompt = render(template, [*QUESTION, {"role": "assistant", "tool_calls": [call]}])
+    assert prompt == '{"list": [1.5, false, {"a": "b"}]}|x[1.5, false, {"a": "b"}]|TrueTrueTrue'
 
 
 @pytest.mark.parametrize("kind", RENDERED)

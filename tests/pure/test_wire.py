@@ -20,6 +20,7 @@ from moegguf.generate.request import (
     PromptProgress,
     Sampling,
     Timing,
+    TokenChance,
     TokenLogprob,
     ToolCall,
     join,
@@ -40,20 +41,22 @@ PLAN = Plan(
     devices=(DevicePlan("GPU0", (0, 1), 2, 17), DevicePlan(None, (2,), 2, 17)), tensor_split=(2.0, 1.0),
     placement=PlacementPlan((SLOTS,), SLOTS, "fast", SPEEDS, "put in", 30),
 )  # fmt: skip
+LIKELY = TokenLogprob(7, b"t", -0.5, (TokenChance(8, b"\xe6\x97", -1.0), TokenChance(9, b"v", -2.0)))
 OBJECTS = [
     GenerationRequest(prompt="hi"),
     GenerationRequest(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
     GenerationRequest(
-        messages=(), context=(1, 2, 3), suffix="s",
+        messages=(), context=(1, "a", 3), suffix="s",
         tools=({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},),
         tool_choice="required", format={"type": "object", "properties": {}}, think="high", template="{{ x }}",
         template_options={"a": [1, None]}, truncate=False, n_logprobs=0,
-        sampling=Sampling(temperature=0.0, seed=2**63, stop=("a", "\n"), logit_bias={5: -1.5, 7: 2.0}),
+        sampling=Sampling(temperature=0.0, seed=2**63, stop=("a", "\n"), logit_bias={5: -1.5, 7: 2.0},
+                          text_bias=(("a", 1.5),)),
     ),
     GenerationRequest(prompt="", think=False, format="json"),
     Delta("text"),
     Delta(thinking="hm"),
-    Delta("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (TokenLogprob("t", -0.5, (("u", -1.0), ("v", -2.0))),)),
+    Delta("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (LIKELY,), tokens=(7, 8)),
     PromptProgress(10, 2, 5, 0.5),
     Timing(
         1, 2, 3, prompt_s=0.1, answer_s=0.2, total_s=0.3, finish="length", stop_string="END", cut_messages=4,
@@ -196,7 +199,7 @@ def test_nothing_is_lost(steps: list[tuple[str, float]]) -> None:
 
 def test_joining_keeps_everything_in_order() -> None:
     calls = tuple(ToolCall(str(i), "f", {}) for i in range(2))
-    logprobs = tuple(TokenLogprob(letter, -1.0) for letter in "ab")
+    logprobs = tuple(TokenLogprob(n, b"ab"[n : n + 1], -1.0) for n in range(2))
     deltas = [Delta("a", "x", calls[:1], logprobs[:1]), Delta("b", "y", calls[1:], logprobs[1:])]
     assert join(deltas) == Delta("ab", "xy", calls, logprobs)
     assert join(deltas[:1]) is deltas[0]

@@ -1,4 +1,4 @@
 """What tests and measurements on GPUs have in common: builds with a backend, the folder for a bare machine, steps.
 
-`tools/vulkan_tests.py` and `tools/gpu_trial.py` are the commands.
+`tools/vulkan_tests.py`, `tools/gpu_trial.py` and `tools/gpu/short_run.sh` are the commands.
 """

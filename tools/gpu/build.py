@@ -1,6 +1,6 @@
 """Builds of the library with one of ggml's GPU backends, each in a folder of its own.
 
-python -m tools.gpu.build 90        # the CUDA build for compute capability 9.0, on a machine with or without a card
+python -m tools.gpu.build 90        # the CUDA build for compute capability 9.0 and today's servers
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+CARRIED = ROOT / "build/cuda-carried/bin"  # libraries and programs for a machine that has a card
 VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # for releases of Vulkan's that are older than ggml's
 
 
@@ -44,6 +45,16 @@ def cuda(architecture: str) -> Backend:
     ]
     folders = [str(wheel / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return Backend("cuda", tuple(flags), {"LD_LIBRARY_PATH": os.pathsep.join(folders)})
+
+
+def to_carry(backend: Backend) -> Backend:
+    """Returns a small build for today's servers (Xeon since Sapphire Rapids, EPYC since Genoa), not for this processor.
+
+    It lacks kernels of flash attention, which measurements do not use.
+    """
+    extensions = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
+    flags = ["-DGGML_NATIVE=OFF", "-DGGML_CUDA_FA=OFF", *(f"-DGGML_{name}=ON" for name in extensions)]
+    return replace(backend, name=f"{backend.name}-carried", flags=(*backend.flags, *flags))
 
 
 def nvcc() -> Path:
@@ -95,6 +106,26 @@ def library_of(backend: Backend) -> Path:
     return folder_of(backend) / "bin"
 
 
+def of_processes(library: Path, home: Path) -> dict[str, str]:
+    """Returns the environment of processes that run these sources with a build: variables beside those that are set."""
+    folders = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {
+        "MOEGGUF_LIBRARY": str(library),
+        "MOEGGUF_TRIAL_LOAD": "0",
+        "MOEGGUF_HOME": str(home),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # other people's plugins, which the machine's Python may hold
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+    }
+
+
+def runtime_folders() -> list[Path]:
+    """Returns the folders of CUDA's runtime and of cublas on this machine: of toolkits, and of wheels of PyPI's."""
+    toolkits = [Path("/usr/local/cuda/lib64"), *sorted(Path("/usr/local").glob("cuda-*/lib64"))]
+    wheels = [folder for entry in sys.path for folder in sorted(Path(entry).glob("nvidia/*/lib"))]
+    names = ("libcudart.so.*", "libcublas.so.*")
+    return [folder for folder in (*toolkits, *wheels) if any(next(folder.glob(name), None) for name in names)]
+
+
 def build(backend: Backend, timeout_s: float | None = None) -> None:
     """Builds what is missing; after a timeout the next call goes on from there.
 
@@ -117,12 +148,30 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
         raise subprocess.CalledProcessError(status, ninja.args)
 
 
+def build_programs(folder: Path, architecture: str) -> None:
+    """Builds the short run's programs beside the libraries in a folder. Raises subprocess.CalledProcessError."""
+    ggml = ROOT / "build/vendor/llama.cpp/ggml/include"
+    common = [str(nvcc()), "-O2", "-std=c++17", f"-arch=sm_{architecture}"]
+    micro = [
+        "-cudart=shared", f"-I{ggml}", f"-L{folder}", "tools/gpu/micro.cu", "-lggml", "-lggml-base",
+        "-Xlinker", "-rpath=$ORIGIN", "-Xlinker", "--allow-shlib-undefined", "-o", str(folder / "micro"),
+    ]  # fmt: skip
+    calls = [
+        "-cudart=none", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", "tools/gpu/calls.cpp", "-ldl",
+        "-o", str(folder / "libcalls.so"),
+    ]  # fmt: skip
+    for command in (micro, calls):
+        subprocess.run([*common, *command], cwd=ROOT, check=True)
+
+
 def main() -> int:
     """Builds for CUDA cards of the architecture that is named, and says how long it took."""
     start = time.monotonic()
     try:
-        backend = cuda(sys.argv[1])
+        architecture = sys.argv[1]
+        backend = to_carry(cuda(f"{architecture}-real"))  # without PTX
         build(backend)
+        build_programs(library_of(backend), architecture)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,9 @@
-"""One measurement in a process of its own: `python -m tools.gpu.measure '<case as JSON>'` prints one line of JSON.
+"""One measurement in a process of its own: `python -m tools.gpu.measure '<case as JSON>'` prints
+JSON, a line for each part.
 
-moegguf and llama.cpp itself are the same build, called the same way: load, a prompt, then tokens one by one, the
-likeliest each time. A process that imitates a smaller card first takes all but so much of the device's memory.
+moegguf and llama.cpp itself are the same build, called the same way: load, prompts, then tokens one by one, the
+likeliest each time. The store is drained before each part that is timed. A process that imitates a smaller card first
+takes the rest of the device's memory.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import ctypes as c
 import json
 import os
+import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +29,15 @@ from moegguf.engine.memory import kv_bytes
 from moegguf.errors import MoeggufError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native import library
+from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions
-from tools.gpu.case import Case
+from moegguf.quantities import parse_link
+from tools.gpu.case import N_FIRST, Case
 
-N_FIRST = 64  # tokens after the prompt that are told apart: slots are cold there
 SPARE_BYTES = 1 << 30  # compute buffers, and what drivers take: for a first guess of what fits
+COUNTED = ("hook_ns", "stall_ns")  # of the store
+COUNTED_THERE = ("stall_ns", "stream_waits", "copy_ns", "misses", "evictions")  # of each tier
+CALLS = ("graph launches", "copies", "synchronisations", "event waits")  # of tools/gpu/calls.cpp
 
 
 class _Override(c.Structure):
@@ -105,8 +113,15 @@ def load(case: Case) -> Llama:
     return Llama(case.model, store=StoreOptions(device=case.device), **{"vram_cache": "auto"} | given | options)
 
 
+def settle(llm: Llama) -> None:
+    """Returns when nothing that the store has begun is under way: a part that is timed waits for no earlier one."""
+    if llm.session is not None:
+        llm.session.store.drain()
+
+
 def read(llm: Llama, prompt: Sequence[int]) -> float:
-    """Seconds until the first token of an answer to the prompt is known."""
+    """Returns the seconds until the first token of an answer to the prompt is known."""
+    settle(llm)
     llm.reset()
     start = time.perf_counter()
     llm.eval(prompt)
@@ -115,7 +130,8 @@ def read(llm: Llama, prompt: Sequence[int]) -> float:
 
 
 def decode(llm: Llama, n_tokens: int) -> tuple[list[int], float]:
-    """The tokens, and seconds."""
+    """Returns the tokens, and the seconds that they took."""
+    settle(llm)
     tokens, start = [], time.perf_counter()
     for _ in range(n_tokens):
         tokens.append(greedy_token(llm))
@@ -123,24 +139,46 @@ def decode(llm: Llama, n_tokens: int) -> tuple[list[int], float]:
     return tokens, time.perf_counter() - start
 
 
-def hits(llm: Llama) -> dict[str, tuple[int, int, int]]:
-    """(hits, lookups, bytes that came) of each tier so far."""
+Counts = dict[str, dict[str, int]]
+
+
+def counts(llm: Llama) -> Counts:
+    """Returns the counters so far: of each tier, of the tensors that prompts are staged in, of the store, of CUDA."""
+    found = Counts()
+    if (calls := getattr(c.CDLL(None), "moegguf_calls", None)) is not None:
+        sums = (c.c_uint64 * (2 * len(CALLS)))()
+        calls(sums)
+        for i, name in enumerate(CALLS):
+            found[name] = {"n": sums[2 * i], "ns": sums[2 * i + 1]}
     if llm.session is None:
-        return {}
-    return {
-        name: (
-            tier["hits_ready"] + tier["hits_late"], tier["lookups"], tier["bytes_missed"] + tier["bytes_prefetched"]
-        )
-        for name, tier in llm.session.tiers().items()
-    }  # fmt: skip
+        return found
+    of_store = llm.session.store.counters()
+    found["store"] = {name: of_store[name] for name in COUNTED}
+    staged = llm.session.store.staging()
+    for name, tier in (llm.session.tiers() | ({"staging": staged} if staged else {})).items():
+        found[name] = {field: tier[field] for field in (*COUNTED_THERE, "lookups")}
+        found[name]["hits"] = tier["hits_ready"] + tier["hits_late"]
+        found[name]["bytes"] = tier["bytes_missed"] + tier["bytes_prefetched"]
+    return found
 
 
-def _figures(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, int, int]], n: int) -> dict[str, Any]:
-    changes = {name: np.subtract(after[name], before[name]).tolist() for name in after}
-    return {
-        name: {"hit_rate": hit / lookups if lookups else None, "bytes_per_token": n_bytes / n}
-        for name, (hit, lookups, n_bytes) in changes.items()
-    }
+def figures(before: Counts, after: Counts, n_tokens: int) -> dict[str, dict[str, float | None]]:
+    """Returns what was counted meanwhile for each token, and hit rates."""
+    found = dict[str, dict[str, float | None]]()
+    for place, now in after.items():
+        grown = {name: value - before[place][name] for name, value in now.items()}
+        found[place] = {f"{name}_per_token": value / n_tokens for name, value in grown.items()}
+        if lookups := grown.get("lookups"):
+            found[place]["hit_rate"] = grown["hits"] / lookups
+    return found
+
+
+def is_complete(llm: Llama) -> bool | None:
+    """Returns whether every expert lies in its slot on the device; None without slots."""
+    if llm.session is None:
+        return None
+    info = llm.session.store.info()
+    return bool(info["slots_used"] == info["n_experts"])
 
 
 def predictions(llm: Llama) -> dict[str, float]:
@@ -152,48 +190,64 @@ def predictions(llm: Llama) -> dict[str, float]:
     return every | {"chosen": decided.chosen.tokens_per_s}
 
 
-def run(case: Case) -> dict[str, Any]:
-    """The measurement. Raises what loading raises."""
+def device_of(case: Case) -> str:
+    """Returns ggml's name of the device, which is added first where it is simulated."""
+    return add_link_device(parse_link(case.link)) if case.link else case.device
+
+
+def run(case: Case) -> Iterator[dict[str, Any]]:
+    """Measures, and yields each part of the result. Raises what loading raises."""
+    case = replace(case, device=device_of(case))
     device = find_gpus(case.device)[0]
     if case.hold and case.limit_bytes is not None:
         Held(device, case.limit_bytes)
     free_before, start = find_gpus(case.device)[0].free_bytes, time.perf_counter()
     with load(case) as llm:
-        load_s = time.perf_counter() - start
-        other, prompt = np.random.default_rng(0).integers(0, llm.n_vocab(), (2, case.n_prompt)).tolist()
-        cold_prompt_s = read(llm, other)  # kernels are loaded when they are first used, and experts come into RAM
-        prompt_s, after_prompt = read(llm, prompt), hits(llm)
-        first, first_s = decode(llm, N_FIRST)
-        after_first = hits(llm)
-        steady, steady_s = decode(llm, case.n_decode)
-        return {
-            "load_s": load_s,
-            "cold_prompt_tokens_per_s": case.n_prompt / cold_prompt_s,
-            "prompt_tokens_per_s": case.n_prompt / prompt_s,
-            "first_tokens_per_s": N_FIRST / first_s,
-            "steady_tokens_per_s": case.n_decode / steady_s,
-            "first": _figures(after_prompt, after_first, N_FIRST),
-            "steady": _figures(after_first, hits(llm), case.n_decode),
-            "tokens": first + steady,
-            "device_bytes": free_before - find_gpus(case.device)[0].free_bytes,
+        plan = llm.plan if llm.session is not None else None
+        yield {
+            "load_s": time.perf_counter() - start,
             "n_cpu_moe": len(llm._overrides) - 1 if isinstance(llm, Upstream) else None,
-            "reasons": list(llm.plan.reasons) if llm.session is not None else [],
+            "reasons": list(plan.reasons) if plan else [],
             "predicted": predictions(llm),
-            "n_ubatch": llm.plan.n_ubatch if llm.session is not None else case.n_ubatch,
+            "n_ubatch": plan.n_ubatch if plan else case.n_ubatch,
         }
+        random = np.random.default_rng(0)
+        cold, *prompts = random.integers(0, llm.n_vocab(), (1 + case.n_prompts, case.n_prompt)).tolist()
+        # Kernels are loaded when they are first used, and experts come into RAM.
+        yield {"cold_prompt_tokens_per_s": case.n_prompt / read(llm, cold)}
+        settle(llm)
+        before, is_filled = counts(llm), is_complete(llm)
+        speeds = [case.n_prompt / read(llm, prompt) for prompt in prompts]
+        yield {
+            "prompt_tokens_per_s": statistics.median(speeds),
+            "prompts_tokens_per_s": speeds,
+            "prompt": figures(before, counts(llm), case.n_prompts * case.n_prompt),
+            "complete": is_filled,
+        }
+        tokens = list[int]()
+        for part, n_tokens in (("first", N_FIRST), ("steady", case.n_decode)):
+            before = counts(llm)
+            decoded, seconds = decode(llm, n_tokens)
+            tokens += decoded
+            yield {
+                f"{part}_tokens_per_s": n_tokens / seconds,
+                part: figures(before, counts(llm), n_tokens),
+                "tokens": tokens,
+                "device_bytes": free_before - find_gpus(case.device)[0].free_bytes,
+            }
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the result, or the error, as JSON."""
+    """Prints the parts of the result, or the error, as JSON."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what libraries print out of the result
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = run(Case.from_json(arguments[0]))
+            for part in run(Case.from_json(arguments[0])):
+                print(json.dumps(part), file=out, flush=True)
     except (MoeggufError, MemoryError) as error:
-        result = {"error": str(error)}
-    print(json.dumps(result), file=out, flush=True)
+        print(json.dumps({"error": str(error)}), file=out, flush=True)
 
 
 if __name__ == "__main__":

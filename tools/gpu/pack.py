@@ -1,6 +1,9 @@
-"""The folder for a machine with a compiler, cmake, ninja, Python 3.12 and no network: patched sources, and wheels.
+"""Folders for a machine without a network: of the whole trial, or of the short run with a library that is built.
 
-Its `gpu_trial.py` is `start.py` of this package, which unpacks both and calls `tools/gpu_trial.py` of the sources.
+The trial's folder has patched sources and wheels, for a machine with a compiler, cmake, ninja and Python 3.12. Its
+`gpu_trial.py` is `start.py` of this package, which unpacks both and calls `tools/gpu_trial.py` of the sources.
+
+python -m tools.gpu.pack FOLDER        # the short run's, with the library of `make check-cuda`
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tools import vendor
+from tools.gpu.build import CARRIED
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 60_000_000
-SOURCES, WHEELS, START = "sources.tar.xz", "wheels", "gpu_trial.py"
+SHORT_RUN_BYTES = 64 << 20
+OPENMP = "libgomp.so.1"
+SOURCES, WHEELS, START, SHORT_RUN = "sources.tar.xz", "wheels", "gpu_trial.py", "short_run.sh"
 
 PARTS = ("moegguf/", "patches/", "predictors/demo/", "tests/", "tools/", "pyproject.toml", "LICENSE")
 NOT_PACKED = re.compile(r"moegguf/demo/.*\.gguf|tests/(frontends|pure|native)/.*")
@@ -41,22 +48,28 @@ PRODUCT = (
     "xxhash",
 )
 BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
+# The short run takes these from the machine's own Python: they are not the same for every version of it.
+COMPILED = ("markupsafe", "numpy", "psutil", "pyyaml", "safetensors", "xxhash")
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 17, 12, 5)] + [
     f"manylinux{year}_x86_64" for year in ("2014", "2010", "1")
 ]
 
 
+def _name(requirement: str) -> str:
+    return re.split(r"[<>=\[ ]", requirement)[0].replace("_", "-")
+
+
 def requirements() -> list[str]:
     """What pip is asked for, with the versions of pyproject.toml."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         lines = tomllib.load(file)["project"]["dependencies"]
-    bounds = {re.split(r"[<>=\[ ]", line)[0].replace("_", "-"): line for line in lines}
+    bounds = {_name(line): line for line in lines}
     return [*(bounds[name] for name in PRODUCT), *BESIDE]
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    """(path in the archive, file) of everything a build, the tests and the measurements need."""
+def own_sources() -> Iterator[tuple[str, Path]]:
+    """Yields (path in the archive, file) of everything the tests and the measurements need beside a library."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -64,46 +77,106 @@ def sources() -> Iterator[tuple[str, Path]]:
     for name in sorted(listed.stdout.splitlines()):
         if name.startswith(PARTS) and not NOT_PACKED.fullmatch(name) and (ROOT / name).is_file():
             yield name, ROOT / name
-    tree = vendor.prepare()
-    for path in sorted(tree.rglob("*")):
-        name = path.relative_to(tree).as_posix()
-        if path.is_file() and not NOT_BUILT.fullmatch(name):
-            yield f"build/vendor/llama.cpp/{name}", path
-    yield "build/vendor/llama.cpp.stamp", vendor.VENDOR / "llama.cpp.stamp"
     bindings = vendor.VENDOR / "bindings"
     for path in sorted(bindings.rglob("*.py")):
         yield f"moegguf/bindings/{path.relative_to(bindings).as_posix()}", path
 
 
-def _write_sources(archive: Path) -> None:
+def sources() -> Iterator[tuple[str, Path]]:
+    """Yields (path in the archive, file) of everything a build, the tests and the measurements need."""
+    tree = vendor.prepare()
+    yield from own_sources()
+    for path in sorted(tree.rglob("*")):
+        name = path.relative_to(tree).as_posix()
+        if path.is_file() and not NOT_BUILT.fullmatch(name):
+            yield f"build/vendor/llama.cpp/{name}", path
+    yield "build/vendor/llama.cpp.stamp", vendor.VENDOR / "llama.cpp.stamp"
+
+
+def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields (path in the archive, file) of a build's libraries and programs, whose symbol tables stay behind.
+
+    Raises subprocess.CalledProcessError, FileNotFoundError.
+    """
+    for path in sorted(library.iterdir()):
+        if path.is_file():
+            is_program = path.suffix == ".so" or path.name == "micro"
+            if is_program:
+                subprocess.run(["strip", "--strip-unneeded", "-o", str(folder / path.name), str(path)], check=True)
+            yield f"library/{path.name}", folder / path.name if is_program else path
+    command = ["c++", f"-print-file-name={OPENMP}"]  # a machine without a compiler may lack it
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    yield f"library/{OPENMP}", Path(found)
+
+
+def _write_sources(archive: Path, files: Iterable[tuple[str, Path]]) -> None:
     with tarfile.open(archive, "w:xz") as tar:
-        for name, path in sources():
+        for name, path in files:
             data = path.read_bytes()
             member = tarfile.TarInfo(name)
             member.size, member.mtime, member.mode = len(data), int(path.stat().st_mtime), 0o644
             tar.addfile(member, io.BytesIO(data))
 
 
-def _fetch_wheels(folder: Path) -> None:
+def _fetch_wheels(folder: Path, wanted: Sequence[str]) -> None:
     options = [option for platform in PLATFORMS for option in ("--platform", platform)]
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
         "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", *options,
-        "--dest", str(folder), *requirements(),
+        "--dest", str(folder), *wanted,
     ]  # fmt: skip
     subprocess.run(command, check=True)
 
 
 def pack(folder: Path) -> int:
-    """Makes the folder; returns its bytes. Raises ValueError where there is something else, or it becomes too large."""
-    if folder.exists() and not (folder / START).exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is no folder of an earlier --pack, and not empty: name another")
+    """Makes the trial's folder; returns its bytes.
+
+    Raises ValueError where there is something else, or it becomes too large.
+    """
+    _make(folder, START)
+    _fetch_wheels(folder / WHEELS, requirements())
+    _write_sources(folder / SOURCES, sources())
+    shutil.copyfile(Path(__file__).with_name("start.py"), folder / START)
+    return _size(folder, MOST_BYTES)
+
+
+def pack_short_run(folder: Path, library: Path) -> int:
+    """Makes the short run's folder, with a library that is built; returns its bytes.
+
+    Raises ValueError where there is something else, or it becomes too large.
+    """
+    _make(folder, SHORT_RUN)
+    _fetch_wheels(folder / WHEELS, [line for line in requirements() if _name(line) not in COMPILED])
+    with tempfile.TemporaryDirectory() as stripped:
+        _write_sources(folder / SOURCES, [*own_sources(), *stripped_library(library, Path(stripped))])
+    shutil.copy(Path(__file__).with_name(SHORT_RUN), folder / SHORT_RUN)
+    return _size(folder, SHORT_RUN_BYTES)
+
+
+def _make(folder: Path, script: str) -> None:
+    if folder.exists() and not (folder / script).exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is no folder of an earlier pack, and not empty: name another")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / WHEELS).mkdir(parents=True)
-    _fetch_wheels(folder / WHEELS)
-    _write_sources(folder / SOURCES)
-    shutil.copyfile(Path(__file__).with_name("start.py"), folder / START)
+
+
+def _size(folder: Path, most_bytes: int) -> int:
     n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if n_bytes > MOST_BYTES:
-        raise ValueError(f"{folder} has {n_bytes / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f} MB")
+    if n_bytes > most_bytes:
+        raise ValueError(f"{folder} has {n_bytes / 1e6:.1f} MB, more than {most_bytes / 1e6:.0f} MB")
     return n_bytes
+
+
+def main() -> int:
+    """Makes the short run's folder. Returns the exit status."""
+    folder = Path(sys.argv[1])
+    try:
+        print(f"{pack_short_run(folder, CARRIED) / 1e6:.1f} MB in {folder}: run {folder}/{SHORT_RUN} beside the card")
+    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

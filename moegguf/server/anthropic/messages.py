@@ -23,11 +23,11 @@ from moegguf.generate.request import Delta, GenerationRequest, Message, PromptPr
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body
+from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import EventReply, Json, Question, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import ChatMessage, Tool, messages_of, own_tools, read_parts, with_entry_messages
-from moegguf.server.common.options import MAX_TOKEN, Stop, sampling_of
+from moegguf.server.common.options import MAX_TOKEN, Stop, in_range, sampling_of
 from moegguf.server.common.replies import event_line
 from moegguf.serving.events import Done, Event
 
@@ -107,9 +107,10 @@ class _ToolChoice(Body):
 
 
 class _Thinking(Body):
-    """`thinking`. Its budget is not kept: the model ends its thinking itself, or by `max_tokens`."""
+    """`thinking`. Any budget is taken, also one below Anthropic's 1,024 tokens; None: no limit."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
 
 
 class _OutputFormat(Body):
@@ -145,7 +146,8 @@ class _CountBody(Question):
 
     def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
         choice = self.tool_choice or _ToolChoice()
-        # A model that cannot think answers without, as in Ollama, since clients ask every model for it.
+        # Without `thinking` a model does not think, as Anthropic's API says. A model that cannot think answers without,
+        # as in Ollama, since clients ask every model for it.
         thinks = self.thinking and self.thinking.type != "disabled" and "thinking" in known.capabilities
         effort = self.output_config.effort if self.output_config else None
         request = GenerationRequest(
@@ -165,10 +167,10 @@ class _CountBody(Question):
 
 
 class _MessagesBody(_CountBody):
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS)]
+    max_tokens: Annotated[Whole, Field(ge=1, le=MAX_ANSWER_TOKENS)]
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
     exact: bool | None = None  # as in `options`
 
@@ -177,6 +179,7 @@ class _MessagesBody(_CountBody):
         sampling = sampling_of(
             entry, self.options, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
             stop=self.stop_sequences, exact=self.exact, num_predict=self.max_tokens,
+            reasoning_budget_tokens=self.thinking.budget_tokens if self.thinking else None,
         )  # fmt: skip
         output = self.output_config.format if self.output_config else None
         schema = output.schema_ if output else None

@@ -2,19 +2,21 @@
 caller says as it arrives, never into memory.
 
 `curl -d` labels JSON as a form, so that header is ignored. Size, number of values and numbers are limited before any
-object is built, nesting by pydantic's parser; of a repeated key the last one counts.
+object is built, nesting by pydantic's parser; of a repeated key the last one counts. Half of a surrogate pair, which
+JavaScript leaves where it cuts a text, becomes U+FFFD, as in Go.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from io import BytesIO
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
@@ -28,6 +30,8 @@ from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
 LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # of more than 64 bits, or one that may be
+HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # what half of a surrogate pair may begin with
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"  # keys of a scope: the `Bodies`, and how much it holds of it
 
@@ -62,10 +66,31 @@ class Bodies:
         scope[N_BYTES] = 0
 
 
+def without_nulls(given: Any) -> Any:
+    """Returns an object without the fields that are null, any other value as it is."""
+    if not isinstance(given, Mapping):
+        return given
+    return {name: value for name, value in given.items() if value is not None}
+
+
 class Body(BaseModel):
-    """Base of all requests: strict types, unknown fields are ignored."""
+    """Base of all requests: strict types, unknown fields are ignored, and null is the same as absent."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, given: Any) -> Any:
+        return without_nulls(given)
+
+
+def integral(value: Any) -> Any:
+    """Returns 8 for 8.0, any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(integral)]
+"""A whole number. 8.0 is accepted for 8: some clients write all numbers as floats."""
 
 
 T = TypeVar("T", bound=BaseModel)
@@ -78,18 +103,14 @@ async def read_body(request: Request, kind: type[T], limit: int = limits.BODY_BY
 
 
 def parse_body(raw: bytes, kind: type[T]) -> T:
-    """JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
-    return _validated(kind.model_validate, parse_object(raw))
+    """Returns JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
+    return parse_fields(parse_object(raw), kind)
 
 
 def parse_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """Texts of a form as a `kind`. Raises HttpError 400 that names the first invalid field."""
-    return _validated(kind.model_validate_strings, fields)
-
-
-def _validated(validate: Callable[[Mapping[str, Any]], T], fields: Mapping[str, Any]) -> T:
+    """Returns fields as a `kind`. Raises HttpError 400 that names the first invalid field."""
     try:
-        return validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise HttpError(400, explain(error)) from None
 
@@ -148,6 +169,20 @@ def too_large(limit: int) -> BodyRefusedError:
 # JSON
 
 
+def parse_json(raw: bytes) -> Any:
+    """JSON text as a value. Raises ValueError."""
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        if not HALF.search(raw):
+            raise
+        try:
+            text = json.dumps(json.loads(raw), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            raise error from None
+    return from_json(HALF_CHARACTER.sub("\ufffd", text), allow_inf_nan=False)
+
+
 def parse_object(raw: bytes) -> dict[str, Any]:
     """JSON text as a dict. Raises HttpError 400."""
     if not raw.strip():
@@ -159,7 +194,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         if any(number.isdigit() or math.isinf(float(number)) for number in LARGE_NUMBER.findall(without_strings)):
             raise ValueError("a number does not fit 64 bits")
-        value = from_json(raw, allow_inf_nan=False)
+        value = parse_json(raw)
     except ValueError as error:
         raise HttpError(400, f"invalid request body: {error}") from None
     if not isinstance(value, dict):

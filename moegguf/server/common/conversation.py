@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from moegguf.errors import MoeggufError
 from moegguf.generate.images import has_images
-from moegguf.generate.request import Delta, GenerationRequest, ToolCall, join
+from moegguf.generate.request import Delta, GenerationRequest, Sampling, ToolCall, join, sampling_with
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
@@ -31,6 +31,7 @@ from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
 from moegguf.serving.lease import Lease
+from moegguf.settings import Settings
 
 Json = dict[str, Any]
 
@@ -189,7 +190,7 @@ def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Js
 
 async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
     entry, generations = await _understand(state, body)
-    reply = body.reply(entry, generations)
+    reply = body.reply(replace(entry, name=body.model or entry.name), generations)  # which has the name as asked
     reply.parallel_calls = body.parallel_calls
     return _answers(state, body, entry, generations, reply), reply
 
@@ -197,8 +198,12 @@ async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Rep
 async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
     """The model of a question, and what it is asked, for the owner of the request. Raises MoeggufError."""
     entry, known = await look_up(state, body.model)
-    owner = "" if state.share_contexts else current_owner.get()
-    generations = [replace(generation, owner=owner) for generation in body.generations(entry, known)]
+    asker = current_owner.get()
+    owner = "" if state.settings.share_contexts else asker
+    generations = [
+        replace(generation, owner=owner, asker=asker, sampling=_with_budget(generation.sampling, state.settings))
+        for generation in body.generations(entry, known)
+    ]
     first = generations[0]
     needs = {
         "chat" if first.prompt is None else "generate": True,
@@ -209,6 +214,13 @@ async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequenc
     }
     check_capabilities(entry, known, needs)
     return entry, generations
+
+
+def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
+    """Sampling parameters with the server's budget of thinking where they have none."""
+    names = "reasoning_budget_tokens", "reasoning_budget_message"
+    defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
+    return sampling_with(sampling, defaults)
 
 
 async def _answers(

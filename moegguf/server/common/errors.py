@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from moegguf import errors
+from moegguf.text import without_surrogates
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,10 @@ OPENAI_TYPES = {404: "not_found_error", 401: "authentication_error", 403: "permi
 ANTHROPIC_TYPES = {
     **OPENAI_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
-LLAMA_PATHS = ("/completion", "/completions", "/infill", "/apply-template", "/slots", "/rerank", "/reranking")
+LLAMA_PATHS = (
+    "/completion", "/completions", "/infill", "/apply-template", "/slots", "/rerank", "/reranking", "/embeddings",
+    "/health", "/lora-adapters",
+)  # fmt: skip
 LLAMA_TYPES = {**OPENAI_TYPES, 501: "not_supported_error", 503: "unavailable_error"}
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would retry twice
 
@@ -94,7 +98,7 @@ def http_error(error: BaseException) -> HttpError:
         return HttpError(error.status_code, HTTPStatus(error.status_code).phrase.lower(), headers=error.headers or {})
     for kinds, status, code, headers in STATUSES:
         if isinstance(error, kinds):
-            return HttpError(status, " ".join(str(error).split()), code, headers)
+            return HttpError(status, without_surrogates(" ".join(str(error).split())), code, headers)
     if isinstance(error, MemoryError):
         return HttpError(500, "there is not enough memory for this request.", None, NO_RETRY)
     log.error("unexpected %s", type(error).__name__, exc_info=error)

@@ -5,25 +5,25 @@ OpenAI's chat has the common form: responses and Anthropic's API translate their
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from moegguf.errors import OptionError
-from moegguf.generate.images import image_part
+from moegguf.generate.images import image_part, text_of
 from moegguf.generate.request import Message
 from moegguf.models.entry import ModelEntry
-from moegguf.server.common.body import Body
+from moegguf.server.common.body import Body, parse_json
 
 log = logging.getLogger(__name__)
 
 _DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 _IMAGES = ("image_url", "input_image")
+SEARCH_RESULT = "search_result"
 
 Part = dict[str, str]
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -52,8 +52,11 @@ def _image_of_base64(data: str) -> Part:
 
 
 def part_of(part: Any) -> Part:
-    """A part of a message: a text, or an image as a data URL or (`image`) as base64. Raises ValueError for others."""
+    """A part of a message: a text, a `search_result` as text, or an image as a data URL or (`image`) as base64. Raises
+    ValueError for others."""
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == SEARCH_RESULT:
+        return {"type": "text", "text": _text_of_result(part)}
     if kind == "image" and isinstance(part.get("data"), str):
         return _image_of_base64(part["data"])
     if kind in _IMAGES:
@@ -67,6 +70,21 @@ def part_of(part: Any) -> Part:
     return {"type": "text", "text": text}
 
 
+def _text_of_result(part: dict[str, Any]) -> str:
+    head, found = [str(part[name]) for name in ("title", "source") if part.get(name)], part.get("content")
+    text = text_of(read_parts(found)) if isinstance(found, list) else str(found or "")
+    return "\n".join([*head, text])
+
+
+def is_foreign(part: Any) -> bool:
+    """Whether a part has a type that nothing here can read, which the log then tells."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    found = isinstance(kind, str) and kind not in (*_TEXTS, *_IMAGES, "image", SEARCH_RESULT)
+    if found:
+        log.warning("the part of type %.60r cannot be read here and is left out", kind)
+    return found
+
+
 def read_parts(content: Any) -> Any:
     """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
     Raises ValueError for a part that is neither."""
@@ -77,11 +95,15 @@ def read_parts(content: Any) -> Any:
 
 
 def _arguments(given: Any) -> Any:
-    """The arguments of a call, which OpenAI's clients send as JSON text. Raises ValueError."""
+    """The arguments of a call, which OpenAI's clients send as JSON text. An empty text and null are no arguments.
+    Raises ValueError."""
+    if not isinstance(given, str):
+        return given
     try:
-        return json.loads(given or "{}") if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
+        found = parse_json(given.encode()) if given.strip() else None
+    except ValueError as error:
         raise ValueError("must be the text of a JSON object") from error
+    return {} if found is None else found
 
 
 Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
@@ -93,22 +115,38 @@ class _CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier answer. One of OpenAI's custom tools, whose input is a text, has that as argument."""
 
     id: str | None = None
     function: _CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, given: Any) -> Any:
+        custom = given.get("custom") if isinstance(given, dict) else None
+        if not isinstance(custom, dict):
+            return given
+        return {**given, "function": {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}}
 
 
 class ChatMessage(Body):
     """A message of OpenAI's chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | list[Part] | None, BeforeValidator(read_parts)] = None
+    content: str | list[Part] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _read_content(cls, given: Any, info: ValidationInfo) -> Any:
+        """Reads the parts. Those of earlier answers and results that only another server can read are left out."""
+        if isinstance(given, list) and info.data.get("role") in ("assistant", "tool", "function"):
+            given = [part for part in given if not is_foreign(part)]
+        return read_parts(given)
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
         """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""

@@ -23,7 +23,7 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import PARAMETERS, RANGES
 from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, explain
+from moegguf.server.common.body import Body, Whole, explain, integral
 from moegguf.server.common.errors import HttpError
 from moegguf.serving.events import LoadedModel, LoadOverrides
 
@@ -46,11 +46,18 @@ def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEnt
         raise HttpError(404, message, "model_not_found") from None
 
 
+def check_loaded(state: State) -> None:
+    """Raises HttpError 503 with llama-server's message while models that the server was started with are loaded."""
+    if state.preloading is not None and not state.preloading.done():
+        raise HttpError(503, "Loading model", headers={"retry-after": "1"})
+
+
 def selected_model(state: State, model: str | None) -> str:
     """The name of the selected model; without one the only loaded model's. Raises HttpError 400 when there is not
-    exactly one."""
+    exactly one, 503 as `check_loaded`."""
     if model:
         return model
+    check_loaded(state)
     loaded: list[LoadedModel] = state.manager.loaded()
     if len(loaded) != 1:
         raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; name one")
@@ -88,14 +95,12 @@ def details_or_none(entry: ModelEntry) -> Details | None:
         return details(entry)
     except (MoeggufError, OSError):
         return None
+    except Exception:  # a fault of ours, which hides no other model
+        log.exception("the details of %s cannot be read", entry.name)
+        return None
 
 
 # Options
-
-
-def _integral(value: Any) -> Any:
-    """Accepts 4096.0 for 4096: some clients write all numbers as floats."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _budget(value: str | int | None) -> str | None:
@@ -104,31 +109,34 @@ def _budget(value: str | int | None) -> str | None:
     return None if value is None else str(value)
 
 
-def _in_range(name: str) -> Any:
+def in_range(name: str) -> Any:
+    """The field of a parameter, within its range and None by default."""
     least, most = RANGES.get(name, (None, None))
     return Field(default=None, ge=least, le=most)
 
 
-Whole = Annotated[int | None, BeforeValidator(_integral)]
 Number = float | None
-Budget = Annotated[str | int | None, AfterValidator(_budget)]
+Budget = Annotated[str | Whole | None, AfterValidator(_budget)]
 Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 
 
 class SamplingOptions(Body):
     """How tokens are chosen: Ollama's options, which are also keys of OpenAI's bodies, and `exact`: other requests
-    change no bit. seed -1: random. None: the model's parameter, or the default."""
+    change no bit. seed -1: random. reasoning_budget_tokens and reasoning_budget_message are llama-server's. None: the
+    model's parameter, or the default."""
 
-    seed: Whole = _in_range("seed")
-    temperature: Number = _in_range("temperature")
-    top_k: Whole = _in_range("top_k")
-    top_p: Number = _in_range("top_p")
-    min_p: Number = _in_range("min_p")
-    typical_p: Number = _in_range("typical_p")
-    repeat_last_n: Whole = _in_range("repeat_last_n")
-    repeat_penalty: Number = _in_range("repeat_penalty")
-    presence_penalty: Number = _in_range("presence_penalty")
-    frequency_penalty: Number = _in_range("frequency_penalty")
+    seed: Whole | None = in_range("seed")
+    temperature: Number = in_range("temperature")
+    top_k: Whole | None = in_range("top_k")
+    top_p: Number = in_range("top_p")
+    min_p: Number = in_range("min_p")
+    typical_p: Number = in_range("typical_p")
+    repeat_last_n: Whole | None = in_range("repeat_last_n")
+    repeat_penalty: Number = in_range("repeat_penalty")
+    presence_penalty: Number = in_range("presence_penalty")
+    frequency_penalty: Number = in_range("frequency_penalty")
+    reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
+    reasoning_budget_message: str | None = Field(default=None, max_length=limits.STOP_CHARS)
     stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS)] = None
     exact: bool | None = None
 
@@ -141,14 +149,14 @@ class Options(SamplingOptions):
     request, whose passes others share: it belongs to a name (`create`).
     """
 
-    num_ctx: Whole = _in_range("num_ctx")
-    num_batch: Whole = _in_range("num_batch")
-    num_thread: Whole = _in_range("num_thread")
+    num_ctx: Whole | None = in_range("num_ctx")
+    num_batch: Whole | None = in_range("num_batch")
+    num_thread: Whole | None = in_range("num_thread")
     expert_cache: Budget = None
     moe_cache_ram: Budget = None
     draft: Literal["auto", "off", "ngram", "mtp"] | None = None
-    num_predict: Whole = _in_range("num_predict")
-    num_keep: Whole = _in_range("num_keep")
+    num_predict: Whole | None = in_range("num_predict")
+    num_keep: Whole | None = in_range("num_keep")
 
     @model_validator(mode="before")
     @classmethod
@@ -192,20 +200,43 @@ def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -
 # Texts
 
 
-def _are_tokens(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in given)
+NO_TEXT = "must be a text, the tokens of one, or a list of texts or tokens"
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool)
+
+
+def _token_of(given: Any) -> int:
+    token = integral(given)
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN:
+        raise ValueError(NO_TEXT)
+    return token
+
+
+def _text_of(given: Any) -> Text:
+    """A text, or a list of tokens, with texts among them; or an object of llama-server's with one. Raises
+    ValueError."""
+    if isinstance(given, dict) and "prompt_string" in given:
+        if given.get("multimodal_data"):
+            raise ValueError("multimodal_data is not supported here; send images to /v1/chat/completions")
+        given = given["prompt_string"]
+    if isinstance(given, list) and any(map(_is_number, given)):
+        return [each if isinstance(each, str) else _token_of(each) for each in given]
+    if not isinstance(given, str):
+        raise ValueError(NO_TEXT)
+    return given
 
 
 def _texts_of(given: Any) -> list[Text]:
-    """Texts in any of OpenAI's forms: one, its tokens, or a list of these. Raises ValueError."""
-    texts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    """Texts in any of OpenAI's and llama-server's forms: one, or a list of these. Raises ValueError."""
+    is_list = isinstance(given, list) and bool(given) and not any(map(_is_number, given))
+    texts = given if is_list else [given]
     if len(texts) > limits.INPUTS:
         raise ValueError(f"has {len(texts)} texts, but at most {limits.INPUTS} are taken; send several requests")
-    if not all(isinstance(text, str) or _are_tokens(text) for text in texts):
-        raise ValueError("must be a text, the tokens of one, or a list of texts or tokens")
-    return texts
+    return [_text_of(text) for text in texts]
 
 
-Text = str | list[int]
-"""A text, or its tokens."""
+Text = str | list[Whole | str]
+"""A text, or its tokens, with texts among them."""
 Texts = Annotated[list[Text], BeforeValidator(_texts_of)]

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from moegguf.engine.stats import Stats
+from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import BusyError
-from moegguf.generate.request import Timing, TokenLogprob
+from moegguf.generate.request import Timing, TokenChance, TokenLogprob
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
@@ -34,18 +35,18 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON. Raises ValueError on NaN, which is not JSON."""
+    """Returns compact JSON. Raises ValueError on NaN, which is not JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def json_line(value: Any) -> bytes:
-    """An object for a LineResponse."""
-    return dumps(value).encode() + b"\n"
+    """Returns an object for a LineResponse."""
+    return to_utf8(dumps(value)) + b"\n"
 
 
 def event_line(data: Mapping[str, Any], name: str = "") -> bytes:
-    """A server-sent event, with a name or without."""
-    return f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip().encode()
+    """Returns a server-sent event, with a name or without."""
+    return to_utf8(f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip())
 
 
 async def end(*tasks: asyncio.Task[None]) -> None:
@@ -128,7 +129,7 @@ class WholeResponse(LineResponse):
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response: Response = JSONResponse(await self._answer, media_type="application/json; charset=utf-8")
+            response = Response(to_utf8(dumps(await self._answer)), media_type="application/json; charset=utf-8")
         except Exception as error:
             response = error_response(error, scope["path"])
         await response(scope, receive, send)
@@ -150,18 +151,15 @@ def to_ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def logprob_objects(logprobs: Iterable[TokenLogprob], no_bytes: list[int] | None = None) -> list[dict[str, Any]]:
-    """The tokens of `logprobs` of a chat. `no_bytes`: the bytes of one with part of a character, whose bytes are not
-    available here."""
+def logprob_objects(logprobs: Iterable[TokenLogprob], *, with_ids: bool = False) -> list[dict[str, Any]]:
+    """Returns the tokens of `logprobs` of a chat. The bytes of parts of a character join to it."""
 
-    def token_object(text: str, logprob: float) -> dict[str, Any]:
-        bytes_ = no_bytes if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
+    def token_object(chance: TokenChance) -> dict[str, Any]:
+        number = {"id": chance.token} if with_ids else {}
+        logprob = max(chance.logprob, MIN_LOGPROB)
+        return {**number, "token": chance.text, "logprob": logprob, "bytes": list(chance.piece)}
 
-    return [
-        {**token_object(of.text, of.logprob), "top_logprobs": [token_object(*other) for other in of.top]}
-        for of in logprobs
-    ]
+    return [{**token_object(each), "top_logprobs": [token_object(other) for other in each.top]} for each in logprobs]
 
 
 def moe_object(stats: Stats) -> dict[str, Any]:

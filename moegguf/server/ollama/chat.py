@@ -15,7 +15,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +25,7 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import is_go_template
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits, replies
-from moegguf.server.common.body import Body
+from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import Json, Question, Reply, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import Tool, ToolCall, with_entry_messages
@@ -54,6 +54,7 @@ class ModelBody(Body):
     """A request about one model; `name` is the deprecated form of `model`."""
 
     model: ModelName
+    _begun_ns: int = PrivateAttr(default_factory=time.perf_counter_ns)
 
     @model_validator(mode="before")
     @classmethod
@@ -61,6 +62,11 @@ class ModelBody(Body):
         if not (name := given.get("model") or given.get("name")):
             raise ValueError("model is required")
         return {**given, "model": name}
+
+    @property
+    def age_ns(self) -> int:
+        """The time since the body was read."""
+        return time.perf_counter_ns() - self._begun_ns
 
 
 class ChatMessage(Body):
@@ -86,8 +92,8 @@ class _GenerationBody(ModelBody, Question):
     truncate: bool | None = None
     shift: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    details: bool | None = None  # ours: lines with `prompt_progress`, and `timing` and `decisions` at the end
+    top_logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    details: bool | None = None  # ours: lines with `prompt_progress`, and at the end `timing`, `decisions`, `load_s`
 
     @property
     @abstractmethod
@@ -125,7 +131,7 @@ class _GenerationBody(ModelBody, Question):
                 await state.manager.unload(entry.name)
             else:
                 await state.manager.load(entry.name, self.overrides(), keep_alive_s)
-            return _Reply(self, entry.name).without_content("unload" if keep_alive_s == 0 else "load")
+            return _Reply(self, self.model).without_content("unload" if keep_alive_s == 0 else "load")
 
         return replies.WholeResponse(work())
 
@@ -153,7 +159,7 @@ class _GenerateRequest(_GenerationBody):
     suffix: str | None = None
     system: str | None = None
     template: str | None = None
-    context: Annotated[list[int] | None, Field(max_length=MAX_ANSWER_TOKENS)] = None
+    context: Annotated[list[Whole] | None, Field(max_length=MAX_ANSWER_TOKENS)] = None
     raw: bool | None = None
     images: Images | None = None
 
@@ -208,9 +214,8 @@ class _Reply(Reply):
 
     def __init__(self, body: _GenerationBody, name: str, with_context: bool = False) -> None:
         self._is_chat = isinstance(body, ChatRequest)
-        self._with_details = bool(body.details)
         self._name, self._with_context = name, with_context
-        self._start_ns = time.perf_counter_ns()
+        self._body, self._found_ns = body, body.age_ns  # the model is found
         self._whole: Json = {}
 
     def error_line(self, error: HttpError, path: str) -> bytes:
@@ -220,10 +225,12 @@ class _Reply(Reply):
         if isinstance(event, Delta):
             return replies.json_line(self._object(self._delta(event) | {"done": False})) if event != Delta() else b""
         if isinstance(event, Done):
-            more = {"timing": asdict(event.timing), "decisions": event.decisions} if self._with_details else {}
-            return replies.json_line(self._object(self._content() | self._end(event) | more))
+            end = self._content() | self._end(event)
+            if self._body.details:
+                end |= {"timing": asdict(event.timing), "decisions": event.decisions, "load_s": event.load_s}
+            return replies.json_line(self._object(end))
         progress = {"prompt_progress": asdict(event), "done": False}
-        return replies.json_line(self._object(progress)) if self._with_details else b""
+        return replies.json_line(self._object(progress)) if self._body.details else b""
 
     def add(self, delta: Delta, done: Done) -> None:
         self._whole = self._object(self._delta(delta) | self._end(done))
@@ -251,15 +258,15 @@ class _Reply(Reply):
         return self._content(delta.text, thinking=delta.thinking, tool_calls=calls) | _present(logprobs=logprobs)
 
     def _end(self, done: Done) -> Json:
-        """The fields of the last object: token counts, and durations in ns, of which that of the load is 0 for a model
-        in memory."""
+        """The fields of the last object: token counts, and durations in ns. That of the load is the time in which the
+        model was found, and loaded where it was not in memory."""
         timing = done.timing
         return {
             "done": True,
             "done_reason": timing.finish,
             **_present(context=list(timing.context) if self._with_context else []),
-            "total_duration": time.perf_counter_ns() - self._start_ns,
-            "load_duration": replies.to_ns(done.load_s),
+            "total_duration": self._body.age_ns,
+            "load_duration": self._found_ns + replies.to_ns(done.load_s),
             **_present(
                 prompt_eval_count=timing.prompt_tokens + timing.cached_tokens,
                 prompt_cached_count=timing.cached_tokens,

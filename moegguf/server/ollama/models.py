@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -26,12 +26,13 @@ from moegguf.models.pull import pull as fetch
 from moegguf.models.recipe import Recipe, left_out, parameter_lines
 from moegguf.package import __version__
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, chunks, read_body
+from moegguf.server.common.body import Body, chunks, read_body, without_nulls
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import ModelName, Options, details_or_none, find
 from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, json_line, moe_object, to_ns
 from moegguf.server.ollama.chat import ChatMessage, ModelBody, time_text
 from moegguf.serving.events import LoadedModel, LoadedName
+from moegguf.text import without_surrogates
 
 OLLAMA_VERSION = "0.33.0"  # of the API; clients parse it as numbers and refuse old ones
 SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
@@ -77,7 +78,7 @@ def _tag_object(entry: ModelEntry) -> Json:
         "digest": entry.digest,
         "details": _details_object(known, entry.parent) | more,
         "capabilities": list(known.capabilities) if known else [],
-        **({"missing": [str(path) for path in entry.missing]} if entry.missing else {}),
+        **({"missing": [without_surrogates(str(path)) for path in entry.missing]} if entry.missing else {}),
     }
 
 
@@ -157,6 +158,8 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
     }
     if entry.license:
         found["license"] = entry.license
+    if entry.messages:
+        found["messages"] = [dict(message) for message in entry.messages]
     if system := body.system or entry.system:
         found["system"] = system
     if entry.mmproj:
@@ -289,7 +292,7 @@ class _CreateRequest(ModelBody):
     template: str | None = None
     system: str | None = None
     license: str | list[str] | None = None
-    parameters: Json | None = None
+    parameters: Annotated[Json, BeforeValidator(without_nulls)] | None = None
     messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
     quantize: str | None = None
     stream: bool | None = None

@@ -32,10 +32,10 @@ from moegguf.generate.request import (
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body
-from moegguf.server.common.conversation import Json, Question, Reply, conversation
+from moegguf.server.common.body import Body, Whole, without_nulls
+from moegguf.server.common.conversation import Json, Question, Reply, about_prompt, conversation
 from moegguf.server.common.messages import ChatMessage, Tool, messages_of, with_entry_messages
-from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, sampling_of
+from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, in_range, sampling_of
 from moegguf.server.common.replies import cut_object, event_line, logprob_objects, moe_object
 from moegguf.serving.events import Done, Event
 
@@ -55,6 +55,7 @@ def _not_zero(value: int) -> int:
 
 def token_ids(biases: Any) -> Any:
     """`logit_bias` with token ids as keys, which are strings in JSON. Raises ValueError."""
+    biases = without_nulls(biases)
     if not isinstance(biases, dict):
         return biases
     wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and int(key[:11]) <= MAX_TOKEN)), None)
@@ -64,10 +65,10 @@ def token_ids(biases: Any) -> Any:
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Limit = Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(_not_zero)]
-Choices = Annotated[int, Field(ge=1, le=limits.CHOICES)]
-Biases = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)]
-TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Limit = Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(_not_zero)]
+Choices = Annotated[Whole, Field(ge=1, le=limits.CHOICES)]
+Biases = Annotated[dict[int | str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)]
+TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class _StreamOptions(Body):
@@ -77,7 +78,8 @@ class _StreamOptions(Body):
 class GenerationBody(Question, SamplingOptions):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
     true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context.
-    `json_schema` and `grammar` (in GBNF) are llama-server's: the answer follows one of them."""
+    `json_schema` and `grammar` (in GBNF) are llama-server's: the answer follows one of them. `ignore_eos` is
+    llama-server's and vLLM's: the answer ends at its limit only."""
 
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
@@ -86,17 +88,33 @@ class GenerationBody(Question, SamplingOptions):
         list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
     ] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
+    thinking_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
+    ignore_eos: bool | None = None
     return_progress: bool | None = None
     truncate: bool | None = None
     shift: bool | None = None
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
 
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of thinking, by either of llama-server's names."""
+        given = self.reasoning_budget_tokens
+        return self.thinking_budget_tokens if given is None else given
+
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters. `most`: tokens of
         the answer, -1 for no limit, None for the default."""
-        own = self.model_dump(include=set(SamplingOptions.model_fields)) | {"num_predict": most}
-        return replace(sampling_of(entry, self.options, **own), logit_bias=self.logit_bias or {})
+        own = self.model_dump(include=set(SamplingOptions.model_fields))
+        own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
+        sampling = sampling_of(entry, self.options, **own)
+        biases = self.logit_bias or {}
+        return replace(
+            sampling,
+            logit_bias={token: bias for token, bias in biases.items() if isinstance(token, int)},
+            text_bias=tuple((text, bias) for text, bias in biases.items() if isinstance(text, str)),
+            ignore_eos=bool(self.ignore_eos),
+        )
 
     def repeated(self, generation: GenerationRequest, n: int | None) -> list[GenerationRequest]:
         """The same request for each of `n` answers (None: one), with the seeds that follow its own."""
@@ -112,15 +130,15 @@ def _choice_of(choice: Any) -> Any:
     kind = choice.get("type")
     if kind not in ("function", "allowed_tools"):
         raise ValueError(f"choices of type {str(kind)[:40]!r} are not supported; name a function")
-    found = choice.get(kind, choice)
+    found = choice.get(kind) or choice
     tools = [found] if kind == "function" else found.get("tools") if isinstance(found, dict) else None
     names = []
     for tool in tools if isinstance(tools, list) else ():
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        function = (tool.get("function") or tool) if isinstance(tool, dict) else None
         names.append(function.get("name") if isinstance(function, dict) else None)
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{kind} is missing, or has no names of functions")
-    return {"type": kind, "mode": found.get("mode", "auto"), "names": names}
+    return {"type": kind, "mode": found.get("mode") or "auto", "names": names}
 
 
 class ToolChoice(Body):
@@ -141,9 +159,10 @@ Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
 
 
 class Reasoning(Body):
-    """`reasoning`. With a summary, responses send the thinking as one; else as text."""
+    """`reasoning`. With a summary, responses send the thinking as one; else as text. `max_tokens` is OpenRouter's."""
 
     effort: Effort | None = None
+    max_tokens: Whole = in_range("reasoning_budget_tokens")
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -183,6 +202,12 @@ class ToolsBody(GenerationBody):
     def parallel_calls(self) -> bool:
         """`parallel_tool_calls`, true by default."""
         return self.parallel_tool_calls is not False
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of thinking, by llama-server's or by OpenRouter's name."""
+        given = super().thinking_budget
+        return self.reasoning.max_tokens if given is None and self.reasoning else given
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> ToolsBody:
@@ -456,4 +481,7 @@ class _ChatReply(ChoicesReply):
         self._add({"message": message, "logprobs": logprobs}, done)
 
 
-routes = [conversation("/v1/chat/completions", ChatBody)]
+routes = [
+    conversation("/v1/chat/completions", ChatBody),
+    about_prompt("/v1/chat/completions/input_tokens", ChatBody, "count", lambda n: {"input_tokens": n}),
+]

@@ -12,6 +12,7 @@ from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
+from moegguf.server.common.body import Whole
 from moegguf.server.common.conversation import Json, Reply, conversation
 from moegguf.server.common.options import Text, Texts
 from moegguf.server.common.replies import MIN_LOGPROB
@@ -37,7 +38,7 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
     echo: bool | None = None
     best_of: Choices | None = None
-    max_tokens: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
@@ -99,8 +100,8 @@ def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
         offsets.append(offset)
         offset += len(logprob.text)
         top: dict[str, float] = {}
-        for text, chance in logprob.top:
-            top.setdefault(text, max(chance, MIN_LOGPROB))
+        for chance in logprob.top:
+            top.setdefault(chance.text, max(chance.logprob, MIN_LOGPROB))
         tops.append(top)
     return {
         "tokens": [logprob.text for logprob in logprobs],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,15 +23,19 @@ from moegguf.generate.images import text_of
 from moegguf.generate.request import Delta, GenerationRequest, Message, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body
+from moegguf.server.common.body import Body, without_nulls
 from moegguf.server.common.conversation import EventReply, Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.messages import ChatMessage, messages_of, own_tools, read_parts
-from moegguf.server.common.replies import event_line, logprob_objects, usage
+from moegguf.server.common.messages import SEARCH_RESULT, ChatMessage, messages_of, own_tools, read_parts
+from moegguf.server.common.replies import dumps, event_line, logprob_objects, usage
 from moegguf.server.openai import chat
 from moegguf.serving.events import Done, Event
 
+log = logging.getLogger(__name__)
+
 MAX_METADATA = 16
+CALL = "_call"  # at the end of the type of an item that calls a tool
+CALL_FIELDS = ("type", "id", "call_id", "name", "status")  # which are none of its arguments
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 REASONING_PREFIX = "moegguf:"  # of our `encrypted_content`, which only carries the text back to us
@@ -61,29 +66,47 @@ def _thinking_of(item: Json) -> Any:
         return ""
 
 
-def _message_of(item: Any) -> Any:
-    """The message of the chat with what an item has. Raises ValueError for one that refers to a stored item."""
+def _called(item: Json, kind: str) -> Json:
+    """The call in an item: of a function, or of another tool, whose arguments are the other fields of the item."""
+    own = {name: value for name, value in item.items() if name not in CALL_FIELDS and value is not None}
+    arguments = item.get("arguments") if kind == "function_call" else own
+    return {"name": item.get("name") or kind.removesuffix(CALL), "arguments": arguments}
+
+
+def _output_of(output: Any) -> Any:
+    """What a tool returned, as the content of a message: a text or parts; anything else as JSON."""
+    is_parts = isinstance(output, list) and all(isinstance(part, dict) and part.get("type") for part in output)
+    return output if output is None or isinstance(output, str) or is_parts else dumps(output)
+
+
+def _messages_with(item: Any) -> list[Any]:
+    """The message of the chat with what an item has; none for an item of a tool that ran at OpenAI, such as
+    `web_search_call`, and of an unknown type. Raises ValueError for one that refers to a stored item."""
     if not isinstance(item, dict):
-        return item
-    match item.get("type") or ("message" if "role" in item else "item_reference"):
-        case "message":
-            return item
-        case "function_call":
-            return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": item}]}
-        case "function_call_output":
-            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-        case "reasoning":
-            return {"role": "assistant", "reasoning": _thinking_of(item)}
-        case "item_reference":
-            raise ValueError(f"an item has no type or refers to a stored one, but {STATELESS}")
-        case kind:
-            raise ValueError(f"items of type {str(kind)[:40]!r} are not supported")
+        return [item]
+    kind = str(item.get("type") or ("message" if "role" in item else "item_reference"))
+    if kind == "message":
+        return [item]
+    call_id = item.get("call_id")
+    if kind == "function_call" or (kind.endswith(CALL) and call_id):
+        return [{"role": "assistant", "tool_calls": [{"id": call_id, "function": _called(item, kind)}]}]
+    if kind.endswith(f"{CALL}_output"):
+        content = _output_of(item.get("output"))
+        return [{"role": "tool", "tool_call_id": call_id or item.get("id"), "content": content}]
+    if kind == "reasoning":
+        return [{"role": "assistant", "reasoning": _thinking_of(item)}]
+    if kind == SEARCH_RESULT:
+        return [{"role": "user", "content": [item]}]
+    if kind == "item_reference":
+        raise ValueError(f"an item has no type or refers to a stored one, but {STATELESS}")
+    log.warning("the item of type %.60r cannot be read here and is left out", kind)
+    return []
 
 
 def _messages_of(given: Any) -> Any:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    return [_message_of(item) for item in given] if isinstance(given, list) else given
+    return [message for item in given for message in _messages_with(item)] if isinstance(given, list) else given
 
 
 def _joined(messages: Iterable[Message]) -> list[Message]:
@@ -127,7 +150,7 @@ class ResponsesBody(chat.ToolsBody):
     text: _TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(max_length=limits.STOPS)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(without_nulls)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -139,7 +162,7 @@ class ResponsesBody(chat.ToolsBody):
     @field_validator(*REFUSED)
     @classmethod
     def _is_not_used(cls, value: Any, info: ValidationInfo) -> None:
-        if value:
+        if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
@@ -242,7 +265,7 @@ class _ResponseReply(EventReply):
         self._part["text"] += text
         more = {}
         if self._form is MESSAGE:
-            more["logprobs"] = logprob_objects(delta.logprobs, no_bytes=[]) if self._with_logprobs else []
+            more["logprobs"] = logprob_objects(delta.logprobs) if self._with_logprobs else []
             self._part["logprobs"] += more["logprobs"]
         yield self._event(f"response.{self._form.text}.delta", **self._keys, delta=text, **more)
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError, StorageError
+from moegguf.text import in_utf8
 
 MAX_LINE_BYTES = 33 << 20  # the longest body that an endpoint takes, and room for what is around it
 MAX_CUSTOM_ID_CHARS = 512
@@ -69,7 +71,8 @@ class RequestLine:
 
 
 class Requests:
-    """The lines of a seekable file, which the caller closes. `fingerprint`: equal for equal contents and defaults.
+    """The lines of a seekable file in UTF-8 or, with a byte order mark, UTF-16; the caller closes the file.
+    `fingerprint`: equal for equal contents and defaults.
 
     `endpoints`: the urls that a request may have. `defaults`: fields of bodies that lack them.
     """
@@ -84,7 +87,7 @@ class Requests:
     ) -> None:
         """Reads and checks all lines. Raises BatchFileError for a file without requests or with more than
         `max_requests`."""
-        self._file = file
+        self._file = file = in_utf8(file)
         self._endpoints = endpoints
         self._defaults = dict(defaults)
         self.lines: list[RequestLine] = []
@@ -215,6 +218,11 @@ def error_entry(requests: Requests, line: RequestLine, error: LineError) -> Entr
     return {"id": requests.id_of(line), "custom_id": line.custom_id, "response": None, "error": told}
 
 
+def to_line(entry: Entry) -> bytes:
+    """Returns an output line as JSON in UTF-8."""
+    return json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+
+
 def is_answer(entry: Entry) -> bool:
     """Whether the request succeeded."""
     return entry["error"] is None and entry["response"]["status_code"] == OK
@@ -299,7 +307,7 @@ class Journal:
 
         Raises StorageError; the journal is then as before.
         """
-        data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+        data = to_line(entry)
         self.check_space(len(data))
         with storing(self.path):
             try:
@@ -322,10 +330,10 @@ class Journal:
                 yield os.pread(self._handle, span.n_bytes, span.offset)
 
     def finish(self, path: Path) -> None:
-        """Puts all answers, in the order of the requests, at `path` at once, and removes the journal. Raises
-        StorageError; the journal then stays."""
+        """Puts all answers, in the order of the requests, at `path` at once, with the journal's mode, and removes the
+        journal. Raises StorageError; the journal then stays."""
         with storing(path):
-            write_atomically(path, self.lines())
+            write_atomically(path, self.lines(), stat.S_IMODE(os.fstat(self._handle).st_mode))
         self.remove()
 
     def remove(self) -> None:
@@ -371,12 +379,12 @@ def open_journal(path: Path, requests: Requests) -> Journal:
     return journal
 
 
-def lock_journal(path: Path) -> Journal:
-    """The journal at `path`, made when it is not there, before `read`. Raises BatchFileError when another process has
-    it open, StorageError."""
+def lock_journal(path: Path, mode: int = MODE) -> Journal:
+    """The journal at `path`, made with `mode` when it is not there, before `read`. Raises BatchFileError when another
+    process has it open, StorageError."""
     while True:
         with storing(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_nlink:

@@ -21,8 +21,9 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moegguf.atomic_write import write_atomically
+from moegguf.atomic_write import OWNER_ONLY, make_private, write_atomically
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
+from moegguf.regular_file import open_regular, read_regular
 from moegguf.serving.batch import answers
 from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, lock_journal
 from moegguf.serving.batch.files import FileStore
@@ -130,10 +131,12 @@ class Batches:
         if self._lock is not None:
             return
         with answers.storing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for path in (self.folder, *self.folder.rglob("*")):  # older versions let others read them
+                    make_private(path)
                 self._files.load()
                 self._load()
             except OSError as error:
@@ -149,7 +152,7 @@ class Batches:
         found = []
         for path in self.folder.glob("batch_*.json"):
             with suppress(OSError, ValueError, TypeError, KeyError):
-                known = json.loads(path.read_bytes())
+                known = json.loads(read_regular(path))
                 found.append(Batch(**{**known, "counts": Counts(**known["counts"])}))
         found.sort(key=lambda batch: batch.created_ns)
         self._batches = {batch.id: batch for batch in found}
@@ -199,7 +202,7 @@ class Batches:
         )  # fmt: skip
         with answers.storing(self.folder):
             try:
-                self._work(batch).mkdir()
+                self._work(batch).mkdir(mode=0o700)
                 self._files.link(input_file_id, self._work(batch) / INPUT)
                 self._update(batch)
             except OSError:
@@ -327,7 +330,7 @@ class Batches:
     async def _requests(self, batch: Batch) -> AsyncIterator[Requests]:
         """The batch's requests. Raises BatchFileError, OSError."""
         try:
-            file = (self._work(batch) / INPUT).open("rb")
+            file = open_regular(self._work(batch) / INPUT)
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
         with file:  # some seconds for a large one
@@ -337,7 +340,7 @@ class Batches:
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
         """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
         async with self._requests(batch) as requests:
-            with closing(lock_journal(self._work(batch) / "answers.jsonl")) as journal:
+            with closing(lock_journal(self._work(batch) / "answers.jsonl", OWNER_ONLY)) as journal:
                 await _in_thread(lambda: journal.read(requests))
                 batch.counts = journal.counts
                 yield requests, journal
@@ -347,7 +350,7 @@ class Batches:
         known = asdict(batch) | changes
         if isinstance(known["counts"], Counts):
             known["counts"] = asdict(known["counts"])
-        write_atomically(self.folder / f"{batch.id}.json", json.dumps(known).encode())
+        write_atomically(self.folder / f"{batch.id}.json", json.dumps(known).encode(), OWNER_ONLY)
         vars(batch).update(changes)
 
     def _try_update(self, batch: Batch, **changes: Any) -> None:

@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moegguf.atomic_write import MODE, locked_temporary, remove_abandoned, write_atomically
+from moegguf.atomic_write import OWNER_ONLY, locked_temporary, remove_abandoned, write_atomically
 from moegguf.errors import StorageError, UnknownIdError
 from moegguf.quantities import format_bytes
+from moegguf.regular_file import read_regular
 from moegguf.serving.batch.answers import storing, write_all
 from moegguf.serving.clients import current_owner, is_visible
 
@@ -54,12 +55,12 @@ class FileStore:
 
     def load(self) -> None:
         """Reads the folder, and removes what a killed process has left incomplete. Raises OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_abandoned(self._folder.glob(f"{UPLOAD}*"))
         self._files = {}
         for path in self._folder.glob("*.json"):
             with suppress(OSError, ValueError, TypeError):
-                file = StoredFile(**json.loads(path.read_bytes()))
+                file = StoredFile(**json.loads(read_regular(path)))
                 if file.id == path.stem and _ID.fullmatch(file.id) and self.contents(file.id).exists():
                     self._files[file.id] = file
         for path in self._folder.glob("file-*.data"):
@@ -108,6 +109,7 @@ class FileStore:
             os.link(source, path)
         except OSError:
             self.check_space(self.get(file_id).n_bytes)
+            path.touch(OWNER_ONLY)
             shutil.copyfile(source, path)
 
     def new(self) -> NewFile:
@@ -141,7 +143,7 @@ class FileStore:
         """Stores a file with this id, in place of the one that has it; it may take more than there is room for. From
         any thread. Raises StorageError."""
         with storing(self._folder):
-            write_atomically(self.contents(file_id), lines)
+            write_atomically(self.contents(file_id), lines, OWNER_ONLY)
             self.add(file_id, filename, purpose, expires_after_s)
 
     def add(self, file_id: str, filename: str, purpose: str, expires_after_s: int | None) -> StoredFile:
@@ -149,7 +151,7 @@ class FileStore:
         now, n_bytes = int(self._now()), self.contents(file_id).stat().st_size
         expires_at = None if expires_after_s is None else now + expires_after_s
         file = StoredFile(file_id, filename, n_bytes, purpose, now, expires_at, current_owner.get())
-        write_atomically(self._description(file_id), json.dumps(asdict(file)).encode())
+        write_atomically(self._description(file_id), json.dumps(asdict(file)).encode(), OWNER_ONLY)
         self._files[file_id] = file
         return file
 
@@ -184,7 +186,6 @@ class NewFile:
         """Makes it one of the store's. Raises StorageError."""
         with storing(self._folder):
             os.fsync(self._handle)
-            os.chmod(self._temporary, MODE)
             file_id = f"file-{uuid.uuid4().hex[:24]}"
             os.replace(self._temporary, self._store.contents(file_id))
             return self._store.add(file_id, filename, purpose, expires_after_s)

@@ -1,0 +1,169 @@
+"""The budget of an answer's thinking: how many tokens it may have, and the tokens that end it when they are used up.
+
+Thinking is found in the text, as the parser of the answer finds it, so that the budget does not depend on how tokens
+divide a mark. A `Sampler` takes the tokens that are `forced` in place of those that the model would choose.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from moegguf.generate.call_format import answer_format
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+    from moegguf.engine.vocabulary import Vocabulary
+    from moegguf.generate.prompt import Prompt
+    from moegguf.generate.request import GenerationRequest
+
+
+class _Channels(NamedTuple):
+    """How messages are written that have a channel or a recipient: what begins one of thinking, what ends it, and the
+    texts that begin the next message and make it the answer."""
+
+    open: re.Pattern[str]
+    close: re.Pattern[str]
+    next_message: str
+    answer: str
+
+
+_HARMONY = _Channels(
+    re.compile(r"(?:\A|assistant)\s*<\|channel\|>\s*analysis\s*<\|message\|>"),
+    re.compile(r"<\|(?:start|end|return|call|channel)\|>"),
+    "<|end|><|start|>assistant",
+    "<|channel|>final<|message|>",
+)
+_RECIPIENTS = _Channels(
+    re.compile(r"\bto=self\s*<\|message\|>"),
+    re.compile(r"<\|(?:start|eom|eot)\|>"),
+    "<|eom|><|start|>assistant",
+    " to=user<|message|>",
+)
+_WINDOW = 512  # characters of the text in which a mark is looked for
+
+
+class ThinkingBudget:
+    """Counts the tokens of one answer's thinking.
+
+    open, close: patterns of what stands before and after the thinking. only_first: whether thinking can only be what
+    the answer begins with. n_tokens: the budget, of all thinking of the answer. ends: the tokens that end the thinking,
+    for the first time that it is ended, the second and so on; the last ones stay. message: tokens before them. begun:
+    the end of the prompt, which may have begun the thinking. thinks: whether it has.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        open: re.Pattern[str],
+        close: re.Pattern[str],
+        n_tokens: int,
+        ends: Sequence[list[int]],
+        *,
+        only_first: bool = False,
+        message: Sequence[int] = (),
+        begun: str = "",
+        thinks: bool = False,
+    ) -> None:
+        self._piece = vocabulary.piece
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open, self._close, self._only_first = open, close, only_first
+        self._n_left = n_tokens
+        self._ends, self._message = deque(ends), message
+        self._last = deque[int](maxlen=max(map(len, ends)))
+        self._forced = deque[int]()
+        self._text = begun  # the end of the text, since the thinking began or ended
+        self._thinks, self._is_over = thinks, False
+        self._look()
+
+    @property
+    def forced(self) -> int | None:
+        """The token that has to come next; None for any."""
+        return self._forced[0] if self._forced else None
+
+    def release(self) -> None:
+        """Lets the model choose the next token, where the format of the answer does not allow the forced one."""
+        self._forced.clear()
+
+    def accept(self, token: int) -> None:
+        """Advances past a token of the answer."""
+        if self._is_over:
+            return
+        self._last.append(token)
+        self._text += self._decoder.decode(self._piece(token, special=True))
+        if self._forced:
+            self._forced.popleft()
+        elif self._thinks:
+            self._n_left -= 1
+        self._look()
+
+    def _look(self) -> None:
+        """Notes where the thinking begins and ends, and ends it once the budget is used up."""
+        if not self._thinks and (match := self._open.search(self._text)):
+            self._thinks, self._text = True, self._text[match.end() :]
+        elif not self._thinks:
+            self._is_over = self._only_first and len(self._text.lstrip()) >= _WINDOW
+        if self._thinks and (match := self._close.search(self._text)):
+            self._thinks, self._text = False, self._text[match.start() :]
+            self._is_over = self._only_first
+        self._text = self._text[-_WINDOW:]
+        is_whole = not self._decoder.getstate()[0]  # no character is cut in two
+        if self._thinks and self._n_left <= 0 and is_whole and not self._forced:
+            self._force()
+
+    def _force(self) -> None:
+        """Forces the end, or the rest of an end that the model has begun."""
+        end, last = self._ends[0], list(self._last)
+        if len(self._ends) > 1:
+            self._ends.popleft()
+        n_begun = next((n for n in range(len(end) - 1, 0, -1) if last[-n:] == end[:n]), 0)
+        self._forced.extend(end[n_begun:] if n_begun else [*self._message, *end])
+
+
+def thinking_budget_of(llm: Llama, request: GenerationRequest, prompt: Prompt) -> ThinkingBudget | None:
+    """The budget of the answer to `request`; None where it has no limit, or nothing is known of the model's thinking.
+
+    A prompt without a chat template has the marks that the request names, or those of the model's own template.
+    """
+    n_tokens, tokens = request.sampling.reasoning_budget_tokens, llm.vocabulary.tokens
+    if n_tokens is None or request.suffix is not None:
+        return None
+    template = prompt.template or llm.metadata.get("tokenizer.chat_template") or ""
+    message = tokens(request.sampling.reasoning_budget_message, special=False)
+    form = answer_format(template)
+    if form.channels and not request.think_marks:
+        open_pattern, close_pattern, next_message, answer = _HARMONY if form.is_harmony else _RECIPIENTS
+        last = _end_of(llm, prompt).rpartition("<|start|>")[2]
+        may_call = bool(request.tools) and request.tool_choice != "none"
+        ends = [next_message] if may_call else []  # so that a call may follow, too
+        ids = [tokens(end) for end in (*ends, next_message + answer)]
+        return ThinkingBudget(llm.vocabulary, open_pattern, close_pattern, n_tokens, ids, message=message, begun=last)
+    marks = form.think
+    open, *closes = request.think_marks or ((marks.open, marks.close) if marks else ("", ""))
+    if not (open and closes and closes[0]):
+        return None
+    if prompt.template is None:
+        end = _end_of(llm, prompt)
+        thinks = end.rfind(open) > max(end.rfind(close) for close in closes)
+    else:
+        in_thinking = prompt.continuation is not None and prompt.continuation.in_thinking
+        thinks = in_thinking or (marks is not None and marks.begun_by(prompt.end))
+    return ThinkingBudget(
+        llm.vocabulary,
+        re.compile(rf"\A\s*{re.escape(open)}"),
+        re.compile("|".join(map(re.escape, closes))),
+        n_tokens,
+        [tokens(closes[0])],
+        only_first=True,
+        message=message,
+        thinks=thinks,
+    )
+
+
+def _end_of(llm: Llama, prompt: Prompt) -> str:
+    """The prompt's text; of a prompt without a template, from its tokens."""
+    pieces = (llm.vocabulary.piece(token, special=True) for token in prompt.text_tokens)
+    return prompt.end or b"".join(pieces).decode(errors="replace")

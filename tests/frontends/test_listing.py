@@ -1,0 +1,134 @@
+"""Lists of models: a file that is damaged or strange, in whatever way, hides no other model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import httpx
+import pytest
+from fake_manager import FakeCatalog, FakeManager, server_of
+from gguf_builder import moe
+
+from moegguf.cli.options import complete_model
+from moegguf.models.catalog import Catalog
+from moegguf.terminal.facts import library_facts, list_facts
+from moegguf.terminal.tables import print_model_list
+from tools.mutants import mutate, read_header, write_file
+
+SEEDS = (*range(60), 462, 465)  # of the last two, the embedding has no name
+FAR_S = 1 << 40  # a time in the year 36812
+LONG = "x" * 300  # the name of no file
+ANTHROPIC = {"anthropic-version": "2023-06-01"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """MOEGGUF_MODELS with a good model, beside nothing else."""
+    for name, path in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
+        monkeypatch.setenv(name, str(tmp_path / path))
+    folder = tmp_path / "models"
+    folder.mkdir()
+    monkeypatch.setenv("MOEGGUF_MODELS", str(folder))
+    moe().write(folder / "good.gguf")
+    return folder
+
+
+@pytest.fixture
+def manager() -> FakeManager:
+    return FakeManager(cast(FakeCatalog, Catalog(paths=False)))
+
+
+@pytest.fixture
+def http(manager: FakeManager) -> Iterator[httpx.Client]:
+    with server_of(manager) as url, httpx.Client(base_url=url, timeout=90, trust_env=False) as client:
+        yield client
+
+
+def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
+    """The names in every list of models."""
+    entries = Catalog().entries()
+    print_model_list(entries)
+    assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]
+    manager.there = {entry.name: entry for entry in entries}  # as if all were loaded
+    found = {
+        "list": {entry.name for entry in entries},
+        "completion": {f"{name}:latest" for name in complete_model("")},
+        "tags": {each["name"] for each in http.get("/api/tags").raise_for_status().json()["models"]},
+        "ps": {each["name"] for each in http.get("/api/ps").raise_for_status().json()["models"]},
+    }
+    for name, headers in {"openai": {}, "anthropic": ANTHROPIC}.items():
+        reply = http.get("/v1/models", headers=headers, params={"limit": 1000}).raise_for_status().json()
+        found[name] = {each["id"] for each in reply["data"]}
+    return found
+
+
+def test_a_damaged_header_hides_no_model_and_is_listed_itself(
+    folder: Path, http: httpx.Client, manager: FakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    header = read_header(folder / "good.gguf")
+    for seed in SEEDS:
+        write_file(mutate(header, seed)[0], folder / f"bad-{seed}.gguf")
+    wanted = {"good:latest", *(f"bad-{seed}:latest" for seed in SEEDS)}
+    for name, found in lists(http, manager).items():
+        assert wanted <= found, name
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    n_refused = 0
+    for seed in SEEDS[::10]:
+        shown = http.post("/api/show", json={"model": f"bad-{seed}"})
+        n_refused += shown.status_code != 200
+        assert shown.status_code == 200 or f"bad-{seed}.gguf" in shown.json()["error"]
+    assert n_refused
+    assert http.post("/api/show", json={"model": "good"}).status_code == 200
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+
+
+def without_embedding(path: Path, *shape: int) -> None:
+    """Writes a model without an embedding, or with one of this shape."""
+    model = moe()
+    model.tensors = model.tensors[1:]
+    if shape:
+        model.tensor("token_embd.weight", *shape)
+    model.write(path)
+
+
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "a pipe": lambda folder: os.mkfifo(folder / "bad.gguf"),
+    "a socket": lambda folder: bind(folder / "bad.gguf"),
+    "a folder": lambda folder: (folder / "bad.gguf").mkdir(),
+    "a link to itself": lambda folder: (folder / "bad.gguf").symlink_to("bad.gguf"),
+    "a link to nothing": lambda folder: (folder / "bad.gguf").symlink_to("nothing"),
+    "a link to a name that no file can have": lambda folder: (folder / "bad.gguf").symlink_to(LONG),
+    "a link to a device": lambda folder: (folder / "bad.gguf").symlink_to("/dev/zero"),
+    "a name that is not UTF-8": lambda folder: moe().write(Path(os.fsdecode(bytes(folder / "bad") + b"\xff.gguf"))),
+    "a projector that is a link to nothing": lambda folder: (folder / "mmproj-good.gguf").symlink_to("nothing"),
+    "a projector that is a pipe": lambda folder: os.mkfifo(folder / "mmproj-good.gguf"),
+    "a shard of many": lambda folder: moe().write(folder / "bad-00001-of-00003.gguf"),
+    "a shard numbered in other digits": lambda folder: moe().write(folder / "bad-0000١-of-0000٣.gguf"),
+    "a time in ten thousand years": lambda folder: os.utime(moe().write(folder / "bad.gguf"), (FAR_S, FAR_S)),
+    "a time before all": lambda folder: os.utime(moe().write(folder / "bad.gguf"), (-FAR_S, -FAR_S)),
+    "no embedding": lambda folder: without_embedding(folder / "bad.gguf"),
+    "an embedding of one dimension": lambda folder: without_embedding(folder / "bad.gguf", 64),
+    "no bytes": lambda folder: (folder / "bad.gguf").touch(),
+    "no model": lambda folder: (folder / "bad.gguf").write_bytes(b"PK" * 1000),
+    "a header that ends": lambda folder: (folder / "bad.gguf").write_bytes(moe().build()[:100]),
+}
+
+
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_a_strange_file_hides_no_model(
+    folder: Path, http: httpx.Client, manager: FakeManager, make: Callable[[Path], object]
+) -> None:
+    make(folder)
+    for name, found in lists(http, manager).items():
+        assert "good:latest" in found, name
+    assert http.post("/api/show", json={"model": "good"}).status_code == 200
+    assert library_facts("no model") == []

@@ -1,0 +1,117 @@
+"""Sequences that join, leave and guess ahead: with slots for some experts their logits are those of plain llama.cpp.
+
+`python -m tools.gpu.batches '<case as JSON>'` computes one schedule of passes twice, in processes of their own, and
+prints for each number of sequences whether the bits are equal, as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from moegguf.engine.llama import Llama
+from moegguf.engine.sequences import Chunk
+from moegguf.native.events import Phase
+from moegguf.native.store import StoreOptions
+from tools.gpu.case import Case, read_parts
+from tools.gpu.measure import device_of
+
+N_SEQUENCES = (3, 9)
+N_PASSES = 48
+N_PROMPT, LONGER = 20, 7  # tokens of the first prompt, and those that each next one has more
+N_GUESSED = 4  # tokens of a sequence in every third pass, as where a draft was right
+
+
+def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Iterator[list[Chunk]]:
+    """Yields the passes. Every second pass a sequence joins. The first one leaves halfway, and another one follows."""
+    length = [0] * n_sequences
+    for n in range(N_PASSES):
+        chunks = list[Chunk]()
+        for sequence in range(min(n_sequences, n // 2 + 1)):
+            if sequence == 0 and n == N_PASSES // 2:
+                length[0] = 0
+            n_tokens = N_GUESSED if n % 3 == 0 else 1
+            if length[sequence] == 0:
+                n_tokens = N_PROMPT + LONGER * sequence
+            phase = Phase.DECODE if length[sequence] else Phase.PREFILL
+            tokens = random.integers(0, n_vocab, n_tokens).tolist()
+            chunks.append(Chunk(sequence, tokens, length[sequence], sequence, phase))
+            length[sequence] += n_tokens
+        yield chunks
+
+
+def digests(llm: Llama, n_sequences: int) -> list[str]:
+    """Returns a digest of the logits of every pass."""
+    found = list[str]()
+    llm.context.clear()
+    for chunks in schedule(n_sequences, np.random.default_rng(n_sequences), llm.n_vocab()):
+        for chunk in chunks:
+            if chunk.n_past == 0:
+                llm.context.truncate(0, chunk.sequence)
+        rows = llm.context.eval_chunks(chunks)
+        assert rows is not None, "the context has room for all sequences"
+        found.append(hashlib.sha256(b"".join(llm.context.logits(row).tobytes() for row in rows)).hexdigest())
+    return found
+
+
+def compute(case: Case) -> dict[str, Any]:
+    """Computes the schedules as MOEGGUF_HOOKS says. Raises what loading raises."""
+    case = replace(case, device=device_of(case))
+    options: dict[str, Any] = {
+        "n_ctx": case.n_ctx, "n_batch": case.n_ctx, "n_ubatch": case.n_ubatch, "n_threads": case.n_threads,
+        "n_seq_max": max(N_SEQUENCES), "n_gpu_layers": -1, "verbose": False,
+    }  # fmt: skip
+    if case.system == "moegguf":
+        options |= {"store": StoreOptions(device=case.device), "placement": "slots", **(case.options or {})}
+    with Llama(case.model, **options) as llm:
+        counted = {name: tier["evictions"] for name, tier in llm.session.tiers().items()} if llm.session else {}
+        found: dict[str, Any] = {str(n): digests(llm, n) for n in N_SEQUENCES}
+        if llm.session is not None:
+            tiers = llm.session.tiers()
+            found["evictions"] = sum(tiers[name]["evictions"] - before for name, before in counted.items())
+        return found | {"n_ubatch": llm.plan.n_ubatch if llm.session is not None else case.n_ubatch}
+
+
+def child(case: Case) -> dict[str, Any]:
+    """Returns the result of a process that computes the case. Raises RuntimeError where there is none."""
+    hooks = {"MOEGGUF_HOOKS": "1" if case.system == "moegguf" else "0"}
+    command = [sys.executable, "-m", "tools.gpu.batches", "--one", case.as_json()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | hooks, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{case.system} ended with exit status {done.returncode}")
+    return read_parts(done.stdout)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints what is equal, or with --one the digests of one system."""
+    if arguments[0] == "--one":
+        out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # keeps what libraries print out of the result
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            print(json.dumps(compute(Case.from_json(arguments[1]))), file=out, flush=True)
+        return
+    case = Case.from_json(arguments[0])
+    ours = child(replace(case, system="moegguf"))
+    plain = child(replace(case, system="llama.cpp", n_ubatch=ours["n_ubatch"]))
+    for n in map(str, N_SEQUENCES):
+        same = sum(one == other for one, other in zip(ours[n], plain[n], strict=True))
+        for item, value, unit in (
+            (f"{n} sequences, bits are equal", same == N_PASSES, "bool"),
+            (f"{n} sequences, passes that differ", N_PASSES - same, "number"),
+        ):
+            print(json.dumps({"item": item, "unit": unit, "value": float(value)}), flush=True)
+    print(json.dumps({"item": "experts evicted meanwhile", "unit": "number", "value": ours["evictions"]}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

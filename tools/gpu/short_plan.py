@@ -1,0 +1,304 @@
+"""The plan of the short run: its steps in order, their time, the processes of each, and a prediction for each figure.
+
+A step has a share of the time and ends when all shares up to its own are used up. Its parts run in turn: each once,
+then each a second time. Predictions were written down before any run. They are of cards with PCIe 5.0 x16 and fast
+memory (H100, H200). Figures that nobody could predict have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tools.gpu.case import N_FIRST, Case
+from tools.gpu.rig import GB
+
+TOTAL_S = 545.0  # of all steps; the call itself takes some seconds beside them
+ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
+SAME = "tokens as of llama.cpp, resident"  # from the first one on
+STOP = "a stop, us"  # of one layer, computed from a speed, the speed with everything resident, and the bytes that come
+
+# Remedies that a library may have behind a switch, and the bit of each. Its function `moegguf_switches` returns the
+# bits of those that it has; the environment variable MOEGGUF_SWITCHES holds the bits of those that are on.
+SWITCHES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}
+
+Kind = Literal["facts", "micro", "measure", "batches", "tests"]
+Predicted = Mapping[str, tuple[float, float]]  # {figure: (least, most)}
+
+
+def switch_bits(letters: str) -> int:
+    """Returns the bits of remedies, for MOEGGUF_SWITCHES."""
+    return sum(SWITCHES[letter] for letter in letters.replace("-", ""))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of a step."""
+
+    name: str
+    kind: Kind
+    arguments: tuple[str, ...] = ()  # of the program
+    case: Case | None = None
+    predicted: Predicted = field(default_factory=dict)
+    switches: str = ""  # letters of the remedies that are on, while all others are off; "-": all are off
+    needs_card: bool = False  # it measures nothing on a simulated device
+    counts_calls: bool = False  # of CUDA's runtime, which costs a little
+    model: str = ""  # that has to be written before
+    n_layer: int = 0  # layers at which every token stops
+    limit_s: float = 40.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Parts that answer one question."""
+
+    name: str
+    share_s: float
+    question: str
+    parts: tuple[Part, ...]
+    n_turns: int = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The device that is measured, and the sizes of everything that is done on it."""
+
+    device: str
+    link: str  # of a simulated device; empty: the device is real
+    models: Mapping[str, tuple[str, str, int]]  # {name: (preset, quantisation, layers)}
+    card_bytes: int  # the smaller card that is imitated
+    holds: bool  # the other memory of the card is taken; else the limit is counted
+    sizes: Mapping[str, Any]
+    n_slots: int  # of a pool that is too large for 32-bit offsets
+    n_experts: int  # of products
+    n_columns: int  # of an expert's matrix
+
+    @property
+    def is_simulated(self) -> bool:
+        """Returns whether there is no card."""
+        return bool(self.link)
+
+    def file(self, model: str, folder: Path) -> Path:
+        """Returns the file of a model."""
+        return folder / f"{model}.gguf"
+
+
+SHALLOW, WIDE, MIX = "qwen3-16-layers", "qwen1.5-moe", "tiny-mix"
+CARD = Setting(
+    device="CUDA0",
+    link="",
+    models={
+        WIDE: ("qwen1.5-moe-a2.7b", "q4_k_m", 24),
+        SHALLOW: ("qwen3-30b-a3b", "q4_k_m", 16),
+        MIX: ("tiny-mix", "q4_k_m", 0),
+    },
+    card_bytes=8 * GB,
+    holds=True,
+    sizes={"n_prompt": 1024, "n_prompts": 2, "n_decode": 256, "n_ctx": 2048, "n_ubatch": 512},
+    n_slots=3000,
+    n_experts=128,
+    n_columns=2048,
+)
+REHEARSAL = Setting(
+    device="",
+    link="8GB/s",
+    models={
+        WIDE: ("tiny-qwen2moe", "q4_k_m", 0),
+        SHALLOW: ("tiny-qwen3moe", "q4_k_m", 0),
+        MIX: ("tiny-mix", "q4_k_m", 0),
+    },
+    card_bytes=1_300_000,
+    holds=False,
+    sizes={"n_prompt": 64, "n_prompts": 2, "n_decode": 16, "n_ctx": 256, "n_ubatch": 64},
+    n_slots=30,
+    n_experts=16,
+    n_columns=256,
+)
+
+
+def steps(setting: Setting, models: Path, n_threads: int) -> tuple[Step, ...]:
+    """Returns the steps, in order."""
+    plan = _Plan(setting, models, n_threads)
+    return (
+        Step("facts", 15, "the machine, the link, the library", tuple(plan.facts())),
+        Step("M1", 20, "what a stop is made of: remedies a, b, f", tuple(plan.latency())),
+        Step("M5", 15, "products from pinned memory: do mapped slots pay (0.7 or more)?", tuple(plan.mapped())),
+        Step(
+            "S1",
+            20,
+            "32-bit offsets: is a large pool wrong? how slow are F16 products with many slots?",
+            tuple(plan.offsets()),
+        ),
+        Step("M2", 15, "is a prompt's product slower where experts lie apart?", tuple(plan.strides())),
+        Step(
+            "Q1", 90, "Qwen1.5-MoE, everything resident: why 307 of 339 and 4,380 of 8,020?", tuple(plan.resident()), 3
+        ),
+        Step("Q2", 115, "Qwen1.5-MoE, 8 GB: slots against layers and -ncmoe", tuple(plan.small_card()), 2),
+        Step(
+            "Q3",
+            150,
+            "Qwen3-30B, 16 layers: a stop with 65 % and 23 % of the slots, for each remedy",
+            tuple(plan.shares()),
+            2,
+        ),
+        Step("Q4", 35, "several sequences, joining, leaving and guessing: are the bits equal?", tuple(plan.batches())),
+        Step("identity", 70, "logits of a card with slots are those of the card without", tuple(plan.identity())),
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Makes the parts of each step."""
+
+    setting: Setting
+    models: Path
+    n_threads: int
+
+    def facts(self) -> Iterator[Part]:
+        yield Part("the machine", "facts")
+        predicted = {
+            "from pinned memory, 900 kB each, GB/s": (35, 48),
+            "from pinned memory, 2900 kB each, GB/s": (42, 53),
+            "from pinned memory, 30000 kB each, GB/s": (48, 56),
+        }
+        yield Part("copies", "micro", ("copies",), predicted=predicted, needs_card=True)
+
+    def latency(self) -> Iterator[Part]:
+        predicted = {
+            "hand-off to a sleeping thread, and back": (5, 20),
+            "ids to pageable memory, and wait": (9, 14),
+            "ids to pinned memory, and wait": (5, 9),
+            "ids from pageable memory, and wait": (8, 13),
+            "ids from pinned memory, and wait": (5, 9),
+            "ids to pageable memory behind copies, and wait": (9, 18),
+            "ids to pinned memory behind copies, and wait": (5, 12),
+            "ids from pageable memory behind copies, and wait": (8, 60),
+            "ids from pinned memory behind copies, and wait": (5, 60),
+            "graph of 1, until its first kernel runs": (5, 11),
+            "graph of 25, until its first kernel runs": (6, 13),
+            "graph of 50, until its first kernel runs": (7, 15),
+            "kernel node": (1.3, 2.0),
+            "kernel node that is launched early": (0.8, 1.6),
+            "copy node": (4, 5),
+            "copy node and kernel node in turn": (5.5, 7),
+        }
+        in_us = {f"{name}, us": value for name, value in predicted.items()}
+        yield Part("latencies", "micro", ("latency",), predicted=in_us, needs_card=True)
+
+    def mapped(self) -> Iterator[Part]:
+        for type_, columns, rows in (("q4_K", 2048, 768), ("q6_K", 768, 2048), ("mxfp4", 2880, 2880)):
+            predicted = dict[str, tuple[float, float]]()
+            for n_tokens in (1, 4):
+                what = f"{type_}, tokens: {n_tokens}"
+                predicted |= {f"{what}, pinned memory against copies": (0.70, 0.85), f"{what}, {EQUAL}": (1, 1)}
+            arguments = ("mapped", self.setting.device, type_, str(columns), str(rows), "128", "8")
+            yield Part(type_, "micro", arguments, predicted=predicted, needs_card=True, limit_s=8)
+
+    def offsets(self) -> Iterator[Part]:
+        columns, few, many = self.setting.n_columns, self.setting.n_experts, self.setting.n_slots
+        for type_, rows, wrong in (("f16", 768, (1, 4)), ("f16", 512, (1,)), ("bf16", 768, (1, 4)), ("q4_0", 768, ())):
+            for n in (few, many):
+                overflows = wrong if n == CARD.n_slots else ()
+                predicted = {
+                    f"{type_}, slots: {n}, tokens: {n_tokens}, {EQUAL}": (0, 0) if n_tokens in overflows else (1, 1)
+                    for n_tokens in (1, 4)
+                }
+                yield self._products("offsets", f"{type_} x {rows}, {n} slots", (type_, columns, rows, n), predicted)
+
+    def strides(self) -> Iterator[Part]:
+        # `down` of Qwen1.5-MoE and of Qwen3-30B: each of its two types has the stride that the larger one needs.
+        for type_, columns, n_experts, n_used, stride, most in (
+            ("q5_0", 1408, 60, 4, 3_075_776, 1.2),
+            ("q8_0", 1408, 60, 4, 3_075_776, 1.05),
+            ("q4_K", 768, 128, 8, 1_310_400, 1.0),
+            ("q6_K", 768, 128, 8, 1_310_400, 1.05),
+        ):
+            rows = 2048
+            if self.setting.is_simulated:
+                rows, n_experts, n_used = 64, self.setting.n_experts, 2
+            predicted = {f"{type_} {rows}x{n_experts}, apart against together": (0.85, most)}
+            arguments = (type_, columns, rows, n_experts, n_used, stride)
+            yield self._products("strides", f"{type_} x {rows}", arguments, predicted)
+
+    def _products(self, what: str, name: str, arguments: Sequence[object], predicted: Predicted) -> Part:
+        device = "CPU" if self.setting.is_simulated else self.setting.device
+        return Part(name, "micro", (what, device, *map(str, arguments)), predicted=predicted, limit_s=8)
+
+    def resident(self) -> Iterator[Part]:
+        ours = {"vram_cache": "100%", "placement": "slots"}
+        yield self._measured("llama.cpp", WIDE, None, {ANSWER: (325, 350), PROMPT: (7600, 8400)})
+        yield self._measured("moegguf", WIDE, ours, {ANSWER: (300, 330), PROMPT: (7500, 9000)})
+        without = self._measured("moegguf, ids not copied (f)", WIDE, ours, {ANSWER: (322, 345), PROMPT: (7500, 9000)})
+        yield replace(without, switches="f")
+
+    def small_card(self) -> Iterator[Part]:
+        limit = {"limit_bytes": self.setting.card_bytes, "hold": self.setting.holds}
+        slots, whole = {"placement": "slots"}, {"placement": "layers"}
+        if not self.setting.is_simulated:
+            whole |= {"vram_cache": "5.9GB"}
+        for name, options, predicted, more in (
+            ("llama.cpp -ncmoe", None, {ANSWER: (148, 160), PROMPT: (1450, 1750)}, limit),
+            ("llama.cpp -ncmoe, one layer fewer", None, {ANSWER: (158, 175)}, limit | {"more_on_cpu": -1}),
+            ("moegguf", {}, {ANSWER: (130, 205), PROMPT: (900, 4800)}, limit),
+            ("moegguf, slots", slots, {ANSWER: (175, 205), PROMPT: (3200, 4800)}, limit),
+            ("moegguf, slots, passes of 2048", slots, {ANSWER: (160, 200), PROMPT: (4000, 8000)}, limit | self._long()),
+            ("moegguf, 5.9 GB of layers", whole, {ANSWER: (155, 172), PROMPT: (900, 1400)}, limit),
+        ):
+            yield self._measured(name, WIDE, options, predicted, **more)
+
+    def shares(self) -> Iterator[Part]:
+        everything = {"vram_cache": "100%", "placement": "slots"}
+        yield self._measured("llama.cpp, resident", SHALLOW, None, {ANSWER: (600, 750)})
+        yield self._measured("moegguf, resident", SHALLOW, everything, {ANSWER: (540, 700)})
+        for share, answer, stop, remedies in (
+            (
+                65,
+                (350, 440),
+                (54, 70),
+                (("-", 54, 70), ("a", 46, 66), ("b", 44, 64), ("ab", 39, 51), ("abcdef", 30, 46)),
+            ),
+            (23, (230, 310), (54, 90), (("-", 54, 90), ("c", 40, 80), ("e", 54, 90), ("abcdef", 30, 66))),
+        ):
+            slots = {"vram_cache": f"{share}%", "placement": "slots"}
+            yield self._measured(f"{share} %", SHALLOW, slots, {ANSWER: answer, STOP: stop})
+            for switches, least, most in remedies:
+                part = self._measured(f"{share} %, remedies: {switches}", SHALLOW, slots, {STOP: (least, most)})
+                yield replace(part, switches=switches)
+            yield self._measured(f"{share} %, passes of 2048", SHALLOW, slots, {}, **self._long())
+            calls = self._measured(f"{share} %, calls counted", SHALLOW, slots, {})
+            yield replace(calls, counts_calls=True)
+
+    def batches(self) -> Iterator[Part]:
+        case = replace(self._case(MIX, {"vram_cache": "40%"}), n_ctx=512, n_ubatch=64)
+        predicted = {f"{n} sequences, {EQUAL}": (1.0, 1.0) for n in (3, 9)}
+        yield Part("tiny-mix, 40 %", "batches", case=case, predicted=predicted, model=MIX, limit_s=35)
+
+    def identity(self) -> Iterator[Part]:
+        for name, chosen in {
+            "passes": "test_passes_of_any_number_of_tokens",
+            "gpt-oss": "test_every_architecture and gpt-oss",
+            "f16, bf16, mxfp4": "test_every_quantisation and (f16 or bf16 or mxfp4)",
+        }.items():
+            arguments = ("tests/live/test_gpu.py", "-k", chosen)
+            yield Part(
+                name, "tests", arguments, predicted={"failed": (0, 0), "skipped": (0, 0)}, needs_card=True, limit_s=45
+            )
+
+    def _long(self) -> dict[str, Any]:
+        return {"n_ubatch": self.setting.sizes["n_ctx"]}
+
+    def _case(self, model: str, options: dict[str, Any] | None, **more: Any) -> Case:
+        file, system = str(self.setting.file(model, self.models)), "llama.cpp" if options is None else "moegguf"
+        common: dict[str, Any] = {"device": self.setting.device, "link": self.setting.link, **self.setting.sizes}
+        return Case(model=file, system=system, options=options, n_threads=self.n_threads, **common | more)
+
+    def _measured(
+        self, name: str, model: str, options: dict[str, Any] | None, predicted: Predicted, **more: Any
+    ) -> Part:
+        case, n_layer = self._case(model, options, **more), self.setting.models[model][2]
+        if (options or {}).get("placement") == "slots" and case.n_ubatch == self.setting.sizes["n_ubatch"]:
+            n_tokens = N_FIRST + case.n_decode
+            predicted = {**predicted, SAME: (n_tokens, n_tokens)}
+        return Part(name, "measure", case=case, predicted=predicted, model=model, n_layer=n_layer)

@@ -1,0 +1,171 @@
+"""The short run's results as plain text: what was predicted, what was measured, and whether one is within the other."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tools.gpu.short_plan import ANSWER, PROMPT, SAME, STOP, Part, Step
+from tools.gpu.steps import Outcome
+
+DIFFERENT = 0.05  # between turns of a part: it is measured again
+NONE = "-"
+WIDTHS = (44, 38, 15, 26)
+BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each, GB/s"  # of a step's parts, and of the facts
+
+Outcomes = Mapping[str, Outcome]
+
+
+def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
+    """Returns the figures of an outcome by the names that a table gives them."""
+    values = outcome.get("values", {})
+    if part.kind in ("micro", "batches", "tests"):
+        return dict(values)
+    if part.kind != "measure":
+        return {}
+    device = values.get("steady", {}).get("VRAM", {})
+    found = {
+        ANSWER: values.get("steady_tokens_per_s"),
+        PROMPT: values.get("prompt_tokens_per_s"),
+        "first 64 tokens, t/s": values.get("first_tokens_per_s"),
+        "cold prompt, t/s": values.get("cold_prompt_tokens_per_s"),
+        "hits": device.get("hit_rate"),
+        "MB a token": _scaled(device.get("bytes_per_token"), 1e-6),
+        "load, s": values.get("load_s"),
+    }
+    for place, counted in values.get("steady", {}).items():
+        for name in ("ns", "n", "hook_ns", "stall_ns"):
+            if counted.get(f"{name}_per_token"):
+                scale, unit = (1, "") if name == "n" else (1e-3, ", us")
+                what = {"n": "number", "ns": "time"}.get(name, name.removesuffix("_ns"))
+                found[f"{place}, {what} a token{unit}"] = counted[f"{name}_per_token"] * scale
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def turns_of(step: Step, part: Part, outcomes: Outcomes) -> list[Outcome]:
+    """Returns the outcomes of a part's turns."""
+    named = (f"{step.name}/{part.name}/{turn}" for turn in range(1, step.n_turns + 1))
+    return [outcomes[name] for name in named if name in outcomes]
+
+
+def turns_differ(part: Part, turns: Sequence[Outcome]) -> bool:
+    """Returns whether speeds of answers differ by more than DIFFERENT between turns."""
+    speeds = [figures[ANSWER] for turn in turns if ANSWER in (figures := figures_of(part, turn))]
+    return len(speeds) > 1 and max(speeds) > (1 + DIFFERENT) * min(speeds)
+
+
+def _resident(plan: Sequence[Step], part: Part, outcomes: Outcomes) -> list[int]:
+    """Returns the tokens of llama.cpp itself with the same model and everything on the device; empty where unknown."""
+    for step in plan:
+        for other in step.parts:
+            case = other.case
+            if other.model == part.model and case and case.system == "llama.cpp" and case.limit_bytes is None:
+                found = (turn.get("values", {}).get("tokens", []) for turn in turns_of(step, other, outcomes))
+                return max(found, key=len, default=[])
+    return []
+
+
+def _n_same(tokens: Sequence[int], others: Sequence[int]) -> int:
+    return next((i for i, pair in enumerate(zip(tokens, others, strict=False)) if pair[0] != pair[1]), len(tokens))
+
+
+def measured(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> dict[str, list[float]]:
+    """Returns every figure of a part, with one value for each turn that has it."""
+    found = dict[str, list[float]]()
+    for outcome in turns_of(step, part, outcomes):
+        for name, value in figures_of(part, outcome).items():
+            found.setdefault(name, []).append(value)
+    resident = _resident(plan, part, outcomes) if part.kind == "measure" else []
+    for outcome in turns_of(step, part, outcomes):
+        if resident and (tokens := outcome.get("values", {}).get("tokens")):
+            found.setdefault(SAME, []).append(_n_same(tokens, resident))
+    if (us := _stop_us(step, part, found, outcomes)) is not None:
+        found[STOP] = [us]
+    return found
+
+
+def _stop_us(step: Step, part: Part, own: Mapping[str, list[float]], outcomes: Outcomes) -> float | None:
+    """Returns what a stop at a layer costs: the time of a token, less that of a resident model and of the bytes."""
+    base = next((other for other in step.parts if other.name == BASE), None)
+    if STOP not in part.predicted or base is None or ANSWER not in own:
+        return None
+    speeds = [figures_of(base, turn).get(ANSWER) for turn in turns_of(step, base, outcomes)]
+    resident = [speed for speed in speeds if speed]
+    gb_per_s = outcomes.get("facts/copies/1", {}).get("values", {}).get(COPIES)
+    if not resident or not gb_per_s or not part.n_layer:
+        return None
+    bytes_us = statistics.median(own.get("MB a token", [0.0])) / gb_per_s * 1e3
+    return (1e6 / statistics.median(own[ANSWER]) - 1e6 / statistics.median(resident) - bytes_us) / part.n_layer
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def table(plan: Sequence[Step], outcomes: Outcomes) -> str:
+    """Returns the table of everything that is known."""
+    lines = [*_facts(outcomes), _line("what", "figure", "predicted", "measured", "")]
+    for step in plan:
+        lines += ["", f"{step.name}: {step.question}"]
+        for part in step.parts:
+            lines += _rows(plan, step, part, outcomes)
+    return "\n".join(lines) + "\n"
+
+
+def _rows(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> Iterator[str]:
+    turns = turns_of(step, part, outcomes)
+    if not turns:
+        yield _line(part.name, "", "", "not reached", "")
+        return
+    found = measured(plan, step, part, outcomes)
+    names = [*part.predicted, *(name for name in found if name not in part.predicted)] if found else []
+    rows = [(name, _predicted(part, name), _measured(found.get(name, []))) for name in names]
+    for status in dict.fromkeys(str(turn["status"]) for turn in turns if turn["status"] != "done"):
+        reason = next((turn.get("error", "") for turn in turns if turn["status"] == status), "")
+        rows.append((status, "", " ".join(reason.split())[-200:]))
+    rows += [(note, "", "") for note in _planned(turns)]
+    for i, row in enumerate(rows or [("done", "", "")]):
+        verdict = _verdict(part, row[0], found[row[0]]) if row[0] in found else ""
+        yield _line("" if i else part.name, *row, verdict)
+
+
+def _planned(turns: Sequence[Outcome]) -> Iterator[str]:
+    """Yields the planner's own predictions, if it made some."""
+    for turn in turns:
+        if predicted := turn.get("values", {}).get("predicted"):
+            yield "planner: " + ", ".join(f"{kind} {speed:.0f}" for kind, speed in predicted.items())
+            return
+
+
+def _predicted(part: Part, name: str) -> str:
+    if name not in part.predicted:
+        return ""
+    least, most = part.predicted[name]
+    return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
+
+
+def _measured(values: Sequence[float]) -> str:
+    if not values:
+        return NONE
+    middle = f"{statistics.median(values):.4g}"
+    return f"{middle} ({min(values):.4g} to {max(values):.4g})" if len(values) > 1 else middle
+
+
+def _verdict(part: Part, name: str, values: Sequence[float]) -> str:
+    if name not in part.predicted:
+        return ""
+    least, most = part.predicted[name]
+    return "" if least <= statistics.median(values) <= most else "NOT AS PREDICTED"
+
+
+def _line(*cells: str) -> str:
+    padded = [cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=False)]
+    return "  ".join([*padded, *cells[len(WIDTHS) :]]).rstrip()
+
+
+def _facts(outcomes: Outcomes) -> Iterator[str]:
+    values: Mapping[str, Any] = outcomes.get("facts/the machine/1", {}).get("values", {})
+    for name, value in values.items():
+        yield f"{name}: {value}"
+    yield ""
