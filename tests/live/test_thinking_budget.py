@@ -11,9 +11,9 @@ import pytest
 from answering import DEMO, QUESTION, Answer, answers_together, ask, endless, text_of
 
 from moegguf.engine.llama import Llama
+from moegguf.generate.continuation import Continuation
 from moegguf.generate.prompt import Prompt
 from moegguf.generate.request import GenerationRequest, Sampling
-from moegguf.generate.template import Continuation
 from moegguf.generate.thinking_budget import thinking_budget_of
 
 TURNS = "{{ tools or '' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
