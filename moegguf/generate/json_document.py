@@ -438,9 +438,11 @@ class Document:
                 kind, opposite, step = _OPPOSITES[keyword]
                 if step >= 0 or value > 0:
                     yield Made({"type": [kind], opposite: value + step})
+            case "items" | "additionalProperties" | "unevaluatedProperties" | "propertyNames" if value is True:
+                return
             case "uniqueItems" if value is False:
                 return
-            case _ if value is not True or keyword == "uniqueItems":
+            case _:
                 raise _NoComplementError(keyword)
 
 
