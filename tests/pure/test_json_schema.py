@@ -232,7 +232,7 @@ def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             "dependentSchemas": st.dictionaries(st.sampled_from(NAMES), inner, max_size=1),
         },
         type=st.just("object"),
-        additionalProperties=inner,
+        additionalProperties=st.just(True) | inner,
     )  # fmt: skip
 
 
