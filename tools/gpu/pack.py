@@ -88,7 +88,7 @@ def sources() -> Iterator[tuple[str, Path]]:
     yield from own_sources()
     for path in sorted(tree.rglob("*")):
         name = path.relative_to(tree).as_posix()
-        if path.is_file() and not NOT_BUILT.fullmatch(name):
+        if path.is_file() and name.startswith(vendor.BUILT) and not NOT_BUILT.fullmatch(name):
             yield f"build/vendor/llama.cpp/{name}", path
     yield "build/vendor/llama.cpp.stamp", vendor.VENDOR / "llama.cpp.stamp"
 
