@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 from moegguf.errors import SchemaError
 from moegguf.generate.json_numbers import Numbers, decimal_of
+from moegguf.generate.json_references import References
 
 Json = dict[str, Any]
 Goal = tuple[int, ...]
@@ -39,7 +39,6 @@ _OF_TYPE = {
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _KEPT = {"type", "enum", "unevaluatedItems", *_COMBINING}.union(*_OF_TYPE.values())
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
-_VALUES = ("enum", "const", "default", "examples")  # hold values, not schemas
 
 # Keywords of complements, which no schema of a user has.
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
@@ -148,13 +147,12 @@ class Document:
 
     def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
         self.ignored: set[str] = set()  # keywords that are not enforced
-        self._root = root
+        self._references = References(root)
         self._count_steps = count_steps
         self._raw: list[Any] = []  # every schema, so that its identity stays its own
         self._numbers: dict[int, int] = {}  # by the identity of a schema
         self._equal: dict[Any, int] = {}  # by what makes schemas equal
         self._kept: list[bool | Json] = []  # by number
-        self._named: dict[str, Any] | None = None  # parts by anchor or identifier
         self._complements: dict[int, Made] = {}
         self._plain_parts: dict[int, Json] = {}
         self._compares = False  # alternatives of a oneOf with each other
@@ -178,7 +176,7 @@ class Document:
             if not isinstance(kept, dict) or kept.keys() != {"$ref"}:
                 return number
             seen.add(number)
-            schema = self._resolve(kept["$ref"])
+            schema = self._references.follow(kept["$ref"])
         return self._number_of(False)
 
     def _number_of(self, schema: Any) -> int:
@@ -263,7 +261,7 @@ class Document:
         `anyOf`."""
         yield from kept.get("allOf", ())
         if "$ref" in kept:
-            yield self._resolve(kept["$ref"])
+            yield self._references.follow(kept["$ref"])
         if "oneOf" in kept:
             yield self._exactly_one(kept["oneOf"])
         if "not" in kept:
@@ -402,7 +400,7 @@ class Document:
                 scalars = [each for each in value if not isinstance(each, dict | list)]
                 yield Made({"allOf": [Made({EXCLUDED: scalars}), *composites]})
             case "$ref":
-                yield Made({"not": self._resolve(value)})
+                yield Made({"not": self._references.follow(value)})
             case "allOf":
                 yield from (Made({"not": each}) for each in value)
             case "anyOf":
@@ -440,56 +438,12 @@ class Document:
                 kind, opposite, step = _OPPOSITES[keyword]
                 if step >= 0 or value > 0:
                     yield Made({"type": [kind], opposite: value + step})
+            case "items" | "additionalProperties" | "unevaluatedProperties" | "propertyNames" if value is True:
+                return
             case "uniqueItems" if value is False:
                 return
-            case _ if value is not True or keyword == "uniqueItems":
+            case _:
                 raise _NoComplementError(keyword)
-
-    # References
-
-    def _resolve(self, reference: str) -> Any:
-        """Returns the schema that a reference means: a JSON pointer or an anchor, behind the `$id` of a part if there
-        is one. Raises SchemaError."""
-        if self._named is None:
-            self._named = dict(_named_parts(self._root))
-        base, _, fragment = reference.partition("#")
-        try:
-            fragment = unquote(fragment, errors="strict")
-        except ValueError:
-            raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which is not UTF-8.") from None
-        target = self._root
-        if base:
-            target = self._named.get(base)
-            if target is None:
-                raise SchemaError(f"references in a JSON schema are local (#/...), but one is {reference[:80]!r}.")
-        if fragment and not fragment.startswith("/"):
-            target = self._named.get("#" + fragment)
-            fragment = ""
-        for step in fragment.split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and step.isascii() and step.isdigit() and int(step[:9]) < len(target):
-                target = target[int(step[:9])]
-            else:
-                target = target.get(step) if isinstance(target, Mapping) else None
-        if target is None:
-            raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which it does not have.")
-        return target
-
-
-def _named_parts(root: Any) -> Iterator[tuple[str, Any]]:
-    """Returns the parts of a schema that have a name: "#" and the anchor, or the identifier. The first of a name is the
-    last one here."""
-    todo, found = [root], list[tuple[str, Any]]()
-    while todo:
-        part = todo.pop()
-        if isinstance(part, Mapping):
-            for keyword in ("$anchor", "$dynamicAnchor", "$id"):
-                if isinstance(name := part.get(keyword), str):
-                    found.append((name.removesuffix("#") if keyword == "$id" else "#" + name, part))
-            todo += [value for key, value in part.items() if key not in _VALUES]
-        elif isinstance(part, list | tuple):
-            todo += part
-    return reversed(found)
 
 
 # Keywords

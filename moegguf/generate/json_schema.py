@@ -214,6 +214,8 @@ class _Writer:
 
     def _array(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
         least, most = facts.fewest_items, facts.most("maxItems")
+        if most is not None and least > most:
+            return
         contained = list(facts.each("contains"))
         if any(facts.each("uniqueItems")) and (most is None or most > 1):
             found = None if contained else self._unique_items(facts, least, most)
@@ -285,7 +287,7 @@ class _Writer:
             return None
         most = len(values) if most is None else min(most, len(values))
         if least > most:
-            return []
+            return []  # there are too few values
         first, more = (f"json_{next(self._numbers)}" for _ in range(2))
         end = [f"J_END %if bit_count_ge(_, {least})"]
         begun, going = [end[0]], [end[0]]
@@ -313,6 +315,8 @@ class _Writer:
 
     def _object(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
         least, most = facts.least("minProperties"), facts.most("maxProperties")
+        if most is not None and least > most:
+            return
         names = facts.property_names
         n_counted = max(least, most or 0, 1)
         if n_counted > 1 and (len(names) + 1) * (min(len(names), n_counted) + 1) > MAX_STATES:

@@ -13,9 +13,12 @@ import math
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from moegguf.errors import SchemaError
+from moegguf.generate.json_references import References
 from moegguf.generate.request import ToolCall
 
 Call = tuple[str, dict[str, Any]]
@@ -125,11 +128,9 @@ def _parts(schema: Any, root: Any, depth: int, combining: Sequence[str] = _COMBI
         for part in parts if isinstance(parts, list | tuple) else ():
             yield from _parts(part, root, depth + 1, combining)
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target = root
-        for step in reference[2:].split("/"):
-            target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        yield from _parts(target, root, depth + 1, combining)
+    if isinstance(reference, str):
+        with suppress(SchemaError):
+            yield from _parts(References(root).follow(reference), root, depth + 1, combining)
 
 
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}

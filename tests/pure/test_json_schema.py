@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from moegguf.errors import SchemaError
 from moegguf.generate.json_schema import SHARED_RULES, Schemas
+from moegguf.generate.tool_calls import Parameter
 
 BYTES = LLTokenizer("byte")
 
@@ -150,6 +151,17 @@ def test_texts_are_accepted_where_they_follow_the_schema(schema: Any, texts: dic
     assert {text: accepts(grammar, text) for text in texts} == texts
 
 
+def test_the_types_of_a_tool_s_parameters_are_known_behind_all_references() -> None:
+    root = {"$defs": {"Box<Int>": {"type": "integer"}, "p": {"$anchor": "pet", "type": "null"}}}
+    for reference, kinds in (
+        ("#/$defs/Box%3CInt%3E", {"integer"}),
+        ("#pet", {"null"}),
+        ("#/$defs/none", set()),
+        ("x", set()),
+    ):
+        assert Parameter({"$ref": reference}, root).kinds() == kinds
+
+
 NOT_FOLLOWED = {
     "uniqueItems": {"items": {"type": "integer"}, "uniqueItems": True},
     "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
@@ -220,7 +232,7 @@ def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             "dependentSchemas": st.dictionaries(st.sampled_from(NAMES), inner, max_size=1),
         },
         type=st.just("object"),
-        additionalProperties=inner,
+        additionalProperties=st.just(True) | inner,
     )  # fmt: skip
 
 
