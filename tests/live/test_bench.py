@@ -190,12 +190,15 @@ def test_llama_cpp_and_moegguf_write_the_same_tokens_on_a_device_and_are_measure
     """Everything there; some layers' experts there; all on the CPU; moegguf with memory for 60 % of them."""
     from tools.gpu import measure
 
+    def measured(each: Case) -> dict[str, Any]:
+        return {name: value for part in measure.run(each) for name, value in part.items()}
+
     device, layout = add_link_device(Link(2e9, 20e-6), memory_bytes=64 * MIB), read_layout(path)
     case = Case(str(path), device, "llama.cpp", **SIZES)
     limited = replace(case, hold=False, limit_bytes=layout.dense_bytes + int(0.6 * layout.expert_bytes) + 2 * MIB)
     with hooks_off():
-        upstream = [measure.run(each) for each in (case, limited, replace(limited, all_on_cpu=True))]
-    ours = measure.run(replace(limited, system="moegguf", options={"expert_cache": "30%"}))
+        upstream = [measured(each) for each in (case, limited, replace(limited, all_on_cpu=True))]
+    ours = measured(replace(limited, system="moegguf", options={"expert_cache": "30%"}))
     everything, some, none = upstream
     assert everything["tokens"] == some["tokens"] == none["tokens"] == ours["tokens"]
     assert len(ours["tokens"]) == 64 + SIZES["n_decode"]

@@ -193,7 +193,10 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
         given = {**least(kind), **copy.deepcopy(body)}
         if source is RAW:
             assert read(kind, given) is not None, path
-        for each in objects(given, (*DATA, *(("format", "json_schema") if path in SCHEMAS else ()))):
+        schema = given.pop("json_schema", None)  # llama-server's field: a schema, in which null may be a value
+        if schema is not None:
+            assert read(kind, {**given, "json_schema": schema}) is not None
+        for each in objects(given, (*DATA, *(("format",) if path in SCHEMAS else ()))):
             for name in list(each):
                 value = each.pop(name)
                 without = read(kind, given)
