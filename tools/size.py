@@ -44,7 +44,7 @@ TOKEN_LIMITS = {
     "tests": 358_200,
     "tools": 53_600,
 }
-NATIVE_LIMITS = {"moegguf/native": 10_590, "moegguf/server": 1_450}
+NATIVE_LIMITS = {"moegguf/native": 10_590, "moegguf/server": 1_450, "tools": 510}
 
 _LAYOUT = frozenset(
     {
