@@ -61,19 +61,21 @@ TOOLS = tuple(
     for name in (NAME, OTHER_NAME)
 )
 
+MAX_RENDERED = 256 << 10  # characters of a conversation that a template may write
+MAX_WRITTEN = 4 << 10  # characters of a call
+
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
 _TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word in a line of its own, or a mark at the end
 _MARK = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
-
-
 _BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
 
 
 @dataclass(frozen=True)
 class Written:
     """The exact text of one call, for a call that a request forces: `before` the name, `between` name and arguments,
-    `after` them. `argument`, where arguments have marks of their own: the texts around an argument's name and value, by
-    the JSON type of the value ("" for any other). `separator`: between two arguments."""
+    `after` them. Where arguments have marks of their own, `key_open`, `key_close` and `value_close` are the texts around
+    an argument's name and behind its value; `key_close` depends on the JSON type of the value ("" stands for any).
+    `separator` stands between two arguments, `quote` around a text."""
 
     before: str
     between: str
@@ -311,7 +313,8 @@ class _Probe:
     def _render(self, *answers: Mapping[str, Any], think: bool = True) -> str:
         """Returns the prompt of a question and messages after it, "" when the template rejects them."""
         try:
-            return render(self.template, [QUESTION, *map(dict, answers)], tools=TOOLS, think=think)
+            conversation = [QUESTION, *map(dict, answers)]
+            return render(self.template, conversation, tools=TOOLS, think=think, characters=MAX_RENDERED)
         except TemplateError:
             return ""
 
@@ -325,7 +328,7 @@ class _Probe:
         close, text, _ = rest.partition(TEXT)
         if known or not thought or not text or not close.strip():
             return known
-        open_text = self._text[_common_prefix(self._text, self._prompt) : self._text.index(TEXT)]
+        open_text = self._text.partition(TEXT)[0][_common_prefix(self._text, self._prompt) :]
         marks = close.strip().removesuffix(open_text.strip())
         if not marks:  # an answer without thinking has the marks, too: its text begins as it does where thinking is off
             shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
@@ -368,7 +371,7 @@ class _Probe:
     def tool_format(self) -> ToolFormat | None:
         """Returns the format in which the template renders calls, None when it renders none."""
         written = self._written(_call(NAME, ID, VALUES))
-        if NAME not in written:
+        if NAME not in written or len(written) > MAX_WRITTEN:
             return None
         return self._json_format(written) or self._named_format(written)
 
@@ -479,7 +482,7 @@ class _Probe:
 
     def _python_style(self, key_close: str, end: int, rest: str) -> _Style:
         raw = ESCAPED in self._render(_answer(_call(NAME, ID, {"qkeya": ESCAPED})))
-        n = rest.index(")") + 1
+        n = len(_through(rest, ")"))
         exact = Written("", "(", ")", "python", key_close={"": "="}, separator=", ", quote="'" if raw else "")
         return _Style(False, end + n, lambda before, after: PythonCalls(raw), exact)
 
@@ -540,7 +543,7 @@ class _Style:
 
 
 def _relaxed_style(quote: str, end: int, rest: str) -> _Style:
-    n = rest.index("}") + 1
+    n = len(_through(rest, "}"))
     exact = Written("", "{", "}", "relaxed", key_close={"": ":"}, separator=",", quote=quote)
     return _Style(False, end + n, lambda before, after: RelaxedCalls(before, quote), exact)
 
@@ -548,7 +551,7 @@ def _relaxed_style(quote: str, end: int, rest: str) -> _Style:
 def _element_style(begin: str, divider: str, end: int, rest: str) -> _Style:
     sign = divider.partition("</")[0]
     between = begin.removesuffix(f"{sign}<")
-    n = rest.index(">") + 1 if not sign else rest.index("</qkeyb>") + len("</qkeyb>")
+    n = len(_through(rest, "</qkeyb>"))
 
     def reader(before: str, after: str) -> Reader:
         return ElementCalls(before, _flexible(between.strip()), after, sign)

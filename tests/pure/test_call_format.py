@@ -350,3 +350,28 @@ def test_tools_between_the_messages_and_the_answer_are_no_mark_of_the_text(role:
     template = f"{{% for m in messages %}}{head}{{{{ m.content }}}}{{% endfor %}}{{{{ tools or '' }}}}"
     form = answer_format(template + role.format("assistant") + "{# </think> #}")
     assert (form.text_open, form.text_close) == ("", "")
+
+
+CALLED = "{% for c in m.tool_calls or [] %}"
+ARGUMENTS = "{% for k, v in c.function.arguments.items() %}"
+PIECES = [
+    *("{{ m.content }}", "{{ m.role }}", "{{ m }}", "{{ tools }}", "{{ m.tool_calls }}", "{{ m.reasoning_content }}"),
+    *("<a>", "</a>", "[B]", "(", ")", "{", "}", "\n", "<think>", "</think>", ":", "=", "'", "x" * 5000),
+    f"{CALLED}{{{{ c.function.name }}}}{{% endfor %}}",
+    f"{CALLED}<{{{{ c.function.name }}}}>{{{{ c.function.arguments }}}}{{% endfor %}}",
+    f"{CALLED}{ARGUMENTS}{{{{ k }}}}({{{{ v }}}}{{% endfor %}}{{% endfor %}}",
+    f"{CALLED}{{{{ c.function.name }}}}({ARGUMENTS}{{{{ k }}}}='{{{{ v }}}}'{{% endfor %}}{{% endfor %}}",
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_template_has_a_format(seed: int) -> None:
+    rng = random.Random(seed)
+    body = "".join(rng.choices(PIECES, k=rng.randrange(1, 8)))
+    template = f"{{% for m in messages %}}{body}{{% endfor %}}{''.join(rng.choices(PIECES[6:16], k=2))}"
+    form = answer_format(template)
+    form.learn()
+    parser = answer_parser(template, tools_for(""), prompt_end="<a>")
+    assert parser.feed("text") is not None and parser.end(cut=True) is not None
+    request = GenerationRequest(messages=(), tools=tuple(tools_for("")), tool_choice="required")
+    assert constraint_for(request, template) is not None
