@@ -75,9 +75,9 @@ class Written:
     """The exact text of one call, for a call that a request forces: `before` the name, `between` name and arguments,
     `after` them.
 
-    Where arguments have marks of their own, `key_open`, `key_close` and `value_close` are the texts around an argument's
-    name and behind its value. `key_close` depends on the JSON type of the value; "" stands for any. `separator` stands
-    between two arguments, `quote` around a text.
+    Where arguments have marks of their own, `key_open`, `key_close` and `value_close` are the texts around the name of
+    an argument and behind its value. `key_close` depends on the JSON type of the value; "" stands for any. `separator`
+    stands between two arguments, `quote` around a text.
     """
 
     before: str
