@@ -108,7 +108,7 @@ async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
     async with batches_in(tmp_path, endpoint, window_s=0.3) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         later = found.create(CHAT, stored(found, [request("c")]))  # its turn does not come in time
-        batch.expires_at = later.expires_at = batch.created_at + 2  # which is in whole seconds
+        batch.expires_at, later.expires_at = batch.created_at + 2, batch.created_at + 1  # which are whole seconds
         for each in (batch, later):
             await ended(found, each)
             assert each.status == "expired" and each.expired_at
