@@ -189,7 +189,7 @@ class OwnWorker:
 
     @property
     def ended(self) -> bool:
-        """Whether there is no process with the model as its files are now."""
+        """True when no process has the model as its files are now."""
         changed = any(file is not None and file.is_changed() for file in self._files)
         return changed or self._worker is None or self._worker.exited.done()
 

@@ -248,7 +248,7 @@ class Llama(UpstreamLlama):
             raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
         if isinstance(input, str) or self.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE:
             return self.context.evaluate(lambda: base(input, normalize, truncate, return_count))
-        # Of several texts with a vector for each token, the base class takes those of the second from a wrong place.
+        # The base class reads the vectors of a second text, one for each token, from a wrong place.
         found = [self.context.evaluate(functools.partial(base, text, normalize, truncate, True)) for text in texts]
         vectors = [each for each, _ in found]
         return (vectors, sum(n_tokens for _, n_tokens in found)) if return_count else vectors

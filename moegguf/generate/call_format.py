@@ -324,7 +324,7 @@ class _Probe:
     # Thinking and text
 
     def _think_marks(self) -> ThinkMarks | None:
-        """Returns the marks that the template renders around thinking; those of the table where it renders none."""
+        """Returns the marks that the template renders around thinking; the marks of the table where it renders none."""
         known = think_marks_of(self.template)
         rendered = self._render(_answer(text=TEXT, thinking=THOUGHT))
         before, thought, rest = rendered.partition(THOUGHT)
@@ -595,7 +595,7 @@ class AnswerFormat:
 
     @property
     def empties_text(self) -> bool:
-        """Whether the marks of an empty text stand before a call."""
+        """True when the marks of an empty text stand before a call."""
         return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property

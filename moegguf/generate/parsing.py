@@ -488,7 +488,7 @@ class Transcript:
         return delta if delta.text or delta.thinking or delta.tool_calls else None
 
     def _released(self, n_more: int) -> list[tuple[int, TokenLogprob | None]]:
-        """Returns the tokens that begin within the next `n_more` characters: not those of a stop string."""
+        """Returns the tokens that begin within the next `n_more` characters, without the tokens of a stop string."""
         self._n_passed += n_more
         all_passed = not self._stops.found and not self._stops.n_held
         released = []

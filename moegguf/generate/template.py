@@ -41,8 +41,8 @@ def render(
     further variables, decide it. `bos`, `eos`: texts of those
     tokens. `begins_answer`: the prompt ends with the beginning of an answer.
 
-    Raises LongPromptError above so many `characters`, and TemplateError when the template is too long or invalid,
-    rejects the conversation, fails, or exceeds the limits of time or memory.
+    Raises LongPromptError for a prompt of more than `characters` characters, and TemplateError when the template is too
+    long or invalid, rejects the conversation, fails, or exceeds the limits of time or memory.
     """
     variables = default_variables() | _reasoning(options or {}) | {"bos_token": bos, "eos_token": eos}
     variables["add_generation_prompt"] = begins_answer

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class _Channels(NamedTuple):
-    """How messages are written that have a channel or a recipient: what begins one of thinking, what ends it, and the
-    texts that begin the next message and make it the answer."""
+    """The marks of messages that have a channel or a recipient: the beginning and the end of a message of thinking,
+    and the texts that begin the next message and make it the answer."""
 
     open: re.Pattern[str]
     close: re.Pattern[str]

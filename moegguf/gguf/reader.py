@@ -198,7 +198,7 @@ class FileVersion:
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
-        """Whether the file was written to since, or another one has its name; False where there is no file now."""
+        """Returns whether the file was written to since, or another one has its name. False: no file is there."""
         now = FileVersion.now(self.path)
         return now is not None and now.identity != self.identity
 

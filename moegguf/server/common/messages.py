@@ -77,7 +77,7 @@ def _text_of_result(part: dict[str, Any]) -> str:
 
 
 def is_foreign(part: Any) -> bool:
-    """Whether a part has a type that nothing here can read, which the log then tells."""
+    """Returns whether a part has a type that nothing here reads. The log then names it."""
     kind = part.get("type") if isinstance(part, dict) else None
     found = isinstance(kind, str) and kind not in (*_TEXTS, *_IMAGES, "image", SEARCH_RESULT)
     if found:
