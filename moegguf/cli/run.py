@@ -184,6 +184,5 @@ def _check(given: Given) -> None:
 
         try:
             find_strategy(given["strategy"])
-        except OptionError as error:  # its old flag, --system, is taken for the system message
-            text = f"{error} The system message is --system-prompt."
-            raise typer.BadParameter(text, param_hint="--strategy") from None
+        except OptionError as error:
+            raise typer.BadParameter(str(error), param_hint="--strategy") from None
