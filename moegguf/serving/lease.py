@@ -238,13 +238,13 @@ class ManagedModel:
         stays as it is."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
-    def status(self, loop_time_s: float) -> LoadedModel:
+    def status(self) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""
         process, now = self.process, datetime.now(UTC)
         assert process is not None
         names = list[LoadedName]()
         for name, use in self.uses.items():
-            left_s = min(use.keep_alive_s, self.expires_s(name) - loop_time_s)
+            left_s = min(use.keep_alive_s, self.expires_s(name) - time.monotonic())
             expires = None if left_s == math.inf else now + timedelta(seconds=max(0.0, left_s))
             names.append(LoadedName(name, use.entry.digest, expires))
         times = [each.expires for each in names if each.expires is not None]
@@ -364,6 +364,11 @@ class Lease(Calls):
             self._release()
         else:
             self._request.cancel()  # released when the worker has stopped
+
+    def cancel(self) -> None:
+        """Stops the answer within a token. Its events then end with `Done`."""
+        if self._request is not None:
+            self._request.cancel()
 
     async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
