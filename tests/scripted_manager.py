@@ -83,7 +83,7 @@ async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[Mod
     """A manager; checks that it leaves no process and no open file."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
-    workers = Workers(command=COMMAND)
+    workers = Workers(command=COMMAND, echo_stderr=settings.get("debug", False))
     async with ModelManager(catalog, Settings(**settings), workers=workers, measure=catalog.measure) as manager:
         yield manager
     assert len(psutil.Process().children()) == children
