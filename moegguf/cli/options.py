@@ -21,6 +21,9 @@ OFTEN = "Options"
 Given = dict[str, Any]
 """{name of an option: its value}, of those given on the command line."""
 
+OF_THE_MODEL = ("mmproj", "lora_path")
+"""Options of loading that are files of one model."""
+
 _TYPE_OF_PYTHON = re.compile(r" <.*>$")
 _TYPES: dict[str, type] = {"whole": int, "number": float, "switch": bool, "threads": int}
 
