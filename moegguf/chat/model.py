@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
-from moegguf.generate.request import Delta, Message, OnProgress, PromptProgress, Timing
+from moegguf.generate.request import AnswerSummary, Delta, Message, OnProgress, PromptProgress
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
@@ -46,12 +46,12 @@ class Answer:
     """One answer, and what became of it. `read` gets its parts on a thread of its own and gives them to `put`; `deltas`
     yields them on the main thread, which Ctrl-C can then interrupt, and collects them in `text` and `thinking`.
 
-    `stop` has the other process end it; None: `read` sees that by itself (`stopped`), and nobody waits for it. `timing`
-    and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of a load before it.
+    `stop` has the other process end it; None: `read` sees that by itself (`stopped`), and nobody waits for it.
+    `summary` and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of a load before it.
     """
 
     def __init__(self, read: Callable[[Answer], object], stop: Callable[[], object] | None = None) -> None:
-        self.timing = Timing(finish="cancelled")
+        self.summary = AnswerSummary(finish="cancelled")
         self.decisions: Mapping[str, Any] = {}
         self.load_s = 0.0
         self.text = self.thinking = ""
@@ -213,7 +213,7 @@ class OwnWorker:
                     if isinstance(event, Delta | PromptProgress):
                         answer.put(event)
                     else:
-                        answer.timing = build(Timing, event)
+                        answer.summary = build(AnswerSummary, event)
             finally:
                 answer.decisions = worker.decisions
 
@@ -373,7 +373,7 @@ class RunningServer:
                     if answer.stopped:  # the server stops, too, when the connection ends
                         return
                     if line.get("done"):
-                        answer.timing, answer.decisions = build(Timing, line["timing"]), line["decisions"]
+                        answer.summary, answer.decisions = build(AnswerSummary, line["timing"]), line["decisions"]
                         answer.load_s += line["load_s"]
                         return
                     if "prompt_progress" in line:
@@ -470,7 +470,7 @@ class ChatModel:
         if (answer := self._answer) is None:
             return []
         load_s, url = answer.load_s if with_load else 0.0, self.connection.url
-        lines = statistics(answer.timing, load_s, answer.decisions, self.connection.placement)
+        lines = statistics(answer.summary, load_s, answer.decisions, self.connection.placement)
         return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{url}"] if url else lines
 
     def print_experts(self) -> None:

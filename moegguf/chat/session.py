@@ -158,13 +158,13 @@ def print_answer(
             answer.error = error
         finally:
             spinner.close()
-    answer.is_interrupted, timing = interrupted.is_set(), answer.timing
+    answer.is_interrupted, summary = interrupted.is_set(), answer.summary
     if answer.error is None or answer.text or answer.thinking:
         printer.end("\n" if answer.error or answer.is_interrupted else end)
-        counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
+        counts = ((summary.cut_messages, "message"), (summary.cut_tokens, "token"))
         if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
             print_message(f"prompt cut: {', '.join(parts)} left out")
-        if n := timing.n_shifts:
+        if n := summary.n_shifts:
             times = "" if n == 1 else f" {n} times"
             print_message(f"the context was full{times}: the model no longer knows the older half")
     return answer

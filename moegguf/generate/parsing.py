@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.call_format import AnswerFormat, ToolFormat, answer_format
 from moegguf.generate.continuation import Continuation
-from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall, join
+from moegguf.generate.request import Delta, Request, TokenLogprob, ToolCall, join
 from moegguf.generate.tool_calls import Call, Types, closed_json, json_value, tool_call, types_of
 from moegguf.gguf.chat_template import ThinkMarks, capabilities_of, tail
 
@@ -497,17 +497,16 @@ class Transcript:
         return released
 
 
-def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
+def new_transcript(request: Request, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
     """The transcript of an answer to `request`. Only answers to a chat template's prompt are parsed."""
     tools = () if request.tool_choice == "none" else request.tools
-    template = prompt.template
-    if template is None or not (tools or "thinking" in capabilities_of(template)):
-        return Transcript(vocabulary, request.sampling.stop, with_tokens=request.return_tokens)
-    parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
+    template, parser = prompt.template, None
+    if template is not None and (tools or "thinking" in capabilities_of(template)):
+        parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
     return Transcript(
         vocabulary,
-        request.sampling.stop,
+        (*request.sampling.stop, *prompt.stops),
         parser,
-        special=needs_special_tokens(template),
+        special=parser is not None and needs_special_tokens(template),
         with_tokens=request.return_tokens,
     )
