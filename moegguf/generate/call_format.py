@@ -32,8 +32,9 @@ from moegguf.generate.tool_calls import (
     TaggedCalls,
     ToolCallBlock,
     Types,
+    calls_in,
     closed_json,
-    json_calls,
+    json_value,
     pattern_of,
 )
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, has_channels, think_marks_of
@@ -402,7 +403,7 @@ class _Probe:
         if found is None or arguments is None:
             return None
         begin, end = found
-        reader = JsonCalls(name_is_key=json_calls(written[begin:end]) != [(NAME, dict(VALUES))])
+        reader = JsonCalls(name_is_key=calls_in(json_value(written[begin:end])) != [(NAME, dict(VALUES))])
         head, rest = written[:begin], written[end:]
         close = _unique_begin(rest, written[begin:end]) if head.strip() else ""
         at = begin + written[begin:].index(NAME)
