@@ -117,11 +117,6 @@ class ToolFormat:
         """Returns whether a block of a format without a closing mark may still become a call."""
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
 
-    def has_begun(self, block: str) -> bool:
-        """Returns whether more text cannot change that a block begins as a call."""
-        begun = _BEGIN.match(block, len(self.open))
-        return bool(self.close) or (begun is not None and begun.end() < len(block))
-
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
         """Returns the calls in a block that the token limit cut, the last one with the arguments so far."""
         begin = block.find("{", len(self.open))
