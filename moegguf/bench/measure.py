@@ -164,8 +164,8 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engin
         (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
         if answer.error is not None:
             raise answer.error
-        sample.token_ns = [round(answer.timing.total_s * 1e9 / test.n_gen)] * test.n_gen
-        sample.tokens += answer.timing.context[start:]
+        sample.token_ns = [round(answer.summary.total_s * 1e9 / test.n_gen)] * test.n_gen
+        sample.tokens += answer.summary.context[start:]
     else:
         following = greedy_token(llama) if greedy and start else None
         for given in tokens[start : start + test.n_gen]:

@@ -17,7 +17,7 @@ from moegguf.terminal.messages import print_message
 from moegguf.text import decode_text, to_utf8
 
 if TYPE_CHECKING:
-    from moegguf.engine.context_store import StoredBlock
+    from moegguf.engine.kv_block_store import StoredBlock
 
 Name = Annotated[str, model_argument("A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.")]
 Loaded = Annotated[str, model_argument("A name that `ps` shows.")]
@@ -240,7 +240,7 @@ def clear(
 
 
 def _by_model() -> dict[str, list[StoredBlock]]:
-    from moegguf.engine.context_store import default_folder, stored_blocks
+    from moegguf.engine.kv_block_store import default_folder, stored_blocks
 
     found: dict[str, list[StoredBlock]] = {}
     for block in stored_blocks(default_folder()):

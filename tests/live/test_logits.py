@@ -10,10 +10,10 @@ import pytest
 from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, endless, reply
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import Chunk
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError, SchemaError
-from moegguf.generate.kv_slots import MAX_LOGITS_BYTES
+from moegguf.generate.kv_sequences import MAX_LOGITS_BYTES
 from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler, logprob_of
 from moegguf.native import library
@@ -51,7 +51,7 @@ def test_an_empty_prompt_begins_with_bos(load: Load, options: dict[str, Any]) ->
         answer = Answer(llm, request)
         assert answer.prompt.tokens == expected
         answer.deltas()
-        assert answer.timing.prompt_tokens == 1
+        assert answer.summary.prompt_tokens == 1
 
 
 def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
@@ -59,7 +59,7 @@ def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
     reply(llm, "Who are you?", max_tokens=1)
     answer = Answer(llm, ask("word " * 100))
     answer.deltas(answer.cancel)
-    assert answer.timing.finish == "cancelled" and answer.timing.answer_tokens == 0
+    assert answer.summary.finish == "cancelled" and answer.summary.answer_tokens == 0
     assert_no_logits(llm)
 
 
@@ -111,14 +111,18 @@ def test_a_state_that_is_loaded_has_no_logits(load: Load) -> None:
 
 def test_a_pass_of_several_gives_only_its_own_rows(load: Load) -> None:
     llm = load(DEMO, n_seq_max=2, logits_all=False)
-    rows = llm.context.eval_chunks([Chunk(0, [5, 6], 0, 1, Phase.PREFILL), Chunk(1, [7], 0, 2, Phase.PREFILL, False)])
+    rows = llm.context.eval_sequences(
+        [SequenceTokens(0, [5, 6], 0, 1, Phase.PREFILL), SequenceTokens(1, [7], 0, 2, Phase.PREFILL, False)]
+    )
     assert rows == [1, 2]
     llm.context.logits(1)
     for row in (-1, 0, 2, 3):
         with pytest.raises(OptionError, match="no logits of this request"):
             llm.context.logits(row)
     with pytest.raises(OptionError, match="has no tokens"):
-        llm.context.eval_chunks([Chunk(0, [8], 2, 1, Phase.DECODE), Chunk(1, [], 1, 2, Phase.DECODE)])
+        llm.context.eval_sequences(
+            [SequenceTokens(0, [8], 2, 1, Phase.DECODE), SequenceTokens(1, [], 1, 2, Phase.DECODE)]
+        )
     with pytest.raises(OptionError, match="no logits of this request"):
         llm.context.logits(1)
 
@@ -134,12 +138,12 @@ def test_prompt_logprobs_are_those_of_the_logits(load: Load, n_seq_max: int, mon
     scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, prompt_only=True)
     reply(llm, prompt="", context=tuple(tokens), max_tokens=2)  # a prefix that could be reused
     for max_rows in (MAX_LOGITS_BYTES // (4 * llm.n_vocab()), 5):
-        monkeypatch.setattr("moegguf.generate.kv_slots.MAX_LOGITS_BYTES", 4 * llm.n_vocab() * max_rows)
+        monkeypatch.setattr("moegguf.generate.kv_sequences.MAX_LOGITS_BYTES", 4 * llm.n_vocab() * max_rows)
         answer = Answer(llm, scored)
         (delta,) = answer.deltas()
-        timing = answer.timing
-        assert (timing.prompt_tokens, timing.cached_tokens, timing.answer_tokens) == (len(tokens), 0, 0)
-        assert timing.finish == "length" and not delta.text and not delta.logprobs
+        summary = answer.summary
+        assert (summary.prompt_tokens, summary.cached_tokens, summary.answer_tokens) == (len(tokens), 0, 0)
+        assert summary.finish == "length" and not delta.text and not delta.logprobs
         assert [each.token for each in delta.prompt] == tokens
         found = [each.logprob for each in delta.prompt[1:]]
         assert found == pytest.approx([expected[n, token] for n, token in enumerate(tokens[1:])], abs=0.05)

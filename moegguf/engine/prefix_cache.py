@@ -1,5 +1,5 @@
-"""What a model has computed of its sequences, kept on disk: a prompt that begins as an earlier one did is restored, and
-only the rest computed, also after the process that computed it was killed.
+"""Keeps on disk what a model has computed: a prompt that begins as an earlier one did is restored, and only the rest is
+computed, also after the process that computed it was killed.
 
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of everything that its bytes depend on:
 of the model, the build, the options that change what is computed, who owns it, and all tokens up to its end; sequences
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.context_store import About, Buffer, ContextStore, KVBlocks
+from moegguf.engine.kv_block_store import About, Buffer, KVBlocks, KvBlockStore
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.recent_experts import RecentExperts
@@ -116,14 +116,14 @@ class _Parts:
         return next((image.end for image in self._images if image.begin < end < image.end), end)
 
 
-class KeptContexts:
-    """Those of a loaded model in `store`. For the thread that evaluates; another one writes."""
+class PrefixCache:
+    """The kept contexts of a loaded model, in `store`. For the thread that evaluates; another thread writes."""
 
     def __init__(
         self,
         llm: UpstreamLlama,
         context: Context,
-        store: ContextStore,
+        store: KvBlockStore,
         load_plan: LoadPlan,
         moves: StoreOptions,
         recent: RecentExperts | None,
@@ -186,10 +186,10 @@ class KeptContexts:
             self._context.hold_fill(on)
             self._fill_held = on
 
-    def keep(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
-        """Has blocks of a sequence that holds `tokens` written that are not on disk, now that the last `n_new` of them
-        were computed. goes_on: False at the end of a prompt or an answer, where another prompt may go on: then also
-        what follows the last full block."""
+    def store(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
+        """Writes those blocks of a sequence with `tokens` that are not on disk, now that the last `n_new` tokens were
+        computed. `goes_on` is False at the end of a prompt or an answer, where another prompt may go on: then what
+        follows the last full block is written, too."""
         self.behind.discard(sequence)
         self._hold_fill(False)
         if not goes_on and self._recent is not None and (experts := self._recent.end()) is not None:
@@ -342,27 +342,27 @@ class KeptContexts:
 
 
 def store_limit(given: str | int | None) -> int | None:
-    """Bytes of an option, or without it of the environment; None: as `ContextStore` chooses. Raises OptionError."""
+    """Bytes of an option, or without it of the environment; None: as `KvBlockStore` chooses. Raises OptionError."""
     try:
         return parse_store_size(read_environment().context_store if given is None else given)
     except ValueError as error:
         raise OptionError(f"context_store: {error}.") from None
 
 
-def open_contexts(
+def open_prefix_cache(
     llm: UpstreamLlama,
     context: Context,
     load_plan: LoadPlan,
     moves: StoreOptions,
-    store: ContextStore,
+    store: KvBlockStore,
     recent: RecentExperts | None,
-) -> KeptContexts | None:
-    """Those of a model that was loaded by this plan, in `store`, where its context can have any."""
+) -> PrefixCache | None:
+    """Returns the kept contexts of a model that was loaded by this plan; None where its context can have none."""
     options = load_plan.options
     unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None
     if store.is_off or unused or llm.context_params.n_seq_max > SCRATCH:
         return None
-    return KeptContexts(llm, context, store, load_plan, moves, recent)
+    return PrefixCache(llm, context, store, load_plan, moves, recent)
 
 
 def _is_of(block: Buffer, part: _Part) -> bool:

@@ -130,7 +130,7 @@ class KVBlocks:
         return n_right.value
 
 
-class ContextStore:
+class KvBlockStore:
     """Blocks in `folder`, at most `limit_bytes` of them; None: a tenth of the disk that is free or the store's, at most
     MOST_AUTO_BYTES. For any thread."""
 
