@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 
 
 class ServedModel:
-    """A model in a server, with the methods of `LocalModel`.
+    """A model in a server, which loads it for the first answer, or earlier for `load`, and keeps it for `keep_alive`
+    after an answer. `entry`: its name. `names`: this object, which finds, lists and creates models there."""
 
-    The server loads it for the first answer, or earlier for `load`, and keeps it for `keep_alive` after an answer.
-    `entry`: its name. `names`: this object, which finds, lists and creates models there.
-    """
-
-    ended = False
+    must_load = False
     stats = placement = None  # the server's counts are of every client's answers
 
-    def __init__(self, client: Client, name: str, keep_alive: str | None) -> None:
+    def __init__(self, client: Client, name: str, keep_alive: str | None, spinner: Spinner) -> None:
+        self.spinner = spinner
         self._client = client
         self.url = client.host.url
         self.names = self
@@ -98,14 +96,14 @@ class ServedModel:
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns the parameters that a request has; the server knows those of the model's name."""
+        """Returns the parameters of a request. The server adds the parameters of the model's name."""
         return conversation.user_parameters()
 
-    def load(self, conversation: Conversation, spinner: Spinner) -> None:
+    def load(self, conversation: Conversation) -> None:
         """Has the server load the conversation's model."""
         entry = conversation.entry
         shown = self._show(entry.name)
-        spinner.show(f"loading {entry.name} in the server at {self.url}")
+        self.spinner.show(f"loading {entry.name} in the server at {self.url}")
         options = of_loading(conversation.user_parameters())
         body = {"model": entry.name, "prompt": "", "stream": False, "options": options}
         kept = {name: text for name, text in self._keep_alive.items() if parse_duration(text)}  # 0 would unload it
@@ -124,8 +122,8 @@ class ServedModel:
         if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
             raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
 
-    def answer(self, conversation: Conversation, _spinner: Spinner) -> Generator[Event]:
-        """Yields the events of the server's answer to the last message."""
+    def answer(self, conversation: Conversation) -> Generator[Event]:
+        """Yields the events of the server's answer."""
         body = {
             "model": conversation.entry.name,
             "messages": messages_to_server(conversation),
@@ -147,8 +145,8 @@ class ServedModel:
                     yield Delta(line["message"].get("content", ""), line["message"].get("thinking", ""))
         raise self._client.lost_connection()
 
-    def stop(self, _timeout_s: float | None) -> list[Event]:
-        """Returns no events: the interrupt has ended the connection, and the server stops with it."""
+    def rest(self, timeout_s: float | None) -> list[Event]:
+        """Returns no events: the connection has ended, and the server has stopped with it."""
         return []
 
     def experts(self) -> Snapshot | None:

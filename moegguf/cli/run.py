@@ -45,12 +45,12 @@ def _read_prompt(words: Sequence[str]) -> str | None:
     raise typer.BadParameter('there is no prompt: write one, as in `moegguf run demo "hello"`, or pipe one in')
 
 
-def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner) -> int:
+def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> int:
     """Prints the answer to `prompt`, then statistics if verbose. Returns the exit code."""
     from moegguf.chat.session import extract_images, print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
-    answer = print_answer(model, conversation, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
+    answer = print_answer(model, conversation, exit_timeout_s=EXIT_TIMEOUT_S)
     if conversation.verbose and not answer.error:
         print_message("\n" + "\n".join(model.statistics(with_load=True)))
     if answer.error is not None:
@@ -150,16 +150,17 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         return 0
     client = None if is_here else running_server([name])
     environment = read_settings()
+    spinner = Spinner()
     connection: LocalModel | ServedModel
     if client is not None:
-        connection = ServedModel(client, name, keep_alive)
+        connection = ServedModel(client, name, keep_alive, spinner)
     else:  # a worker starts while this goes on
         debug = environment.debug or verbose > 1
-        connection = LocalModel(replace(environment, loading=loading, debug=debug))
+        connection = LocalModel(replace(environment, loading=loading, debug=debug), spinner)
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import ChatModel
 
-    with closing(connection):
+    with closing(connection), spinner:
         if isinstance(connection, ServedModel):
             entry = connection.entry
         else:
@@ -169,11 +170,11 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
             parameters["num_ctx"] = connection.details(entry).n_ctx_train
         conversation = Conversation(entry, parameters, **settings)
         chat_model = ChatModel(connection)
-        with Spinner() as spinner:
-            if text is None or client is None:  # a server loads for the answer
-                chat_model.load(conversation, spinner)
-            if text is not None:
-                return _answer_once(chat_model, conversation, text, spinner)
+        if text is None or client is None:  # a server loads for the answer
+            chat_model.load(conversation)
+            spinner.close()
+        if text is not None:
+            return _answer_once(chat_model, conversation, text)
         from moegguf.chat.chat import Chat
 
         return Chat(chat_model, conversation).run()

@@ -372,11 +372,6 @@ class Lease(Calls):
         else:
             self._request.cancel()  # released when the worker has stopped
 
-    def cancel(self) -> None:
-        """Stops the answer within a token. Its events then end with `Done`."""
-        if self._request is not None:
-            self._request.cancel()
-
     async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
         Without `stream` there is one `Delta` with the whole answer.
@@ -385,11 +380,18 @@ class Lease(Calls):
         """
         async with aclosing(self.events("generate", request=request, stream=stream)) as events:
             async for event in events:
-                if isinstance(event, Delta | PromptProgress):
-                    yield event
-                else:
-                    summary = self._process.last_summaries[current_owner.get()] = build(AnswerSummary, event)
-                    yield Done(summary, self.load_s, self._process.decisions)
+                yield self._event(event)
+
+    async def rest(self) -> list[Event]:
+        """Returns the events that nobody has read of an answer that was cancelled, up to its end. Raises its error."""
+        request = self._request
+        return [self._event(event) async for event in request.events()] if request else []
+
+    def _event(self, event: Any) -> Event:
+        if isinstance(event, Delta | PromptProgress):
+            return event
+        summary = self._process.last_summaries[current_owner.get()] = build(AnswerSummary, event)
+        return Done(summary, self.load_s, self._process.decisions)
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS

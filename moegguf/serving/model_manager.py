@@ -98,7 +98,7 @@ class ModelManager:
         self._changed = asyncio.Event()  # set for a moment
 
     async def __aenter__(self) -> ModelManager:
-        self._workers.prepare()
+        await self._workers.prepare()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -496,7 +496,7 @@ class ModelManager:
                         model.asked_budgets.pop(name, None)
             self._dispatch()
             await model.ending.wait()
-            self._workers.prepare(str(model.entry.path))
+            await self._workers.prepare(str(model.entry.path))
         finally:
             await process.close(grace_s)
             if isinstance(process.exited.result(), DeviceLostError) and model.device is not None:
