@@ -41,7 +41,7 @@ def build(sanitizer: str) -> Path:
         "-DGGML_OPENMP=OFF", "-DGGML_NATIVE=OFF", f"-DPython3_EXECUTABLE={sys.executable}",
     ]  # fmt: skip
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["ninja", "-C", str(folder), "moegguf"], check=True)
+    subprocess.run(["ninja", "-C", str(folder), "moegguf", "moegguf-testing"], check=True)
     return folder / "bin"
 
 

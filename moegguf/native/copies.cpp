@@ -1,7 +1,6 @@
 #include "copies.h"
 
 #include "clock.h"
-#include "fault.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -125,7 +124,6 @@ void Copies::run() {
 }
 
 void Copies::submit_batch() {
-    if (fault(MOEGGUF_FAULT_COPY)) { throw Error(MOEGGUF_IO, "a copy to the device failed"); }
     std::sort(batch_.begin(), batch_.end(), [](const Job & a, const Job & b) {
         return std::tie(a.il, a.kinds, a.destination.slot) < std::tie(b.il, b.kinds, b.destination.slot);
     });
