@@ -37,7 +37,7 @@ def build(sanitizer: str) -> Path:
     folder = ROOT / "build" / FOLDER[sanitizer]
     configure = [
         "cmake", "-S", str(ROOT / "moegguf/native"), "-B", str(folder), "-G", "Ninja",
-        "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DMOEGGUF_STORE_ONLY=ON", f"-DMOEGGUF_SANITIZE={sanitizer}",
+        "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DMOEGGUF_STORE_ONLY=ON", "-DMOEGGUF_CHECK=ON", f"-DMOEGGUF_SANITIZE={sanitizer}",
         "-DGGML_OPENMP=OFF", "-DGGML_NATIVE=OFF", f"-DPython3_EXECUTABLE={sys.executable}",
     ]  # fmt: skip
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)

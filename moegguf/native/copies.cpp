@@ -70,7 +70,7 @@ void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
     end(job, why); // published before it is no longer submitted: one of both is seen
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
-    to_.tidy(s);
+    to_.settle(s);
     shared_.done.notify_all();
 }
 

@@ -218,6 +218,7 @@ _ERRORS: dict[int, type[MoeggufError]] = {
     abi.FORKED: ForkError,
     abi.ROUTING: MoeggufError,
     abi.SLOTS: MoeggufError,
+    abi.BROKEN: MoeggufError,
 }
 
 

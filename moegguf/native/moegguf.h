@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 25
+#define MOEGGUF_ABI_VERSION 26
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -71,6 +71,7 @@ enum moegguf_status {
     MOEGGUF_FORKED = 5,    // called in a child process: the reader threads stayed behind
     MOEGGUF_ROUTING = 6,   // the router chose an expert that does not exist
     MOEGGUF_SLOTS = 7,     // one pass needs more experts of a layer than there are slots
+    MOEGGUF_BROKEN = 8,    // the store's bookkeeping contradicts itself
 };
 
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
@@ -366,16 +367,17 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 // any of them uses it; of more than eight, eight are asked for the average. What is predicted goes to policies as a
 // forecast does, and is prefetched where it pays.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
-MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on);
+MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 // Experts that are worth having early; warm: to fill free slots only, in place of those given for that before.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                    int warm);
-MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
+MOEGGUF_API int moegguf_store_pause_fill(moegguf_store * store, int hold);
 MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // CANCELLED: it takes longer
+MOEGGUF_API int moegguf_store_check(moegguf_store * store);
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
 // The context: a store serves one. What acquire and replay do is what the hook does. n_done counts events with the one
