@@ -37,8 +37,8 @@ def build(sanitizer: str) -> Path:
     folder = ROOT / "build" / FOLDER[sanitizer]
     configure = [
         "cmake", "-S", str(ROOT / "moegguf/native"), "-B", str(folder), "-G", "Ninja",
-        "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DMOEGGUF_STORE_ONLY=ON", "-DMOEGGUF_CHECK=ON", f"-DMOEGGUF_SANITIZE={sanitizer}",
-        "-DGGML_OPENMP=OFF", "-DGGML_NATIVE=OFF", f"-DPython3_EXECUTABLE={sys.executable}",
+        "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DMOEGGUF_STORE_ONLY=ON", f"-DMOEGGUF_SANITIZE={sanitizer}",
+        "-DMOEGGUF_CHECK=ON", "-DGGML_OPENMP=OFF", "-DGGML_NATIVE=OFF", f"-DPython3_EXECUTABLE={sys.executable}",
     ]  # fmt: skip
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["ninja", "-C", str(folder), "moegguf", "moegguf-testing"], check=True)

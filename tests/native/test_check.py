@@ -1,4 +1,4 @@
-"""The check of the store's bookkeeping: it accepts a store at work, and names each rule that is broken, with the values."""
+"""The check of the store's bookkeeping accepts a store at work, and names each rule that is broken with its values."""
 
 import pytest
 from fake_model import FakeModel, Open

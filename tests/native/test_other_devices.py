@@ -14,8 +14,8 @@ from test_tiers import check_tiers
 
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 from moegguf.quantities import Link
-from moegguf.testing.link_device import add_link_device
 from moegguf.testing.library import ABI
+from moegguf.testing.link_device import add_link_device
 
 Size = tuple[int, int, int]  # slots of each device, slots in RAM below, staging tensors
 Figures = tuple[list[dict[str, Any]], dict[str, Any]]  # of each device, of RAM
