@@ -16,8 +16,8 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --quiet
 READY  := $(VENV)/.ready
 SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.cpp moegguf/native/*.h \
-           moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/native/*.cmake) \
-           moegguf/native/CMakeLists.txt
+           moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/native/*.cmake \
+           moegguf/testing/*.cpp moegguf/testing/*.h) moegguf/native/CMakeLists.txt moegguf/testing/CMakeLists.txt
 CMAKE_ARGS ?=
 JOBS ?= 2
 ARCH ?= $(shell uname -m)
@@ -59,7 +59,7 @@ lint: $(VENV)/.lint
 	@$(VENV)/bin/mypy
 	@$(PY) tools/size.py
 	@$(PY) tools/fault_check.py --anchors
-	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h
+	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/testing/*.cpp moegguf/testing/*.h
 
 lab: $(READY)
 	@$(PY) tools/check_machine.py --requirements lab | $(PIP) install -r /dev/stdin

@@ -177,11 +177,19 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
 Measured = Annotated[str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")]
 
 
-def doctor(model: Measured = None, as_json: AsJson = False) -> None:
-    """Print what a bug report needs: CPU, memory, disk speed, build, backends."""
-    from moegguf.engine.doctor import diagnose
+Checked = Annotated[
+    bool, typer.Option("--check", help="Runs the demo model with few slots and checks the expert store's bookkeeping.")
+]
+
+
+def doctor(model: Measured = None, as_json: AsJson = False, check: Checked = False) -> None:
+    """Print what a bug report needs: CPU, memory, disk speed, build, backends. Or check the expert store."""
+    from moegguf.engine.doctor import check_store, diagnose
     from moegguf.terminal.tables import print_doctor, print_json
 
+    if check:
+        print(check_store())
+        return
     facts = diagnose(model)
     print_json(facts) if as_json else print_doctor(facts)
 

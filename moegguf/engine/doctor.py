@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import psutil
 
 from moegguf.engine.devices import BackendDevice, all_devices
 from moegguf.engine.machine import count_cpus, disk_read_speed, read_memory
-from moegguf.errors import LibraryError, MoeggufError
+from moegguf.errors import LibraryError, ModelNotFoundError, MoeggufError
 from moegguf.models.catalog import find_model
 from moegguf.models.sources import demo_path, folder_files
 from moegguf.native import library
@@ -30,6 +31,8 @@ from moegguf.settings import read_environment
 from moegguf.text import without_password
 
 DISK_SECONDS = 0.5
+CHECK_BUDGET = "30%"
+CHECK_TOKENS = 16
 CPU_FLAGS = (
     "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8",
     "asimddp", "i8mm", "sve",
@@ -54,6 +57,28 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
         "disk": partial(_disk, model),
     }
     return {name: _fact(collect) for name, collect in sections.items()} | {"environment": environment}
+
+
+def check_store() -> str:
+    """Answers with the demo model and few slots, checks the bookkeeping of the expert store, and returns one sentence.
+
+    Raises MoeggufError with the rule that is broken, or where the demo model is missing or does not load.
+    """
+    from moegguf.engine.llama import Llama  # which a report about a library that does not load must do without
+
+    path = demo_path()
+    if path is None:
+        raise ModelNotFoundError("this installation has no demo model to check the store with; install moegguf again.")
+    with Llama(path, expert_cache=CHECK_BUDGET, n_ctx=128, verbose=False) as llm:
+        assert llm.session is not None
+        prompt = llm.tokenize(b"The expert store keeps")
+        answer = list(islice(llm.generate(prompt, temp=0.0), CHECK_TOKENS))
+        llm.session.store.drain()
+        stats = llm.stats()
+    return (
+        f"The expert store's bookkeeping is right after {len(answer)} tokens of the demo model with {CHECK_BUDGET} of"
+        f" its experts: {stats.lookups:,} look-ups, {stats.evictions:,} evictions."
+    )
 
 
 def _fact(read: Callable[[], Any]) -> Any:

@@ -33,7 +33,6 @@ from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 LOG_ERROR = 4  # enum ggml_log_level
-FAULT = abi.enum("fault_kind")
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/threads.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
@@ -219,6 +218,7 @@ _ERRORS: dict[int, type[MoeggufError]] = {
     abi.FORKED: ForkError,
     abi.ROUTING: MoeggufError,
     abi.SLOTS: MoeggufError,
+    abi.BROKEN: MoeggufError,
 }
 
 
@@ -231,8 +231,3 @@ def check(status: int) -> None:
     """Raises the typed error for a status that is not abi.OK, with the library's own reason. Every call does so."""
     if status != abi.OK:
         raise error(status, load().moegguf_last_error().decode(errors="replace"))
-
-
-def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
-    """For tests: the nth operation of a kind, one of FAULT, fails, once or it and all later; 0: none."""
-    load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)

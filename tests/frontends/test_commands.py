@@ -128,6 +128,15 @@ def test_doctor_states_every_section(here: Command, tiny: TinyModel) -> None:
     assert facts["devices"]["CPU"]["total_bytes"] > 0
 
 
+def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:
+    done = here("doctor", "--check")
+    assert re.fullmatch(
+        r"The expert store's bookkeeping is right after 16 tokens of the demo model with 30% of its experts:"
+        r" [\d,]+ look-ups, [1-9][\d,]* evictions\.\n",
+        done.stdout,
+    )
+
+
 def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path) -> None:
     done = moegguf(
         "doctor", "no-such-model", MOEGGUF_LIBRARY=str(tmp_path), MOEGGUF_HOOKS="perhaps", LLAMA_API_KEY="hush"
