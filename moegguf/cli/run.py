@@ -14,7 +14,7 @@ import typer
 from moegguf.cli.options import OFTEN, Command, Flag, Given, flags, hub_name, model_argument
 from moegguf.errors import OptionError
 from moegguf.options import MODEL, OPTIONS, OUTPUT
-from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
+from moegguf.terminal.loading import find_or_pull, parse_format, parse_think, print_card_note
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 from moegguf.text import decode_text
@@ -161,6 +161,8 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         defaults = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
         unset = {name: value for name, value in defaults.items() if value not in (None, "")}
         parameters = {name: value for name, value in unset.items() if name not in entry.parameters} | parameters
+        if sys.stderr.isatty() or verbose:
+            print_card_note(load_options)
     conversation = Conversation(entry, {} if server else load_options, parameters, **settings)
     with Spinner() as spinner:
         if text is None or not server:  # a server loads for the answer
