@@ -1,6 +1,7 @@
 """Describes in one sentence why a card of this machine does not compute, and what to do about it.
 
-`find_cards` reads what the operating system knows of cards; `describe_cards` compares that with what ggml has found.
+`find_cards` reads what the operating system knows of cards; `describe_cards` compares that with
+what ggml has found.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Build:
 
 
 def find_cards(root: Path = ROOT) -> list[Card]:
-    """Returns one card per vendor. GPUs that are parts of Intel's and AMD's processors are left out."""
+    """Returns one card per vendor, without GPUs that are parts of Intel's and AMD's processors."""
     found = list(_pci_vendors(root))
     nodes = root / "dev"
     is_reachable = any(nodes.glob("dri/renderD*"))
@@ -56,9 +57,8 @@ def find_cards(root: Path = ROOT) -> list[Card]:
         number = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", version)
         driver = number.group() if number else UNKNOWN
         cards.insert(0, Card("NVIDIA", driver, any(nodes.glob("nvidia[0-9]*"))))
-    elif (nodes / "dxg").exists() and (
-        root / "usr/lib/wsl/lib/libcuda.so.1"
-    ).exists():  # Windows has the driver
+    elif (nodes / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        # Windows has the driver, and Linux runs in it.
         cards.insert(0, Card("NVIDIA"))
     elif NVIDIA in found:
         cards.insert(0, Card("NVIDIA", driver=""))
@@ -93,7 +93,10 @@ def read_build() -> Build:
 
 
 def describe_cards(cards: Sequence[Card], build: Build) -> str:
-    """Returns a sentence about a card that does not compute or was never tried; "" where there is nothing to say."""
+    """Returns a sentence about a card that does not compute, or on which nobody has tried moegguf.
+
+    Returns "" where there is nothing to say.
+    """
     own = [device for device in build.devices if device.backend not in ("CPU", "RPC")]
     for device in own:
         if device.kind == "GPU":
@@ -110,14 +113,15 @@ def _describe_card(card: Card, build: Build) -> str:
     is_nvidia = card.vendor == "NVIDIA"
     there = f"This machine has an {card.vendor} card"
     if is_nvidia and not card.driver:
-        return f"{there}, but NVIDIA's driver is not loaded: install version {LEAST_DRIVER[13]} or newer."
+        least = LEAST_DRIVER[13]
+        return f"{there}, but NVIDIA's driver is not loaded: install version {least} or newer."
     if is_nvidia:
         there += f" (driver {card.driver})"
     if not card.is_reachable:
         node, option = ("nvidia0", "--gpus all") if is_nvidia else ("dri", "--device /dev/dri")
         return (
-            f"{there}, but /dev/{node} is missing: start the container with `{option}`, or load the card's driver"
-            " outside of one."
+            f"{there}, but /dev/{node} is missing: start the container with `{option}`, or load the"
+            " card's driver outside of one."
         )
     errors = [re.sub(r"^\w+: ", "", error) for error in build.problems.errors]
     if not errors and not set(build.backends).intersection(BACKENDS[card.vendor]):
@@ -128,9 +132,9 @@ def _describe_card(card: Card, build: Build) -> str:
 
 def _driver_number(card: Card) -> int:
     """Returns 580 for the driver 580.65, and a large number where the version is unknown."""
-    return (
-        int(card.driver.partition(".")[0]) if card.driver != UNKNOWN else max(LEAST_DRIVER.values())
-    )
+    if card.driver == UNKNOWN:
+        return max(LEAST_DRIVER.values())
+    return int(card.driver.partition(".")[0])
 
 
 def _install(card: Card) -> str:
@@ -147,9 +151,7 @@ def _repair(card: Card, build: Build) -> str:
         extra = "cuda" if card.vendor == "NVIDIA" else "vulkan"
         return f'pip install --force-reinstall "moegguf[{extra}]"'
     if card.vendor != "NVIDIA":
-        return (
-            "`vulkaninfo --summary` has to list the card; install the Vulkan driver of its vendor"
-        )
+        return "`vulkaninfo --summary` has to list the card; install its vendor's Vulkan driver"
     least = LEAST_DRIVER.get(build.cuda or 0, 0)
     if _driver_number(card) >= least:
         return "`nvidia-smi` has to list the card; install the driver again, or restart the machine"
@@ -160,21 +162,24 @@ def _repair(card: Card, build: Build) -> str:
 
 def _describe_untried(device: BackendDevice) -> str:
     return (
-        f"Nobody has tried moegguf on {device.backend}, the backend of {device.name}: compare an answer with one of"
-        " --placement cpu before you rely on it."
+        f"Nobody has tried moegguf on {device.backend}, the backend of {device.name}: compare an"
+        " answer with one of --placement cpu before you rely on it."
     )
 
 
 def _describe_integrated(device: BackendDevice) -> str:
     return (
-        f"{device.name} ({device.description}) is an integrated GPU, which moegguf does not use: its memory is the"
-        " machine's RAM, so that copies of experts there save nothing. The CPU computes; where the whole model fits in"
-        " memory, llama.cpp itself can compute on that GPU."
+        f"{device.name} ({device.description}) is an integrated GPU, which moegguf does not use: its"
+        " memory is the machine's RAM, so that copies of experts there save nothing. The CPU computes;"
+        " where the whole model fits in memory, llama.cpp itself can compute on that GPU."
     )
 
 
 def card_note(placement: str | None = None) -> str:
-    """Returns `describe_cards` of this machine; "" also where the user has chosen the CPU. Raises LibraryError."""
+    """Returns `describe_cards` of this machine; "" also where the user has chosen the CPU.
+
+    Raises LibraryError.
+    """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", UNKNOWN) in ("", "-1")
     if hidden or (placement or read_environment().placement) == "cpu":
         return ""

@@ -1,4 +1,4 @@
-"""Commands name a card that they cannot use, in one line on stderr, unless the user has chosen the CPU."""
+"""Commands name a card that they cannot use, in one line on stderr, unless the CPU was chosen."""
 
 import json
 
@@ -12,8 +12,8 @@ from moegguf.errors import LibraryError
 from moegguf.server.serve import listen
 
 LINE = (
-    "This machine has an NVIDIA card (driver 580.65), but this build of moegguf cannot use it: pip install"
-    ' "moegguf[cuda]".\n'
+    "This machine has an NVIDIA card (driver 580.65), but this build of moegguf cannot use it:"
+    ' pip install "moegguf[cuda]".\n'
 )
 RUN = ("run", "demo", "hi", "-n", "1", "-t", "1")
 

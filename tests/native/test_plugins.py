@@ -1,4 +1,4 @@
-"""Backends of ggml that are packages of their own are found, checked and loaded. A stand-in takes the place of CUDA."""
+"""Backends of ggml that are packages of their own are found, checked and loaded; one stands in for CUDA."""
 
 import json
 import os
@@ -16,7 +16,53 @@ from moegguf.package import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 GGML = ROOT / "build/vendor/llama.cpp/ggml"
-SOURCE = Path(__file__).with_name("stand_in_backend.cpp")
+STAND_IN = r"""// N_DEVICES GPUs named NAME0, NAME1, ... that compute nothing.
+// With FAILS it logs an error, as CUDA does where the driver is too old.
+#include "ggml-backend-impl.h"
+#include "ggml-impl.h"
+
+#include <string>
+#include <vector>
+
+#ifndef NAME
+#define NAME "STANDIN"
+#endif
+#ifndef N_DEVICES
+#define N_DEVICES 1
+#endif
+
+namespace {
+
+std::vector<ggml_backend_device> devices(N_DEVICES);
+std::vector<std::string> names;
+
+const char * device_name(ggml_backend_dev_t d) { return names[d - devices.data()].c_str(); }
+const char * description(ggml_backend_dev_t) { return "a stand-in"; }
+enum ggml_backend_dev_type type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
+void memory(ggml_backend_dev_t, size_t * free, size_t * total) { *free = *total = size_t(8) << 30; }
+
+const char * name(ggml_backend_reg_t) { return NAME; }
+size_t count(ggml_backend_reg_t) { return N_DEVICES; }
+ggml_backend_dev_t get(ggml_backend_reg_t, size_t i) { return &devices[i]; }
+
+} // namespace
+
+extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init() {
+    static ggml_backend_reg reg = {GGML_BACKEND_API_VERSION, {name, count, get, nullptr}, nullptr};
+#ifdef FAILS
+    GGML_LOG_ERROR("%s: failed to initialize CUDA: the driver is too old\n", __func__);
+#endif
+    for (int i = 0; i < N_DEVICES; i++) {
+        names.push_back(NAME + std::to_string(i));
+        devices[i].iface.get_name = device_name;
+        devices[i].iface.get_description = description;
+        devices[i].iface.get_type = type;
+        devices[i].iface.get_memory = memory;
+        devices[i].reg = &reg;
+    }
+    return &reg;
+}
+"""
 SCRIPT = """
 import json
 from moegguf.engine.devices import all_devices
@@ -39,10 +85,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     folder = library.find_library()
 
     def compile_one(*definitions: str, link: str = "-lggml-base") -> Path:
-        built = tmp_path_factory.mktemp("stand-in") / "libggml.so"
+        source = tmp_path_factory.mktemp("stand-in") / "stand_in.cpp"
+        built = source.with_suffix(".so")
+        source.write_text(STAND_IN)
         command = [
             compiler, "-std=c++17", "-O0", "-fPIC", "-shared", "-w", f"-I{GGML}/include", f"-I{GGML}/src",
-            *(f"-D{definition}" for definition in definitions), str(SOURCE), "-o", str(built), f"-L{folder}", link,
+            *(f"-D{definition}" for definition in definitions), str(source), "-o", str(built), f"-L{folder}", link,
         ]  # fmt: skip
         subprocess.run(command, check=True)
         return built
@@ -58,7 +106,7 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def install(site: Path) -> Install:
-    """Installs a library as the plug-in of a name, with the pin of the library that is tested and changes to it."""
+    """Installs a library as the plug-in of a name, with the tested library's pin and changes to it."""
 
     def install_one(name: str, built: Path, **changes: str) -> Path:
         folder = site / plugins.NAMESPACE / name

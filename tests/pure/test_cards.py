@@ -1,4 +1,4 @@
-"""A card that does not compute is described in one sentence, for machines that are made of files."""
+"""A card that does not compute is described in one sentence; machines are made of files."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from moegguf.engine.cards import Build, Card, card_note, describe_cards, find_ca
 from moegguf.engine.devices import BackendDevice
 from moegguf.native.library import BackendProblems
 
-NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root@host)\nGCC version: 12\n"
+NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\nGCC version: 12\n"
 OLD_NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02  Thu May  2 14:37:44 UTC 2024\n"
 GIB = 1 << 30
 
@@ -17,14 +17,17 @@ Files = dict[str, str]
 
 
 def nvidia(driver: str = NVRM.format("580.65.06"), *, node: bool = True) -> Files:
-    files = {"proc/driver/nvidia/version": driver, "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: H100\n"}
+    of_card = "proc/driver/nvidia/gpus/0000:01:00.0/information"
+    files = {"proc/driver/nvidia/version": driver, of_card: "Model: H100\n"}
     return files | ({"dev/nvidia0": "", "dev/nvidiactl": ""} if node else {})
 
 
 def pci(vendor: str, address: str = "0000:03:00.0", memory_bytes: int | None = None, kind: str = "0x030000") -> Files:
     folder = f"sys/bus/pci/devices/{address}"
     files = {f"{folder}/vendor": vendor + "\n", f"{folder}/class": kind + "\n"}
-    return files if memory_bytes is None else files | {f"{folder}/mem_info_vram_total": f"{memory_bytes}\n"}
+    if memory_bytes is not None:
+        files[f"{folder}/mem_info_vram_total"] = f"{memory_bytes}\n"
+    return files
 
 
 RENDER = {"dev/dri/renderD128": ""}
@@ -35,9 +38,9 @@ RPC0 = BackendDevice(3, "RPC0", "127.0.0.1:50052", "RPC", "GPU")
 RADEON_8060S = BackendDevice(4, "Vulkan0", "AMD Radeon 8060S", "Vulkan", "integrated GPU")
 MUSA0 = BackendDevice(5, "MUSA0", "MTT S80", "MUSA", "GPU")
 NO_PROBLEM = BackendProblems([], [])
-TOO_OLD = "ggml_cuda_init: failed to initialize CUDA: CUDA driver version is insufficient for CUDA runtime version"
-NO_LIBCUDA = "load_backend: failed to load /s/libggml-cuda.so: libcuda.so.1: cannot open shared object file"
-REFUSED = 'moegguf-cuda13 0.0.9 is not used: it was built for ...; pip install "moegguf-cuda13==0.1.0".'
+TOO_OLD = "ggml_cuda_init: failed to initialize CUDA: driver version is insufficient for runtime version"
+NO_LIBCUDA = "load_backend: failed to load /libggml-cuda.so: libcuda.so.1: cannot open shared object file"
+REFUSED = 'moegguf-cuda13 0.0.9 is not used: ...; pip install "moegguf-cuda13==0.1.0".'
 
 
 def machine(root: Path, files: Files) -> Path:
@@ -107,7 +110,7 @@ MACHINES: dict[str, tuple[Files, Build, str]] = {
     "NVIDIA with CUDA 13, old driver": (
         OLD,
         build(backends="CUDA", error=TOO_OLD, cuda=13),
-        "does not work (failed to initialize CUDA: CUDA driver version is insufficient for CUDA runtime version):"
+        "does not work (failed to initialize CUDA: driver version is insufficient for runtime version):"
         f" CUDA 13 needs driver 580 or newer; update it, or {INSTALL.format('cuda12')}.",
     ),
     "NVIDIA with CUDA 12, very old driver": (
@@ -123,7 +126,7 @@ MACHINES: dict[str, tuple[Files, Build, str]] = {
     "NVIDIA, plug-in that does not load": (
         nvidia(),
         build(error=NO_LIBCUDA),
-        'libcuda.so.1: cannot open shared object file): pip install --force-reinstall "moegguf[cuda]".',
+        'cannot open shared object file): pip install --force-reinstall "moegguf[cuda]".',
     ),
     "NVIDIA, container without it": (
         nvidia(node=False),

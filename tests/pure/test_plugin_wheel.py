@@ -1,4 +1,4 @@
-"""Wheels with one of ggml's GPU backends: what they need, where they look for it, and what is in them."""
+"""Wheels with one of ggml's GPU backends: their needs, where they look for them, their files."""
 
 import shutil
 import subprocess
@@ -27,7 +27,7 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
         compiler = tmp_path / "cuda/bin/nvcc"
         for file in (compiler, tmp_path / "cuda/lib64/libcublas.so"):
             file.parent.mkdir(parents=True, exist_ok=True)
-        compiler.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}.8, V{version}.8.93'\n")
+        compiler.write_text(f"#!/bin/sh\necho 'Cuda tools, release {version}.8, V{version}.8.93'\n")
         compiler.chmod(0o755)
         (tmp_path / "cuda/lib64/libcublas.so").touch()
         monkeypatch.setenv("CUDACXX", str(compiler))
@@ -59,7 +59,7 @@ def test_a_cuda_wheel_needs_the_libraries_of_its_version(
 
 def test_another_nvcc_is_refused_with_both_versions(toolkit: Toolkit) -> None:
     toolkit(13)
-    with pytest.raises(ValueError, match=r"needs an nvcc of CUDA 12, but .*/nvcc is of CUDA 13; name another one"):
+    with pytest.raises(ValueError, match=r"an nvcc of CUDA 12, but .*/nvcc is of CUDA 13; name another one"):
         plugin.cuda_plugin(12, "90")
 
 
@@ -82,7 +82,8 @@ def test_the_wheel_holds_one_library_that_finds_the_runtime_and_names_what_it_wa
     made = plugin.cuda_plugin(13, "90")
     built = builds.library_of(made.backend)
     built.mkdir(parents=True)
-    (built / "UPSTREAM").write_text("# The pin.\nversion = 0.3.36\nllama_cpp_commit = abc\nggml_headers = 123\n")
+    pin = ("# The pin.", "version = 0.3.36", "llama_cpp_commit = abc", "ggml_headers = 123")
+    (built / "UPSTREAM").write_text("\n".join(pin) + "\n")
     for name in ("libcudart.so.13", "libggml-base.so"):
         compile_empty(built / name)
     compile_empty(built / made.library, built / "libcudart.so.13", built / "libggml-base.so")

@@ -1,10 +1,10 @@
-"""Builds a wheel that holds one of ggml's GPU backends and nothing else, for `pip install "moegguf[cuda]"`.
+"""Builds a wheel that holds one of ggml's GPU backends and nothing else, for "moegguf[cuda]".
 
-python -m tools.gpu.plugin cuda13                                # for every card since Turing: CPU hours
+python -m tools.gpu.plugin cuda13                     # for every card since Turing: CPU hours
 python -m tools.gpu.plugin cuda13 --architectures 90-real --flag=-DGGML_CUDA_FA=OFF
 python -m tools.gpu.plugin vulkan
 
-`moegguf/native/plugins.py` finds the library and compares UPSTREAM beside it with that of moegguf's own library.
+`moegguf/native/plugins.py` finds the library, and compares UPSTREAM beside it with the one of moegguf.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ class Plugin:
 
 
 def cuda_plugin(version: int, architectures: str) -> Plugin:
-    """Returns the plug-in for a major version of CUDA. Raises ValueError where nvcc has another one."""
+    """Returns the plug-in for a major version of CUDA. Raises ValueError for another nvcc."""
     if (found := cuda_version()) != version:
         raise ValueError(
-            f"moegguf-cuda{version} needs an nvcc of CUDA {version}, but {nvcc()} is of CUDA {found}; name another one"
-            " in CUDACXX"
+            f"moegguf-cuda{version} needs an nvcc of CUDA {version}, but {nvcc()} is of CUDA {found};"
+            " name another one in CUDACXX"
         )
     parts = ("cuda-runtime", "cublas")
-    suffix, folders = ("", ["cu13"]) if version >= 13 else (f"-cu{version}", ["cuda_runtime", "cublas"])
+    suffix, folders = "", [f"cu{version}"]
+    if version < 13:
+        suffix, folders = f"-cu{version}", ["cuda_runtime", "cublas"]
     return Plugin(
         _apart(cuda(architectures), f"cuda{version}", "ggml-cuda"),
         f"cuda{version}",
@@ -87,7 +89,8 @@ def make_wheel(plugin: Plugin) -> None:
     rpath = ":".join(f"$ORIGIN/../../{folder}" for folder in plugin.rpaths)
     subprocess.run(["patchelf", *(["--set-rpath", rpath] if rpath else ["--remove-rpath"]), library], check=True)
     pin = (built / "UPSTREAM").read_text()
-    (package / "UPSTREAM").write_text(f"{pin.replace('version', 'package_version', 1)}version = {__version__}\n")
+    of_upstream = pin.replace("version", "package_version", 1)
+    (package / "UPSTREAM").write_text(f"{of_upstream}version = {__version__}\n")
     about = tree / f"moegguf_{plugin.name}-{__version__}.dist-info"
     (about / "licenses").mkdir(parents=True)
     shutil.copy(ROOT / "build/vendor/llama.cpp/LICENSE", about / "licenses")
