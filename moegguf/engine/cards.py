@@ -169,9 +169,9 @@ def _describe_untried(device: BackendDevice) -> str:
 
 def _describe_integrated(device: BackendDevice) -> str:
     return (
-        f"{device.name} ({device.description}) is an integrated GPU, which moegguf does not use: its"
-        " memory is the machine's RAM, so that copies of experts there save nothing. The CPU computes;"
-        " where the whole model fits in memory, llama.cpp itself can compute on that GPU."
+        f"{device.name} ({device.description}) is an integrated GPU, which moegguf does not use:"
+        " its memory is the machine's RAM, so that copies of experts there save nothing. The CPU"
+        " computes; where the whole model fits in memory, llama.cpp itself can compute on that GPU."
     )
 
 

@@ -1,7 +1,7 @@
 """Loads backends of ggml that are packages of their own, such as moegguf-cuda13.
 
-Each package puts one folder into the namespace package `moegguf_backends`. The folder is named for the
-package and holds one library and the file UPSTREAM, which says what the library was built from.
+Each package puts one folder into the namespace package `moegguf_backends`. The folder is named for
+the package and holds one library and the file UPSTREAM, which says what the library was built from.
 `tools/gpu/plugin.py` builds them.
 """
 
@@ -22,7 +22,7 @@ GPU = 1  # enum ggml_backend_dev_type
 
 
 def read_pin(folder: Path) -> dict[str, str]:
-    """Returns the `key = value` lines of UPSTREAM in a folder; empty where there is no such file."""
+    """Returns the `key = value` lines of UPSTREAM in a folder; empty where it has none."""
     file = folder / "UPSTREAM"
     lines = file.read_text().splitlines() if file.exists() else []
     pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
@@ -42,8 +42,8 @@ def plugin_folders() -> list[Path]:
 def load_plugins(ggml: c.CDLL, own_pin: Mapping[str, str]) -> list[str]:
     """Loads installed backends into `ggml` until there is a GPU: two would list one card twice.
 
-    Returns a sentence for each backend that was built from other sources and is not loaded. ggml logs
-    why a library does not load, as where the driver is missing.
+    Returns a sentence for each backend that was built from other sources and is not loaded. ggml
+    logs why a library does not load, as where the driver is missing.
     """
     by_type, load = ggml.ggml_backend_dev_by_type, ggml.ggml_backend_load
     by_type.restype = load.restype = c.c_void_p

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CARRIED = ROOT / "build/cuda-carried/bin"  # libraries and programs for a machine that has a card
 VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # for releases of Vulkan's that are older than ggml's
+VULKAN_FLAGS = ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def vulkan(driver: Path, devices: str = "0") -> Backend:
     """
     return Backend(
         "vulkan",
-        ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}"),
+        VULKAN_FLAGS,
         {
             "VK_DRIVER_FILES": str(driver),
             "VK_ICD_FILENAMES": str(driver),

@@ -4,7 +4,7 @@ python -m tools.gpu.plugin cuda13                     # for every card since Tur
 python -m tools.gpu.plugin cuda13 --architectures 90-real --flag=-DGGML_CUDA_FA=OFF
 python -m tools.gpu.plugin vulkan
 
-`moegguf/native/plugins.py` finds the library, and compares UPSTREAM beside it with the one of moegguf.
+`moegguf/native/plugins.py` finds the library, and compares UPSTREAM beside it with moegguf's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from moegguf.native.plugins import NAMESPACE
 from moegguf.package import __version__
-from tools.gpu.build import ROOT, VULKAN_HEADERS, Backend, build, cuda, cuda_version, folder_of, library_of, nvcc
+from tools.gpu.build import ROOT, VULKAN_FLAGS, Backend, build, cuda, cuda_version, folder_of, library_of, nvcc
 
 ARCHITECTURES = "75-virtual;80;86;89;90;120"
 DIST = ROOT / "dist"
@@ -47,8 +47,8 @@ def cuda_plugin(version: int, architectures: str) -> Plugin:
     """Returns the plug-in for a major version of CUDA. Raises ValueError for another nvcc."""
     if (found := cuda_version()) != version:
         raise ValueError(
-            f"moegguf-cuda{version} needs an nvcc of CUDA {version}, but {nvcc()} is of CUDA {found};"
-            " name another one in CUDACXX"
+            f"moegguf-cuda{version} needs an nvcc of CUDA {version}, but {nvcc()} is of CUDA"
+            f" {found}; name another one in CUDACXX"
         )
     parts = ("cuda-runtime", "cublas")
     suffix, folders = "", [f"cu{version}"]
@@ -66,8 +66,7 @@ def cuda_plugin(version: int, architectures: str) -> Plugin:
 
 def vulkan_plugin() -> Plugin:
     """Returns the plug-in for cards with a Vulkan driver."""
-    flags = ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}")
-    backend = _apart(Backend("vulkan", flags), "vulkan", "ggml-vulkan")
+    backend = _apart(Backend("vulkan", VULKAN_FLAGS), "vulkan", "ggml-vulkan")
     return Plugin(backend, "vulkan", "moegguf on cards with a Vulkan driver", from_elsewhere=["libvulkan.so.1"])
 
 
