@@ -162,6 +162,7 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
     """
     from moegguf.engine.machine import load_warning
     from moegguf.terminal.facts import SupposedDevice, estimate_model
+    from moegguf.terminal.loading import print_card_note
     from moegguf.terminal.tables import print_estimate, print_json
 
     device = SupposedDevice.parse(*(chosen[flag.name] for flag in DEVICE_FLAGS))
@@ -170,6 +171,7 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
         print_json(facts)
         return
     print_estimate(facts)
+    print_card_note(given)
     if warning := load_warning():
         print_message(warning)
 

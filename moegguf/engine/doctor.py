@@ -19,12 +19,13 @@ from typing import Any
 
 import psutil
 
+from moegguf.engine.cards import card_note, find_cards
 from moegguf.engine.devices import BackendDevice, all_devices
 from moegguf.engine.machine import count_cpus, disk_read_speed, read_memory
 from moegguf.errors import LibraryError, ModelNotFoundError, MoeggufError
 from moegguf.models.catalog import find_model
 from moegguf.models.sources import demo_path, folder_files
-from moegguf.native import library
+from moegguf.native import library, plugins
 from moegguf.package import __version__, package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
@@ -53,6 +54,7 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
         "moegguf": _versions,
         "build": _build,
         "devices": _devices,
+        "cards": _cards,
         "machine": _machine,
         "disk": partial(_disk, model),
     }
@@ -126,11 +128,10 @@ def _llama_cpp_version() -> str:
 
 def read_pin() -> dict[str, str]:
     """What the library was built from, such as the llama.cpp commit that the patches are for. Raises LibraryError."""
-    file = library.find_library() / "UPSTREAM"
-    if not file.exists():
-        raise LibraryError(f"there is no {file.name} in {file.parent}: the library was built by an older moegguf")
-    pairs = (line.partition("=") for line in file.read_text().splitlines() if "=" in line and not line.startswith("#"))
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    folder = library.find_library()
+    if not (pin := plugins.read_pin(folder)):
+        raise LibraryError(f"there is no UPSTREAM in {folder}: the library was built by an older moegguf")
+    return pin
 
 
 def _features() -> list[str]:
@@ -149,6 +150,17 @@ def _device(device: BackendDevice) -> Facts:
     free_bytes, total_bytes = device.memory()
     about = {"description": device.description, "kind": device.kind}
     return about | {"free_bytes": free_bytes, "total_bytes": total_bytes}
+
+
+def _cards() -> Facts:
+    """Cards that the system lists, installed backends, what went wrong with them, and a sentence where none is used."""
+    problems = library.backend_problems()
+    return {
+        "found": [" ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()],
+        "plugins": [f"moegguf-{folder.name}" for folder in plugins.plugin_folders()],
+        "problems": [*problems.refused, *problems.errors],
+        "note": card_note() or None,
+    }
 
 
 def _machine() -> Facts:
