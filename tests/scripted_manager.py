@@ -16,7 +16,7 @@ import psutil
 
 from moegguf.engine.plan import Plan
 from moegguf.errors import ModelNotFoundError
-from moegguf.generate.request import Delta, GenerationRequest
+from moegguf.generate.request import Delta, Request
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import Lease
@@ -98,7 +98,7 @@ def n_files() -> int:
 
 async def answer_text(lease: Lease, prompt: str) -> str:
     """The text of an answer."""
-    events = [event async for event in lease.answer(GenerationRequest(prompt=prompt))]
+    events = [event async for event in lease.answer(Request(prompt=prompt))]
     return " ".join(event.text for event in events if isinstance(event, Delta))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.images import with_images
-from moegguf.generate.request import GenerationRequest, Message, Sampling, sampling_with
+from moegguf.generate.request import Message, Request, Sampling, sampling_with
 from moegguf.models.details import parameters_of
 from moegguf.options import LOAD_PARAMETERS
 
@@ -76,10 +76,10 @@ class Conversation:
         """Parameters in effect, by Ollama's names."""
         return parameters_of(self.entry) | self.user_parameters()
 
-    def request(self) -> GenerationRequest:
+    def request(self) -> Request:
         """The request for the next answer."""
         system: list[Message] = [{"role": "system", "content": self.system_text}] if self.system_text else []
-        return GenerationRequest(
+        return Request(
             messages=(*system, *self.messages),
             format=self.format,
             think=self.think,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.chat.conversation import of_loading
 from moegguf.errors import MoeggufError
-from moegguf.generate.request import Delta, Timing
+from moegguf.generate.request import AnswerSummary, Delta
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.serving.events import Done, Event
 from moegguf.terminal.messages import print_message
@@ -28,7 +28,7 @@ class Answer:
     """One answer, as far as it has come."""
 
     load_s: float  # of a load before it
-    timing: Timing = field(default_factory=lambda: Timing(finish="cancelled"))
+    summary: AnswerSummary = field(default_factory=lambda: AnswerSummary(finish="cancelled"))
     decisions: Mapping[str, Any] = field(default_factory=dict)  # `Llama.decisions`
     text: str = ""
     thinking: str = ""
@@ -41,7 +41,7 @@ class Answer:
             self.text += event.text
             self.thinking += event.thinking
         elif isinstance(event, Done):
-            self.timing = event.timing
+            self.summary = event.summary
             self.decisions = event.decisions
             self.load_s += event.load_s
 
@@ -101,7 +101,7 @@ class ChatModel:
         if (answer := self._last) is None:
             return []
         load_s = answer.load_s if with_load else 0.0
-        lines = statistics(answer.timing, load_s, answer.decisions, self.connection.placement)
+        lines = statistics(answer.summary, load_s, answer.decisions, self.connection.placement)
         url = self.connection.url
         return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{url}"] if url else lines
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
 from moegguf.chat.conversation import of_loading
 from moegguf.errors import ModelNotFoundError, OptionError
-from moegguf.generate.request import Delta, Message, PromptProgress, Timing
+from moegguf.generate.request import AnswerSummary, Delta, Message, PromptProgress
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_duration
@@ -137,7 +137,7 @@ class ServedModel:
         with closing(self._client.stream("/api/chat", body)) as lines:
             for line in lines:
                 if line.get("done"):
-                    yield Done(build(Timing, line["timing"]), line["load_s"], line["decisions"])
+                    yield Done(build(AnswerSummary, line["timing"]), line["load_s"], line["decisions"])
                     return
                 if "prompt_progress" in line:
                     yield build(PromptProgress, line["prompt_progress"])

@@ -28,7 +28,7 @@ from moegguf.terminal.progress import prompt_text
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import Answer, ChatModel
-    from moegguf.generate.request import Timing
+    from moegguf.generate.request import AnswerSummary
     from moegguf.serving.events import Event
 
 TAB_CELLS = 8
@@ -170,7 +170,7 @@ def print_answer(
         spinner.close()
     if answer.error is None or answer.text or answer.thinking:
         printer.end("\n" if answer.error or answer.is_interrupted else end)
-        _print_left_out(answer.timing)
+        _print_left_out(answer.summary)
     return answer
 
 
@@ -186,12 +186,12 @@ def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
     exit_now()
 
 
-def _print_left_out(timing: Timing) -> None:
+def _print_left_out(summary: AnswerSummary) -> None:
     """Prints how much of the conversation the context could not hold."""
-    counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
+    counts = ((summary.cut_messages, "message"), (summary.cut_tokens, "token"))
     if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
         print_message(f"prompt cut: {', '.join(parts)} left out")
-    if n := timing.n_shifts:
+    if n := summary.n_shifts:
         times = "" if n == 1 else f" {n} times"
         print_message(f"the context was full{times}: the model no longer knows the older half")
 

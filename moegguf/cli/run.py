@@ -16,7 +16,7 @@ import typer
 from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, hub_name, model_argument
 from moegguf.errors import OptionError
 from moegguf.options import LOAD_PARAMETERS, MODEL, OPTIONS, OUTPUT
-from moegguf.terminal.loading import find_or_pull, parse_format, parse_think, with_files
+from moegguf.terminal.loading import find_or_pull, parse_format, parse_think, print_card_note, with_files
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 from moegguf.text import decode_text
@@ -166,6 +166,8 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         else:
             entry = with_files(find_or_pull(name), **files)
             parameters = _defaults(environment, entry) | parameters
+            if sys.stderr.isatty() or verbose:
+                print_card_note(loading)
         if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
             parameters["num_ctx"] = connection.details(entry).n_ctx_train
         conversation = Conversation(entry, parameters, **settings)
@@ -198,6 +200,5 @@ def _check(given: Given) -> None:
 
         try:
             find_strategy(given["strategy"])
-        except OptionError as error:  # its old flag, --system, is taken for the system message
-            text = f"{error} The system message is --system-prompt."
-            raise typer.BadParameter(text, param_hint="--strategy") from None
+        except OptionError as error:
+            raise typer.BadParameter(str(error), param_hint="--strategy") from None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
 from moegguf.errors import OptionError, WorkerError
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
@@ -250,7 +250,7 @@ class ManagedModel:
             expires = None if left_s == math.inf else now + timedelta(seconds=max(0.0, left_s))
             names.append(LoadedName(name, use.entry.digest, expires))
         times = [each.expires for each in names if each.expires is not None]
-        last = process.last_timings.get(current_owner.get(), Timing())
+        last = process.last_summaries.get(current_owner.get(), AnswerSummary())
         return LoadedModel(
             name=self.name,
             names=tuple(names),
@@ -316,7 +316,7 @@ class Calls(ABC):
         from moegguf.generate.embedding import Embeddings
 
         fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "num_ctx": num_ctx}
-        fields["asker"] = current_owner.get()
+        fields["client_key"] = current_owner.get()
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
@@ -324,7 +324,7 @@ class Calls(ABC):
         raises."""
         from moegguf.generate.embedding import Embeddings
 
-        fields = {"query": query, "documents": list(documents), "asker": current_owner.get()}
+        fields = {"query": query, "documents": list(documents), "client_key": current_owner.get()}
         return build(Embeddings, await self.value("rank", **fields))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -372,13 +372,13 @@ class Lease(Calls):
         else:
             self._request.cancel()  # released when the worker has stopped
 
-    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
+    async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
         Without `stream` there is one `Delta` with the whole answer.
 
-        Raises what `moegguf.generate.answer.BatchedAnswer.read` gives.
+        Raises what `moegguf.generate.sequence.Sequence.read` gives.
         """
-        async with aclosing(self.events("generate", generation=generation, stream=stream)) as events:
+        async with aclosing(self.events("generate", request=request, stream=stream)) as events:
             async for event in events:
                 yield self._event(event)
 
@@ -390,8 +390,8 @@ class Lease(Calls):
     def _event(self, event: Any) -> Event:
         if isinstance(event, Delta | PromptProgress):
             return event
-        timing = self._process.last_timings[current_owner.get()] = build(Timing, event)
-        return Done(timing, self.load_s, self._process.decisions)
+        summary = self._process.last_summaries[current_owner.get()] = build(AnswerSummary, event)
+        return Done(summary, self.load_s, self._process.decisions)
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS

@@ -183,7 +183,7 @@ class ModelManager:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
         any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
         again at the latest. Where clients are told apart, a request gets what its own client's requests use."""
-        asker = current_owner.get() if self.settings.tells_clients_apart else None
+        client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
         if entry is not None:
             of_name = [model for model in ready if entry.name in model.uses]
@@ -192,7 +192,9 @@ class ModelManager:
         for model in ready:
             with suppress(MoeggufError):  # it has just ended
                 assert model.process is not None
-                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s, asker=asker).value())
+                snapshot = build(
+                    Snapshot, await model.process.request("experts", watch_s=watch_s, client_key=client_key).value()
+                )
                 found.append(replace(snapshot, model=entry.name if entry else model.name))
         return found
 

@@ -4,11 +4,11 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (generation,
-stream), embed (inputs, truncate, normalize, num_ctx, asker), rank (query, documents, asker), tokenize (text, special),
-pieces (tokens), count and render (generation), budget (expert_cache, vram_cache: bytes), experts (watch_s, asker: None
-sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value
-or error; stats and decisions once there is a model), warning (text).
+To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (request, stream),
+embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents, client_key), tokenize (text, special),
+pieces (tokens), count and render (request), budget (expert_cache, vram_cache: bytes), experts (watch_s, client_key:
+None sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id,
+value or error; stats and decisions once there is a model), warning (text).
 """
 
 from __future__ import annotations

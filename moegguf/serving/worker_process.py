@@ -20,7 +20,7 @@ from typing import Any
 from moegguf.child import child_command, child_environment
 from moegguf.engine.stats import Stats
 from moegguf.errors import DeviceLostError, MoeggufError, OptionError, WorkerError
-from moegguf.generate.request import Timing
+from moegguf.generate.request import AnswerSummary
 from moegguf.serving import wire
 from moegguf.settings import read_environment
 
@@ -115,7 +115,7 @@ def device_failure(text: str) -> str:
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it.
 
-    `stats` and `decisions`: as last reported; `last_timings`: of each owner, that of the answer that ended last.
+    `stats` and `decisions`: as last reported; `last_summaries`: of each owner, that of the answer that ended last.
     `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called then, before its
     requests get the error. `on_warning` gets each warning of the process, as one line. `requests`: by id, until they
     end. `cancel_grace_s`: how long a cancelled request may take to end.
@@ -126,7 +126,7 @@ class WorkerProcess:
         self.cancel_grace_s = cancel_grace_s
         self.on_warning: Callable[[str], object] = log.warning
         self.stats = Stats()
-        self.last_timings: dict[str, Timing] = {}
+        self.last_summaries: dict[str, AnswerSummary] = {}
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
