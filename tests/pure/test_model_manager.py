@@ -131,7 +131,7 @@ async def test_a_load_reports_its_progress(catalog: FakeCatalog) -> None:
 
 async def test_the_rest_of_an_interrupted_answer_can_be_read(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager, manager.lease("a") as lease:
-        answer = lease.answer(GenerationRequest(prompt="slowly tick"))
+        answer = lease.answer(Request(prompt="slowly tick"))
         assert isinstance(await anext(answer), Delta)
         await answer.aclose()
         for _ in range(2):
