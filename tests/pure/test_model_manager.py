@@ -136,7 +136,7 @@ async def test_the_rest_of_an_interrupted_answer_can_be_read(catalog: FakeCatalo
         await answer.aclose()
         for _ in range(2):
             *_, last = await lease.rest()
-            assert isinstance(last, Done) and last.timing.finish == "cancelled"
+            assert isinstance(last, Done) and last.summary.finish == "cancelled"
 
 
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
