@@ -288,7 +288,7 @@ class Calls(ABC):
         """What a worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """The events of a request, then its value."""
+        """Yields the events of a request, then its value."""
         has_begun = False
         for is_last in (False, True):
             try:
@@ -373,7 +373,7 @@ class Lease(Calls):
             self._request.cancel()  # released when the worker has stopped
 
     async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
+        """Yields `PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
         Without `stream` there is one `Delta` with the whole answer.
 
         Raises what `moegguf.generate.sequence.Sequence.read` gives.

@@ -175,7 +175,7 @@ class ModelManager:
         return True
 
     def loaded(self) -> list[LoadedModel]:
-        """Models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
+        """Returns the models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
         loaded = [model.status() for model in self._models.values() if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
@@ -467,7 +467,7 @@ class ModelManager:
             self._dispatch()
 
     async def _run(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
-        """A process with the model, from its load to its end."""
+        """Runs a process with the model, from its load to its end."""
         start_s = time.monotonic()
         plan = await asyncio.to_thread(size.plan_within, model.used)
         if model.device is not None:
