@@ -189,6 +189,11 @@ class AnswerSummary:
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
 
+    @property
+    def whole_prompt_tokens(self) -> int:
+        """Returns the tokens of the prompt, evaluated or reused."""
+        return self.prompt_tokens + self.cached_tokens
+
 
 MAX_TOP_LOGPROBS = 20
 THINK_LEVELS = ("low", "medium", "high", "max")
