@@ -23,6 +23,7 @@ from moegguf.serving.lease import Lease
 from moegguf.serving.memory_budget import RAM, ModelSize, Room
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.wire import LoadConfig
+from moegguf.serving.worker_process import Workers
 from moegguf.settings import Settings
 
 
@@ -82,7 +83,8 @@ async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[Mod
     """A manager; checks that it leaves no process and no open file."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
-    async with ModelManager(catalog, Settings(**settings), command=COMMAND, measure=catalog.measure) as manager:
+    workers = Workers(command=COMMAND, echo_stderr=settings.get("debug", False))
+    async with ModelManager(catalog, Settings(**settings), workers=workers, measure=catalog.measure) as manager:
         yield manager
     assert len(psutil.Process().children()) == children
     assert n_files() <= files

@@ -34,8 +34,8 @@ _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
 
 class Chat:
-    """A conversation with one model at a time, and the loop over what is typed; closes the model, which is loaded, at
-    the end. `history`: of what was typed."""
+    """A conversation with one model at a time, which is loaded, and the loop over what is typed. `history`: of what was
+    typed."""
 
     def __init__(self, model: ChatModel, conversation: Conversation) -> None:
         self.model = model
@@ -55,8 +55,6 @@ class Chat:
                     self._handle_input()
         except EOFError:
             return 0
-        finally:
-            self.model.connection.close()
 
     def print_model_line(self) -> None:
         """The model's name, and its context size, experts, ..."""

@@ -19,14 +19,16 @@ from rich.style import Style
 
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.generate.images import MAX_IMAGE_BYTES, read_image
-from moegguf.terminal.keyboard import cancel_on_interrupt
+from moegguf.generate.request import Delta, PromptProgress
+from moegguf.terminal.keyboard import exit_now
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner, prompt_text
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import Answer, ChatModel
-    from moegguf.generate.request import Delta, PromptProgress
+    from moegguf.generate.request import AnswerSummary
+    from moegguf.serving.events import Event
 
 TAB_CELLS = 8
 MIN_WIDTH = 4  # cells; narrower terminals are treated as this wide
@@ -137,37 +139,62 @@ def print_answer(
     model: ChatModel, conversation: Conversation, spinner: Spinner, end: str = "\n", exit_timeout_s: float | None = None
 ) -> Answer:
     """Prints the answer to the last message, `end` after it, and below it what was left out of the context. Ctrl-C
-    cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
+    cancels it; a second one, or `exit_timeout_s` more than CANCEL_TIMEOUT_S, ends the process."""
     spinner.show("")
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
-    answer = model.answer(conversation)
+    answer = model.begin_answer()
+    events = model.connection.answer(conversation, spinner)
 
-    def on_progress(now: PromptProgress) -> None:
-        spinner.show(prompt_text(now.n_tokens, now.n_cached, now.n_done, now.seconds))
-
-    def cancel() -> None:
-        if not answer.cancel(CANCEL_TIMEOUT_S):
-            print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
-
-    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupted:
-        try:
-            for delta in answer.deltas(on_progress):
-                spinner.close()
-                printer.show(delta)
-        except MoeggufError as error:
-            answer.error = error
-        finally:
+    def show(event: Event) -> None:
+        answer.add(event)
+        if isinstance(event, PromptProgress):
+            spinner.show(prompt_text(event.n_tokens, event.n_cached, event.n_done, event.seconds))
+        elif isinstance(event, Delta):
             spinner.close()
-    answer.is_interrupted, summary = interrupted.is_set(), answer.summary
+            printer.show(event)
+
+    try:
+        try:
+            for event in events:
+                show(event)
+        except KeyboardInterrupt:
+            answer.is_interrupted = True
+            events.close()
+            spinner.close()
+            for event in _stop(model, exit_timeout_s):
+                show(event)
+    except MoeggufError as error:
+        answer.error = error
+    finally:
+        spinner.close()
     if answer.error is None or answer.text or answer.thinking:
         printer.end("\n" if answer.error or answer.is_interrupted else end)
-        counts = ((summary.cut_messages, "message"), (summary.cut_tokens, "token"))
-        if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
-            print_message(f"prompt cut: {', '.join(parts)} left out")
-        if n := summary.n_shifts:
-            times = "" if n == 1 else f" {n} times"
-            print_message(f"the context was full{times}: the model no longer knows the older half")
+        _print_left_out(answer.summary)
     return answer
+
+
+def _stop(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
+    """Cancels the answer and returns its last events; ends the process when it cannot be cancelled."""
+    try:
+        rest = model.connection.stop(CANCEL_TIMEOUT_S)
+        if rest is None:
+            print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
+            rest = model.connection.stop(exit_timeout_s)
+        if rest is not None:
+            return rest
+    except KeyboardInterrupt:
+        pass
+    exit_now()
+
+
+def _print_left_out(summary: AnswerSummary) -> None:
+    """Prints how much of the conversation the context could not hold."""
+    counts = ((summary.cut_messages, "message"), (summary.cut_tokens, "token"))
+    if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
+        print_message(f"prompt cut: {', '.join(parts)} left out")
+    if n := summary.n_shifts:
+        times = "" if n == 1 else f" {n} times"
+        print_message(f"the context was full{times}: the model no longer knows the older half")
 
 
 _EXTENSION = r"\.(?:png|jpe?g|gif|webp|bmp)"

@@ -36,7 +36,6 @@ from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import OptionError
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
-from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
 from moegguf.text import to_utf8
 
@@ -144,7 +143,7 @@ class Llama(UpstreamLlama):
             AllocationError, ExpertIOError, LibraryError.
         """
         given: dict[str, Any] = dict(options)
-        environment, strategy = read_environment(), take_old_keywords(given).get("strategy", strategy)
+        environment = read_environment()
         check_options(given, Llama.__init__)
         named = find_strategy(environment.strategy if strategy is None else strategy)
         policy = environment.policy if isinstance(policy, str) and policy == "auto" else policy
@@ -196,7 +195,7 @@ class Llama(UpstreamLlama):
         **options: Any,
     ) -> Plan:
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
-        given: dict[str, Any] = options | take_old_keywords(options)
+        given: dict[str, Any] = dict(options)
         check_options(given, Llama.__init__)
         draft = given.pop("draft", None) or read_environment().draft
         return prepare(model_path, expert_cache, given, vram_cache, placement=placement, draft=draft).plan

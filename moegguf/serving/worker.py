@@ -9,7 +9,6 @@ the budget waits for a pass to end. Which requests are sent is model_manager.py'
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import signal
@@ -27,7 +26,6 @@ from io import BufferedReader
 from typing import Any
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.load import plan_here
 from moegguf.errors import MoeggufError
 from moegguf.generate import sandbox_pool
 from moegguf.generate.batching import BatchLoop
@@ -312,7 +310,7 @@ class Worker:
         self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
         plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
-        self._end(number, wire.Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)
+        self._end(number, wire.Ready(llm.n_ctx(), plan, llm.n_seq_max), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -346,28 +344,13 @@ class Worker:
 def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config`. `progress` gets the share that was read; False ends the load. Raises what `Llama`
     raises."""
-    if config.silent:
-        _silence_log()  # before llama.cpp's first line
     options: dict[str, Any] = {"n_seq_max": 1, "embedding": False, "verbose": False}
     options |= {name: value for name, value in config.options.items() if value is not None}
     options |= {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
     type_v = options.get("type_v")
     is_quantised = type_v is not None and GGML_TYPES[type_v][1] > 1  # llama.cpp takes this with flash attention only
     options["flash_attn"] = True if is_quantised else options.get("flash_attn")
-    if config.plan is None:
-        options.setdefault("n_ctx", 0)
-        names = ("expert_cache", "vram_cache", "placement", "n_gpu_layers", "type_k", "type_v", "flash_attn")
-        given = {name: options[name] for name in names if options.get(name) is not None}
-        options["n_ctx"] = options["n_ctx"] or plan_here(read_layout(config.path), **given).n_ctx
-    llm = Llama(config.path, plan=config.plan, progress=progress, **options)
-    if config.silent:
-        _silence_log()  # the bindings have set the level again
-    return llm
-
-
-def _silence_log() -> None:
-    """Turns off llama.cpp's log, which the bindings filter by this logger's level."""
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
+    return Llama(config.path, plan=config.plan, progress=progress, **options)
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,16 @@ def find_or_pull(name: str) -> ModelEntry:
 
     with PullProgress() as progress:
         return pull(name, catalog, progress.report)
+
+
+def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
+    """Returns the model with another projector, or with an adapter. Raises ModelFormatError, ModelNotFoundError."""
+    from moegguf.gguf.projector import read_projector
+    from moegguf.models.catalog import with_adapter
+
+    if mmproj is not None:
+        entry = replace(entry, mmproj=read_projector(os.path.expanduser(mmproj)).path.absolute())
+    return entry if lora_path is None else with_adapter(entry, lora_path)
 
 
 def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:

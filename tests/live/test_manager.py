@@ -26,6 +26,7 @@ from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.model_manager import ModelManager
+from moegguf.serving.worker_process import Workers
 from moegguf.settings import Settings
 from tools.models import PRESETS, write_model
 
@@ -234,7 +235,8 @@ async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[
     with server() as (rpc, port):
         command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
         settings = Settings(n_ctx=512, memory_bytes=4 << 30, n_parallel=n_parallel)
-        async with ModelManager(Files(a=path), settings, command=command, devices=lambda: [GPU]) as manager:
+        workers = Workers(command=command)
+        async with ModelManager(Files(a=path), settings, workers=workers, devices=lambda: [GPU]) as manager:
             yield manager
 
 

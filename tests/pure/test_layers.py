@@ -56,7 +56,7 @@ OWNED: dict[str, set[str]] = {
 }
 
 # Folders beside the package: the laboratory imports it and never the other way round.
-BESIDE = ("predictors", "tools", "tests")
+BESIDE = ("predictors", "recipes", "tools", "tests")
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 

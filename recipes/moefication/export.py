@@ -16,9 +16,9 @@ from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import quantize
 from torch import Tensor
 
-from predictors.models.demo.model import round_q4_0
-from predictors.models.moefication.convert import Rounding, Split
-from predictors.models.moefication.network import Mixture, Network, Shape
+from recipes.demo.model import round_q4_0
+from recipes.moefication.convert import Rounding, Split
+from recipes.moefication.network import Mixture, Network, Shape
 
 FILE_TYPES = {
     "q4_0": (QType.Q4_0, LlamaFileType.MOSTLY_Q4_0),

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 from moegguf.generate.sandbox import Sandbox
 from predictors.models.demo import questions, tools
-from predictors.models.demo.data import IGNORED, Batch, Tokens, Windows
-from predictors.models.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, IM_START, special_id
 from predictors.models.demo.tools import Tool
 from predictors.models.demo.wording import Message, reworded
+from recipes.demo.data import IGNORED, Batch, Tokens, Windows
+from recipes.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, IM_START, special_id
 
 STEPS = (
     (512, 4, 0), (1024, 2, 0), (512, 3, 1), (2048, 1, 0), (512, 4, 0), (1024, 1, 1),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictors.models.demo.data import IGNORED, Batch
-from predictors.models.demo.model import DemoModel, with_rounded_weights
+from recipes.demo.data import IGNORED, Batch
+from recipes.demo.model import DemoModel, with_rounded_weights
 
 BALANCE_WEIGHT = 0.01
 CHECKPOINT_SECONDS = 150.0

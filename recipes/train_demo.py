@@ -1,7 +1,7 @@
 """Train the demo model on this machine's free texts and `demo_questions.jsonl`, from scratch or from a file of it.
 
-    python -m predictors.models.train_demo --work build/demo --pretrain-minutes 45 --out build/demo/out
-    python -m predictors.models.train_demo --work build/demo --start moegguf-demo-Q4_0.gguf --out build/demo/out
+    python -m recipes.train_demo --work build/demo --pretrain-minutes 45 --out build/demo/out
+    python -m recipes.train_demo --work build/demo --start moegguf-demo-Q4_0.gguf --out build/demo/out
 
 Needs the extra `lab` (torch 2.13.0, tokenizers, gguf), and llama_cpp with its library for the last step.
 Every step saves its result in the work folder and resumes from there; the command can be stopped and repeated. On a
@@ -16,10 +16,10 @@ import torch
 from tokenizers import Tokenizer
 
 from predictors.models import quiz_demo
-from predictors.models.demo import card, corpus, data, evaluate, export, restart, tokenizer, train
-from predictors.models.demo.chat import SETTLING_STEPS, Chat
-from predictors.models.demo.model import DemoModel, Shape
 from predictors.models.demo.questions import read_conversations
+from recipes.demo import card, corpus, data, evaluate, export, restart, tokenizer, train
+from recipes.demo.chat import SETTLING_STEPS, Chat
+from recipes.demo.model import DemoModel, Shape
 
 FILE_NAME = "moegguf-demo-Q4_0.gguf"
 PRETRAIN_LR, RESTART_LR, CHAT_LR, SETTLE_LR = 2e-3, 1e-3, 1e-3, 3e-4

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from predictors.models.demo.corpus import KINDS
-from predictors.models.demo.data import Corpus
-from predictors.models.demo.evaluate import LOSS_CTX, KindLoss
-from predictors.models.demo.model import Shape
-from predictors.models.demo.train import BALANCE_WEIGHT, Progress
+from recipes.demo.corpus import KINDS
+from recipes.demo.data import Corpus
+from recipes.demo.evaluate import LOSS_CTX, KindLoss
+from recipes.demo.model import Shape
+from recipes.demo.train import BALANCE_WEIGHT, Progress
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from predictors.models.moefication.clustering import order_neurons
-from predictors.models.moefication.network import FeedForward, Layer, Mixture, Network, rope
+from recipes.moefication.clustering import order_neurons
+from recipes.moefication.network import FeedForward, Layer, Mixture, Network, rope
 
 CLUSTERING_TOKENS = 4096
 ROWS_AT_ONCE = 8

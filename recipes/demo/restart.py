@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models
 
-from predictors.models.demo import tokenizer
-from predictors.models.demo.export import gguf_name
-from predictors.models.demo.model import DemoModel
+from recipes.demo import tokenizer
+from recipes.demo.export import gguf_name
+from recipes.demo.model import DemoModel
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

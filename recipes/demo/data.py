@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from predictors.models.demo import corpus
-from predictors.models.demo.tokenizer import END_OF_TEXT, special_id
+from recipes.demo import corpus
+from recipes.demo.tokenizer import END_OF_TEXT, special_id
 
 IGNORED = -100
 Tokens = NDArray[np.uint16]

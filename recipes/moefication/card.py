@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from predictors.models.demo.evaluate import open_gguf
-from predictors.models.demo.train import loss_of
-from predictors.models.moefication.convert import Split
-from predictors.models.moefication.network import Network
-from predictors.models.moefication.text import N_CTX, Rows
+from recipes.demo.evaluate import open_gguf
+from recipes.demo.train import loss_of
+from recipes.moefication.convert import Split
+from recipes.moefication.network import Network
+from recipes.moefication.text import N_CTX, Rows
 
 QUESTIONS = (
     "What is the capital of France?",

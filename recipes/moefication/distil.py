@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictors.models.moefication.convert import Rounding
-from predictors.models.moefication.network import Network
+from recipes.moefication.convert import Rounding
+from recipes.moefication.network import Network
 
 LOG_EVERY_STEPS = 4
 

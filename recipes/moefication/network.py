@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictors.models.demo.model import RMSNorm
+from recipes.demo.model import RMSNorm
 
 
 @dataclass(frozen=True)

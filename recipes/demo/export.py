@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from moegguf.native import library
-from predictors.models.demo.model import DemoModel, Shape
-from predictors.models.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, IM_END, PRE_TOKENIZER, SPECIALS, special_id
+from recipes.demo.model import DemoModel, Shape
+from recipes.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, IM_END, PRE_TOKENIZER, SPECIALS, special_id
 
 DESCRIPTION = (
     "A very small Mixture-of-Experts model that ships with moegguf, so that its cache can be seen at work. "

