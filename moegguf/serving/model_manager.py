@@ -237,8 +237,8 @@ class ModelManager:
             raise
 
     def _make_queue_room(self, request: LeaseRequest) -> None:
-        """Refuses a request when the queue is full: the newest of the client with most requests there, where the client of
-        `request` has fewer even with it, else `request` (longest queue drop: Suter et al., 1998). So nobody can take
+        """Refuses a request when the queue is full: the newest of the client with most requests there, where the client
+        of `request` has fewer even with it, else `request` (longest queue drop: Suter et al., 1998). So nobody can take
         the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
         waiting = [other for model in self._models.values() for other in model.waiting]
         if len(waiting) < self.settings.max_queue:
@@ -361,8 +361,8 @@ class ModelManager:
             self._grant(model, granted)
 
     def _next_of(self, model: ManagedModel) -> LeaseRequest | None:
-        """Returns the first request that overtakes no load, among the requests before one that needs another load; None:
-        all do. Turns may have put one that came before the load behind one that came after it."""
+        """Returns the first request that overtakes no load, among the requests before one that needs another load;
+        None: all do. Turns may have put one that came before the load behind one that came after it."""
         since = math.inf  # a load that has waited for memory for long is not overtaken
         if self._short is not None:
             due = (request for request in self._short.waiting if not request.comes_last)
