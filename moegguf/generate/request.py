@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -173,9 +173,6 @@ class PromptProgress:
     n_cached: int
     n_done: int
     seconds: float
-
-
-OnProgress = Callable[[PromptProgress], object]
 
 
 @dataclass
