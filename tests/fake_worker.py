@@ -154,7 +154,7 @@ def text(said: str) -> Event:
 
 
 def answer(message: dict[str, Any]) -> None:
-    number, request = message["id"], message["generation"]
+    number, request = message["id"], message["request"]
     CANCELLED.clear()
     try:
         for event in events(request):

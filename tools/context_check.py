@@ -72,7 +72,7 @@ def forked(model: str, store: str, seed: int) -> tuple[int, IO[str]]:
 
 def kills(model: str, count: int, longest_s: float, folder: Path) -> str:
     """What `count` killed processes have shown, in a sentence. Raises AssertionError for a wrong answer or block."""
-    from moegguf.engine.context_store import ContextStore, stored_blocks
+    from moegguf.engine.kv_block_store import KvBlockStore, stored_blocks
     from moegguf.quantities import parse_size
 
     os.environ.update(MOEGGUF_HOME=str(folder), MOEGGUF_TRIAL_LOAD="0")
@@ -94,7 +94,7 @@ def kills(model: str, count: int, longest_s: float, folder: Path) -> str:
             n_answers += 1
         if n % 50 == 49:
             print(f"{n + 1} kills, {n_answers} answers", flush=True)
-    store = ContextStore(contexts, parse_size(STORE))
+    store = KvBlockStore(contexts, parse_size(STORE))
     blocks = list(stored_blocks(contexts))
     assert not store.is_off and all(store.read(block.path.name) is not None for block in blocks)
     return f"{count} kills, {n_writing} within a write: {n_answers} answers, all right; {len(blocks)} blocks, all whole"

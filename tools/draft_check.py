@@ -72,7 +72,7 @@ def compare(engine: Engine, n_answers: int, begin: int = 0, n_together: int = 40
             else:
                 with undrafted(engine):
                     answers = engine.generate(texts, samplings, return_context=True)
-            found.append([(answer.timing.context, answer.text, answer.finish) for answer in answers])
+            found.append([(answer.summary.context, answer.text, answer.finish) for answer in answers])
         n_different += sum(a != b for a, b in zip(*found, strict=True))
         print(f"{seeds.stop} answers, {n_different} differ; {acceptance(engine.stats() - before)}", flush=True)
     return n_different
@@ -106,7 +106,7 @@ def answer_s(engine: Engine, prompt: str, answer: str) -> tuple[float, Stats]:
         done = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))[0]
     if done.error is not None:
         raise done.error
-    return done.timing.answer_s, done.timing.answer_stats
+    return done.summary.answer_s, done.summary.answer_stats
 
 
 def speed(engine: Engine, rounds: int, n_prompts: int) -> None:

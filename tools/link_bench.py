@@ -18,8 +18,8 @@ from statistics import median
 import numpy as np
 
 from moegguf.native import library
-from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.quantities import Link, parse_link
+from moegguf.testing.link_device import link_device, memory_copy_bytes_per_s
 
 SIZES = (1 << 12, 1 << 16, 884_736, 2_654_208, 1 << 24)  # the third: a matrix of a Qwen3-30B expert in Q4_0; then all 3
 F32 = 0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.forecast import Forecast
 from moegguf.controller.shape import MoeShape
+
+if TYPE_CHECKING:
+    from moegguf.controller.forecast import Forecast
 
 Residency = npt.NDArray[np.uint8]
 NO_LIMIT = 1 << 62  # of bytes per token

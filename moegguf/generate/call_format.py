@@ -32,8 +32,9 @@ from moegguf.generate.tool_calls import (
     TaggedCalls,
     ToolCallBlock,
     Types,
+    calls_in,
     closed_json,
-    json_calls,
+    json_value,
     pattern_of,
 )
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, has_channels, think_marks_of
@@ -115,11 +116,6 @@ class ToolFormat:
     def may_begin(self, block: str) -> bool:
         """Returns whether a block of a format without a closing mark may still become a call."""
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
-
-    def has_begun(self, block: str) -> bool:
-        """Returns whether more text cannot change that a block begins as a call."""
-        begun = _BEGIN.match(block, len(self.open))
-        return bool(self.close) or (begun is not None and begun.end() < len(block))
 
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
         """Returns the calls in a block that the token limit cut, the last one with the arguments so far."""
@@ -402,7 +398,7 @@ class _Probe:
         if found is None or arguments is None:
             return None
         begin, end = found
-        reader = JsonCalls(name_is_key=json_calls(written[begin:end]) != [(NAME, dict(VALUES))])
+        reader = JsonCalls(name_is_key=calls_in(json_value(written[begin:end])) != [(NAME, dict(VALUES))])
         head, rest = written[:begin], written[end:]
         close = _unique_begin(rest, written[begin:end]) if head.strip() else ""
         at = begin + written[begin:].index(NAME)

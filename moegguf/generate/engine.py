@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections.abc as abc
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,15 +15,15 @@ from typing import Any, Self
 from moegguf.engine.llama import Llama
 from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
-from moegguf.generate.answer import AnswerEvents, BatchedAnswer
 from moegguf.generate.batching import BatchLoop
-from moegguf.generate.kv_slots import Schedule
-from moegguf.generate.request import Delta, GenerationRequest, Message, Sampling, Timing, join, sampling_with
+from moegguf.generate.kv_sequences import Schedule
+from moegguf.generate.request import AnswerSummary, Delta, Message, Request, Sampling, join, sampling_with
+from moegguf.generate.sequence import AnswerEvents, Sequence
 
 DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
 
-Prompt = str | Sequence[int]
+Prompt = str | abc.Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class EngineAnswer(Delta):
     """An answer: all of its deltas as one. `error`: why it ended early, in one of many; the rest is then what there
     was."""
 
-    timing: Timing = field(default_factory=Timing, repr=False)
+    summary: AnswerSummary = field(default_factory=AnswerSummary, repr=False)
     error: Exception | None = None
 
     @property
     def finish(self) -> str:
         """ "stop", "length" or "cancelled"."""
-        return self.timing.finish
+        return self.summary.finish
 
 
 class _Collected(AnswerEvents):
@@ -49,8 +50,8 @@ class _Collected(AnswerEvents):
     def on_delta(self, delta: Delta) -> None:
         self._deltas.append(delta)
 
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
-        self.done.set_result(EngineAnswer(**vars(join(self._deltas)), timing=timing, error=error))
+    def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
+        self.done.set_result(EngineAnswer(**vars(join(self._deltas)), summary=summary, error=error))
 
 
 class _Streamed(AnswerEvents):
@@ -64,7 +65,7 @@ class _Streamed(AnswerEvents):
     def on_delta(self, delta: Delta) -> None:
         self._put(delta)
 
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
+    def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
         self.error = error
         self._put(None)
 
@@ -83,7 +84,7 @@ class Engine:
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
             is computed again. None: parallel * n_ctx, less where experts would miss that memory.
         schedule: makes, of the loaded model, what chooses the sequences that compute in a step
-            (`moegguf.generate.kv_slots`); None: all of them.
+            (`moegguf.generate.kv_sequences`); None: all of them.
         All keywords of `moegguf.Llama`; flash_attn is None unless given.
 
     An answer has the same bits alone and beside others where the model is batch-invariant (`Llama.batch_invariant`);
@@ -117,10 +118,13 @@ class Engine:
         return self._llm
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None, **fields: Any
+        self,
+        prompts: Prompt | abc.Sequence[Prompt],
+        sampling: Sampling | abc.Sequence[Sampling] | None = None,
+        **fields: Any,
     ) -> list[EngineAnswer]:
         """Answers to prompts, in their order: a text, a list of tokens, or a list of these. `sampling`: for all, or one
-        each; without it the model's, else the defaults. `fields`: further ones of `Sampling` and `GenerationRequest`:
+        each; without it the model's, else the defaults. `fields`: further ones of `Sampling` and `Request`:
         `max_tokens=8, temperature=0`.
 
         What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
@@ -130,8 +134,8 @@ class Engine:
 
     def chat(
         self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        conversations: abc.Sequence[Message] | abc.Sequence[abc.Sequence[Message]],
+        sampling: Sampling | abc.Sequence[Sampling] | None = None,
         **fields: Any,
     ) -> list[EngineAnswer]:
         """Answers to conversations, each a list of messages, or to one; else as `generate`."""
@@ -139,10 +143,10 @@ class Engine:
         return self._answers([given] if given and isinstance(given[0], dict) else given, sampling, fields)
 
     async def stream(
-        self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
+        self, prompt: Prompt | abc.Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
-        cancels it. `fields`: as of `generate`. Raises what `BatchedAnswer.read` gives and evaluations
+        cancels it. `fields`: as of `generate`. Raises what `Sequence.read` gives and evaluations
         raise, ClosedError."""
         events = _Streamed()
         answer = self._submit(_request(prompt, sampling or self._sampling, fields), events)
@@ -172,14 +176,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
+    def _submit(self, request: Request, events: AnswerEvents) -> Sequence:
         self._llm.context.check_caller()
         if not self._thread.is_alive():
             raise ClosedError("the engine is closed; make another one.")
         return self._loop.submit(request, events)
 
     def _answers(
-        self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None, fields: dict[str, Any]
+        self, prompts: abc.Sequence[Any], sampling: Sampling | abc.Sequence[Sampling] | None, fields: dict[str, Any]
     ) -> list[EngineAnswer]:
         """Submits a few more than are computed, so that thousands of requests do not take memory; cancels all when
         interrupted."""
@@ -191,7 +195,7 @@ class Engine:
             )
         requests = [_request(prompt, each, fields) for prompt, each in zip(prompts, sampling, strict=True)]
         collected = [_Collected() for _ in requests]
-        n_ahead, submitted = AHEAD * self._llm.n_seq_max, list[BatchedAnswer]()
+        n_ahead, submitted = AHEAD * self._llm.n_seq_max, list[Sequence]()
         try:
             for i, (request, events) in enumerate(zip(requests, collected, strict=True)):
                 if i >= n_ahead:
@@ -204,9 +208,9 @@ class Engine:
             raise
 
 
-def _request(prompt: Prompt | Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
+def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
     """That of a text, tokens or messages."""
-    of_sampling, of_request = Sampling.__dataclass_fields__, GenerationRequest.__dataclass_fields__
+    of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
     for name in fields:
         if name not in of_sampling and name not in of_request:
             raise OptionError.unknown(name, [*of_sampling, *of_request], "help(moegguf.Sampling)")
@@ -215,4 +219,4 @@ def _request(prompt: Prompt | Sequence[Message], sampling: Sampling, fields: dic
         is_chat = bool(prompt) and isinstance(prompt[0], dict)
         given = {"messages": tuple(prompt)} if is_chat else {"prompt": "", "context": tuple(prompt)}
     given |= {name: value for name, value in fields.items() if name in of_request}
-    return replace(GenerationRequest(**given), sampling=sampling_with(sampling, fields))
+    return replace(Request(**given), sampling=sampling_with(sampling, fields))

@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 25
+#define MOEGGUF_ABI_VERSION 26
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -71,6 +71,7 @@ enum moegguf_status {
     MOEGGUF_FORKED = 5,    // called in a child process: the reader threads stayed behind
     MOEGGUF_ROUTING = 6,   // the router chose an expert that does not exist
     MOEGGUF_SLOTS = 7,     // one pass needs more experts of a layer than there are slots
+    MOEGGUF_BROKEN = 8,    // the store's bookkeeping contradicts itself
 };
 
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
@@ -302,21 +303,6 @@ struct moegguf_failure {
     char message[256];
 };
 
-// Host memory of a simulated device: not pinned; pinned; or that of the first simulated device, as Vulkan's is, which
-// is pinned for that one alone.
-enum moegguf_pinned { MOEGGUF_PINNED_NOT, MOEGGUF_PINNED_OWN, MOEGGUF_PINNED_FIRST };
-
-// A device behind a link in real time (link_device.cpp), for machines without one.
-struct moegguf_link {
-    double bytes_per_ns;        // of each direction
-    double latency_ns;          // of each copy
-    uint64_t memory_bytes;      // of the device; 0: without a limit
-    uint64_t most_buffer_bytes; // of one buffer, and of experts that its kernels take; 0: without a limit
-    int32_t pinned;             // enum moegguf_pinned
-    int32_t n_threads;          // that it computes with; 0: as many as llama.cpp tells the CPU to
-    uint32_t strict_seed;       // not 0: memory, kernels and streams ask of their users what CUDA's do; of its delays
-};
-
 // How fast the CPU, a device and the link between them are with one layer's experts of a model.
 struct moegguf_speeds {
     double cpu_bytes_per_ns;    // of experts that it multiplies with, one token at a time
@@ -352,10 +338,6 @@ MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_mat
 // last bit, however many slots there are, by its name; NULL: the CPU, where any number is.
 MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
 
-// A simulated device more, known to ggml until the process ends, so that models loaded later can lie on it. name: by
-// which ggml finds it.
-MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
-
 // Measures with the experts of one layer, in n_slots slots of each memory; without shards (MOEGGUF_SIMULATE) with
 // zeros. The config has one device; with the CPU for it, all else is 0.
 // Each figure takes about `seconds`; nothing else should compute meanwhile. The slots are freed again.
@@ -385,16 +367,17 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 // any of them uses it; of more than eight, eight are asked for the average. What is predicted goes to policies as a
 // forecast does, and is prefetched where it pays.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
-MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on);
+MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 // Experts that are worth having early; warm: to fill free slots only, in place of those given for that before.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                    int warm);
-MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
+MOEGGUF_API int moegguf_store_pause_fill(moegguf_store * store, int hold);
 MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // CANCELLED: it takes longer
+MOEGGUF_API int moegguf_store_check(moegguf_store * store);
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
 // The context: a store serves one. What acquire and replay do is what the hook does. n_done counts events with the one
@@ -454,22 +437,6 @@ MOEGGUF_API void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks);
 MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct moegguf_kv_block * block,
                                       const void ** state);
 MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
-
-// Faults for tests: from now on the nth operation of a kind fails (1 = the next), once or for good; nth 0 disarms.
-enum moegguf_fault_kind {
-    MOEGGUF_FAULT_OPEN,
-    MOEGGUF_FAULT_READ,
-    MOEGGUF_FAULT_STAT,
-    MOEGGUF_FAULT_ALLOC,
-    MOEGGUF_FAULT_THREAD,
-    MOEGGUF_FAULT_SHORT_READ,
-    MOEGGUF_FAULT_EINTR,
-    MOEGGUF_FAULT_SLOW_READ,
-    MOEGGUF_FAULT_COPY,
-    MOEGGUF_FAULT_KINDS
-};
-MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
-MOEGGUF_API uint64_t moegguf_fault_count(int kind); // operations seen since arming
 
 #ifdef __cplusplus
 }

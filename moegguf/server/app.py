@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -148,10 +148,10 @@ def make_http(manager: ReplicaManager, catalog: ConfiguredCatalog) -> Starlette:
     return make_app(manager, catalog, settings, [*kept, *refused, Route("/", _greet)])
 
 
-async def _refuse(request: Request) -> Response:
+async def _refuse(request: HttpRequest) -> Response:
     path = next(path for path in INSTEAD if request.url.path.startswith(path.partition("{")[0]))
     raise HttpError(501, INSTEAD[path])
 
 
-async def _greet(request: Request) -> Response:
+async def _greet(request: HttpRequest) -> Response:
     return PlainTextResponse(page.GREETING)  # for clients that look whether a server runs

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, AliasChoices, Field, field_validator
 from starlette.datastructures import State
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 
 from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
@@ -92,7 +92,7 @@ class _EmbedRequest(ModelBody, Loading):
     dimensions: Annotated[Whole | None, Field(ge=0, le=1 << 20)] = None
 
 
-async def _embed(request: Request, body: _EmbedRequest) -> Json:
+async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
     """A normalized vector per text of a list, empty ones too; without a text, only loads the model."""
     texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
     found, load_ns = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
@@ -109,7 +109,7 @@ class _EmbeddingRequest(ModelBody, Loading):
     prompt: str | None = None
 
 
-async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
+async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
     """One vector, not normalized; empty without text, which only loads the model."""
     texts = [body.prompt] if body.prompt else []
     found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
@@ -117,7 +117,7 @@ async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
 
 
 async def _compute(
-    request: Request, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
+    request: HttpRequest, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[Embeddings, int]:
     """Returns vectors, and the nanoseconds in which the model was found and loaded. Raises HttpError 404, ContextError
     for a text that is too long."""
@@ -143,7 +143,7 @@ class _NativeEmbeddingsBody(Loading):
     embd_normalize: Annotated[Whole, Field(ge=-1, le=1 << 20)] = 2
 
 
-async def _native_embeddings(request: Request, body: _NativeEmbeddingsBody) -> list[Json]:
+async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) -> list[Json]:
     """A list with the vector of each text, as the only one of its list: it is pooled."""
     model, power = selected_model(request.app.state, body.model), body.embd_normalize
     async with request.app.state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
@@ -175,7 +175,7 @@ class _RerankBody(Loading):
         return [each.get("text") if isinstance(each, dict) else each for each in given]
 
 
-async def _rerank(request: Request, body: _RerankBody) -> Any:
+async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
     """The documents' scores, the best first."""
     texts = body.texts if body.documents is None else body.documents
     if not texts:

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -40,7 +40,7 @@ MAX_SNAPSHOTS_PER_S = 20.0
 POLL_S = 0.5  # between two checks which models are loaded, at most
 
 
-async def _live(request: Request) -> Response:
+async def _live(request: HttpRequest) -> Response:
     """Query: `model` (default: all loaded ones), `per_s` snapshots a second, `once`."""
     state, query = request.app.state, request.query_params
     if query.get("once", "0") not in ("", "0"):
@@ -127,7 +127,7 @@ class _BudgetRequest(BaseModel):
     vram_cache: str | int | None = Field(default=None, union_mode="left_to_right")
 
 
-async def _put_budget(request: Request) -> Response:
+async def _put_budget(request: HttpRequest) -> Response:
     """Raises HttpError 400 for a budget that cannot be read, is too small or does not fit."""
     body = await read_body(request, _BudgetRequest)
     if body.expert_cache is None and body.vram_cache is None:
@@ -141,7 +141,7 @@ async def _put_budget(request: Request) -> Response:
         raise HttpError(400, str(error)) from None
 
 
-async def _get_budget(request: Request) -> Response:
+async def _get_budget(request: HttpRequest) -> Response:
     """Raises HttpError 404 for a model that is not loaded."""
     state, name = request.app.state, request.query_params.get("model", "")
     entry = await asyncio.to_thread(state.catalog.find, name)

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Delta, GenerationRequest, Sampling
+from moegguf.generate.request import Delta, Request, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
@@ -49,27 +49,27 @@ STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unles
 # Models and tokens
 
 
-async def _health(request: Request) -> Response:
+async def _health(request: HttpRequest) -> Response:
     """The state of the server. Raises HttpError 503 until the models that it was started with are loaded."""
     check_loaded(request.app.state)
     failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
     return JSONResponse({"status": "degraded", "read_errors": failed} if failed else {"status": "ok"})
 
 
-def _shared_lease(request: Request, model: str | None) -> Lease:
+def _shared_lease(request: HttpRequest, model: str | None) -> Lease:
     """A lease that does not wait for answers of other requests; loads the model if needed."""
     state = request.app.state
     lease: Lease = state.manager.lease(selected_model(state, model), will_answer=False)
     return lease
 
 
-async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
+async def _selected(request: HttpRequest) -> tuple[ModelEntry, Details, LoadedModel | None]:
     """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
     entry, known = await look_up(request.app.state, request.query_params.get("model"))
     return entry, known, loaded_of(request.app.state, entry)
 
 
-async def _props(request: Request) -> Response:
+async def _props(request: HttpRequest) -> Response:
     entry, known, loaded = await _selected(request)
     return JSONResponse(
         {
@@ -90,7 +90,7 @@ async def _props(request: Request) -> Response:
     )
 
 
-async def _slots(request: Request) -> Response:
+async def _slots(request: HttpRequest) -> Response:
     """The requests that a model answers at once, the busy ones first; 503 with `?fail_on_no_slot=1` where all are
     busy."""
     entry, _, loaded = await _selected(request)
@@ -126,7 +126,7 @@ class _TokenizeBody(Body):
     model: ModelName | None = None
 
 
-async def _tokenize(request: Request, body: _TokenizeBody) -> Json:
+async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     """The tokens of a text. llama-server: `add_special` adds BOS, `parse_special` parses names of special tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
@@ -155,13 +155,13 @@ class _DetokenizeBody(Body):
     model: ModelName | None = None
 
 
-async def _detokenize(request: Request, body: _DetokenizeBody) -> Json:
+async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
     async with _shared_lease(request, body.model) as lease:
         text = await lease.detokenize(body.tokens)
     return {"content": text, "prompt": text}
 
 
-async def _tokenizer_info(request: Request) -> Response:
+async def _tokenizer_info(request: HttpRequest) -> Response:
     """The special tokens and the chat template of a model by vLLM's names."""
     entry, known, _ = await _selected(request)
 
@@ -212,12 +212,12 @@ class _NativeBody(chat.GenerationBody):
     reasoning_budget_end_tags: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
     return_tokens: bool | None = None
 
-    def requests(self, entry: ModelEntry, **fields: Any) -> list[GenerationRequest]:
+    def requests(self, entry: ModelEntry, **fields: Any) -> list[Request]:
         """A request for each answer to a prompt in `fields`, with what both endpoints share."""
         sampling = self.sampling(entry, self.max_tokens if self.n_predict is None else self.n_predict)
         opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
         closes = [self.reasoning_budget_end_tag] if closes is None and self.reasoning_budget_end_tag else closes
-        request = GenerationRequest(
+        request = Request(
             format=self.json_schema,
             think_marks=(opens, *filter(None, closes)) if opens and closes else (),
             grammar=self.grammar or None,
@@ -231,14 +231,14 @@ class _NativeBody(chat.GenerationBody):
         )
         return self.repeated(request, self.n)
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+    def reply(self, entry: ModelEntry, generations: Sequence[Request]) -> Reply:
         return _NativeReply(self, entry.name, generations)
 
 
 class _NativeCompletionBody(_NativeBody):
     prompt: Texts
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
         return [each for prompt in self.prompt for each in self.requests(entry, **fields_of(prompt))]
 
 
@@ -255,7 +255,7 @@ class _InfillBody(_NativeBody):
     prompt: str = ""
     input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(default_factory=list)
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
         files = tuple((file.filename, file.text) for file in self.input_extra)
         return self.requests(entry, prompt=self.input_prefix + self.prompt, suffix=self.input_suffix, files=files)
 
@@ -263,7 +263,7 @@ class _InfillBody(_NativeBody):
 class _NativeReply(Reply):
     """The objects of /completion and /infill; several answers are a list."""
 
-    def __init__(self, body: _NativeBody, model: str, generations: Sequence[GenerationRequest]) -> None:
+    def __init__(self, body: _NativeBody, model: str, generations: Sequence[Request]) -> None:
         self._body, self._model = body, model
         self._generations = generations
         self._prompts = [generation.prompt or "" for generation in generations]
@@ -305,7 +305,7 @@ class _NativeReply(Reply):
         return {"completion_probabilities": logprob_objects(delta.logprobs, with_ids=True)}
 
     def _end(self, content: str, done: Done, tokens: Sequence[int] = ()) -> Json:
-        timing, n_prompt = done.timing, done.timing.prompt_tokens + done.timing.cached_tokens
+        summary, n_prompt = done.summary, done.summary.prompt_tokens + done.summary.cached_tokens
         sampling = self._generations[self._index].sampling
         settings = {
             **_sampling_object(sampling),
@@ -318,22 +318,22 @@ class _NativeReply(Reply):
             tokens=list(tokens),
             stop=True,
             model=self._model,
-            tokens_predicted=timing.answer_tokens,
+            tokens_predicted=summary.answer_tokens,
             tokens_evaluated=n_prompt,
             generation_settings=settings,
             prompt=self._prompts[self._index],
             has_new_line=self._has_line,
-            truncated=bool(timing.cut_tokens or timing.n_shifts),
-            stop_type="word" if timing.stop_string else STOP_TYPES.get(timing.finish, "none"),
-            stopping_word=timing.stop_string,
-            tokens_cached=timing.cached_tokens,
-            **chat.statistics(timing),
+            truncated=bool(summary.cut_tokens or summary.n_shifts),
+            stop_type="word" if summary.stop_string else STOP_TYPES.get(summary.finish, "none"),
+            stopping_word=summary.stop_string,
+            tokens_cached=summary.cached_tokens,
+            **chat.statistics(summary),
         )
         self._index, self._has_line = self._index + 1, False
         return found
 
 
-async def _adapters(request: Request) -> Response:
+async def _adapters(request: HttpRequest) -> Response:
     """Replies with llama-server's list of LoRA adapters: that of the model, if it has one."""
     entry, *_ = await _selected(request)
     if entry.adapter is None:
@@ -343,7 +343,7 @@ async def _adapters(request: Request) -> Response:
     return JSONResponse([found])
 
 
-async def _set_adapters(request: Request) -> Response:
+async def _set_adapters(request: HttpRequest) -> Response:
     raise HttpError(
         501, "an adapter keeps the scale that it was loaded with; start the server with another --lora-scale"
     )

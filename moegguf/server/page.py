@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -31,7 +31,7 @@ HEADERS = {
 }
 
 
-async def root(request: Request) -> Response:
+async def root(request: HttpRequest) -> Response:
     """The page for a browser; Ollama's greeting for other clients and for HEAD."""
     if request.method == "GET" and "text/html" in request.headers.get("accept", "").lower():
         return FileResponse(FOLDER / "index.html", headers={**HEADERS, "vary": "Accept"})

@@ -15,13 +15,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import OptionError, WorkerError
-from moegguf.generate.embedding import Embeddings
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
@@ -30,6 +28,10 @@ from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOve
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
+from moegguf.text import to_utf8
+
+if TYPE_CHECKING:
+    from moegguf.generate.embedding import Embeddings
 
 MAX_WAIT_S = 30.0  # that a request in the background comes after all others
 BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # what a model replies while it answers others
@@ -238,17 +240,17 @@ class ManagedModel:
         stays as it is."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
-    def status(self, loop_time_s: float) -> LoadedModel:
+    def status(self) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""
         process, now = self.process, datetime.now(UTC)
         assert process is not None
         names = list[LoadedName]()
         for name, use in self.uses.items():
-            left_s = min(use.keep_alive_s, self.expires_s(name) - loop_time_s)
+            left_s = min(use.keep_alive_s, self.expires_s(name) - time.monotonic())
             expires = None if left_s == math.inf else now + timedelta(seconds=max(0.0, left_s))
             names.append(LoadedName(name, use.entry.digest, expires))
         times = [each.expires for each in names if each.expires is not None]
-        last = process.last_timings.get(current_owner.get(), Timing())
+        last = process.last_summaries.get(current_owner.get(), AnswerSummary())
         return LoadedModel(
             name=self.name,
             names=tuple(names),
@@ -310,14 +312,19 @@ class Calls(ABC):
     async def embed(
         self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
     ) -> Embeddings:
-        """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
+        """Returns vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
+        from moegguf.generate.embedding import Embeddings
+
         fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "num_ctx": num_ctx}
-        fields["asker"] = current_owner.get()
+        fields["client_key"] = current_owner.get()
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        """Scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank` raises."""
-        fields = {"query": query, "documents": list(documents), "asker": current_owner.get()}
+        """Returns scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank`
+        raises."""
+        from moegguf.generate.embedding import Embeddings
+
+        fields = {"query": query, "documents": list(documents), "client_key": current_owner.get()}
         return build(Embeddings, await self.value("rank", **fields))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -365,19 +372,26 @@ class Lease(Calls):
         else:
             self._request.cancel()  # released when the worker has stopped
 
-    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
+    async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
         Without `stream` there is one `Delta` with the whole answer.
 
-        Raises what `moegguf.generate.answer.BatchedAnswer.read` gives.
+        Raises what `moegguf.generate.sequence.Sequence.read` gives.
         """
-        async with aclosing(self.events("generate", generation=generation, stream=stream)) as events:
+        async with aclosing(self.events("generate", request=request, stream=stream)) as events:
             async for event in events:
-                if isinstance(event, Delta | PromptProgress):
-                    yield event
-                else:
-                    timing = self._process.last_timings[current_owner.get()] = build(Timing, event)
-                    yield Done(timing, self.load_s, self._process.decisions)
+                yield self._event(event)
+
+    async def rest(self) -> list[Event]:
+        """Returns the events that nobody has read of an answer that was cancelled, up to its end. Raises its error."""
+        request = self._request
+        return [self._event(event) async for event in request.events()] if request else []
+
+    def _event(self, event: Any) -> Event:
+        if isinstance(event, Delta | PromptProgress):
+            return event
+        summary = self._process.last_summaries[current_owner.get()] = build(AnswerSummary, event)
+        return Done(summary, self.load_s, self._process.decisions)
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS

@@ -20,8 +20,9 @@ import asyncio
 import functools
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -35,7 +36,6 @@ from moegguf.errors import (
     ModelNotFoundError,
     MoeggufError,
     OptionError,
-    WorkerError,
 )  # fmt: skip
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.catalog import Catalog
@@ -47,7 +47,7 @@ from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease, ManagedModel, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
-from moegguf.serving.worker_process import COMMAND, WorkerProcess
+from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers
 from moegguf.settings import Settings, read_environment
 
 log = logging.getLogger(__name__)
@@ -56,21 +56,35 @@ OVERTAKE_S = 10.0  # so that requests that alternate between two models do not s
 SHUTDOWN_GRACE_S = 5.0
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _log_warning(name: str, text: str) -> None:
+    log.warning("%s: %s", name, text)
+
+
 @dataclass(eq=False)
 class ModelManager:
     """Models by name, each in its own process: `async with ModelManager(catalog, settings) as manager`.
 
     Leaving the block gives running answers SHUTDOWN_GRACE_S to finish, then ends every process. All calls belong to
-    the event loop that entered it. `command` starts a worker; `measure` computes the memory that a model needs;
-    `devices` are the GPUs of this machine now.
+    the event loop that entered it.
     """
 
     catalog: Catalog
     settings: Settings
     _: KW_ONLY
-    command: Sequence[str] = COMMAND
+    # Starts worker processes. None: as the settings say.
+    workers: Workers | None = None
+    # Computes the memory that a model needs.
     measure: Callable[..., memory_budget.ModelSize] = memory_budget.measure
+    # Lists the GPUs of this machine as they are now.
     devices: Callable[[], list[Device]] = query_gpus
+    # Is called while a model is read: with the model, the share that was read, and the seconds since the load began.
+    on_load: Callable[[ModelEntry, float, float], object] = _ignore
+    # Is called with the name of a model and a warning of its process.
+    on_warning: Callable[[str, str], object] = _log_warning
 
     def __post_init__(self) -> None:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
@@ -78,13 +92,13 @@ class ModelManager:
         self._limits = memory_budget.MemoryLimits(self.settings)
         self._admission = asyncio.Lock()  # of whoever is given memory for a load
         self._short: ManagedModel | None = None  # the one that waits for memory
-        self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
-        self._warned: set[str] = set()  # warnings of models that are in the log
+        self._workers = self.workers or Workers(echo_stderr=self.settings.debug)
+        self._warned: set[tuple[str, str]] = set()  # names of models, and warnings that they had
         self._closed = False
         self._changed = asyncio.Event()  # set for a moment
 
     async def __aenter__(self) -> ModelManager:
-        self._prepare_process()
+        await self._workers.prepare()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -97,9 +111,7 @@ class ModelManager:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._spare is not None:
-            with suppress(WorkerError, OptionError):
-                await (await self._spare).close()
+        await self._workers.close()
 
     def refuse(self) -> None:
         """Refuses requests from now on, also those that wait; running answers go on."""
@@ -142,7 +154,7 @@ class ModelManager:
         """Loads a model, or restarts the keep-alive time of a loaded one. Raises what entering a lease raises."""
         entry = await self._find(name)
         async with self.lease(entry, overrides, keep_alive_s, will_answer=False):
-            return next(model.status(self._now()) for model in self._models.values() if entry.name in model.uses)
+            return next(model.status() for model in self._models.values() if entry.name in model.uses)
 
     async def unload(self, name: str | ModelEntry) -> bool:
         """Ends the use of a model by a name, after its current answer; False when the name used none.
@@ -164,15 +176,14 @@ class ModelManager:
 
     def loaded(self) -> list[LoadedModel]:
         """Models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
-        now_s, models = self._now(), self._models.values()
-        loaded = [model.status(now_s) for model in models if model.process is not None]
+        loaded = [model.status() for model in self._models.values() if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
         any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
         again at the latest. Where clients are told apart, a request gets what its own client's requests use."""
-        asker = current_owner.get() if self.settings.tells_clients_apart else None
+        client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
         if entry is not None:
             of_name = [model for model in ready if entry.name in model.uses]
@@ -181,7 +192,9 @@ class ModelManager:
         for model in ready:
             with suppress(MoeggufError):  # it has just ended
                 assert model.process is not None
-                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s, asker=asker).value())
+                snapshot = build(
+                    Snapshot, await model.process.request("experts", watch_s=watch_s, client_key=client_key).value()
+                )
                 found.append(replace(snapshot, model=entry.name if entry else model.name))
         return found
 
@@ -265,7 +278,7 @@ class ModelManager:
         asked = {"expert_cache": expert_cache, "vram_cache": vram_cache}
         async with model.changing_budget:
             await self._set_budget(model, {name: cache for name, cache in asked.items() if cache is not None})
-        return model.status(self._now())
+        return model.status()
 
     async def _set_budget(self, model: ManagedModel, given: Mapping[str, ExpertCache]) -> None:
         process, plan = model.process, model.ready.plan
@@ -312,7 +325,7 @@ class ModelManager:
             return
         model.release(waiter)
         model.look_at_files()  # a write may be why the answer has ended
-        model.last_used_s = self._now()
+        model.last_used_s = time.monotonic()
         if waiter.name in model.uses:
             model.uses[waiter.name].last_used_s = model.last_used_s
         self._dispatch()
@@ -354,7 +367,7 @@ class ModelManager:
         if self._short is not None:
             due = (waiter for waiter in self._short.waiters if not waiter.comes_last)
             oldest = min(due, key=lambda waiter: waiter.ticket, default=None)
-            if oldest is not None and self._now() - oldest.since_s > OVERTAKE_S:
+            if oldest is not None and time.monotonic() - oldest.since_s > OVERTAKE_S:
                 since = oldest.ticket
         for waiter in model.queue:
             if not model.serves(waiter):
@@ -365,7 +378,7 @@ class ModelManager:
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
         self._use(model, waiter)
-        model.last_used_s = self._now()
+        model.last_used_s = time.monotonic()
         model.grant(waiter)
 
     def _use(self, model: ManagedModel, waiter: Waiter) -> None:
@@ -373,7 +386,7 @@ class ModelManager:
         for other in self._models.values():
             if other is not model:
                 other.uses.pop(waiter.name, None)
-        waiter.last_used_s = self._now()
+        waiter.last_used_s = time.monotonic()
         model.uses[waiter.name] = waiter
 
     def _used(self, place: str) -> int:
@@ -385,7 +398,7 @@ class ModelManager:
     def _update_expiry(self, model: ManagedModel) -> None:
         """Drops the names whose keep-alive time is over, ends an idle model without names, and sets the next timer."""
         expires_s = {name: model.expires_s(name) for name in model.uses}
-        expired = [name for name, at_s in expires_s.items() if at_s <= self._now()]
+        expired = [name for name, at_s in expires_s.items() if at_s <= time.monotonic()]
         if len(expired) == len(model.uses) and not model.users and not model.waiters:
             model.ending.set()
             return
@@ -455,20 +468,26 @@ class ModelManager:
 
     async def _run(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
         """A process with the model, from its load to its end."""
-        start_s = self._now()
+        start_s = time.monotonic()
         plan = await asyncio.to_thread(size.plan_within, model.used)
         if model.device is not None:
             model.used = memory_budget.bytes_of(plan)
-        process = await self._take_process()
-        process.on_warning = functools.partial(self._log_warning, model)
+        process = await self._workers.take()
+        process.on_warning = functools.partial(self._warn, model)
+        grace_s = 0.0
+
+        def on_progress(share: float) -> None:
+            self.on_load(model.entry, share, time.monotonic() - start_s)
+
         try:
-            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
+            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s, on_progress)
+            grace_s = CLOSE_GRACE_S
             model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model)
             model.process = process
             self._use(model, waiter)
             for waiting in model.waiters:
-                waiting.load_s = self._now() - start_s
+                waiting.load_s = time.monotonic() - start_s
             async with model.changing_budget:
                 for name, cache in dict(model.asked_budgets).items():  # a person needs that memory
                     try:
@@ -477,18 +496,17 @@ class ModelManager:
                         model.asked_budgets.pop(name, None)
             self._dispatch()
             await model.ending.wait()
-            self._prepare_process(str(model.entry.path))
+            await self._workers.prepare(str(model.entry.path))
         finally:
-            await process.close()
+            await process.close(grace_s)
             if isinstance(process.exited.result(), DeviceLostError) and model.device is not None:
                 self._limits.lost.add(model.device)
 
-    def _log_warning(self, model: ManagedModel, text: str) -> None:
-        """Logs a warning of a model's process, unless a process of that model has had it before."""
-        line = f"{model.name}: {text}"
-        if line not in self._warned:
-            self._warned.add(line)
-            log.warning("%s", line)
+    def _warn(self, model: ManagedModel, text: str) -> None:
+        """Passes on a warning of a model's process, unless a process of that model has had it before."""
+        if (model.name, text) not in self._warned:
+            self._warned.add((model.name, text))
+            self.on_warning(model.name, text)
 
     def _on_process_exit(self, model: ManagedModel) -> None:
         model.process = None
@@ -502,26 +520,6 @@ class ModelManager:
         if not chosen.get("vram_cache", environment.vram_cache) and (chosen.get("n_gpu_layers") == 0 or not has_gpu()):
             return None
         return self._limits.choose(await asyncio.to_thread(self.devices), self._used)
-
-    def _prepare_process(self, *expected: str) -> None:
-        """Starts a process for the next model, whose modules are imported then. expected: its file, if that is one that
-        was used before."""
-        if self._spare is None and not self._closed:
-            self._spare = asyncio.get_running_loop().create_task(self._new_process(*expected))
-
-    async def _take_process(self) -> WorkerProcess:
-        """The spare process, or a new one where that has ended. Raises WorkerError, OptionError."""
-        spare, self._spare = self._spare, None
-        with suppress(WorkerError, OptionError):
-            if spare is not None and not (process := await spare).exited.done():
-                return process
-        return await self._new_process()
-
-    async def _new_process(self, *expected: str) -> WorkerProcess:
-        return await WorkerProcess.start(*expected, command=self.command, echo_stderr=self.settings.debug)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 def _shutting_down() -> BusyError:

@@ -4,11 +4,11 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (generation,
-stream), embed (inputs, truncate, normalize, num_ctx, asker), rank (query, documents, asker), tokenize (text, special),
-pieces (tokens), count and render (generation), budget (expert_cache, vram_cache: bytes), experts (watch_s, asker: None
-sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value
-or error; stats and decisions once there is a model), warning (text).
+To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (request, stream),
+embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents, client_key), tokenize (text, special),
+pieces (tokens), count and render (request), budget (expert_cache, vram_cache: bytes), experts (watch_s, client_key:
+None sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id,
+value or error; stats and decisions once there is a model), warning (text).
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The model that a worker loads, and how. `plan`: which memory has what; None: made by the worker, from the
-    budgets. `options`: keywords of `Llama`; None: its default; types of the KV cache by name, such as "q8_0".
-    `silent`: not even errors of llama.cpp are written."""
+    """The model that a worker loads, and how. `plan`: which memory has what. `options`: keywords of `Llama`; None: its
+    default; types of the KV cache by name, such as "q8_0"."""
 
     name: str
     path: str
     plan: Plan | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Ready:
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)
     n_parallel: int = 1
-    reads_images: bool = False
 
 
 EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}

@@ -283,4 +283,6 @@ def _flatten(facts: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:
 def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None or value == []:
+        return "none"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

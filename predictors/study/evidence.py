@@ -32,7 +32,7 @@ from moegguf.controller.policies import native_policies
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import Chunk
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.generate.request import Sampling
 from moegguf.native.events import Phase
 from moegguf.trace.belady import Lookups, belady
@@ -79,7 +79,7 @@ class Batch:
             seconds, stats = time.perf_counter() - start_s, engine.stats() - before
             n_layers = len(engine.llm.layout.layers)
         return {
-            "ts": sum(answer.timing.answer_tokens for answer in answers) / seconds,
+            "ts": sum(answer.summary.answer_tokens for answer in answers) / seconds,
             "experts": stats.lookups / stats.passes / n_layers,
             "hit_rate": stats.hit_rate,
             "mb_per_token": stats.bytes_per_token / 1e6,
@@ -190,7 +190,9 @@ def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> st
 
     def compute(llm: Llama, batch: int) -> None:
         tokens = random.integers(llm.n_vocab(), size=batch).tolist()
-        llm.context.eval_chunks([Chunk(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)])
+        llm.context.eval_sequences(
+            [SequenceTokens(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)]
+        )
         n_past[:batch] = [n + 1 for n in n_past[:batch]]
 
     with Llama(model, expert_cache="100%", n_seq_max=max(batches), context_store=0, **options) as llm:

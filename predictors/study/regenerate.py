@@ -109,7 +109,7 @@ class Bench:
         """Makes what is missing. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
-            run("predictors.models.make_lab_model", "-o", str(self.model))
+            run("recipes.make_lab_model", "-o", str(self.model))
             shutil.copy(self.model.with_suffix(".json"), RESULTS / "laboratory-model.json")
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))

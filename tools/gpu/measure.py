@@ -29,9 +29,9 @@ from moegguf.engine.memory import kv_bytes
 from moegguf.errors import MoeggufError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native import library
-from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import parse_link
+from moegguf.testing.link_device import add_link_device
 from tools.gpu.case import N_FIRST, Case
 
 SPARE_BYTES = 1 << 30  # compute buffers, and what drivers take: for a first guess of what fits

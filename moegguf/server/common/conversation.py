@@ -1,6 +1,6 @@
 """What every API does with a question: reads it, runs its generations, and sends the reply, whole or streamed.
 
-An API has bodies that make `GenerationRequest`s (`Question`) and replies that encode events (`Reply`). Neither waits:
+An API has bodies that make `Request`s (`Question`) and replies that encode events (`Reply`). Neither waits:
 leases, loops, errors in mid stream, disconnects and counts for `/metrics` are here.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import State
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.errors import MoeggufError
 from moegguf.generate.images import has_images
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, ToolCall, join, sampling_with
+from moegguf.generate.request import Delta, Request, Sampling, ToolCall, join, sampling_with
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
@@ -143,14 +143,14 @@ class Question(Loading):
         return True
 
     @abstractmethod
-    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         """What the model is asked, in turn, with the entry's defaults. Raises MoeggufError."""
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+    def reply(self, entry: ModelEntry, generations: Sequence[Request]) -> Reply:
         """The reply to what the model is asked, before any event."""
         raise NotImplementedError
 
-    async def respond(self, request: Request) -> Response:
+    async def respond(self, request: HttpRequest) -> Response:
         """The response to a request that has this body. Raises MoeggufError."""
         events, reply = await _ask(request.app.state, self)
         if not self.streams:
@@ -168,7 +168,7 @@ Kind = TypeVar("Kind", bound=Question)
 def conversation(path: str, kind: type[Question]) -> Route:
     """An endpoint that answers questions."""
 
-    async def respond(request: Request) -> Response:
+    async def respond(request: HttpRequest) -> Response:
         body = await read_body(request, kind, kind.limit)
         return await body.respond(request)
 
@@ -180,7 +180,7 @@ def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Js
     the model's own template. `ask`: "count" or "render". It loads the model if needed, and does not wait for running
     answers."""
 
-    async def compute(request: Request, body: Kind) -> Json:
+    async def compute(request: HttpRequest, body: Kind) -> Json:
         entry, generations = await _understand(request.app.state, body)
         async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
             return tell(await lease.value(ask, generation=generations[0]))
@@ -195,13 +195,15 @@ async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Rep
     return _answers(state, body, entry, generations, reply), reply
 
 
-async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
+async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[Request]]:
     """The model of a question, and what it is asked, for the owner of the request. Raises MoeggufError."""
     entry, known = await look_up(state, body.model)
-    asker = current_owner.get()
-    owner = "" if state.settings.share_contexts else asker
+    client_key = current_owner.get()
+    owner = "" if state.settings.share_contexts else client_key
     generations = [
-        replace(generation, owner=owner, asker=asker, sampling=_with_budget(generation.sampling, state.settings))
+        replace(
+            generation, owner=owner, client_key=client_key, sampling=_with_budget(generation.sampling, state.settings)
+        )
         for generation in body.generations(entry, known)
     ]
     first = generations[0]
@@ -224,7 +226,7 @@ def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
 
 
 async def _answers(
-    state: State, body: Question, entry: ModelEntry, generations: Sequence[GenerationRequest], reply: Reply
+    state: State, body: Question, entry: ModelEntry, generations: Sequence[Request], reply: Reply
 ) -> AsyncGenerator[Event]:
     """The events of each generation after those of the one before; a `Done` ends each. Closing it stops the answers.
     They are computed together, as many as the model answers at once; between two, other requests have their turn."""

@@ -16,11 +16,11 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from moegguf.generate.images import MAX_IMAGES, with_images
-from moegguf.generate.request import MAX_TOP_LOGPROBS, THINK_LEVELS, Delta, GenerationRequest, Message
+from moegguf.generate.request import MAX_TOP_LOGPROBS, THINK_LEVELS, Delta, Message, Request
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import is_go_template
 from moegguf.options import MAX_ANSWER_TOKENS
@@ -81,7 +81,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def as_message(self) -> Message:
-        """The message for `GenerationRequest`: without null fields, always with `content`. Raises OptionError."""
+        """The message for `Request`: without null fields, always with `content`. Raises OptionError."""
         fields = self.model_dump(exclude_none=True, exclude={"images", "content"})
         return {**fields, "content": with_images(self.content or "", self.images or ())}
 
@@ -104,9 +104,9 @@ class _GenerationBody(ModelBody, Question):
     def streams(self) -> bool:
         return self.stream is not False
 
-    def request(self, entry: ModelEntry, **fields: Any) -> GenerationRequest:
+    def request(self, entry: ModelEntry, **fields: Any) -> Request:
         """The request with `fields`, and those that chat and generate share."""
-        return GenerationRequest(
+        return Request(
             format=self.format,
             think=self.think,
             truncate=self.truncate is not False,
@@ -116,10 +116,10 @@ class _GenerationBody(ModelBody, Question):
             **fields,
         )
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+    def reply(self, entry: ModelEntry, generations: Sequence[Request]) -> Reply:
         return _Reply(self, entry.name, with_context=generations[0].return_context)
 
-    async def respond(self, request: Request) -> Response:
+    async def respond(self, request: HttpRequest) -> Response:
         """Without a question: loads the model, or unloads it with `keep_alive` 0, and replies without content."""
         if self.asks:
             return await super().respond(request)
@@ -147,7 +147,7 @@ class ChatRequest(_GenerationBody):
         """Whether there are messages."""
         return bool(self.messages)
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
         """The only request."""
         messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
@@ -177,7 +177,7 @@ class _GenerateRequest(_GenerationBody):
     def asks(self) -> bool:
         return bool(self.prompt or self.suffix or self.images)
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
         """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""
         check_capabilities(entry, known, {"generate": True})
         prompt = self.prompt or ""
@@ -206,8 +206,8 @@ def _present(**fields: Any) -> Json:
 class _Reply(Reply):
     """A reply by model `name`; of /api/chat it has a message, of /api/generate a response.
 
-    `details` of the body: with lines for the progress of the prompt, and all of the timing at the end. `with_context`:
-    the last object has the tokens to continue from.
+    `details` of the body: with lines for the progress of the prompt, and all of `timing` at the end.
+    `with_context`: the last object has the tokens to continue from.
     """
 
     ping_line = b""
@@ -227,7 +227,7 @@ class _Reply(Reply):
         if isinstance(event, Done):
             end = self._content() | self._end(event)
             if self._body.details:
-                end |= {"timing": asdict(event.timing), "decisions": event.decisions, "load_s": event.load_s}
+                end |= {"timing": asdict(event.summary), "decisions": event.decisions, "load_s": event.load_s}
             return replies.json_line(self._object(end))
         progress = {"prompt_progress": asdict(event), "done": False}
         return replies.json_line(self._object(progress)) if self._body.details else b""
@@ -260,22 +260,22 @@ class _Reply(Reply):
     def _end(self, done: Done) -> Json:
         """The fields of the last object: token counts, and durations in ns. That of the load is the time in which the
         model was found, and loaded where it was not in memory."""
-        timing = done.timing
+        summary = done.summary
         return {
             "done": True,
-            "done_reason": timing.finish,
-            **_present(context=list(timing.context) if self._with_context else []),
+            "done_reason": summary.finish,
+            **_present(context=list(summary.context) if self._with_context else []),
             "total_duration": self._body.age_ns,
             "load_duration": self._found_ns + replies.to_ns(done.load_s),
             **_present(
-                prompt_eval_count=timing.prompt_tokens + timing.cached_tokens,
-                prompt_cached_count=timing.cached_tokens,
-                prompt_eval_duration=replies.to_ns(timing.prompt_s),
-                eval_count=timing.answer_tokens,
-                eval_duration=replies.to_ns(timing.answer_s),
+                prompt_eval_count=summary.prompt_tokens + summary.cached_tokens,
+                prompt_cached_count=summary.cached_tokens,
+                prompt_eval_duration=replies.to_ns(summary.prompt_s),
+                eval_count=summary.answer_tokens,
+                eval_duration=replies.to_ns(summary.answer_s),
             ),
-            **replies.cut_object(timing),
-            "moe": replies.moe_object(timing.stats),
+            **replies.cut_object(summary),
+            "moe": replies.moe_object(summary.stats),
         }
 
 

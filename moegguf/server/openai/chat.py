@@ -20,15 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moegguf.generate.request import (
-    MAX_TOP_LOGPROBS,
-    Delta,
-    GenerationRequest,
-    Message,
-    PromptProgress,
-    Sampling,
-    Timing,
-)
+from moegguf.generate.request import MAX_TOP_LOGPROBS, AnswerSummary, Delta, Message, PromptProgress, Request, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
@@ -116,7 +108,7 @@ class GenerationBody(Question, SamplingOptions):
             ignore_eos=bool(self.ignore_eos),
         )
 
-    def repeated(self, generation: GenerationRequest, n: int | None) -> list[GenerationRequest]:
+    def repeated(self, generation: Request, n: int | None) -> list[Request]:
         """The same request for each of `n` answers (None: one), with the seeds that follow its own."""
         first = generation.sampling.seed
         seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(n or 1)]
@@ -221,7 +213,7 @@ class ToolsBody(GenerationBody):
 
     def request(
         self, entry: ModelEntry, messages: Iterable[Message], format_: Format | None, logprobs: bool, **fields: Any
-    ) -> GenerationRequest:
+    ) -> Request:
         """The request for the next message, with the entry's defaults, the tools in the prompt, and `fields`."""
         choice, tools = self.tool_choice, self.tools or ()
         wanted: str = choice if isinstance(choice, str) else "auto"
@@ -229,7 +221,7 @@ class ToolsBody(GenerationBody):
             wanted = choice.names[0] if choice.type == "function" else choice.mode
             if choice.type == "allowed_tools":
                 tools = [tool for tool in tools if tool.function.name in choice.names]
-        return GenerationRequest(
+        return Request(
             messages=with_entry_messages(messages, entry),
             template=entry.template,
             tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
@@ -271,7 +263,7 @@ class ChatBody(ToolsBody):
             raise ValueError("continue_final_message and add_generation_prompt cannot both be true; send one of them")
         return self
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
         """One for each choice."""
         continues, most = self.continue_final_message, self.max_completion_tokens
         request = self.request(
@@ -298,7 +290,7 @@ class ChatBody(ToolsBody):
         enabled = given.get("enable_thinking", given.get("thinking"))
         return enabled if isinstance(enabled, bool) else None
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+    def reply(self, entry: ModelEntry, generations: Sequence[Request]) -> Reply:
         """The reply, with a choice for each."""
         return _ChatReply(self, entry, logprobs=bool(self.logprobs), n_answers=self.n or 1)
 
@@ -310,21 +302,21 @@ def _per(amount: float, of: float) -> float:
     return amount / of if of else 0.0
 
 
-def statistics(timing: Timing) -> Json:
+def statistics(summary: AnswerSummary) -> Json:
     """Additional keys of a complete reply: llama-server's `timings` (token counts, times in milliseconds), and ours."""
-    prompt_ms, predicted_ms = timing.prompt_s * 1e3, timing.answer_s * 1e3
+    prompt_ms, predicted_ms = summary.prompt_s * 1e3, summary.answer_s * 1e3
     timings = {
-        "cache_n": timing.cached_tokens,
-        "prompt_n": timing.prompt_tokens,
+        "cache_n": summary.cached_tokens,
+        "prompt_n": summary.prompt_tokens,
         "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": _per(prompt_ms, timing.prompt_tokens),
-        "prompt_per_second": _per(timing.prompt_tokens, timing.prompt_s),
-        "predicted_n": timing.answer_tokens,
+        "prompt_per_token_ms": _per(prompt_ms, summary.prompt_tokens),
+        "prompt_per_second": _per(summary.prompt_tokens, summary.prompt_s),
+        "predicted_n": summary.answer_tokens,
         "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": _per(predicted_ms, timing.answer_tokens),
-        "predicted_per_second": _per(timing.answer_tokens, timing.answer_s),
+        "predicted_per_token_ms": _per(predicted_ms, summary.answer_tokens),
+        "predicted_per_second": _per(summary.answer_tokens, summary.answer_s),
     }
-    return {"timings": timings, "moe": moe_object(timing.stats), **cut_object(timing)}
+    return {"timings": timings, "moe": moe_object(summary.stats), **cut_object(summary)}
 
 
 def prompt_progress(progress: PromptProgress) -> Json:
@@ -337,10 +329,10 @@ def prompt_progress(progress: PromptProgress) -> Json:
     }
 
 
-def _total(timing: Timing, later: Timing) -> Timing:
+def _total(summary: AnswerSummary, later: AnswerSummary) -> AnswerSummary:
     """What `statistics` tells of two answers to one request."""
     names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
-    return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
+    return replace(later, **{name: getattr(summary, name) + getattr(later, name) for name in names})
 
 
 class ChoicesReply(Reply):
@@ -359,7 +351,7 @@ class ChoicesReply(Reply):
         self._with_progress = bool(body.return_progress)
         self._started = False  # the current choice
         self._choices: list[Json] = []  # the complete ones of a whole reply
-        self._timings: list[Timing] = []  # of the complete choices
+        self._timings: list[AnswerSummary] = []  # of the complete choices
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -390,7 +382,7 @@ class ChoicesReply(Reply):
 
     def _finish(self, done: Done) -> str:
         """Returns OpenAI's `finish_reason`, which has no "cancelled"."""
-        if done.timing.finish == "length":  # the last call may be cut
+        if done.summary.finish == "length":  # the last call may be cut
             return "length"
         return "tool_calls" if self.n_calls else "stop"
 
@@ -404,7 +396,7 @@ class ChoicesReply(Reply):
         return self._object(self.chunk_kind, choices, **more)
 
     def _end_choice(self, done: Done) -> None:
-        self._timings.append(done.timing)
+        self._timings.append(done.summary)
         self.n_calls = 0
 
     def _last(self, done: Done) -> list[Json]:

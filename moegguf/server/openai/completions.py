@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
+from moegguf.generate.request import Delta, Request, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
@@ -24,7 +24,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 def fields_of(prompt: Text) -> Json:
-    """The fields of a `GenerationRequest` for a prompt."""
+    """The fields of a `Request` for a prompt."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
 
 
@@ -65,12 +65,12 @@ class CompletionBody(GenerationBody):
         """Whether the tokens of the prompt have logprobs, too."""
         return bool(self.echo) and self.logprobs is not None
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
         """A request for each prompt; of the entry's defaults, only the options apply."""
         sampling = self.sampling(entry, DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens)
         ranked = 0 if self.n_answers > (self.n or 1) else None  # by their own logprobs
         requests = (
-            GenerationRequest(
+            Request(
                 suffix=self.suffix or None,
                 format=self.json_schema,
                 grammar=self.grammar or None,
@@ -86,7 +86,7 @@ class CompletionBody(GenerationBody):
         )
         return [each for request in requests for each in self.repeated(request, self.n_answers)]
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+    def reply(self, entry: ModelEntry, generations: Sequence[Request]) -> Reply:
         """The reply, with the choices of each prompt."""
         return _CompletionReply(self, entry)
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from moegguf.generate.images import text_of
-from moegguf.generate.request import Delta, GenerationRequest, Message, ToolCall
+from moegguf.generate.request import Delta, Message, Request, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, without_nulls
@@ -165,7 +165,7 @@ class ResponsesBody(chat.ToolsBody):
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
         """The only request."""
         effort = self.reasoning.effort if self.reasoning else None
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -180,7 +180,7 @@ class ResponsesBody(chat.ToolsBody):
         )
         return [request]
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+    def reply(self, entry: ModelEntry, generations: Sequence[Request]) -> Reply:
         """The reply, of which a stream tells the growth."""
         return _ResponseReply(self, entry.name, generations[0])
 
@@ -211,7 +211,7 @@ def _new_id(prefix: str) -> str:
 class _ResponseReply(EventReply):
     """The response to one request. `n_ctx` tokens or `max_output_tokens` reached: it is incomplete."""
 
-    def __init__(self, body: ResponsesBody, model: str, generation: GenerationRequest) -> None:
+    def __init__(self, body: ResponsesBody, model: str, generation: Request) -> None:
         self._encrypts = ENCRYPTED_REASONING in (body.include or ())
         self._with_logprobs = generation.n_logprobs is not None
         self._settings = _settings(body, generation)
@@ -274,7 +274,7 @@ class _ResponseReply(EventReply):
         more = {"logprobs": part["logprobs"]} if form is MESSAGE else {}
         yield self._event(f"response.{form.text}.done", **self._keys, text=part["text"], **more)
         yield self._event(f"response.{form.part}.done", **self._keys, part=part)
-        item["status"] = "incomplete" if done and done.timing.finish == "length" else "completed"
+        item["status"] = "incomplete" if done and done.summary.finish == "length" else "completed"
         item[form.key].append(part)
         if form is not MESSAGE and self._encrypts:  # in a form that no client shows or changes
             item["encrypted_content"] = REASONING_PREFIX + base64.b64encode(part["text"].encode()).decode()
@@ -295,24 +295,24 @@ class _ResponseReply(EventReply):
         yield self._item_done({**item, "status": "completed", "arguments": arguments})
 
     def _finish(self, done: Done) -> Iterator[Json]:
-        timing, is_cut = done.timing, done.timing.finish == "length"
-        status, n_prompt = "incomplete" if is_cut else "completed", timing.prompt_tokens + timing.cached_tokens
+        summary, is_cut = done.summary, done.summary.finish == "length"
+        status, n_prompt = "incomplete" if is_cut else "completed", summary.prompt_tokens + summary.cached_tokens
         if all(item["type"] == "reasoning" for item in self._output):
             yield from self._begin_block("text")  # clients expect a text, also an empty one
             yield from self._end_block("text", done)
-        counts = n_prompt, timing.cached_tokens, timing.answer_tokens, timing.thinking_tokens
+        counts = n_prompt, summary.cached_tokens, summary.answer_tokens, summary.thinking_tokens
         self._object |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
             "usage": usage(*counts, cache_write_tokens=0),
-            **chat.statistics(timing),
+            **chat.statistics(summary),
         }
         yield self._event(f"response.{status}", response=self._object)
 
 
-def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:
+def _settings(body: ResponsesBody, generation: Request) -> Json:
     text, reasoning, choice = body.text, body.reasoning, body.tool_choice or "auto"
     if isinstance(choice, chat.ToolChoice):
         named = [{"type": "function", "name": name} for name in choice.names]
