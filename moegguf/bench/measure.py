@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -249,10 +249,17 @@ def run(spec: Spec) -> dict[str, Any]:
         }
 
 
-if __name__ == "__main__":
+def open_result() -> TextIO:
+    """Returns a file for this process's result, which is its stdout. From now on what libraries print goes to stderr,
+    and the process ends with its parent."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps what libraries print out of the result
+    os.dup2(2, 1)
+    return out
+
+
+if __name__ == "__main__":
+    out = open_result()
     warnings.simplefilter("ignore")  # they are in the result
     try:
         found = run(Spec.from_json(sys.argv[1]))

@@ -267,6 +267,18 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in zip(*padded, strict=True)]
 
 
+def as_table(rows: Sequence[Row]) -> str:
+    """Returns a table with a column for each key of the rows, which have the same keys."""
+
+    def text(value: object) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    columns = [
+        (name, -1 if isinstance(rows[0][name], str) else 1, lambda row, name=name: text(row[name])) for name in rows[0]
+    ]
+    return "\n".join(_table(columns, rows)) + "\n"
+
+
 def _main_table(rows: Sequence[Row]) -> list[str]:
     def size(row: Row) -> str:
         mib = row.get("model_size", 0) / (1 << 20)

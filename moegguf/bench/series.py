@@ -131,9 +131,9 @@ class Spec:
             parse_option("placement", self.placement, "--placement")
         if self.draft is not None and self.feed != "greedy":
             raise OptionError("--draft measures the model's own answers; give --greedy, and a prompt's length with -d.")
-        for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        for name, least in {"repetitions": 1, "n_threads": 0, "n_batch": 1, "n_ubatch": 1}.items():
+            if getattr(self, name) < least:
+                raise OptionError(f"{name} is {getattr(self, name)}, but must be at least {least}.")
         if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
             raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
 
