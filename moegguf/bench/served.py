@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,35 +77,31 @@ class Answer:
     text: str
 
 
-async def in_process(engine: Engine) -> Answer:
-    """Asks the question through the loop that a worker of the server has."""
+def timed(way: Callable[[], Iterator[str]]) -> Answer:
+    """Returns the answer whose pieces `way` yields."""
     start_s = time.perf_counter()
     first_s = 0.0
-    texts = []
-    async for piece in engine.stream(QUESTION, SAMPLING):
-        if piece.text:
-            first_s = first_s or time.perf_counter() - start_s
-            texts.append(piece.text)
-    return Answer(first_s, time.perf_counter() - start_s, "".join(texts))
+    text = ""
+    for piece in way():
+        text += piece
+        if text and not first_s:
+            first_s = time.perf_counter() - start_s
+    return Answer(first_s, time.perf_counter() - start_s, text)
 
 
-def timed(texts: Callable[[], Iterator[str]]) -> Answer:
-    """Asks the question through a function that yields pieces of text."""
-    start_s = time.perf_counter()
-    first_s = 0.0
-    found = []
-    for text in texts():
-        if text:
-            first_s = first_s or time.perf_counter() - start_s
-            found.append(text)
-    return Answer(first_s, time.perf_counter() - start_s, "".join(found))
+def in_process(engine: Engine) -> Iterator[str]:
+    """Yields the answer of the loop that a worker of the server has."""
+    with asyncio.Runner() as runner:
+        pieces = engine.stream(QUESTION, SAMPLING)
+        while piece := runner.run(anext(pieces, None)):
+            yield piece.text
 
 
 def drop_in(llm: Llama) -> Iterator[str]:
     """Yields the answer of `create_chat_completion`, llama-cpp-python's API."""
     llm.reset()  # as in the server, where a seed starts from an empty context
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
-    sampling = {name: value for name, value in asdict(SAMPLING).items() if name in names}
+    sampling = {name: getattr(SAMPLING, name) for name in names}
     for chunk in llm.create_chat_completion(QUESTION, stream=True, **sampling):
         yield chunk["choices"][0]["delta"].get("content") or ""
 
@@ -125,15 +121,15 @@ def overhead(model: str, *, rounds: int) -> Iterator[Row]:
     with Engine(model, parallel=1, **plain) as engine, ExitStack() as stack:
         server = Server(Path(model), "0")
         stack.callback(server.kill)
-        ways: dict[str, Callable[[], Answer]] = {
-            "in process": lambda: asyncio.run(in_process(engine)),
-            "create_chat_completion": lambda: timed(lambda: drop_in(engine.llm)),
-            "server": lambda: timed(lambda: over_http(server)),
+        ways = {
+            "in process": partial(in_process, engine),
+            "create_chat_completion": partial(drop_in, engine.llm),
+            "server": partial(over_http, server),
         }
 
-        def second_answer(way: Callable[[], Answer]) -> Answer:
-            way()
-            return way()
+        def second_answer(way: Callable[[], Iterator[str]]) -> Answer:
+            timed(way)
+            return timed(way)
 
         answers = take_turns({name: partial(second_answer, way) for name, way in ways.items()}, rounds)
     total_s = {name: statistics.median(answer.total_s for answer in found) for name, found in answers.items()}
