@@ -22,7 +22,7 @@ LONGEST = 160  # tokens of an answer
 
 @contextmanager
 def undrafted(engine: Engine) -> Iterator[None]:
-    """Within this context the engine drafts nothing."""
+    """Lets the engine draft nothing inside the `with`."""
     loop = engine._loop
     drafter = loop._drafter
     loop._drafter = None
@@ -34,8 +34,9 @@ def undrafted(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def taught(tokens: Sequence[int]) -> Iterator[None]:
-    """Within this context an answer has these tokens. The model samples a token as always; then it is replaced."""
-    left, sample = iter(tokens), Sampler.sample
+    """Gives an answer these tokens inside the `with`. The model samples each token as always; then it is replaced."""
+    left = iter(tokens)
+    sample = Sampler.sample
 
     def given(self: Sampler, row: int = -1) -> int | None:
         sample(self, row)

@@ -187,7 +187,8 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | 
     if spec.warmup:  # as llama-bench: the whole prompt, one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
         measure(llama, short, feed.tokens(short.n_tokens, spec.repetitions), greedy=False)
-    samples, figures = [], []
+    samples = []
+    figures = []
     speed = probe()
     for repetition in range(spec.repetitions):
         sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), spec.feed == "greedy", engine)
@@ -210,7 +211,10 @@ def run(spec: Spec) -> dict[str, Any]:
     """Loads, measures every test, closes. Raises MoeggufError."""
     start = time.perf_counter()
     with load(spec) as llama:
-        load_s, session, plan, model = time.perf_counter() - start, llama.session, llama.plan, llama._model
+        load_s = time.perf_counter() - start
+        session = llama.session
+        plan = llama.plan
+        model = llama._model
         if session is not None and plan.resident:
             session.store.drain()  # until every expert is loaded
         fill_s = time.perf_counter() - start - load_s

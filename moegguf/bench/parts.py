@@ -21,7 +21,8 @@ from moegguf.quantities import parse_link
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
-SCORES, ALL_SCORES = "scores", "scores, all"  # the layer's row written anew at every routing event; the whole table
+SCORES = "scores"  # the row of the layer is written anew at every routing event
+ALL_SCORES = "scores, all"  # the whole table is
 
 # A matrix of a Qwen3-30B expert in Q4_0 has 884,736 bytes; the next size is all three of its matrices.
 COPY_BYTES = (1 << 12, 1 << 16, 884_736, 2_654_208, 1 << 24)
@@ -32,7 +33,8 @@ class Evictions:
     """A simulated store, and random routing events of one token, layer after layer. Transfers are free."""
 
     def __init__(self, shape: MoeShape, n_slots: int, policy: str) -> None:
-        self.shape, self.policy = shape, policy
+        self.shape = shape
+        self.policy = policy
         self._n_slots = n_slots
         self._rng = np.random.default_rng(0)
         self._scores = self._rng.random(shape.table, np.float32)

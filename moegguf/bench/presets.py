@@ -64,8 +64,9 @@ def read_settings(name: str, changes: Sequence[str]) -> dict[str, Any]:
             changed[key] = kind(text)
         except ValueError:
             raise OptionError(f"--set {change}: {key} takes a number such as {defaults[key]}.") from None
-        if kind is not str and changed[key] < 0:
-            raise OptionError(f"--set {change}: {key} has to be at least 0.")
+        if kind is not str and (changed[key] < 0 or (defaults[key] and not changed[key])):
+            least = "above 0" if defaults[key] else "at least 0"
+            raise OptionError(f"--set {change}: {key} has to be {least}.")
     return changed
 
 

@@ -105,7 +105,8 @@ def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> li
 
 
 def _of_settings(system: BenchedSystem, test: Test) -> Row:
-    spec, is_llama_cpp = system.spec, system.is_llama_cpp
+    spec = system.spec
+    is_llama_cpp = system.is_llama_cpp
     shape = {"n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth}
     return {
         **_ALWAYS,
@@ -359,7 +360,8 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
 def _same_tokens(pair: Row) -> str:
     if "ratio" not in pair:
         return _failed(pair)
-    answer, kernels = "yes" if pair["same_tokens"] else "no", "" if pair["same_kernels"] else " (other kernels)"
+    answer = "yes" if pair["same_tokens"] else "no"
+    kernels = "" if pair["same_kernels"] else " (other kernels)"
     return f"{answer}, {pair['tokens_same']} of {pair['tokens_compared']}{kernels}"
 
 

@@ -14,15 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from moegguf.bench.measure import Feed, load, open_result
-from moegguf.bench.series import Spec, Test
+from moegguf.bench.series import Spec, Test, environment_of
 from moegguf.bench.stock import stock_library
-from moegguf.child import child_command, child_environment
+from moegguf.child import child_command
 from moegguf.engine.llama import Llama
 from moegguf.errors import MoeggufError, OptionError
 
@@ -72,11 +74,12 @@ class Side:
     def __init__(self, spec: Spec, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             [*child_command("moegguf.bench.turns"), spec.as_json()],
-            env=child_environment(**environment),
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.result()  # once the model is loaded
 
     def start(self, turn: Turn) -> None:
         """Starts a turn."""
@@ -85,7 +88,7 @@ class Side:
         print(json.dumps(asdict(turn)), file=self._process.stdin, flush=True)
 
     def result(self) -> Figures:
-        """Returns the figures of the turn, and stops the process. The first result says that the model is loaded."""
+        """Returns the figures of the turn, and stops the process."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         figures: dict[str, Any] = json.loads(line) if line else {"error": "a process with a loaded model has ended."}
@@ -146,32 +149,21 @@ def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[K
     return results
 
 
-@contextmanager
-def sides(specs: Mapping[Key, tuple[Spec, Mapping[str, str]]]) -> Iterator[dict[Key, Side]]:
-    """Yields a loaded process for each spec and its environment."""
-    with ExitStack() as stack:
-        opened = {}
-        for name, (spec, environment) in specs.items():
-            opened[name] = Side(spec, environment)
-            stack.callback(opened[name].close)
-            opened[name].result()
-        yield opened
-
-
 def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: int, kernels: str) -> Iterator[Row]:
     """Yields tokens per second of prompts or of decoding, and ratios of neighbouring turns with their quartiles. Every
     expert is resident. kernels: moegguf once more for each of these values of MOEGGUF_KERNELS."""
     test = Test(prompt, CONTEXT_TOKENS, depth)
     own = Spec(model, (test,), expert_cache="100%", n_threads=os.cpu_count() or 1)
     stock = Spec(model, (test,), system="stock", n_threads=os.cpu_count() or 1)
-    library = str(stock_library(lambda text: print(text, file=sys.stderr)))
-    specs: dict[str, tuple[Spec, Mapping[str, str]]] = {
-        f"moegguf, {name}": (own, {"MOEGGUF_KERNELS": name}) for name in kernels.split(",") if name
-    }
-    specs["moegguf"] = own, {}
-    specs["stock"] = stock, {"MOEGGUF_LIBRARY": library, "MOEGGUF_TRIAL_LOAD": "0", "MOEGGUF_HOOKS": "0"}
+    library = stock_library(lambda text: print(text, file=sys.stderr))
     turn = Turn(depth, prompt, 0 if prompt else tokens)
-    with sides(specs) as opened:
+    with ExitStack() as stack:
+        opened = {}
+        for name in (*filter(None, kernels.split(",")), ""):
+            label = f"moegguf, {name}" if name else "moegguf"
+            chosen = {"MOEGGUF_KERNELS": name} if name else {}
+            opened[label] = stack.enter_context(closing(Side(own, environment_of(own) | chosen)))
+        opened["stock"] = stack.enter_context(closing(Side(stock, environment_of(stock, library))))
 
         def seconds_of(side: Side) -> float:
             side.start(turn)
@@ -183,7 +175,7 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
         seconds = take_turns(calls, rounds)
     for name, found in seconds.items():
         ratios = [theirs / ours for theirs, ours in zip(seconds["stock"], found, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
         speed = (prompt or tokens) / statistics.median(found)
         yield {"system": name, "t/s": speed, "ratio": middle, "lower quartile": low, "upper quartile": high}
 
@@ -208,21 +200,24 @@ def beside_load(
 ) -> Iterator[Row]:
     """Yields medians of each system beside each load, and shares of the first system beside the first load. systems:
     numbers of threads; auto, which follows the load; llama.cpp, with every processor."""
-    names, known = loads.split(","), systems.split(",")
+    names = loads.split(",")
+    known = systems.split(",")
     if not set(names) <= LOADS.keys():
         raise OptionError(f"loads is {loads!r}, but takes {', '.join(LOADS)}.")
-    specs: dict[tuple[str, int], tuple[Spec, Mapping[str, str]]] = {}
-    for system in known:
-        spec = Spec(
-            model,
-            (Test(PROMPT_TOKENS, CONTEXT_TOKENS - PROMPT_TOKENS),),
-            system="mmap" if system == "llama.cpp" else "moegguf",
-            expert_cache=expert_cache,
-            n_threads=int(system) if system.isdigit() else 0,
-        )
-        for copy in range(2 if "pair" in names else 1):
-            specs[system, copy] = spec, {"MOEGGUF_HOOKS": str(int(system != "llama.cpp"))}
-    with sides(specs) as opened:
+    if wrong := [name for name in known if not name.isdigit() and name not in ("auto", "llama.cpp")]:
+        raise OptionError(f"systems has {wrong[0]!r}, but takes numbers of threads, auto and llama.cpp.")
+    with ExitStack() as stack:
+        opened = {}
+        for system in known:
+            spec = Spec(
+                model,
+                (Test(PROMPT_TOKENS, CONTEXT_TOKENS - PROMPT_TOKENS),),
+                system="mmap" if system == "llama.cpp" else "moegguf",
+                expert_cache=expert_cache,
+                n_threads=int(system) if system.isdigit() else 0,
+            )
+            for copy in range(2 if "pair" in names else 1):
+                opened[system, copy] = stack.enter_context(closing(Side(spec, environment_of(spec))))
 
         def speeds_of(load_name: str, system: str) -> Figures:
             working = [opened[system, copy] for copy in range(2 if load_name == "pair" else 1)]

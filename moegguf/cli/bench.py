@@ -108,7 +108,9 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
         match = _RANGE.fullmatch(word)
         if match is None:
             raise OptionError(f"{flag} takes numbers such as 512, 128,256 or 64-512*2, but not {word!r}.")
-        at, step, is_product = int(match[1]), int(match[4] or 1), match[3] == "*"
+        at = int(match[1])
+        step = int(match[4] or 1)
+        is_product = match[3] == "*"
         last = int(match[2]) if match[2] else at
         if at < last and ((is_product and (step < 2 or at < 1)) or step < 1):
             raise OptionError(f"{flag} {word} never ends; give a larger step.")
@@ -152,7 +154,8 @@ def bench(*, given: Given, **chosen: Any) -> None:
     from moegguf.bench.series import make_systems
     from moegguf.controller.strategies import OWN, find_strategy
 
-    output, rounds = chosen["output"], chosen["rounds"]
+    output = chosen["output"]
+    rounds = chosen["rounds"]
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]

@@ -37,6 +37,12 @@ def test_busy_measures_every_system_beside_every_load() -> None:
     assert all(row["decode t/s"] > 0 and row["prompt t/s"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("setting", ["loads=quiet,loud", "systems=1,fast"])
+def test_busy_refuses_an_unknown_load_and_an_unknown_system(setting: str) -> None:
+    with pytest.raises(OptionError, match=r"loud|fast"):
+        rows_of("busy", setting)
+
+
 def test_drafts_measure_each_kind_of_text_and_one_that_repeats_nothing() -> None:
     texts = Path(__file__).with_name("repeating.json")
     rows = rows_of("drafts", f"texts={texts}", "prompts=2", "rounds=1")
@@ -82,7 +88,8 @@ def test_link_times_are_at_least_those_of_the_link() -> None:
         ("fast", "", "--preset takes turns, busy, drafts, server, resume, eviction, link, but not 'fast'"),
         ("link", "speed=1", "the preset 'link' has the settings link=2GB/s,35us repetitions=100"),
         ("link", "repetitions=x", "repetitions takes a number such as 100"),
-        ("link", "repetitions=-1", "repetitions has to be at least 0"),
+        ("link", "repetitions=0", "repetitions has to be above 0"),
+        ("turns", "depth=-1", "depth has to be at least 0"),
     ],
 )
 def test_a_wrong_setting_says_which_are_known(name: str, setting: str, words: str) -> None:
