@@ -168,6 +168,11 @@ class ModelManager:
         loaded = [model.status(now_s) for model in models if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
+    def loading(self) -> dict[str, float]:
+        """Returns the share that was read of each model that is being loaded, by the names that wait for it."""
+        is_loading = [model for model in self._models.values() if model.process is None and model.used]
+        return {waiter.name: model.load_share for model in is_loading for waiter in model.waiters}
+
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
         any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
@@ -461,8 +466,10 @@ class ModelManager:
             model.used = memory_budget.bytes_of(plan)
         process = await self._take_process()
         process.on_warning = functools.partial(self._log_warning, model)
+        model.load_share = 0.0
         try:
-            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
+            on_progress = functools.partial(setattr, model, "load_share")
+            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s, on_progress)
             model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model)
             model.process = process
