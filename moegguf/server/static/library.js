@@ -6,7 +6,7 @@ import { at, button, count, duration, iconButton, make, size } from "./dom.js";
 export class Library {
   /** `models`: the choice of a model. `onChange()` is called when a model has come or gone; `onChoose(name)` when one is clicked. */
   constructor(models, { onChange, onChoose }) {
-    Object.assign(this, { models, onChange, onChoose, pulls: new Map() });
+    Object.assign(this, { models, onChange, onChoose, pulls: new Map(), fresh: [] });
     at("open-models").addEventListener("click", () => this.open());
     at("close-models").addEventListener("click", () => at("models").close());
     at("pull").addEventListener("submit", (event) => {
@@ -40,8 +40,12 @@ export class Library {
         done = line.status === "success";
       }
       if (!done) throw new Error("The connection ended before the download.");
-      view.end("Pulled.");
+      const before = this.models.all.map((model) => model.name);
+      view.close();
       await this.onChange();
+      this.fresh.push(...this.models.all.map((model) => model.name).filter((each) => !before.includes(each)));
+      this.draw();
+      at("status").textContent = `Pulled ${name}`;
     } catch (error) {
       view.fail(error.name === "AbortError" ? "Stopped. What was received is kept: the next pull goes on from there." : error.message);
     }
@@ -59,7 +63,7 @@ export class Library {
   }
 
   row({ name, size: bytes, details, missing }) {
-    const facts = [size(bytes), details.parameter_size, details.quantization_level, this.models.loaded.includes(name) && "in memory", missing && "files are missing"];
+    const facts = [size(bytes), details.parameter_size, details.quantization_level, this.models.loaded.includes(name) && "in memory", this.fresh.includes(name) && "new", missing && "files are missing"];
     const text = make("small", {}, facts.filter(Boolean).join(" · "));
     const choose = button(name, () => this.choose(name), { className: "name", disabled: !this.models.has(name) });
     return make("li", {}, make("div", {}, choose, text), iconButton("delete", `Delete ${name}`, (event) => this.remove(name, event.currentTarget)));
@@ -95,15 +99,13 @@ class PullView {
     this.bar.removeAttribute("value");
     this.text = make("p", { className: "hint" }, "Asking for the files…");
     this.buttons = make("div", { className: "buttons" }, button("Stop", () => this.abort.abort(), { className: "secondary", ariaLabel: `Stop pulling ${name}` }));
-    this.element = make("li", {}, make("b", {}, name), this.bar, this.text, this.buttons);
+    this.element = make("li", {}, make("b", {}, name), this.buttons, this.bar, this.text);
   }
 
   /** Takes a line of the stream: a step, or the bytes of a file. */
   take({ status, file, total, completed = 0 }) {
     if (!file) {
-      if (!this.files.size) return;
-      const step = { "verifying sha256 digest": "Checking the files…", "writing manifest": "Checking the files…" }[status];
-      if (step) this.text.textContent = step;
+      if (status.startsWith("verifying")) this.text.textContent = "Checking the files…";
       return;
     }
     this.files.set(file, { total, completed });
@@ -123,21 +125,18 @@ class PullView {
     this.text.textContent = parts.join(" · ");
   }
 
-  end(text) {
+  fail(message) {
     this.running = false;
     this.bar.hidden = true;
-    this.text.textContent = text;
-    this.buttons.replaceChildren(button("Close", () => this.close(), { className: "secondary" }));
-  }
-
-  fail(message) {
-    this.end(message);
     this.text.className = "problem";
     this.text.setAttribute("role", "alert");
-    this.buttons.prepend(button("Try again", () => this.onAgain(), { className: "secondary" }));
+    this.text.textContent = message;
+    const choices = { "Try again": this.onAgain, Close: () => this.close() };
+    this.buttons.replaceChildren(...Object.entries(choices).map(([label, act]) => button(label, act, { className: "secondary" })));
   }
 
   close() {
+    this.running = false;
     this.abort.abort();
     this.element.remove();
     this.onClose();

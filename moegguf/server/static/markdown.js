@@ -88,8 +88,9 @@ function build(tokens) {
 }
 
 /** The element of a token, or the text of one that has none. */
-function nodeOf({ type, tag, content, info, attrs, meta, block }) {
-  if (type === "formula") return formulaView(content, block);
+function nodeOf(token) {
+  const { type, tag, content, info, attrs, meta } = token;
+  if (type === "formula") return formulaView(token);
   if (type === "task") return make("input", { type: "checkbox", disabled: true, checked: Boolean(info), ariaLabel: info ? "Done" : "To do" });
   if (!tag) return content;
   if (type === "fence" || type === "code_block") return codeBlock(info.trim().split(/\s/)[0], content.trimEnd(), meta === OPEN);

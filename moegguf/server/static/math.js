@@ -12,7 +12,7 @@ const isProse = (source) => /[a-z]{2}/i.test(source) && /\s/.test(source) && !/[
 const CODE_OR_MARK = /(`+)[^`]+(\1|$)|\\[^]|\$\$?/g;
 const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 200 };
 
-/** The formula at a position: its source, its end, and whether it stands apart. Its end is undefined where the text ends before the
+/** The formula at a position: its source, its end, whether it stands apart, and the mark before it. Its end is undefined where the text ends before the
  *  formula does. Returns undefined where there is no formula, as at "$5". */
 function formulaAt(text, start) {
   const opening = Object.keys(CLOSING).find((mark) => text.startsWith(mark, start));
@@ -23,7 +23,7 @@ function formulaAt(text, start) {
   const end = close < 0 ? undefined : close + opening.length;
   if (end ? !source.trim() : isProse(source)) return undefined;
   if (opening === "$" && !isBetweenDollars(source, text[start - 1], end && (text[end] ?? ""))) return undefined;
-  return { source, end, apart: APART.includes(opening) };
+  return { source, end, apart: APART.includes(opening), opening };
 }
 
 /** Whether this is a formula between single dollar signs. `after` is undefined where the second sign is missing. */
@@ -59,7 +59,8 @@ export function withoutOpenFormula(text) {
 
 /** Makes a parser of markdown-it find formulas, as tokens "formula". */
 export function addFormulas(parser) {
-  const push = (state, { source, apart }) => Object.assign(state.push("formula", "", 0), { content: source, block: apart });
+  const push = (state, { source, apart, opening }) =>
+    Object.assign(state.push("formula", "", 0), { content: source, block: apart, markup: opening });
   parser.inline.ruler.before("escape", "formula", (state, silent) => {
     const formula = formulaAt(state.src, state.pos);
     if (!formula?.end) return false;
@@ -82,14 +83,23 @@ export function addFormulas(parser) {
 }
 
 let katex = null, fetching = null;
-const waiting = new Set(); // elements that show their source until KaTeX is here
+const waiting = []; // functions that draw a formula, until KaTeX is here
 
-/** The element of a formula. */
-export function formulaView(source, apart) {
-  const element = make("span", { className: apart ? "formula apart" : "formula" }, source);
-  if (katex) draw(element);
+/** The element of a formula: the source until KaTeX is here, and where the source has an error. */
+export function formulaView({ content: source, block: apart, markup: opening }) {
+  const shown = make("code", {}, opening + source + CLOSING[opening]);
+  const element = make("span", apart ? { className: "formula apart", tabIndex: 0 } : { className: "formula" }, shown); // wide ones scroll
+  const draw = () => {
+    try {
+      katex.render(source, element, { ...OPTIONS, displayMode: apart });
+    } catch (error) {
+      shown.title = error.message;
+      element.replaceChildren(shown);
+    }
+  };
+  if (katex) draw();
   else {
-    waiting.add(element);
+    waiting.push(draw);
     load();
   }
   return element;
@@ -99,8 +109,7 @@ export function formulaView(source, apart) {
 export function load() {
   return (fetching ??= Promise.all([import("./vendor/katex.min.js"), style()]).then(() => {
     ({ katex } = globalThis); // the file is no module
-    waiting.forEach(draw);
-    waiting.clear();
+    waiting.splice(0).forEach((draw) => draw());
   }));
 }
 
@@ -108,14 +117,4 @@ function style() {
   const link = make("link", { rel: "stylesheet", href: "page/vendor/katex.min.css" });
   document.head.append(link);
   return new Promise((resolve) => link.addEventListener("load", resolve));
-}
-
-/** Replaces the source of a formula by its elements; a source with an error stays. */
-function draw(element) {
-  const source = element.textContent;
-  try {
-    katex.render(source, element, { ...OPTIONS, displayMode: element.classList.contains("apart") });
-  } catch (error) {
-    element.replaceChildren(make("code", { title: error.message }, source));
-  }
 }

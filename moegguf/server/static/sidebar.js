@@ -123,6 +123,6 @@ export class Sidebar {
 /** What stands around words that were found. */
 function excerpt({ text, begin }, words) {
   const end = begin + words.length, before = text.slice(Math.max(0, begin - BEFORE), begin);
-  const start = begin > BEFORE ? `…${before}` : before;
+  const start = begin > BEFORE ? `…${before.replace(/^\S*\s/, "")}` : before;
   return make("small", {}, start, make("mark", {}, text.slice(begin, end)), text.slice(end, end + AFTER));
 }
