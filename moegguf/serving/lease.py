@@ -123,6 +123,7 @@ class ManagedModel:
         self.unloads: set[str] = set()  # names that are to give it up
         self.users: set[LeaseRequest] = set()  # who were granted and have not ended
         self.process: WorkerProcess | None = None  # that has loaded it
+        self.load_share = 0.0  # of the file that the process has read so far
         self.ending = asyncio.Event()  # the process is to end, or has ended
         self._timer: asyncio.TimerHandle | None = None
         self.overrides = LoadOverrides()  # of the request that it was loaded for
