@@ -105,8 +105,10 @@ class RunCommand(Command):
 def model_and_words(
     model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
 ) -> tuple[str, list[str]]:
-    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too. Raises
-    BadParameter when no model or more than one is named."""
+    """Returns the model's name and the words of the prompt. With --model or --hf-repo all words are the prompt.
+
+    Raises BadParameter when no model or more than one is named.
+    """
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
     words = [*([model] if model is not None else []), *prompt]
