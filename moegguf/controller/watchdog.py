@@ -154,8 +154,12 @@ class Watchdog:
         return bool(abs(errors) >= self.options.certainty) and (errors > 0) == (self._gain() >= self.options.gain)
 
     def _gain(self) -> float:
-        without, with_ = (median(sum(period) / len(period) for period in self._periods_ns[on]) for on in (False, True))
-        return 1 - with_ / without if without > 0 else 0.0
+        without = self._token_ns(False)
+        return 1 - self._token_ns(True) / without if without > 0 else 0.0
+
+    def _token_ns(self, on: bool) -> float:
+        """Returns the median over periods of a token's mean time."""
+        return median(sum(period) / len(period) for period in self._periods_ns[on])
 
     def _decide(self) -> None:
         self.last_gain = self._gain()
