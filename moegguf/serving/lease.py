@@ -373,7 +373,7 @@ class Lease(Calls):
             self._request.cancel()  # released when the worker has stopped
 
     async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """Yields `PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
+        """Yields `PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer soon.
         Without `stream` there is one `Delta` with the whole answer.
 
         Raises what `moegguf.generate.sequence.Sequence.read` gives.
