@@ -105,7 +105,7 @@ class RunCommand(Command):
 def model_and_words(
     model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
 ) -> tuple[str, list[str]]:
-    """Returns the model's name and the words of the prompt, of which the first argument is one with --model or --hf-repo.
+    """Returns the model's name and the words of the prompt. With --model or --hf-repo the first argument is a word.
     Raises BadParameter when no model or more than one is named."""
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
