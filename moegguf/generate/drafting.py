@@ -39,26 +39,28 @@ MEMORY = 0.9  # of measured costs, and of acceptance, the weight that stays with
 PRIOR = (0.8, 0.5, 0.6)  # chance of a token of each source to be accepted, before any was seen
 
 
+@dataclass
 class Acceptance:
-    """How likely a drafted token is accepted when those before it are: recent drafts count more. `base`: of a model,
-    what is true of an answer before it has drafts of its own."""
+    """How likely a drafted token is accepted when the tokens before it are: recent drafts count more."""
 
-    def __init__(self, prior: float, memory: float, base: Acceptance | None = None) -> None:
-        self._prior, self._memory, self._base = prior, memory, base
-        self._accepted = self._refused = 0.0
+    prior: float
+    memory: float
+    base: Acceptance | None = None  # of a model: used for an answer before it has drafts of its own
+    accepted: float = 0.0
+    refused: float = 0.0
 
     @property
     def chance(self) -> float:
         """From 0 to 1, exclusive."""
-        prior = self._prior if self._base is None else self._base.chance
-        return (self._accepted + 2 * prior) / (self._accepted + self._refused + 2)
+        prior = self.prior if self.base is None else self.base.chance
+        return (self.accepted + 2 * prior) / (self.accepted + self.refused + 2)
 
     def note(self, n_drafted: int, n_accepted: int) -> None:
         """A draft was verified."""
-        if self._base is not None:
-            self._base.note(n_drafted, n_accepted)
-        self._accepted = self._memory * self._accepted + n_accepted
-        self._refused = self._memory * self._refused + (n_accepted < n_drafted)
+        if self.base is not None:
+            self.base.note(n_drafted, n_accepted)
+        self.accepted = self.memory * self.accepted + n_accepted
+        self.refused = self.memory * self.refused + (n_accepted < n_drafted)
 
 
 class PassTimes:
