@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,38 +28,30 @@ Result = TypeVar("Result")
 
 
 class LocalModel:
-    """A model that this program loads. `load` comes first.
+    """A model that this program loads.
 
-    The event loop runs only while a method waits. Ctrl-C interrupts a method, and an answer goes on until `stop`.
+    The event loop of the manager runs only while a method waits for it, in this thread, so Ctrl-C interrupts it.
     """
 
     url = None  # of a server
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, spinner: Spinner) -> None:
         """Starts a worker: it takes as long as this program needs to find and describe the model."""
-        # One person waits, who can end this program.
+        self.spinner = spinner
+        # One person waits, who can end this program: loads and cancelled answers may take any time.
         self._settings = replace(settings, n_parallel=1, kv_tokens=None, keep_alive_s=math.inf, load_timeout_s=math.inf)
         self._runner = asyncio.Runner()
-        self._workers = self._new_workers()
-        self._run(self._start_worker())
+        self._workers = Workers(echo_stderr=settings.debug, cancel_grace_s=math.inf)
+        self._run(self._workers.prepare())
         from moegguf.models.catalog import Catalog
 
         self.names = Catalog()
         self._opened = AsyncExitStack()  # holds the manager
         self._manager: ModelManager | None = None  # of the model that is loaded
         self._entry: ModelEntry  # that model
-        self._overrides = LoadOverrides()
-        self._spinner = Spinner()
-        self._lease: Lease | None = None  # of the answer, once it has the model
-        self._reading: asyncio.Task[None] | None = None  # reads the events of the answer
-        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._before: Snapshot | None = None  # the experts when the last answer began
-
-    def _new_workers(self) -> Workers:
-        return Workers(echo_stderr=self._settings.debug, cancel_grace_s=math.inf)
-
-    async def _start_worker(self) -> None:
-        await asyncio.wait({self._workers.prepare()})
+        self._overrides: LoadOverrides
+        self._lease: Lease  # of the last answer
+        self._before: Snapshot | None = None  # the experts when that began
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._runner.run(coroutine)
@@ -70,19 +62,29 @@ class LocalModel:
 
         return details(_here(entry))
 
+    def print_info(self, entry: NamedModel) -> None:
+        """Prints the table of `moegguf show`."""
+        from moegguf.terminal.facts import facts_of
+        from moegguf.terminal.tables import print_model
+
+        print_model(facts_of(_here(entry)))
+
+    def modelfile(self, entry: NamedModel) -> str:
+        """Returns the Modelfile that makes a model."""
+        return self.names.modelfile(_here(entry))
+
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns the parameters that the next answer has."""
+        """Returns all parameters."""
         return conversation.all_parameters()
 
-    def load(self, conversation: Conversation, spinner: Spinner) -> None:
+    def load(self, conversation: Conversation) -> None:
         """Loads the conversation's model. The present one ends first, because memory may not hold two."""
         from moegguf.gguf.experts import read_layout
         from moegguf.serving.model_manager import ModelManager
         from moegguf.terminal.loading import warn_of_long_context
 
         self._unload()
-        spinner.show("starting a worker")
-        self._spinner = spinner
+        self.spinner.show("starting a worker")
         parameters = conversation.all_parameters()
         self._entry = _here(conversation.entry)
         self._overrides = LoadOverrides.of(parameters)
@@ -93,49 +95,45 @@ class LocalModel:
         self._manager = ModelManager(
             self.names, settings, workers=self._workers, on_load=self._show_load, on_warning=_print_warning
         )
+        self._run_or_unload(self._opened.enter_async_context(self._manager))
+        self._run_or_unload(self._manager.load(self._entry, self._overrides))
+
+    def _run_or_unload(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Runs what may load a model; frees its memory when that fails or is interrupted."""
         try:
-            self._run(self._open(self._manager))
-        except BaseException:  # also an interrupt
+            return self._run(coroutine)
+        except BaseException:
             self._unload()
             raise
-
-    async def _open(self, manager: ModelManager) -> None:
-        await self._opened.enter_async_context(manager)
-        await manager.load(self._entry, self._overrides)
 
     def _show_load(self, entry: ModelEntry, share: float, seconds: float) -> None:
         from moegguf.gguf.experts import read_layout
 
         layout = read_layout(entry.path)
-        self._spinner.show(loading_text(layout.name, share, layout.dense_bytes, seconds))
+        self.spinner.show(loading_text(layout.name, share, layout.dense_bytes, seconds))
 
     @property
-    def _loaded(self) -> LoadedModel | None:
+    def _state(self) -> LoadedModel | None:
         models = self._manager.loaded() if self._manager else []
         return models[0] if models else None
 
     @property
     def n_ctx(self) -> int:
         """Tokens of the context; 0 of a model that is not loaded."""
-        return self._loaded.n_ctx if self._loaded else 0
+        return self._state.n_ctx if self._state else 0
 
     @property
     def stats(self) -> Stats | None:
         """Counts since the load; None of a model that is not loaded."""
-        return self._loaded.stats if self._loaded else None
+        return self._state.stats if self._state else None
 
     @property
     def placement(self) -> Placement | None:
         """The placement of the experts that was chosen, if there was a choice."""
         from moegguf.engine.cost import Placement
 
-        found = self._loaded.plan.get("placement") if self._loaded else None
+        found = self._state.plan.get("placement") if self._state else None
         return build(Placement, found["chosen"]) if found else None
-
-    @property
-    def ended(self) -> bool:
-        """True when the model has to be loaded before it can answer."""
-        return self._manager is None
 
     @property
     def reads_images(self) -> bool:
@@ -144,42 +142,31 @@ class LocalModel:
 
         return self._manager is not None and projector_of(self._entry) is not None
 
-    def answer(self, conversation: Conversation, spinner: Spinner) -> Generator[Event]:
-        """Yields the events of the answer to the last message. A model whose process has ended, or whose files have
-        changed, is loaded again before it."""
-        self._spinner = spinner
-        self._events = asyncio.Queue()
-        self._reading = self._runner.get_loop().create_task(self._read(conversation))
-        while (event := self._run(self._events.get())) is not None:
-            yield event
-        self._reading.result()
+    @property
+    def must_load(self) -> bool:
+        """True while no model is loaded."""
+        return self._manager is None
 
-    async def _read(self, conversation: Conversation) -> None:
-        """Takes the model for an answer and reads its events."""
+    def answer(self, conversation: Conversation) -> Generator[Event]:
+        """Yields the events of the answer. A model whose process has ended, or whose files have changed, is loaded
+        again before it."""
         assert self._manager is not None
+        self._lease = self._manager.lease(self._entry, self._overrides)
+        self._run_or_unload(self._lease.__aenter__())
         try:
-            async with self._manager.lease(self._entry, self._overrides) as self._lease:
-                self._before = await self._snapshot(0)
-                async for event in self._lease.answer(conversation.request()):
-                    self._events.put_nowait(event)
+            self._before = self._run(self._snapshot(0))
+            events = self._lease.answer(conversation.request())
+            while (event := self._run(_next(events))) is not None:
+                yield event
         finally:
-            self._lease = None
-            self._events.put_nowait(None)
+            self._run(self._lease.__aexit__())
 
-    def stop(self, timeout_s: float | None) -> list[Event] | None:
-        """Cancels the answer. Returns the events up to its end, or None when it has not ended after `timeout_s`."""
-        assert self._reading is not None
-        if self._lease is None and not self._reading.done():  # the model is being loaded again
-            self._unload()
-            return []
-        if self._lease is not None:
-            self._lease.cancel()
-        done, _ = self._run(asyncio.wait({self._reading}, timeout=timeout_s))
-        if not done:
+    def rest(self, timeout_s: float | None) -> list[Event] | None:
+        """Returns the events of a cancelled answer up to its end; None when it has not ended after `timeout_s`."""
+        try:
+            return self._run(asyncio.wait_for(self._lease.rest(), timeout_s))
+        except TimeoutError:
             return None
-        rest = [self._events.get_nowait() for _ in range(self._events.qsize())]
-        self._reading.result()
-        return [event for event in rest if event is not None]
 
     async def _snapshot(self, watch_s: float) -> Snapshot | None:
         found = await self._manager.snapshots(self._entry, watch_s) if self._manager else []
@@ -194,31 +181,20 @@ class LocalModel:
     def check_parameter(self, name: str) -> None:
         """Accepts every parameter: each has its effect here."""
 
-    def modelfile(self, entry: NamedModel) -> str:
-        """Returns the Modelfile that makes a model."""
-        return self.names.modelfile(_here(entry))
-
-    def print_info(self, entry: NamedModel) -> None:
-        """Prints the table of `moegguf show`."""
-        from moegguf.terminal.facts import facts_of
-        from moegguf.terminal.tables import print_model
-
-        print_model(facts_of(_here(entry)))
-
     def _unload(self) -> None:
-        """Ends the present model; the next one gets another manager."""
-        if self._reading is not None:
-            self._reading.cancel()
-        if self._manager is not None:
-            self._manager, self._before = None, None
-            self._workers = self._new_workers()
-            self._run(self._opened.aclose())
+        """Ends the present model and its manager."""
+        self._manager = self._before = None
+        self._run(self._opened.aclose())
 
     def close(self) -> None:
         """Ends every process."""
         self._unload()
         self._run(self._workers.close())
         self._runner.close()
+
+
+async def _next(events: AsyncGenerator[Event]) -> Event | None:
+    return await anext(events, None)
 
 
 def _print_warning(_model: str, text: str) -> None:

@@ -1,5 +1,5 @@
 """The model that a conversation is with, for `run` and the chat: it loads, answers and describes itself in the same way
-wherever it is, in this program or in a running server."""
+wherever it is, in this program (`local.py`) or in a running server (`served.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.local import LocalModel
     from moegguf.chat.served import ServedModel
-    from moegguf.terminal.progress import Spinner
 
 BUSY = 503  # a server's status
 
@@ -52,15 +51,16 @@ class ChatModel:
 
     def __init__(self, connection: LocalModel | ServedModel) -> None:
         self.connection = connection
-        self.last: Answer | None = None  # since the last load
+        self.spinner = connection.spinner
+        self._last: Answer | None = None  # since the last load
         self._loaded: Mapping[str, Any] | None = None  # the parameters of loading that it was loaded with
         self._load_s = 0.0  # of that, since the last answer
 
-    def load(self, conversation: Conversation, spinner: Spinner) -> None:
+    def load(self, conversation: Conversation) -> None:
         """Loads the conversation's model; where that fails, the parameters of loading that were set in the chat go."""
         start_s = time.perf_counter()
         try:
-            self.connection.load(conversation, spinner)
+            self.connection.load(conversation)
         except BaseException as error:  # also an interrupt: the chat goes on with the model before
             if getattr(error, "status", None) != BUSY:  # nothing is wrong with them then
                 kept = conversation.parameters.items()
@@ -68,19 +68,19 @@ class ChatModel:
             raise
         self._loaded = of_loading(self.connection.parameters(conversation))
         self._load_s = time.perf_counter() - start_s
-        self.last = None
+        self._last = None
 
-    def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
+    def prepare(self, conversation: Conversation) -> None:
         """Loads the model again when a parameter asks for another context, cache or number of threads, and after a load
         that has failed."""
-        if self.connection.ended or of_loading(self.connection.parameters(conversation)) != self._loaded:
-            self.load(conversation, spinner)
+        if self.connection.must_load or of_loading(self.connection.parameters(conversation)) != self._loaded:
+            self.load(conversation)
 
     def begin_answer(self) -> Answer:
         """Returns a new answer, which is the last one from now on."""
-        self.last = Answer(self._load_s)
+        self._last = Answer(self._load_s)
         self._load_s = 0.0
-        return self.last
+        return self._last
 
     def facts(self) -> list[str]:
         """Returns the context's size, the number of expert slots and so on, for a line about the model."""
@@ -98,11 +98,11 @@ class ChatModel:
         """Returns lines about the last answer, and about a load before it; none without an answer since the load."""
         from moegguf.terminal.statistics import LABEL_WIDTH, statistics
 
-        if (answer := self.last) is None:
+        if (answer := self._last) is None:
             return []
-        url = self.connection.url
         load_s = answer.load_s if with_load else 0.0
         lines = statistics(answer.summary, load_s, answer.decisions, self.connection.placement)
+        url = self.connection.url
         return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{url}"] if url else lines
 
     def print_experts(self) -> None:

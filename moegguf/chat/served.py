@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 
 
 class ServedModel:
-    """A model in a server, with the methods of `LocalModel`.
+    """A model in a server, which loads it for the first answer, or earlier for `load`, and keeps it for `keep_alive`
+    after an answer. `entry`: its name. `names`: this object, which finds, lists and creates models there."""
 
-    The server loads it for the first answer, or earlier for `load`, and keeps it for `keep_alive` after an answer.
-    `entry`: its name. `names`: this object, which finds, lists and creates models there.
-    """
-
-    ended = False
+    must_load = False
     stats = placement = None  # the server's counts are of every client's answers
 
-    def __init__(self, client: Client, name: str, keep_alive: str | None) -> None:
+    def __init__(self, client: Client, name: str, keep_alive: str | None, spinner: Spinner) -> None:
+        self.spinner = spinner
         self._client = client
         self.url = client.host.url
         self.names = self
@@ -45,7 +43,7 @@ class ServedModel:
         self._keep_alive = {} if keep_alive is None else {"keep_alive": keep_alive}
 
     def _show(self, name: str) -> Json:
-        """What the server tells of a model. Raises ModelNotFoundError."""
+        """Returns what the server knows of a model. Raises ModelNotFoundError."""
         try:
             return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
         except ServerError as error:
@@ -54,11 +52,11 @@ class ServedModel:
             raise
 
     def find(self, name: str) -> NamedModel:
-        """A model, with what the server's name for it has. Raises ModelNotFoundError."""
+        """Returns the model of a name, with what that name adds to its files. Raises ModelNotFoundError."""
         return _named(name, self._show(name))
 
     def entries(self, prefix: str) -> list[ModelEntry]:
-        """The models whose names begin so."""
+        """Returns the models whose names begin with `prefix`."""
         return [
             ModelEntry(
                 m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
@@ -72,11 +70,11 @@ class ServedModel:
         self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
     def modelfile(self, entry: NamedModel) -> str:
-        """The Modelfile that makes a model there."""
+        """Returns the Modelfile that makes a model there."""
         return str(self._show(entry.name)["modelfile"])
 
     def details(self, entry: NamedModel) -> Details:
-        """What the headers of a model's files say."""
+        """Returns the facts in the headers of a model's files."""
         shown = self._show(entry.name)
         info, known = shown["model_info"], shown["details"]
         names = ("context_length", "embedding_length", "expert_count", "expert_used_count")
@@ -86,7 +84,7 @@ class ServedModel:
         return Details(known["family"], *size, n_ctx, n_embd, n_expert, n_used, *what)
 
     def print_info(self, entry: NamedModel) -> None:
-        """Prints what the server tells of a model."""
+        """Prints some of these facts."""
         known = self.details(entry)
         rows = {
             "architecture": known.family,
@@ -98,14 +96,14 @@ class ServedModel:
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns the parameters that a request has; the server knows those of the model's name."""
+        """Returns the parameters of a request. The server adds the parameters of the model's name."""
         return conversation.user_parameters()
 
-    def load(self, conversation: Conversation, spinner: Spinner) -> None:
+    def load(self, conversation: Conversation) -> None:
         """Has the server load the conversation's model."""
         entry = conversation.entry
         shown = self._show(entry.name)
-        spinner.show(f"loading {entry.name} in the server at {self.url}")
+        self.spinner.show(f"loading {entry.name} in the server at {self.url}")
         options = of_loading(conversation.user_parameters())
         body = {"model": entry.name, "prompt": "", "stream": False, "options": options}
         kept = {name: text for name, text in self._keep_alive.items() if parse_duration(text)}  # 0 would unload it
@@ -124,8 +122,8 @@ class ServedModel:
         if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
             raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
 
-    def answer(self, conversation: Conversation, _spinner: Spinner) -> Generator[Event]:
-        """Yields the events of the server's answer to the last message."""
+    def answer(self, conversation: Conversation) -> Generator[Event]:
+        """Yields the events of the server's answer."""
         body = {
             "model": conversation.entry.name,
             "messages": messages_to_server(conversation),
@@ -147,12 +145,12 @@ class ServedModel:
                     yield Delta(line["message"].get("content", ""), line["message"].get("thinking", ""))
         raise self._client.lost_connection()
 
-    def stop(self, _timeout_s: float | None) -> list[Event]:
-        """Returns no events: the interrupt has ended the connection, and the server stops with it."""
+    def rest(self, timeout_s: float | None) -> list[Event]:
+        """Returns no events: the connection has ended, and the server has stopped with it."""
         return []
 
     def experts(self) -> Snapshot | None:
-        """The experts, with what was used and loaded within the last snapshot; None: the model is not loaded."""
+        """Returns the experts with the uses and loads of the last snapshot; None of a model that is not loaded."""
         from moegguf.chat.experts import read_snapshot
 
         loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
@@ -160,7 +158,7 @@ class ServedModel:
         return None if found is None else replace(read_snapshot(found), model=self.entry.name)
 
     def close(self) -> None:
-        """The server keeps the model for other requests."""
+        """Does nothing: the server keeps the model for other requests."""
 
 
 def _named(name: str, shown: Json) -> NamedModel:
@@ -171,7 +169,7 @@ def _named(name: str, shown: Json) -> NamedModel:
 
 
 def messages_to_server(conversation: Conversation) -> list[Json]:
-    """The messages of /api/chat, without those of the model's name, which the server adds."""
+    """Returns the messages for /api/chat, without the messages of the model's name, which the server adds."""
     from moegguf.generate.images import images_of, text_of
 
     given, own = conversation.messages, [dict(message) for message in conversation.entry.messages]

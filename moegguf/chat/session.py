@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from moegguf.generate.images import MAX_IMAGE_BYTES, read_image
 from moegguf.generate.request import Delta, PromptProgress
 from moegguf.terminal.keyboard import exit_now
 from moegguf.terminal.messages import print_message
-from moegguf.terminal.progress import Spinner, prompt_text
+from moegguf.terminal.progress import prompt_text
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
@@ -136,14 +137,14 @@ CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
 
 
 def print_answer(
-    model: ChatModel, conversation: Conversation, spinner: Spinner, end: str = "\n", exit_timeout_s: float | None = None
+    model: ChatModel, conversation: Conversation, end: str = "\n", exit_timeout_s: float | None = None
 ) -> Answer:
     """Prints the answer to the last message, `end` after it, and below it what was left out of the context. Ctrl-C
     cancels it; a second one, or `exit_timeout_s` more than CANCEL_TIMEOUT_S, ends the process."""
+    spinner = model.spinner
     spinner.show("")
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
     answer = model.begin_answer()
-    events = model.connection.answer(conversation, spinner)
 
     def show(event: Event) -> None:
         answer.add(event)
@@ -155,13 +156,13 @@ def print_answer(
 
     try:
         try:
-            for event in events:
-                show(event)
+            with closing(model.connection.answer(conversation)) as events:
+                for event in events:
+                    show(event)
         except KeyboardInterrupt:
             answer.is_interrupted = True
-            events.close()
             spinner.close()
-            for event in _stop(model, exit_timeout_s):
+            for event in _rest(model, exit_timeout_s):
                 show(event)
     except MoeggufError as error:
         answer.error = error
@@ -173,17 +174,15 @@ def print_answer(
     return answer
 
 
-def _stop(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
-    """Cancels the answer and returns its last events; ends the process when it cannot be cancelled."""
-    try:
-        rest = model.connection.stop(CANCEL_TIMEOUT_S)
+def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
+    """Returns the last events of an answer that was cancelled; ends the process when it does not end."""
+    with suppress(KeyboardInterrupt):
+        rest = model.connection.rest(CANCEL_TIMEOUT_S)
         if rest is None:
             print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
-            rest = model.connection.stop(exit_timeout_s)
+            rest = model.connection.rest(exit_timeout_s)
         if rest is not None:
             return rest
-    except KeyboardInterrupt:
-        pass
     exit_now()
 
 

@@ -16,7 +16,7 @@ import typer
 from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, hub_name, model_argument
 from moegguf.errors import OptionError
 from moegguf.options import LOAD_PARAMETERS, MODEL, OPTIONS, OUTPUT
-from moegguf.terminal.loading import find_or_pull, parse_format, parse_think, with_files
+from moegguf.terminal.loading import find_or_pull, parse_format, parse_think, print_card_note, with_files
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 from moegguf.text import decode_text
@@ -45,12 +45,12 @@ def _read_prompt(words: Sequence[str]) -> str | None:
     raise typer.BadParameter('there is no prompt: write one, as in `moegguf run demo "hello"`, or pipe one in')
 
 
-def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner) -> int:
+def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> int:
     """Prints the answer to `prompt`, then statistics if verbose. Returns the exit code."""
     from moegguf.chat.session import extract_images, print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
-    answer = print_answer(model, conversation, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
+    answer = print_answer(model, conversation, exit_timeout_s=EXIT_TIMEOUT_S)
     if conversation.verbose and not answer.error:
         print_message("\n" + "\n".join(model.statistics(with_load=True)))
     if answer.error is not None:
@@ -105,8 +105,10 @@ class RunCommand(Command):
 def model_and_words(
     model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
 ) -> tuple[str, list[str]]:
-    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too. Raises
-    BadParameter when no model or more than one is named."""
+    """Returns the model's name and the words of the prompt. With --model or --hf-repo all words are the prompt.
+
+    Raises BadParameter when no model or more than one is named.
+    """
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
     words = [*([model] if model is not None else []), *prompt]
@@ -150,30 +152,33 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         return 0
     client = None if is_here else running_server([name])
     environment = read_settings()
+    spinner = Spinner()
     connection: LocalModel | ServedModel
     if client is not None:
-        connection = ServedModel(client, name, keep_alive)
+        connection = ServedModel(client, name, keep_alive, spinner)
     else:  # a worker starts while this goes on
         debug = environment.debug or verbose > 1
-        connection = LocalModel(replace(environment, loading=loading, debug=debug))
+        connection = LocalModel(replace(environment, loading=loading, debug=debug), spinner)
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import ChatModel
 
-    with closing(connection):
+    with closing(connection), spinner:
         if isinstance(connection, ServedModel):
             entry = connection.entry
         else:
             entry = with_files(find_or_pull(name), **files)
             parameters = _defaults(environment, entry) | parameters
+            if sys.stderr.isatty() or verbose:
+                print_card_note(loading)
         if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
             parameters["num_ctx"] = connection.details(entry).n_ctx_train
         conversation = Conversation(entry, parameters, **settings)
         chat_model = ChatModel(connection)
-        with Spinner() as spinner:
-            if text is None or client is None:  # a server loads for the answer
-                chat_model.load(conversation, spinner)
-            if text is not None:
-                return _answer_once(chat_model, conversation, text, spinner)
+        if text is None or client is None:  # a server loads for the answer
+            chat_model.load(conversation)
+            spinner.close()
+        if text is not None:
+            return _answer_once(chat_model, conversation, text)
         from moegguf.chat.chat import Chat
 
         return Chat(chat_model, conversation).run()

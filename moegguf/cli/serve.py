@@ -96,11 +96,12 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
-    """Prints the version, the address and who needs a key there, the page, folders and memory, on stderr."""
+    """Prints the version, the address and who needs a key there, the page, folders, memory and an unused card."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes
     from moegguf.settings import models_folder
+    from moegguf.terminal.loading import print_card_note
 
     address = replace(settings.host, port=listener.getsockname()[1])
     keys = "an API key" if len(settings.api_keys) == 1 else f"{len(settings.api_keys)} API keys"
@@ -112,5 +113,6 @@ def print_address(settings: Settings, listener: socket.socket) -> None:
     free_now = f"{format_bytes(free.available_bytes)} of {format_bytes(free.total_bytes)} now"
     print_message(f"moegguf {__version__}: models of `moegguf list` and in {models_folder()}")
     print_message(f"memory for them: {limit} (free: {free_now})")
+    print_card_note(settings.loading)
     told = f" ({'; '.join(remarks)})" if remarks else ""
     print_message(f"listening on {address.url}{told}, with a page at {address.url}/")

@@ -156,10 +156,10 @@ class Context:
                 " another one, or this one from another thread once it has returned."
             )
 
-    def hold_fill(self, on: bool) -> None:
-        """`Store.hold_fill`."""
+    def pause_fill(self, on: bool) -> None:
+        """`Store.pause_fill`."""
         if self._session is not None:
-            self._session.store.hold_fill(on)
+            self._session.store.pause_fill(on)
 
     def check_weights(self) -> None:
         """Raises CapabilityError for a model that was loaded without its weights. Raises ClosedError, ForkError."""

@@ -163,7 +163,7 @@ class PrefixCache:
             self._recent.begin()
         if self._store.is_off or n_tokens < max(BLOCK_TOKENS, n_held + 2) or tokens[-1] == PLACEHOLDER:
             return n_held
-        self._hold_fill(True)  # until what follows was computed
+        self._pause_fill(True)  # until what follows was computed
         n_now = n_held
         try:
             with self._context.lock:
@@ -178,12 +178,12 @@ class PrefixCache:
                 if n_now == n_tokens:
                     n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
         finally:
-            self._hold_fill(n_now > n_held)
+            self._pause_fill(n_now > n_held)
         return n_now
 
-    def _hold_fill(self, on: bool) -> None:
+    def _pause_fill(self, on: bool) -> None:
         if on != self._fill_held:
-            self._context.hold_fill(on)
+            self._context.pause_fill(on)
             self._fill_held = on
 
     def store(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
@@ -191,7 +191,7 @@ class PrefixCache:
         computed. `goes_on` is False at the end of a prompt or an answer, where another prompt may go on: then what
         follows the last full block is written, too."""
         self.behind.discard(sequence)
-        self._hold_fill(False)
+        self._pause_fill(False)
         if not goes_on and self._recent is not None and (experts := self._recent.end()) is not None:
             self._put(self._recent.name, About(self._model, 0, 0), experts)
         n_tokens = len(tokens)

@@ -123,6 +123,7 @@ class ManagedModel:
         self.unloads: set[str] = set()  # names that are to give it up
         self.users: set[LeaseRequest] = set()  # who were granted and have not ended
         self.process: WorkerProcess | None = None  # that has loaded it
+        self.load_share = 0.0  # of the file that the process has read so far
         self.ending = asyncio.Event()  # the process is to end, or has ended
         self._timer: asyncio.TimerHandle | None = None
         self.overrides = LoadOverrides()  # of the request that it was loaded for
@@ -288,7 +289,7 @@ class Calls(ABC):
         """What a worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """The events of a request, then its value."""
+        """Yields the events of a request, then its value."""
         has_begun = False
         for is_last in (False, True):
             try:
@@ -372,24 +373,26 @@ class Lease(Calls):
         else:
             self._request.cancel()  # released when the worker has stopped
 
-    def cancel(self) -> None:
-        """Stops the answer within a token. Its events then end with `Done`."""
-        if self._request is not None:
-            self._request.cancel()
-
     async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
+        """Yields `PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer.
         Without `stream` there is one `Delta` with the whole answer.
 
         Raises what `moegguf.generate.sequence.Sequence.read` gives.
         """
         async with aclosing(self.events("generate", request=request, stream=stream)) as events:
             async for event in events:
-                if isinstance(event, Delta | PromptProgress):
-                    yield event
-                else:
-                    summary = self._process.last_summaries[current_owner.get()] = build(AnswerSummary, event)
-                    yield Done(summary, self.load_s, self._process.decisions)
+                yield self._event(event)
+
+    async def rest(self) -> list[Event]:
+        """Returns the events that nobody has read of an answer that was cancelled, up to its end. Raises its error."""
+        request = self._request
+        return [self._event(event) async for event in request.events()] if request else []
+
+    def _event(self, event: Any) -> Event:
+        if isinstance(event, Delta | PromptProgress):
+            return event
+        summary = self._process.last_summaries[current_owner.get()] = build(AnswerSummary, event)
+        return Done(summary, self.load_s, self._process.decisions)
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS

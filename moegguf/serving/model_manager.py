@@ -98,7 +98,7 @@ class ModelManager:
         self._changed = asyncio.Event()  # set for a moment
 
     async def __aenter__(self) -> ModelManager:
-        self._workers.prepare()
+        await self._workers.prepare()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -175,9 +175,14 @@ class ModelManager:
         return True
 
     def loaded(self) -> list[LoadedModel]:
-        """Models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
+        """Returns the models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
         loaded = [model.status() for model in self._models.values() if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
+
+    def loading(self) -> dict[str, float]:
+        """Returns the share that was read of each model that is being loaded, by the names that wait for it."""
+        is_loading = [model for model in self._models.values() if model.process is None and model.used]
+        return {request.name: model.load_share for model in is_loading for request in model.waiting}
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
@@ -337,7 +342,7 @@ class ModelManager:
             for model in self._models.values():
                 if model.is_ready:
                     self._give_up_names(model)
-                    self._grant_waiters(model)
+                    self._grant_waiting(model)
                     self._update_expiry(model)
         self._changed.set()
         self._changed.clear()
@@ -349,7 +354,7 @@ class ModelManager:
                 model.unloads.remove(name)
                 model.uses.pop(name, None)
 
-    def _grant_waiters(self, model: ManagedModel) -> None:
+    def _grant_waiting(self, model: ManagedModel) -> None:
         for request in [w for w in model.waiting if not w.will_answer]:
             if not model.stopping and model.serves(request):
                 self._grant(model, request)
@@ -467,7 +472,7 @@ class ModelManager:
             self._dispatch()
 
     async def _run(self, model: ManagedModel, request: LeaseRequest, size: memory_budget.ModelSize) -> None:
-        """A process with the model, from its load to its end."""
+        """Runs a process with the model, from its load to its end."""
         start_s = time.monotonic()
         plan = await asyncio.to_thread(size.plan_within, model.used)
         if model.device is not None:
@@ -476,7 +481,10 @@ class ModelManager:
         process.on_warning = functools.partial(self._warn, model)
         grace_s = 0.0
 
+        model.load_share = 0.0
+
         def on_progress(share: float) -> None:
+            model.load_share = share
             self.on_load(model.entry, share, time.monotonic() - start_s)
 
         try:
@@ -496,7 +504,7 @@ class ModelManager:
                         model.asked_budgets.pop(name, None)
             self._dispatch()
             await model.ending.wait()
-            self._workers.prepare(str(model.entry.path))
+            await self._workers.prepare(str(model.entry.path))
         finally:
             await process.close(grace_s)
             if isinstance(process.exited.result(), DeviceLostError) and model.device is not None:

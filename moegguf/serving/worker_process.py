@@ -56,9 +56,11 @@ class SentRequest:
         self._kill_timer: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[Any]:
-        """Events in order, then the final value. Raises the worker's error, or WorkerError."""
+        """Yields events in order, then the final value. Raises the worker's error, or WorkerError."""
         while True:
             kind, value = await self._events.get()
+            if kind != "event":
+                self._events.put_nowait((kind, value))  # for who reads again after an interrupt
             if kind == "error":
                 raise value
             yield value
@@ -304,11 +306,11 @@ class Workers:
         self._options = options
         self._spare: asyncio.Task[WorkerProcess] | None = None
 
-    def prepare(self, *expected: str) -> asyncio.Task[WorkerProcess]:
+    async def prepare(self, *expected: str) -> None:
         """Starts the spare process, unless there is one. expected: files that it will probably load."""
         if self._spare is None:
             self._spare = asyncio.create_task(WorkerProcess.start(*expected, **self._options))
-        return self._spare
+            await asyncio.wait({self._spare})
 
     async def take(self) -> WorkerProcess:
         """Returns the spare process, or a new one where there is none that lives. Raises WorkerError, OptionError."""
@@ -320,6 +322,7 @@ class Workers:
 
     async def close(self) -> None:
         """Ends the spare process."""
-        if self._spare is not None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
             with contextlib.suppress(WorkerError, OptionError):
-                await (await self._spare).close(0)
+                await (await spare).close(0)

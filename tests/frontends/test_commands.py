@@ -119,13 +119,23 @@ def test_estimate_counts_the_types_of_the_kv_cache(here: Command, tiny: TinyMode
 
 def test_doctor_states_every_section(here: Command, tiny: TinyModel) -> None:
     facts = json.loads(here("doctor", tiny(), "--json").stdout)
-    assert list(facts) == ["moegguf", "build", "devices", "machine", "disk", "environment"]
+    assert list(facts) == ["moegguf", "build", "devices", "cards", "machine", "disk", "environment"]
     assert facts["machine"]["cpus_allowed"] >= 1
     assert facts["machine"]["memory"]["available_bytes"] > 0
     assert facts["disk"]["bytes_per_s"] > 0
     assert facts["build"]["abi"] == ABI_VERSION
     assert f"llama_cpp_commit = {facts['build']['llama.cpp pin']}" in (ROOT / "patches/UPSTREAM").read_text()
     assert facts["devices"]["CPU"]["total_bytes"] > 0
+    assert list(facts["cards"]) == ["found", "plugins", "problems", "note"]
+
+
+def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:
+    done = here("doctor", "--check")
+    assert re.fullmatch(
+        r"The expert store's bookkeeping is right after 16 tokens of the demo model with 30% of its experts:"
+        r" [\d,]+ look-ups, [1-9][\d,]* evictions\.\n",
+        done.stdout,
+    )
 
 
 def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ from moegguf.engine.sequences import SequenceTokens, has_kernels
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError, SchemaError, TemplateError
 from moegguf.generate.request import PromptProgress, Request, TokenLogprob
 from moegguf.generate.sequence import Sequence, Task
-from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
+from moegguf.testing.library import arm_fault
 
 BOUND = 1.0  # of a logprob of the tiny models, whose random routers amplify last bits most
 PER_BLOCK = 25
@@ -142,14 +142,14 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             cancelled.add(i)
             loop.cancel(submitted[i])
         if random.random() < 0.05:
-            library.arm_fault("read", 1)  # once: those that need the expert read it again
+            arm_fault("read", 1)  # once: those that need the expert read it again
 
     schedule = Scripted(meddle, RandomSubset(random))
     with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:
         for events in received:
             while not events.ended.wait(0.01):
                 submit_one()
-    library.arm_fault("read", 0)
+    arm_fault("read", 0)
     for i, events in enumerate(received):
         if i in poisoned:
             assert isinstance(events.error, OptionError) or i in cancelled
@@ -356,12 +356,12 @@ def test_a_disk_that_fails_ends_the_step_and_the_loop_goes_on(pair: tuple[Llama,
 
     def fail(step: int) -> None:
         if step == 5:
-            library.arm_fault("read", 1, errno=5, sticky=True)
+            arm_fault("read", 1, errno=5, sticky=True)
 
     with running(many, Scripted(fail)) as loop:
         received = answers_of(loop, requests)
         assert all(isinstance(events.error, ExpertIOError) for events in received)
-        library.arm_fault("read", 0)
+        arm_fault("read", 0)
         [again] = answers_of(loop, requests[:1])
     assert_same(again.logprobs, solo(one, requests[0]))
 
@@ -381,13 +381,13 @@ def test_cancelling_ends_one_normally_and_all_at_once(pair: tuple[Llama, Llama])
         assert [events.wait().summary.finish for events in received] == ["length", "cancelled", "length"]
         assert all(events.error is None for events in received)
         assert 0 < received[1].summary.answer_tokens < 100
-        library.arm_fault("slow_read", 1, sticky=True)
+        arm_fault("slow_read", 1, sticky=True)
         received = [Received() for _ in requests]
         submitted = [loop.submit(*each) for each in zip(requests, received, strict=True)]
         for answer in submitted:
             loop.cancel(answer)
         assert all(events.wait().summary.finish == "cancelled" for events in received)
-        library.arm_fault("slow_read", 0)
+        arm_fault("slow_read", 0)
         assert answers_of(loop, requests[:1])[0].summary.finish == "length"
 
 
@@ -414,7 +414,7 @@ def test_a_cancel_within_a_pass_of_a_prompt_keeps_the_passes_before(
         def on_progress(self, progress: PromptProgress) -> None:
             super().on_progress(progress)
             if progress.n_done == 32:
-                library.arm_fault("slow_read", 1, sticky=True)
+                arm_fault("slow_read", 1, sticky=True)
                 timers.append(threading.Timer(0.1, lambda: loop.cancel(submitted)))
                 timers[0].start()
 
@@ -422,7 +422,7 @@ def test_a_cancel_within_a_pass_of_a_prompt_keeps_the_passes_before(
         received = Interrupted()
         submitted = loop.submit(request, received)
         assert received.wait().summary.finish == "cancelled" and received.progress[-1].n_done == 32
-        library.arm_fault("slow_read", 0)
+        arm_fault("slow_read", 0)
         (again,) = answers_of(loop, [request])
     assert (again.summary.cached_tokens, again.summary.prompt_tokens) == (32, 28)
     assert_same(again.logprobs, solo(llm, request))

@@ -19,9 +19,9 @@ from moegguf.engine.prefix_cache import BLOCK_TOKENS, PrefixCache
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
 from moegguf.gguf.reader import read_gguf
-from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import GIB, Link
+from moegguf.testing.link_device import add_link_device
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {

@@ -18,6 +18,7 @@ from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler, logprob_of
 from moegguf.native import library
 from moegguf.native.events import Phase
+from moegguf.testing.library import arm_fault
 
 EMPTY = "{{ '' }}"  # a template that renders no text
 WITH_BOS = {"kv_overrides": {"tokenizer.ggml.add_bos_token": True}}
@@ -66,10 +67,10 @@ def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
 def test_a_prompt_that_fails_leaves_no_logits(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%", logits_all=False)
     llm.eval([1, 2, 3])
-    library.arm_fault("stat", 1, sticky=True)
+    arm_fault("stat", 1, sticky=True)
     with pytest.raises(ExpertIOError):
         llm.eval([4, 5, 6])
-    library.arm_fault("stat", 0)
+    arm_fault("stat", 0)
     assert_no_logits(llm)
     llm.cancel()
     with pytest.raises(GenerationCancelled):

@@ -16,8 +16,8 @@ from product import F32, InitParams, load
 
 from moegguf.engine.kv_block_store import About, KVBlocks, KvBlockStore
 from moegguf.native import library
-from moegguf.native.link_device import add_link_device
 from moegguf.quantities import GIB, Link
+from moegguf.testing.link_device import add_link_device
 
 N_BLOCKS, HEAD_BYTES = 66, 12
 SIZES = [128] * 1030 + [300_000, 4]  # of the parts of a state; a call of the system takes 1,024 parts and 256 KiB

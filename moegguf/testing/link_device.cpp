@@ -14,6 +14,7 @@
 // It may touch its own memory and what it is told to copy. Knows no store.
 #include "api.h"
 #include "link_stream.h"
+#include "testing.h"
 
 #include "ggml-backend-impl.h" // devices are not public; patches/README.md lists what we lean on
 #include "ggml-cpp.h"
@@ -310,6 +311,12 @@ Event & of(ggml_backend_event_t event) { return *(Event *)event->context; }
 
 // What ggml asks a device
 
+void set_cpu_threads(ggml_backend_t cpu, int n) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu));
+    void * function = ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    ((ggml_backend_set_n_threads_t)function)(cpu, n);
+}
+
 ggml_backend_dev_t cpu_device() { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
 
 ggml_backend_i backend_interface() {
@@ -342,7 +349,7 @@ ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
     static uint8_t guid[] = {0x6d, 0x6f, 0x65, 0x67, 0x67, 0x75, 0x66, 0x2d, 0x6c, 0x69, 0x6e, 0x6b, 0, 0, 0, 1};
     ggml_backend_ptr cpu(ggml_backend_dev_init(cpu_device(), nullptr));
     if (!cpu) { return nullptr; }
-    if (of(device).n_threads) { set_threads(cpu.get(), of(device).n_threads); }
+    if (of(device).n_threads) { set_cpu_threads(cpu.get(), of(device).n_threads); }
     return new ggml_backend{&guid, backend_interface(), device,
                             new Backend{of(device), std::move(cpu), CommandQueue(of(device).strict)}};
 }
@@ -372,7 +379,7 @@ Registry & registry() {
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
-    if (!of(backend).device.n_threads) { set_threads(of(backend).cpu.get(), n); }
+    if (!of(backend).device.n_threads) { set_cpu_threads(of(backend).cpu.get(), n); }
 }
 
 ggml_backend_reg_t reg() {
