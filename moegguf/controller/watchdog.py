@@ -8,6 +8,8 @@ from statistics import median
 
 import numpy as np
 
+from moegguf.decisions import log_decision
+
 
 @dataclass(frozen=True)
 class WatchdogOptions:
@@ -114,6 +116,7 @@ class Watchdog:
         busy, self._busy_shares, self._weighs = median(self._busy_shares), [], False
         if busy < self.options.busy:
             self._rest()
+            log_decision("prefetch_not_tried", link_busy=round(busy, 3), needed=self.options.busy)
 
     def _rest(self) -> None:
         self._pause_tokens = self._next_pause_tokens
@@ -154,3 +157,6 @@ class Watchdog:
         self._rest()
         self.trials += 1
         self.on = self.last_gain >= self.options.gain
+        log_decision(
+            "prefetch_switched", on=self.on, gain=round(self.last_gain, 3), needed=self.options.gain, trial=self.trials
+        )
