@@ -3,6 +3,7 @@
 # make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
 # make lab    what the laboratory needs, see predictors/README.md      make evidence   docs/evidence.md anew: hours
 # make soak   a server under load for two minutes: clients of every API, kills, disconnects, changes of the budget
+# make slow   the tests that take minutes: 2,000 answers with drafts, 500 processes that are killed
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
 # make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
@@ -23,7 +24,7 @@ JOBS ?= 2
 ARCH ?= $(shell uname -m)
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
-.PHONY: all run test soak test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
+.PHONY: all run test soak slow test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -49,6 +50,9 @@ test: $(READY)
 
 soak: $(READY)
 	@MOEGGUF_LONGEST_TEST_S=600 $(PY) -m pytest tests/soak -s
+
+slow: $(READY)
+	@MOEGGUF_LONGEST_TEST_S=1800 $(PY) -m pytest -m slow
 
 $(VENV)/.lint: $(READY)
 	@$(PY) tools/check_machine.py --requirements lint | $(PIP) install -r /dev/stdin

@@ -91,7 +91,9 @@ def _free_lines(source: str) -> set[int]:
 
 def python_size(source: str) -> Size:
     """Returns the code tokens of a Python file and the number of lines that hold them."""
-    free, n_tokens, lines = _free_lines(source), 0, set[int]()
+    free = _free_lines(source)
+    n_tokens = 0
+    lines = set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _LAYOUT and token.start[0] not in free:
             n_tokens += 1

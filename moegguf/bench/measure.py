@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -199,7 +199,8 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | 
     if spec.warmup:  # as llama-bench: the whole prompt, one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
         measure(llama, short, feed.tokens(short.n_tokens, spec.repetitions), greedy=False)
-    samples, figures = [], []
+    samples = []
+    figures = []
     speed = probe()
     for repetition in range(spec.repetitions):
         sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), spec.feed == "greedy", engine)
@@ -222,7 +223,10 @@ def run(spec: Spec) -> dict[str, Any]:
     """Loads, measures every test, closes. Raises MoeggufError."""
     start = time.perf_counter()
     with load(spec) as llama:
-        load_s, session, plan, model = time.perf_counter() - start, llama.session, llama.plan, llama._model
+        load_s = time.perf_counter() - start
+        session = llama.session
+        plan = llama.plan
+        model = llama._model
         if session is not None and plan.resident:
             session.store.drain()  # until every expert is loaded
         fill_s = time.perf_counter() - start - load_s
@@ -263,10 +267,17 @@ def run(spec: Spec) -> dict[str, Any]:
         }
 
 
-if __name__ == "__main__":
+def open_result() -> TextIO:
+    """Returns a file for this process's result, which is its stdout. From now on what libraries print goes to stderr,
+    and the process ends with its parent."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps what libraries print out of the result
+    os.dup2(2, 1)
+    return out
+
+
+if __name__ == "__main__":
+    out = open_result()
     warnings.simplefilter("ignore")  # they are in the result
     try:
         found = run(Spec.from_json(sys.argv[1]))

@@ -105,7 +105,8 @@ def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> li
 
 
 def _of_settings(system: BenchedSystem, test: Test) -> Row:
-    spec, is_llama_cpp = system.spec, system.is_llama_cpp
+    spec = system.spec
+    is_llama_cpp = system.is_llama_cpp
     shape = {"n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth}
     return {
         **_ALWAYS,
@@ -172,23 +173,29 @@ def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
     }
 
 
+def _tests(outcomes: Sequence[Outcome], index: int) -> dict[int, Row]:
+    """Returns {round: the results of a test}, without those of runs that failed."""
+    return {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
+
+
+def _stall_ms(test: Row) -> float:
+    return median(figures["stall_ms_per_token"] for figures in test["figures"])
+
+
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """Speed and stall of `own` divided by those of `other` (medians over rounds), and whether the tokens agree."""
-    mine, theirs = (
-        {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
-        for outcomes in (own, other)
-    )
-    pairs = [(test, theirs[n]) for n, test in mine.items() if n in theirs]  # of the same round
+    """Returns speed and stall of `own` divided by those of `other` (medians over rounds), and whether the tokens
+    agree."""
+    theirs = _tests(other, index)
+    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # of the same round
     row: Row = {"error": _error(other)}
     if not pairs:
         return row
     ratios = [median(speeds(a)) / median(speeds(b)) for a, b in pairs]
-    samples = [sample for a, b in pairs for sample in zip(a["tokens"], b["tokens"], strict=True)]
-    same = [x == y for a, b in samples for x, y in zip(a, b, strict=True)]
-    stalls = [
-        [median(figures["stall_ms_per_token"] for figures in test["figures"]) for test in pair]
-        for pair in pairs if pair[0]["figures"] and pair[1]["figures"]
-    ]  # fmt: skip
+    same: list[bool] = []
+    for a, b in pairs:
+        for mine, others in zip(a["tokens"], b["tokens"], strict=True):
+            same += [x == y for x, y in zip(mine, others, strict=True)]
+    stalls = [(_stall_ms(a), _stall_ms(b)) for a, b in pairs if a["figures"] and b["figures"]]
     if stalls and all(b > 0 for _, b in stalls):
         row["stall_ratio"] = median(a / b for a, b in stalls)
     return row | {
@@ -265,6 +272,18 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
         rule = "-" * (n - 1) + ("-" if width < 0 else ":")
         padded.append([cell.ljust(n) if width < 0 else cell.rjust(n) for cell in (title, rule, *cells)])
     return [f"| {' | '.join(cells)} |" for cells in zip(*padded, strict=True)]
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """Returns a table with a column for each key of the rows, which have the same keys."""
+
+    def text(value: object) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    columns = [
+        (name, -1 if isinstance(rows[0][name], str) else 1, lambda row, name=name: text(row[name])) for name in rows[0]
+    ]
+    return "\n".join(_table(columns, rows)) + "\n"
 
 
 def _main_table(rows: Sequence[Row]) -> list[str]:
@@ -347,7 +366,8 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
 def _same_tokens(pair: Row) -> str:
     if "ratio" not in pair:
         return _failed(pair)
-    answer, kernels = "yes" if pair["same_tokens"] else "no", "" if pair["same_kernels"] else " (other kernels)"
+    answer = "yes" if pair["same_tokens"] else "no"
+    kernels = "" if pair["same_kernels"] else " (other kernels)"
     return f"{answer}, {pair['tokens_same']} of {pair['tokens_compared']}{kernels}"
 
 

@@ -43,7 +43,7 @@ class ServedModel:
         self._keep_alive = {} if keep_alive is None else {"keep_alive": keep_alive}
 
     def _show(self, name: str) -> Json:
-        """What the server tells of a model. Raises ModelNotFoundError."""
+        """Returns what the server knows of a model. Raises ModelNotFoundError."""
         try:
             return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
         except ServerError as error:
@@ -52,11 +52,11 @@ class ServedModel:
             raise
 
     def find(self, name: str) -> NamedModel:
-        """A model, with what the server's name for it has. Raises ModelNotFoundError."""
+        """Returns the model of a name, with what that name adds to its files. Raises ModelNotFoundError."""
         return _named(name, self._show(name))
 
     def entries(self, prefix: str) -> list[ModelEntry]:
-        """The models whose names begin so."""
+        """Returns the models whose names begin with `prefix`."""
         return [
             ModelEntry(
                 m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
@@ -70,11 +70,11 @@ class ServedModel:
         self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
     def modelfile(self, entry: NamedModel) -> str:
-        """The Modelfile that makes a model there."""
+        """Returns the Modelfile that makes a model there."""
         return str(self._show(entry.name)["modelfile"])
 
     def details(self, entry: NamedModel) -> Details:
-        """What the headers of a model's files say."""
+        """Returns the facts in the headers of a model's files."""
         shown = self._show(entry.name)
         info, known = shown["model_info"], shown["details"]
         names = ("context_length", "embedding_length", "expert_count", "expert_used_count")
@@ -84,7 +84,7 @@ class ServedModel:
         return Details(known["family"], *size, n_ctx, n_embd, n_expert, n_used, *what)
 
     def print_info(self, entry: NamedModel) -> None:
-        """Prints what the server tells of a model."""
+        """Prints some of these facts."""
         known = self.details(entry)
         rows = {
             "architecture": known.family,
@@ -150,7 +150,7 @@ class ServedModel:
         return []
 
     def experts(self) -> Snapshot | None:
-        """The experts, with what was used and loaded within the last snapshot; None: the model is not loaded."""
+        """Returns the experts with the uses and loads of the last snapshot; None of a model that is not loaded."""
         from moegguf.chat.experts import read_snapshot
 
         loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
@@ -158,7 +158,7 @@ class ServedModel:
         return None if found is None else replace(read_snapshot(found), model=self.entry.name)
 
     def close(self) -> None:
-        """The server keeps the model for other requests."""
+        """Does nothing: the server keeps the model for other requests."""
 
 
 def _named(name: str, shown: Json) -> NamedModel:
@@ -169,7 +169,7 @@ def _named(name: str, shown: Json) -> NamedModel:
 
 
 def messages_to_server(conversation: Conversation) -> list[Json]:
-    """The messages of /api/chat, without those of the model's name, which the server adds."""
+    """Returns the messages for /api/chat, without the messages of the model's name, which the server adds."""
     from moegguf.generate.images import images_of, text_of
 
     given, own = conversation.messages, [dict(message) for message in conversation.entry.messages]

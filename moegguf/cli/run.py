@@ -105,8 +105,10 @@ class RunCommand(Command):
 def model_and_words(
     model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
 ) -> tuple[str, list[str]]:
-    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too. Raises
-    BadParameter when no model or more than one is named."""
+    """Returns the model's name and the words of the prompt. With --model or --hf-repo all words are the prompt.
+
+    Raises BadParameter when no model or more than one is named.
+    """
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
     words = [*([model] if model is not None else []), *prompt]
@@ -167,7 +169,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
             entry = with_files(find_or_pull(name), **files)
             parameters = _defaults(environment, entry) | parameters
             if sys.stderr.isatty() or verbose:
-                print_card_note(loading)
+                print_card_note(loading | {"n_gpu_layers": parameters.get("num_gpu")})
         if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
             parameters["num_ctx"] = connection.details(entry).n_ctx_train
         conversation = Conversation(entry, parameters, **settings)

@@ -68,10 +68,12 @@ class Prefetcher:
     def requests(self, forecast: Forecast, residency: Callable[[], Residency]) -> list[tuple[int, int]]:
         """(layer, expert) to prefetch now: probable, absent and not requested yet. `residency` is called only when
         needed."""
-        n_left, known = self._budget_experts - len(self._requested), forecast.known()
+        n_left = self._budget_experts - len(self._requested)
+        known = forecast.known()
         if n_left <= 0 or not known:
             return []
-        resident, wanted = residency(), list[tuple[int, int]]()
+        resident = residency()
+        wanted = list[tuple[int, int]]()
         for il in known:
             of_layer = forecast.probabilities()[il]
             best = np.argsort(-of_layer, kind="stable")[: self._shape.n_expert_used]

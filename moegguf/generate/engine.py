@@ -7,9 +7,9 @@ import collections.abc as abc
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any, Self
 
 from moegguf.engine.llama import Llama
@@ -40,38 +40,25 @@ class EngineAnswer(Delta):
         return self.summary.finish
 
 
-class _Collected(AnswerEvents):
-    """Collects the events of one answer; `done` has it then."""
+class _Events(AnswerEvents):
+    """Passes the deltas of one answer to `put`, and at its end an `EngineAnswer` without their content."""
 
-    def __init__(self) -> None:
-        self.done: Future[EngineAnswer] = Future()
-        self._deltas: list[Delta] = []
-
-    def on_delta(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-
-    def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
-        self.done.set_result(EngineAnswer(**vars(join(self._deltas)), summary=summary, error=error))
-
-
-class _Streamed(AnswerEvents):
-    """Passes the events of one answer to an event loop; None is the end."""
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self.error: Exception | None = None
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, put: Callable[[Delta], object]) -> None:
+        self._put = put
 
     def on_delta(self, delta: Delta) -> None:
         self._put(delta)
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
-        self.error = error
-        self._put(None)
+        self._put(EngineAnswer(summary=summary, error=error))
 
-    def _put(self, delta: Delta | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self.queue.put_nowait, delta)
+
+def _collected(queue: SimpleQueue[Delta]) -> EngineAnswer:
+    """Waits for the end of an answer and returns all of it."""
+    deltas = list[Delta]()
+    while not isinstance(delta := queue.get(), EngineAnswer):
+        deltas.append(delta)
+    return replace(delta, **vars(join(deltas)))
 
 
 class Engine:
@@ -148,15 +135,21 @@ class Engine:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
         cancels it. `fields`: as of `generate`. Raises what `Sequence.read` gives and evaluations
         raise, ClosedError."""
-        events = _Streamed()
-        answer = self._submit(_request(prompt, sampling or self._sampling, fields), events)
+        queue = asyncio.Queue[Delta]()
+        loop = asyncio.get_running_loop()
+
+        def put(delta: Delta) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(queue.put_nowait, delta)
+
+        sequence = self._submit(_request(prompt, sampling or self._sampling, fields), put)
         try:
-            while (delta := await events.queue.get()) is not None:
+            while not isinstance(delta := await queue.get(), EngineAnswer):
                 yield delta
         finally:
-            self._loop.cancel(answer)
-        if events.error is not None:
-            raise events.error
+            self._loop.cancel(sequence)
+        if delta.error is not None:
+            raise delta.error
 
     def stats(self) -> Stats:
         """Counters since the model was loaded."""
@@ -176,11 +169,11 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: Request, events: AnswerEvents) -> Sequence:
+    def _submit(self, request: Request, put: Callable[[Delta], object]) -> Sequence:
         self._llm.context.check_caller()
         if not self._thread.is_alive():
             raise ClosedError("the engine is closed; make another one.")
-        return self._loop.submit(request, events)
+        return self._loop.submit(request, _Events(put))
 
     def _answers(
         self, prompts: abc.Sequence[Any], sampling: Sampling | abc.Sequence[Sampling] | None, fields: dict[str, Any]
@@ -194,17 +187,19 @@ class Engine:
                 f"sampling has {len(sampling)} elements for {len(prompts)} prompts; give 1, or 1 for each."
             )
         requests = [_request(prompt, each, fields) for prompt, each in zip(prompts, sampling, strict=True)]
-        collected = [_Collected() for _ in requests]
-        n_ahead, submitted = AHEAD * self._llm.n_seq_max, list[Sequence]()
+        queues = [SimpleQueue[Delta]() for _ in requests]
+        n_ahead = AHEAD * self._llm.n_seq_max
+        submitted = list[Sequence]()
+        answers = list[EngineAnswer]()
         try:
-            for i, (request, events) in enumerate(zip(requests, collected, strict=True)):
-                if i >= n_ahead:
-                    collected[i - n_ahead].done.result()
-                submitted.append(self._submit(request, events))
-            return [events.done.result() for events in collected]
+            for request, queue in zip(requests, queues, strict=True):
+                if len(submitted) - len(answers) >= n_ahead:
+                    answers.append(_collected(queues[len(answers)]))
+                submitted.append(self._submit(request, queue.put))
+            return answers + [_collected(queue) for queue in queues[len(answers) :]]
         except BaseException:  # also an interrupt: nobody waits for these answers
-            for answer in submitted:
-                self._loop.cancel(answer)
+            for sequence in submitted:
+                self._loop.cancel(sequence)
             raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,25 @@ also `thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": obj
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options, with Ollama's names and defaults."""
+    """Sampling options, with Ollama's names and defaults.
 
-    temperature: float = 0.8  # 0 takes the likeliest token
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        max_tokens: None: until the model ends or the context is full; where the context shifts, ten contexts.
+        num_keep: first tokens after BOS that stay when the context shifts; -1: the prompt.
+        seed: None is random.
+        exact: the answer has the same bits beside other requests. A batch-invariant model (`Llama.batch_invariant`)
+            always gives these. Another model computes such a request without others and from an empty context, and a
+            request with a seed from an empty context; the last bits of other answers depend on the other sequences of
+            a pass.
+        reasoning_budget_tokens: tokens of thinking, after which `reasoning_budget_message` and the end of the thinking
+            are forced; 0: no thinking; None: no limit.
+        text_bias: texts whose tokens each get a bias, beside `logit_bias`.
+        ignore_eos: no token ends the answer, unless the answer follows a format.
+        num_ctx: tokens of the model's context that the request may use; None: all.
+    """
+
+    temperature: float = 0.8
     top_k: int = 40
     top_p: float = 0.9
     min_p: float = 0.0
@@ -27,22 +43,17 @@ class Sampling:
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # None: until the model ends or the context is full; where the context shifts, ten contexts.
     max_tokens: int | None = None
-    num_keep: int = 4  # first tokens after BOS that stay when the context shifts; -1: the prompt
-    seed: int | None = None  # None is random
+    num_keep: int = 4
+    seed: int | None = None
     stop: tuple[str, ...] = ()
-    # The answer has the same bits beside other requests. A batch-invariant model (`Llama.batch_invariant`) always gives
-    # these. Another model computes such a request without others and from an empty context, and a request with a seed
-    # from an empty context; the last bits of other answers depend on the other sequences of a pass.
     exact: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    # Tokens of thinking after which the message and the end of the thinking are forced; 0: no thinking; None: no limit
     reasoning_budget_tokens: int | None = None
     reasoning_budget_message: str = ""
-    text_bias: tuple[tuple[str, float], ...] = ()  # texts whose tokens each get a bias, beside `logit_bias`
-    ignore_eos: bool = False  # no token ends the answer, unless the answer follows a format
-    num_ctx: int | None = None  # tokens of the model's context that the request may use; None: all
+    text_bias: tuple[tuple[str, float], ...] = ()
+    ignore_eos: bool = False
+    num_ctx: int | None = None
 
     def context_within(self, n_ctx: int) -> int:
         """Returns the tokens that a request may use of a context of `n_ctx`."""
@@ -164,9 +175,6 @@ class PromptProgress:
     seconds: float
 
 
-OnProgress = Callable[[PromptProgress], object]
-
-
 @dataclass
 class AnswerSummary:
     """Counts and times of an answer."""
@@ -188,6 +196,11 @@ class AnswerSummary:
     # Of all that the model computed during the answer, also for other answers; the second from its first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
+
+    @property
+    def whole_prompt_tokens(self) -> int:
+        """Returns the tokens of the prompt, evaluated or reused."""
+        return self.prompt_tokens + self.cached_tokens
 
 
 MAX_TOP_LOGPROBS = 20

@@ -58,7 +58,7 @@ def json_value(text: str) -> Any:
         return None
 
 
-def _json_at(text: str, at: int) -> tuple[Any, int] | None:
+def json_at(text: str, at: int) -> tuple[Any, int] | None:
     """Returns the JSON value that begins at `at` and the position behind it, None when there is none."""
     try:
         return _DECODER.raw_decode(text, at)
@@ -249,7 +249,7 @@ class JsonCalls(Reader):
     name_is_key: bool = False
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
-        found = _json_at(text, at)
+        found = json_at(text, at)
         calls = calls_in(found[0], name_is_key=self.name_is_key) if found else None
         return None if found is None or calls is None else (calls, found[1])
 
@@ -258,7 +258,7 @@ class JsonCalls(Reader):
 class MarkedCalls(Reader):
     """Reads names between marks. All marks are patterns."""
 
-    before: str  # a name
+    before: str = ""  # a name
     between: str = ""  # the name and the arguments
     after: str = ""  # the arguments
 
@@ -269,7 +269,7 @@ class NamedCalls(MarkedCalls):
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = re.compile(rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}\s*(?=\{{)").match(text, at)
-        found = _json_at(text, begin.end()) if begin else None
+        found = json_at(text, begin.end()) if begin else None
         if begin is None or found is None or not isinstance(found[0], dict):
             return None
         return [(begin[1], found[0])], _behind(rf"\s*(?:{self.after})?", text, found[1])
@@ -298,7 +298,7 @@ class TaggedCalls(MarkedCalls):
         arguments = dict[str, Any]()
         at = begin.end()
         body = _behind(_SEPARATORS, text, at)
-        if text.startswith("{", body) and (whole := _json_at(text, body)):
+        if text.startswith("{", body) and (whole := json_at(text, body)):
             arguments, at = whole
         while argument := key.match(text, at):
             value_end = close.search(text, argument.end())
@@ -389,7 +389,7 @@ _PYTHON_VALUE = re.compile(r"[\s\S]+?" + _QUOTED_END)
 
 
 @dataclass(frozen=True)
-class PythonCalls(Reader):
+class PythonCalls(MarkedCalls):
     """Reads calls of Python functions with named arguments. `raw`: texts stand between quotes without escapes."""
 
     raw: bool = False
@@ -416,7 +416,7 @@ class PythonCalls(Reader):
                 return None
             value = text[at + 1 : end.start()]
             return (value if self.raw else _unescaped(value, quote)), end.end()
-        if found := _json_at(text, at):
+        if found := json_at(text, at):
             return found
         match = _PYTHON_VALUE.match(text, at)
         return (literal_value(match[0]), match.end()) if match else None
@@ -436,11 +436,10 @@ _RELAXED_WORD = re.compile(r"[^,{}\[\]]*")
 
 
 @dataclass(frozen=True)
-class RelaxedCalls(Reader):
-    """Reads objects whose keys have no quotes and whose texts stand between `quote` marks. `before`: a pattern."""
+class RelaxedCalls(MarkedCalls):
+    """Reads objects whose keys have no quotes and whose texts stand between `quote` marks."""
 
-    before: str
-    quote: str
+    quote: str = ""
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = re.compile(rf"(?:{self.before})\s*({NAME_PATTERN})\s*(?=\{{)").match(text, at)
@@ -513,7 +512,7 @@ class MistralCalls(Reader):
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = _MISTRAL.match(text, at)
-        found = _json_at(text, begin.end()) if begin else None
+        found = json_at(text, begin.end()) if begin else None
         if begin is None or found is None:
             return None
         calls = [(begin[1], found[0])] if begin[1] else calls_in(found[0])

@@ -23,7 +23,19 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moegguf.server import anthropic, batches, embeddings, live, llama_server, metrics, model_list, ollama, openai, page
+from moegguf.server import (
+    anthropic,
+    batches,
+    embeddings,
+    live,
+    llama_server,
+    metrics,
+    model_list,
+    ollama,
+    openai,
+    page,
+    pdf,
+)
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS, HttpError
@@ -41,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 APIS = (ollama, anthropic, openai, batches, embeddings, model_list, llama_server)
-MODULES = (*APIS, metrics, live, page)
+MODULES = (*APIS, metrics, live, page, pdf)
 
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest:path}")

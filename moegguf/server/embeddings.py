@@ -64,9 +64,7 @@ class EmbeddingsBody(Loading):
 
     async def whole_reply(self, state: State) -> Json:
         """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
-        async with state.manager.lease(self.model, self.overrides(), self.keep_alive_s()) as lease:
-            num_ctx = sampling_of(lease.entry, self.options).num_ctx
-            found = await lease.embed(self.input, truncate=bool(self.truncate), num_ctx=num_ctx)
+        found, _ = await _embed_texts(state, self.model, self, self.input, truncate=bool(self.truncate))
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
         n_embd = vectors.shape[1]
         if self.dimensions is not None and self.dimensions > n_embd:
@@ -123,12 +121,21 @@ async def _compute(
     for a text that is too long."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
-    found_ns, num_ctx = body.age_ns, sampling_of(entry, body.options).num_ctx
-    async with state.manager.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
-        load_ns = found_ns + to_ns(lease.load_s)
+    found_ns = body.age_ns
+    found, load_s = await _embed_texts(state, entry, body, texts, truncate=truncate, normalize=normalize)
+    return found, found_ns + to_ns(load_s)
+
+
+async def _embed_texts(
+    state: State, model: Any, body: Loading, texts: list[Any], *, truncate: bool, normalize: bool = True
+) -> tuple[Embeddings, float]:
+    """Returns vectors, and the seconds in which the model was loaded. `model`: a name or an entry."""
+    async with state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
+        num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:
-            return Embeddings([], 0), load_ns
-        return await lease.embed(texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx), load_ns
+            return Embeddings([], 0), lease.load_s
+        found = await lease.embed(texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx)
+        return found, lease.load_s
 
 
 # llama-server's
@@ -146,9 +153,7 @@ class _NativeEmbeddingsBody(Loading):
 async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) -> list[Json]:
     """A list with the vector of each text, as the only one of its list: it is pooled."""
     model, power = selected_model(request.app.state, body.model), body.embd_normalize
-    async with request.app.state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
-        num_ctx = sampling_of(lease.entry, body.options).num_ctx
-        found = await lease.embed(body.input, truncate=False, normalize=False, num_ctx=num_ctx)
+    found, _ = await _embed_texts(request.app.state, model, body, body.input, truncate=False, normalize=False)
     vectors = np.asarray(found.vectors, np.float64)
     if power >= 0:
         norms = np.linalg.norm(vectors, ord=power or np.inf, axis=1, keepdims=True)

@@ -1,7 +1,8 @@
 """`/live`: snapshots of the experts of loaded models, one JSON object per line; `?once=1`: one object for all models. A
 line is a snapshot (`moegguf.serving.events.Snapshot`, bytes in base64, the state of its model under `loaded`) or
-`{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S; of names that share a model, without
-`model` in the query, the first. A snapshot without changes is left out. Watching loads no model.
+`{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S, with `loading`, the share that was
+read of each model that is being loaded, where there is one; of names that share a model, without `model` in the query,
+the first. A snapshot without changes is left out. Watching loads no model.
 
 `/budget`: the memory that a loaded model's experts have; PUT changes it, up to what the model was loaded with, by
 `expert_cache` and `vram_cache` as `--expert-cache` and `--vram-cache` take them. `vram_cache` holds slots, and what
@@ -75,16 +76,20 @@ async def snapshot_lines(
 ) -> AsyncGenerator[bytes]:
     """The lines for one client, until closed, or until the server shuts down."""
     sent: dict[str, Any] = {}
-    sent_names: list[str] | None = None
-    sent_names_s = due_s = 0.0
+    sent_models: dict[str, Any] = {}
+    sent_models_s = due_s = 0.0
     latest: dict[str, Snapshot] = {}
     while not ending.is_set():
         models = manager.loaded()
         loaded = {each.name: model for model in models for each in model.names}
         names = [model.name for model in models] if entry is None else list(loaded)
-        if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
-            sent_names, sent_names_s = names, time.monotonic()
-            yield json_line({"loaded_models": sent_names})
+        line: dict[str, Any] = {"loaded_models": names}
+        if loading := manager.loading():
+            line["loading"] = {name: round(share, 2) for name, share in loading.items()}
+        if line != sent_models or time.monotonic() - sent_models_s > HEARTBEAT_S:
+            sent_models = line
+            sent_models_s = time.monotonic()
+            yield json_line(line)
         if time.monotonic() >= due_s:
             due_s, before = time.monotonic() + 1 / per_s, latest
             latest = await _snapshots(manager, entry, per_s)

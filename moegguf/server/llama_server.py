@@ -212,34 +212,32 @@ class _NativeBody(chat.GenerationBody):
     reasoning_budget_end_tags: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
     return_tokens: bool | None = None
 
-    def requests(self, entry: ModelEntry, **fields: Any) -> list[Request]:
-        """A request for each answer to a prompt in `fields`, with what both endpoints share."""
-        sampling = self.sampling(entry, self.max_tokens if self.n_predict is None else self.n_predict)
+    def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
+        sampling = super().sampling(entry, most)
+        return sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep)
+
+    def native_request(self, entry: ModelEntry, **fields: Any) -> Request:
+        """Returns a request with the fields that both endpoints share, and `fields`."""
         opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
         closes = [self.reasoning_budget_end_tag] if closes is None and self.reasoning_budget_end_tag else closes
-        request = Request(
-            format=self.json_schema,
+        return self.request(
+            entry,
+            self.max_tokens if self.n_predict is None else self.n_predict,
             think_marks=(opens, *filter(None, closes)) if opens and closes else (),
-            grammar=self.grammar or None,
-            truncate=bool(self.truncate),
-            shift=bool(self.shift),
             n_logprobs=self.n_probs or None,
             prompt_only=self.n_predict == 0,
             return_tokens=self.streams or bool(self.return_tokens),
-            sampling=sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep),
             **fields,
         )
-        return self.repeated(request, self.n)
-
-    def reply(self, entry: ModelEntry, generations: Sequence[Request]) -> Reply:
-        return _NativeReply(self, entry.name, generations)
 
 
 class _NativeCompletionBody(_NativeBody):
     prompt: Texts
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
-        return [each for prompt in self.prompt for each in self.requests(entry, **fields_of(prompt))]
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
+        base = self.native_request(entry)
+        requests = (replace(base, **fields_of(prompt)) for prompt in self.prompt)
+        return [each for request in requests for each in self.repeated(request)]
 
 
 class _ExtraFile(Body):
@@ -255,28 +253,27 @@ class _InfillBody(_NativeBody):
     prompt: str = ""
     input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(default_factory=list)
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[Request]:
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         files = tuple((file.filename, file.text) for file in self.input_extra)
-        return self.requests(entry, prompt=self.input_prefix + self.prompt, suffix=self.input_suffix, files=files)
+        prompt = self.input_prefix + self.prompt
+        return self.repeated(self.native_request(entry, prompt=prompt, suffix=self.input_suffix, files=files))
 
 
 class _NativeReply(Reply):
     """The objects of /completion and /infill; several answers are a list."""
 
-    def __init__(self, body: _NativeBody, model: str, generations: Sequence[Request]) -> None:
-        self._body, self._model = body, model
-        self._generations = generations
-        self._prompts = [generation.prompt or "" for generation in generations]
+    def __post_init__(self) -> None:
+        self._prompts = [request.prompt or "" for request in self.requests]
         self._index = 0  # of the current answer
         self._has_line = False  # in the text of a streamed answer
-        self._biases = dict(generations[0].sampling.logit_bias)
+        self._biases = dict(self.requests[0].sampling.logit_bias)
         self._answers: list[Json] = []
 
     async def prepare(self, lease: Lease) -> None:
-        for i, generation in enumerate(self._generations):
-            if generation.context:
-                self._prompts[i] = await lease.detokenize(generation.context)
-        for text, bias in self._generations[0].sampling.text_bias:
+        for i, request in enumerate(self.requests):
+            if request.context:
+                self._prompts[i] = await lease.detokenize(request.context)
+        for text, bias in self.requests[0].sampling.text_bias:
             for token in await lease.tokenize(text, special=False):
                 self._biases[token] = self._biases.get(token, 0.0) + bias
 
@@ -287,39 +284,39 @@ class _NativeReply(Reply):
         if isinstance(event, Done):
             return event_line(self._end("", event))
         progress = self._part("", prompt_progress=chat.prompt_progress(event))
-        return event_line(progress) if self._body.return_progress else b""
+        return event_line(progress) if self.body.return_progress else b""
 
     def add(self, delta: Delta, done: Done) -> None:
         self._has_line = "\n" in delta.text
         self._answers.append(self._end(delta.text, done, delta.tokens) | self._chances(delta))
 
     def whole(self) -> Any:
-        return self._answers if len(self._generations) > 1 else self._answers[0]
+        return self._answers if len(self.requests) > 1 else self._answers[0]
 
     def _part(self, content: str, **more: Any) -> Json:
         return {"index": self._index, "content": content, "tokens": [], "stop": False, "id_slot": -1, **more}
 
     def _chances(self, delta: Delta) -> Json:
-        if not self._body.n_probs:
+        if not self.body.n_probs:
             return {}
         return {"completion_probabilities": logprob_objects(delta.logprobs, with_ids=True)}
 
     def _end(self, content: str, done: Done, tokens: Sequence[int] = ()) -> Json:
-        summary, n_prompt = done.summary, done.summary.prompt_tokens + done.summary.cached_tokens
-        sampling = self._generations[self._index].sampling
+        summary = done.summary
+        sampling = self.requests[self._index].sampling
         settings = {
             **_sampling_object(sampling),
             "logit_bias": [{"token": token, "bias": bias} for token, bias in self._biases.items()],
-            "n_probs": self._body.n_probs or 0,
-            "stream": self._body.streams,
+            "n_probs": self.body.n_probs or 0,
+            "stream": self.body.streams,
         }
         found = self._part(
             content,
             tokens=list(tokens),
             stop=True,
-            model=self._model,
+            model=self.name,
             tokens_predicted=summary.answer_tokens,
-            tokens_evaluated=n_prompt,
+            tokens_evaluated=summary.whole_prompt_tokens,
             generation_settings=settings,
             prompt=self._prompts[self._index],
             has_new_line=self._has_line,
@@ -352,6 +349,8 @@ async def _set_adapters(request: HttpRequest) -> Response:
 class _TemplateBody(chat.ChatBody):
     model: str = Field("", max_length=limits.NAME_CHARS)
 
+
+_NativeBody.reply_kind = _NativeReply
 
 routes = [
     Route("/health", _health, methods=["GET"]),

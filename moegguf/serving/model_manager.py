@@ -45,7 +45,7 @@ from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.lease import Lease, ManagedModel, Waiter, files_key, process_key
+from moegguf.serving.lease import Lease, LeaseRequest, ManagedModel, files_key, process_key
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers
@@ -118,8 +118,8 @@ class ModelManager:
         """Refuses requests from now on, also those that wait; running answers go on."""
         self._closed = True
         for model in self._models.values():
-            for waiter in model.waiters:
-                waiter.end(_shutting_down())
+            for request in model.waiting:
+                request.end(_shutting_down())
         self._dispatch()
 
     def lease(
@@ -140,12 +140,12 @@ class ModelManager:
         WorkerError.
         """
 
-        async def acquire() -> Waiter:
+        async def acquire() -> LeaseRequest:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
-            waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
-            await self._acquire(waiter)
-            return waiter
+            request = LeaseRequest(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
+            await self._acquire(request)
+            return request
 
         return Lease(acquire, self._release)
 
@@ -176,9 +176,14 @@ class ModelManager:
         return True
 
     def loaded(self) -> list[LoadedModel]:
-        """Models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
+        """Returns the models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
         loaded = [model.status() for model in self._models.values() if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
+
+    def loading(self) -> dict[str, float]:
+        """Returns the share that was read of each model that is being loaded, by the names that wait for it."""
+        is_loading = [model for model in self._models.values() if model.process is None and model.used]
+        return {request.name: model.load_share for model in is_loading for request in model.waiting}
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
@@ -207,61 +212,61 @@ class ModelManager:
         """The model that `name` uses, or for which it is being loaded."""
         for model in self._models.values():
             is_loading = model.process is None and bool(model.used)
-            if name in model.uses or (is_loading and any(waiter.name == name for waiter in model.waiters)):
+            if name in model.uses or (is_loading and any(request.name == name for request in model.waiting)):
                 return model
         return None
 
-    async def _acquire(self, waiter: Waiter) -> None:
-        """Waits until `waiter` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
+    async def _acquire(self, request: LeaseRequest) -> None:
+        """Waits until `request` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
         loading."""
         if self._closed:
             raise _shutting_down()
-        waiter.overrides = self._remembered(waiter)
-        key = process_key(waiter.entry, waiter.overrides)
+        request.overrides = self._remembered(request)
+        key = process_key(request.entry, request.overrides)
         model = self._models.get(key)
         if model is None:
-            model = self._models[key] = ManagedModel(key, waiter.entry)
+            model = self._models[key] = ManagedModel(key, request.entry)
             model.task = asyncio.create_task(self._live(model))
-        elif model.waiters or not model.has_room:
-            self._make_queue_room(waiter)
-        model.waiters.append(waiter)
-        waiter.model = model
+        elif model.waiting or not model.has_room:
+            self._make_queue_room(request)
+        model.waiting.append(request)
+        request.model = model
         model.look_at_files()
         self._dispatch()
         try:
-            await waiter.granted
+            await request.granted
         except BaseException:  # also where the request is cancelled
-            if waiter in model.waiters:
-                model.waiters.remove(waiter)
+            if request in model.waiting:
+                model.waiting.remove(request)
                 self._dispatch()
-            self._release(waiter)  # it may have been granted just before its task was cancelled
+            self._release(request)  # it may have been granted just before its task was cancelled
             raise
 
-    def _make_queue_room(self, waiter: Waiter) -> None:
-        """Refuses somebody when the queue is full: of the client with most requests there the newest, where `waiter` is
-        of one that has fewer even with it, else `waiter` (longest queue drop: Suter et al., 1998). So nobody can take
+    def _make_queue_room(self, request: LeaseRequest) -> None:
+        """Refuses a request when the queue is full: the newest of the client with most requests there, where the client
+        of `request` has fewer even with it, else `request` (longest queue drop: Suter et al., 1998). So nobody can take
         the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
-        waiting = [other for model in self._models.values() for other in model.waiters]
+        waiting = [other for model in self._models.values() for other in model.waiting]
         if len(waiting) < self.settings.max_queue:
             return
         counts = Counter(other.client for other in waiting)
         most = max(counts.values(), default=0)
         busy = BusyError("server busy, please try again.  maximum pending requests exceeded")
-        if counts[waiter.client] + 1 >= most:
+        if counts[request.client] + 1 >= most:
             raise busy
         newest = max((other for other in waiting if counts[other.client] == most), key=lambda other: other.ticket)
-        newest.model.waiters.remove(newest)
+        newest.model.waiting.remove(newest)
         newest.end(busy)
 
-    def _remembered(self, waiter: Waiter) -> LoadOverrides:
-        """The overrides of `waiter`; where they are None the entry's own parameters, then those of the last request of
+    def _remembered(self, request: LeaseRequest) -> LoadOverrides:
+        """The overrides of `request`; where they are None the entry's own parameters, then those of the last request of
         its name. A request that still waits gives no context: it may be too long to be loaded."""
-        name, own = waiter.name, LoadOverrides.of(waiter.entry.parameters)
+        name, own = request.name, LoadOverrides.of(request.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
-        waiting = [other for model in self._models.values() for other in model.waiters if other.name == name]
+        waiting = [other for model in self._models.values() for other in model.waiting if other.name == name]
         last = max(waiting, key=lambda w: w.ticket, default=None)
         known = uses if last is None else [replace(last.overrides, n_ctx=None), *uses]
-        return functools.reduce(LoadOverrides.with_defaults, [own, *known], waiter.overrides)
+        return functools.reduce(LoadOverrides.with_defaults, [own, *known], request.overrides)
 
     async def set_budget(
         self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
@@ -319,16 +324,16 @@ class ModelManager:
                 f" models, which leave {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give less."
             )
 
-    def _release(self, waiter: Waiter) -> None:
+    def _release(self, request: LeaseRequest) -> None:
         """Ends the use of a model. Idempotent."""
-        model = waiter.model
-        if waiter not in model.users:
+        model = request.model
+        if request not in model.users:
             return
-        model.release(waiter)
+        model.release(request)
         model.look_at_files()  # a write may be why the answer has ended
         model.last_used_s = time.monotonic()
-        if waiter.name in model.uses:
-            model.uses[waiter.name].last_used_s = model.last_used_s
+        if request.name in model.uses:
+            model.uses[request.name].last_used_s = model.last_used_s
         self._dispatch()
 
     # The rules.
@@ -338,7 +343,7 @@ class ModelManager:
             for model in self._models.values():
                 if model.is_ready:
                     self._give_up_names(model)
-                    self._grant_waiters(model)
+                    self._grant_waiting(model)
                     self._update_expiry(model)
         self._changed.set()
         self._changed.clear()
@@ -346,49 +351,49 @@ class ModelManager:
     def _give_up_names(self, model: ManagedModel) -> None:
         """Of the names that are to give the model up those without an answer, while others use it: else it ends."""
         for name in list(model.unloads):
-            if model.has_others(name) and not any(waiter.name == name for waiter in model.answering):
+            if model.has_others(name) and not any(request.name == name for request in model.answering):
                 model.unloads.remove(name)
                 model.uses.pop(name, None)
 
-    def _grant_waiters(self, model: ManagedModel) -> None:
-        for waiter in [w for w in model.waiters if not w.will_answer]:
-            if not model.stopping and model.serves(waiter):
-                self._grant(model, waiter)
-        if model.unloads or (model.waiters and not model.serves(model.queue[0])):
+    def _grant_waiting(self, model: ManagedModel) -> None:
+        for request in [w for w in model.waiting if not w.will_answer]:
+            if not model.stopping and model.serves(request):
+                self._grant(model, request)
+        if model.unloads or (model.waiting and not model.serves(model.queue[0])):
             if not model.users:
                 model.ending.set()
             return
         while model.has_room and (granted := self._next_of(model)) is not None:
             self._grant(model, granted)
 
-    def _next_of(self, model: ManagedModel) -> Waiter | None:
-        """The first waiter that overtakes no load, of those before one that needs another load; None: all do. Turns may
-        have put one that came before the load behind one that came after it."""
+    def _next_of(self, model: ManagedModel) -> LeaseRequest | None:
+        """Returns the first request that overtakes no load, among the requests before one that needs another load;
+        None: all do. Turns may have put one that came before the load behind one that came after it."""
         since = math.inf  # a load that has waited for memory for long is not overtaken
         if self._short is not None:
-            due = (waiter for waiter in self._short.waiters if not waiter.comes_last)
-            oldest = min(due, key=lambda waiter: waiter.ticket, default=None)
+            due = (request for request in self._short.waiting if not request.comes_last)
+            oldest = min(due, key=lambda request: request.ticket, default=None)
             if oldest is not None and time.monotonic() - oldest.since_s > OVERTAKE_S:
                 since = oldest.ticket
-        for waiter in model.queue:
-            if not model.serves(waiter):
+        for request in model.queue:
+            if not model.serves(request):
                 return None
-            if waiter.ticket <= since:
-                return waiter
+            if request.ticket <= since:
+                return request
         return None
 
-    def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
-        self._use(model, waiter)
+    def _grant(self, model: ManagedModel, request: LeaseRequest) -> None:
+        self._use(model, request)
         model.last_used_s = time.monotonic()
-        model.grant(waiter)
+        model.grant(request)
 
-    def _use(self, model: ManagedModel, waiter: Waiter) -> None:
-        """Notes that the name of `waiter` uses `model`, and no other one: that of its options before may end."""
+    def _use(self, model: ManagedModel, request: LeaseRequest) -> None:
+        """Notes that the name of `request` uses `model`, and no other one: that of its options before may end."""
         for other in self._models.values():
             if other is not model:
-                other.uses.pop(waiter.name, None)
-        waiter.last_used_s = time.monotonic()
-        model.uses[waiter.name] = waiter
+                other.uses.pop(request.name, None)
+        request.last_used_s = time.monotonic()
+        model.uses[request.name] = request
 
     def _used(self, place: str) -> int:
         return sum(model.used.get(place, 0) for model in self._models.values())
@@ -400,7 +405,7 @@ class ModelManager:
         """Drops the names whose keep-alive time is over, ends an idle model without names, and sets the next timer."""
         expires_s = {name: model.expires_s(name) for name in model.uses}
         expired = [name for name, at_s in expires_s.items() if at_s <= time.monotonic()]
-        if len(expired) == len(model.uses) and not model.users and not model.waiters:
+        if len(expired) == len(model.uses) and not model.users and not model.waiting:
             model.ending.set()
             log_decision("model_expired", name=model.key)
             return
@@ -412,43 +417,43 @@ class ModelManager:
 
     async def _live(self, model: ManagedModel) -> None:
         """Loads a model, and unloads it when it is to end, while requests wait for it."""
-        while model.waiters:
-            waiter = None
+        while model.waiting:
+            request = None
             try:
                 async with self._admission:
-                    if not model.waiters:
+                    if not model.waiting:
                         break
-                    waiter = model.queue[0]
-                    size = await self._measure_model(model, waiter)
-                    if not await self._reserve(model, waiter, size):
+                    request = model.queue[0]
+                    size = await self._measure_model(model, request)
+                    if not await self._reserve(model, request, size):
                         continue
-                await self._run(model, waiter, size)
+                await self._run(model, request, size)
             except Exception as error:  # also a fault of ours: nobody waits for ever
-                for failed in [w for w in model.waiters if waiter is not None and w.same_load(waiter)]:
-                    model.waiters.remove(failed)  # a load with other options is still tried
+                for failed in [w for w in model.waiting if request is not None and w.same_load(request)]:
+                    model.waiting.remove(failed)  # a load with other options is still tried
                     failed.end(error)
             finally:
                 model.reset()
                 self._dispatch()
         del self._models[model.key]
 
-    async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> memory_budget.ModelSize:
+    async def _measure_model(self, model: ManagedModel, request: LeaseRequest) -> memory_budget.ModelSize:
         gpu = await self._find_gpu()
-        model.files = tuple(filter(None, map(FileVersion.now, waiter.entry.all_files)))
+        model.files = tuple(filter(None, map(FileVersion.now, request.entry.all_files)))
         model.look_at_files()
-        arguments = waiter.entry, waiter.overrides, self.settings, self._limit(RAM)
+        arguments = request.entry, request.overrides, self.settings, self._limit(RAM)
         given = {} if gpu is None else {"gpu": gpu}
         try:
             size = await asyncio.to_thread(self.measure, *arguments, **given)
         except BudgetError as error:
-            raise error if waiter.overrides.expert_cache is None else OptionError(str(error)) from None
-        model.entry, model.overrides, model.default_n_ctx = waiter.entry, waiter.overrides, size.default_n_ctx
+            raise error if request.overrides.expert_cache is None else OptionError(str(error)) from None
+        model.entry, model.overrides, model.default_n_ctx = request.entry, request.overrides, size.default_n_ctx
         return size
 
-    async def _reserve(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> bool:
+    async def _reserve(self, model: ManagedModel, request: LeaseRequest, size: memory_budget.ModelSize) -> bool:
         """Waits for memory, for which idle models end; False once the next request needs another load."""
         try:
-            while model.waiters and model.queue[0].same_load(waiter):
+            while model.waiting and model.queue[0].same_load(request):
                 others = sorted((m for m in self._models.values() if m.used), key=lambda m: m.last_used_s)
                 in_memory = [
                     memory_budget.MemoryUse(m.key, m.used, m.ending.is_set() or (m.is_ready and not m.users))
@@ -469,8 +474,8 @@ class ModelManager:
             self._short = None
             self._dispatch()
 
-    async def _run(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
-        """A process with the model, from its load to its end."""
+    async def _run(self, model: ManagedModel, request: LeaseRequest, size: memory_budget.ModelSize) -> None:
+        """Runs a process with the model, from its load to its end."""
         start_s = time.monotonic()
         plan = await asyncio.to_thread(size.plan_within, model.used)
         if model.device is not None:
@@ -479,7 +484,10 @@ class ModelManager:
         process.on_warning = functools.partial(self._warn, model)
         grace_s = 0.0
 
+        model.load_share = 0.0
+
         def on_progress(share: float) -> None:
+            model.load_share = share
             self.on_load(model.entry, share, time.monotonic() - start_s)
 
         try:
@@ -488,8 +496,8 @@ class ModelManager:
             model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model)
             model.process = process
-            self._use(model, waiter)
-            for waiting in model.waiters:
+            self._use(model, request)
+            for waiting in model.waiting:
                 waiting.load_s = time.monotonic() - start_s
             async with model.changing_budget:
                 for name, cache in dict(model.asked_budgets).items():  # a person needs that memory

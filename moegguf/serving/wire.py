@@ -121,7 +121,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         names: dict[str, Any] = {}
-        if hint is LoadConfig:  # by a worker only: it takes a tenth of a second, which `moegguf run` does without
+        if hint is LoadConfig:  # in a worker only: the import would delay the start of `moegguf run`'s worker
             from moegguf.engine.plan import Plan
 
             names = {"Plan": Plan}

@@ -147,14 +147,6 @@ def _pieces(llm: Llama, tokens: list[int]) -> list[bytes]:
     return [llm.vocabulary.piece(token, special=True) for token in tokens]
 
 
-def _count(llm: Llama, request: wire.Message) -> int:
-    return count_prompt(llm, wire.build(Request, request))
-
-
-def _render(llm: Llama, request: wire.Message) -> str:
-    return render_prompt(llm, wire.build(Request, request))
-
-
 def _learn_forms(path: str) -> None:
     """Renders the probes of a model's chat templates, so that the first request need not wait for them."""
     layout = read_layout(path)
@@ -166,8 +158,8 @@ def _learn_forms(path: str) -> None:
 
 
 VALUES: Mapping[str, Callable[..., Any]] = {
-    "tokenize": _tokenize, "pieces": _pieces, "count": _count, "render": _render, "budget": Llama.set_budget,
-    "embed": embed, "rank": rank,
+    "tokenize": _tokenize, "pieces": _pieces, "count": count_prompt, "render": render_prompt,
+    "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: what makes its value of the model and the other fields}"""
 COMPUTED = ("embed", "rank")  # of these, who need the model for themselves
@@ -327,6 +319,8 @@ class Worker:
     def _reply(self, number: int, kind: str, fields: wire.Message) -> None:
         value, failure = None, None
         try:
+            if "request" in fields:
+                fields["request"] = wire.build(Request, fields["request"])
             value = self._experts(**fields) if kind == "experts" else VALUES[kind](self._model, **fields)
         except Exception as error:
             failure = error

@@ -45,7 +45,7 @@ def _ignore(*_: object) -> None:
     pass
 
 
-class PendingRequest:
+class SentRequest:
     """A request sent to a worker, and its events. `on_end` is called once, when `ended` becomes True."""
 
     def __init__(self, process: WorkerProcess, number: int, on_end: Callable[[], object]) -> None:
@@ -131,7 +131,7 @@ class WorkerProcess:
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
-        self.requests: dict[int, PendingRequest] = {}
+        self.requests: dict[int, SentRequest] = {}
         self._last_id = 0
         self._kill_reason = ""
         self._stderr_tail = bytearray()
@@ -194,13 +194,13 @@ class WorkerProcess:
                 " a longer time."
             ) from None
 
-    def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> PendingRequest:
+    def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> SentRequest:
         """Sends a request. Raises OptionError when it cannot be encoded, WorkerError when the process has ended."""
         if self.exited.done():
             raise self.exited.result()
         number = self._last_id = self._last_id + 1
         self._writer.write(wire.encode({"kind": kind, "id": number, **fields}))
-        request = self.requests[number] = PendingRequest(self, number, on_end)
+        request = self.requests[number] = SentRequest(self, number, on_end)
         return request
 
     def send(self, kind: str, **fields: Any) -> None:

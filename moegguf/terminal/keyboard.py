@@ -54,7 +54,8 @@ def keyboard_echo_off() -> Iterator[None]:
 
 def _restore() -> None:
     global _saved_attributes
-    saved, _saved_attributes = _saved_attributes, None
+    saved = _saved_attributes
+    _saved_attributes = None
     if saved is not None:
         with suppress(termios.error, OSError, ValueError):
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, saved)

@@ -1,4 +1,4 @@
-"""What commands do before a model is loaded: parse values, find or pull it."""
+"""Steps of commands before a model is loaded: they parse values, and find or pull the model."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def _slots(of: Stats | TierStats, n_experts: int) -> str:
 
 
 def staged(stats: Stats) -> str:
-    """What prompts copied into staging tensors, and how much of these copies' time no layer waited:
-    "12.30 MB through 48 MiB, 93% of the time while computing"."""
+    """Returns the bytes that prompts copied into staging tensors, and the share of copying during
+    which no layer waited: "12.30 MB through 48 MiB, 93% of the time while computing"."""
     text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
     return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
 
@@ -114,8 +114,10 @@ def staged(stats: Stats) -> str:
 def lookup_shares(stats: Stats) -> str:
     """Shares of lookups by where the expert was: "ram 97.3% in flight 0.4% disk 2.3%"; "vram 80.1% ram 15.0% in flight
     0.4% disk 4.5%"."""
-    ram, cpu = stats.below or TierStats("RAM"), stats.on_cpu or TierStats("CPU")
-    n_late, n_disk = stats.hits_late + ram.hits_late, stats.misses - ram.hits
+    ram = stats.below or TierStats("RAM")
+    cpu = stats.on_cpu or TierStats("CPU")
+    n_late = stats.hits_late + ram.hits_late
+    n_disk = stats.misses - ram.hits
     n_ram = ram.hits_ready + cpu.hits_ready if stats.in_vram else stats.hits_ready
     shares = [("vram", stats.hits_ready - cpu.hits_ready)] if stats.in_vram else []
     shares += [("ram", n_ram)] if stats.below or stats.on_cpu or not stats.in_vram else []
@@ -138,7 +140,8 @@ def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
         return []
     lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]
     if decisions["prefetch"] != "off":
-        used, late = stats.prefetch_useful + stats.prefetch_late, stats.prefetch_late
+        used = stats.prefetch_useful + stats.prefetch_late
+        late = stats.prefetch_late
         useful = f"{used} of {stats.prefetch_started} used" + (f", {late} of them late" if late else "")
         saved = decisions.get("time_saved_by_prefetch")
         measured = "" if saved is None else f"; saved {saved:.0%} of the time when measured"

@@ -133,6 +133,7 @@ class FakeManager:
         self.num_ctx: int | None = None  # of the last texts that became vectors
         self.there: dict[str, ModelEntry] = {}
         self.now: dict[str, Snapshot] = {}  # the experts of each model, with counts since it was loaded
+        self.shares: dict[str, float] = {}  # of models that are being loaded
         self.n_running = 0
         self.n_ended = 0
 
@@ -180,6 +181,9 @@ class FakeManager:
 
     def loaded(self) -> list[LoadedModel]:
         return [self.status(entry) for entry in self.there.values()]
+
+    def loading(self) -> dict[str, float]:
+        return self.shares
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         return [snapshot for name, snapshot in self.now.items() if entry is None or entry.name == name]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Load, Received, TinyModel, answers_together, ask, endless
+from eager import WIDTH, Eager
 
 from moegguf.engine.drafts import Draft, Drafts, Source
 from moegguf.engine.llama import Llama
@@ -20,7 +21,6 @@ from moegguf.generate.request import Request
 from moegguf.gguf.experts import read_layout
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
-from tools.draft_check import WIDTH, Eager
 
 pytestmark = pytest.mark.skipif(
     not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"

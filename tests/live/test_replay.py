@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from eager import Eager
 from rpc_device import in_child
 from running import Llama, Load, Own, Reference, TinyModel, greedy_logits, random_prompt, share_for
 
@@ -33,7 +34,6 @@ from moegguf.trace.prompts import Prompt
 from moegguf.trace.recorder import Recorder
 from moegguf.trace.simulate import RAM, STAGING, VRAM, SimOptions, SimResult, Simulation, TierSpan
 from moegguf.trace.trace import Trace
-from tools.draft_check import Eager
 
 COUNTED = ("lookups", "misses", "evictions")
 PAIRS = [

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from moegguf.engine import context_store
+from moegguf.engine import kv_block_store
 from moegguf.engine.kv_block_store import About, KvBlockStore, stored_blocks
 from moegguf.quantities import GIB, MIB
 
@@ -161,7 +161,7 @@ def test_a_disk_that_refuses_turns_it_off_with_one_warning(
     store: KvBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     store.write(NAMES[0], ABOUT, [b"one"])
-    monkeypatch.setattr(context_store.os, "replace", Mock(side_effect=OSError(code, os.strerror(code))))
+    monkeypatch.setattr(kv_block_store.os, "replace", Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.warns(UserWarning, match=f"not kept on disk: .*{os.strerror(code)}") as warned:
         assert not any(store.write(name, ABOUT, [b"two"]) for name in NAMES[1:3])
     assert len(warned) == 1

@@ -119,6 +119,26 @@ async def test_a_request_cancelled_during_a_load_leaves_the_model_loaded(catalog
     assert len(catalog.loads("a")) == 1
 
 
+async def test_a_load_reports_its_progress(catalog: FakeCatalog) -> None:
+    catalog.add("d", fractions=4)
+    seen = list[tuple[str, float, float]]()
+    async with manager_of(catalog) as manager:
+        manager.on_load = lambda entry, share, seconds: seen.append((entry.name, share, seconds))
+        await manager.load("d")
+    assert [(name, share) for name, share, _ in seen] == [("d:latest", part / 4) for part in (1, 2, 3, 4)]
+    assert all(0 <= seconds < 60 for *_, seconds in seen)
+
+
+async def test_the_rest_of_an_interrupted_answer_can_be_read(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager, manager.lease("a") as lease:
+        answer = lease.answer(Request(prompt="slowly tick"))
+        assert isinstance(await anext(answer), Delta)
+        await answer.aclose()
+        for _ in range(2):
+            *_, last = await lease.rest()
+            assert isinstance(last, Done) and last.summary.finish == "cancelled"
+
+
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
 async def test_closing_the_events_stops_the_answer(catalog: FakeCatalog, tmp_path: Path, ending: str) -> None:
     async def stop_reading(manager: ModelManager) -> None:
