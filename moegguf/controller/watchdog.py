@@ -8,6 +8,8 @@ from statistics import median
 
 import numpy as np
 
+from moegguf.decisions import log_decision
+
 
 @dataclass(frozen=True)
 class WatchdogOptions:
@@ -118,6 +120,7 @@ class Watchdog:
         self._weighs = False
         if busy < self.options.busy:
             self._rest()
+            log_decision("prefetch_not_tried", link_busy=round(busy, 3), needed=self.options.busy)
 
     def _rest(self) -> None:
         self._pause_tokens = self._next_pause_tokens
@@ -167,3 +170,6 @@ class Watchdog:
         self._rest()
         self.trials += 1
         self.on = self.last_gain >= self.options.gain
+        log_decision(
+            "prefetch_switched", on=self.on, gain=round(self.last_gain, 3), needed=self.options.gain, trial=self.trials
+        )

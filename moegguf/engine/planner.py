@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moegguf.controller.hit_rates import HitCurve
+from moegguf.decisions import log_decision
 from moegguf.engine import cost
 from moegguf.engine.cost import HitRates, Kind, ModelBytes, Placement, Speeds, format_speed
 from moegguf.engine.device_plan import plan_slots
@@ -132,6 +133,8 @@ def _compare(
     device_bytes = max(0, expert_room(layout, device, budgets)[1])
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
+    predictions = {placement.kind: round(placement.tokens_per_s, 2) for placement in ordered}
+    log_decision("placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason)
     return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
 
 

@@ -21,6 +21,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moegguf.decisions import log_decision
 from moegguf.engine.drafts import N_MAX, Drafts, Source
 from moegguf.generate.sequence import KvSequence, Sequence
 
@@ -109,6 +110,7 @@ class DraftGate:
         self._tries = False  # in the next pass
         self._n_vain = 0  # passes that were due since one had an accepted token
         self._n_rested = self._n_resting = 0  # passes that go by between two that are due; that still do
+        self._pays = True
 
     def of_answer(self) -> list[Acceptance]:
         """Acceptance of each source in one answer."""
@@ -163,6 +165,10 @@ class DraftGate:
             saved_s = n_accepted * base_s / n_sequences - times.note(n_drafted, seconds, base_s)
             self._balance_s += saved_s
             self._allowance_s += min(0, saved_s) * self._tries
+        pays = not self._n_rested and self._balance_s >= 0
+        if pays != self._pays:
+            self._pays = pays
+            log_decision("drafts_switched", on=pays, n_vain=self._n_vain, balance_s=round(self._balance_s, 4))
 
 
 @dataclass

@@ -42,7 +42,7 @@ def content(found: Batches, file_id: str | None) -> list[Any]:
 
 
 async def ended(found: Batches, batch: Batch) -> Batch:
-    await until(lambda: found.get(batch.id).status in FINAL)
+    await until(lambda: found.get(batch.id).status in FINAL and batch.id not in found._tasks)
     return found.get(batch.id)
 
 
