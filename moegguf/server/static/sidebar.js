@@ -45,8 +45,9 @@ export class Sidebar {
   }
 
   /** Opens the list to search in it. */
-  async find() {
-    if (!this.element.open) await this.toggle();
+  find() {
+    if (!this.element.open) this.toggle();
+    at("filter").focus();
     at("filter").select();
   }
 
