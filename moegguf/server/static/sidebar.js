@@ -81,7 +81,8 @@ export class Sidebar {
       this.heads ??= [];
       this.note = `This browser keeps no conversations: ${problem.message}`;
     }
-    this.draw();
+    if (this.words) this.search();
+    else this.draw();
   }
 
   draw() {
