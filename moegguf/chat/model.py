@@ -24,7 +24,7 @@ from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_duration
 from moegguf.serving import worker_process
 from moegguf.serving.events import LoadOverrides, Snapshot
-from moegguf.serving.wire import LoadConfig, build
+from moegguf.serving.wire import build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 from moegguf.settings import read_settings
 from moegguf.terminal.messages import print_message
@@ -164,20 +164,20 @@ class OwnWorker:
         try:
             from moegguf.engine.cost import Placement
             from moegguf.gguf.experts import read_layout
-            from moegguf.models.details import projector_of
+            from moegguf.serving import memory_budget
             from moegguf.terminal.loading import warn_of_long_context
             from moegguf.terminal.progress import loading_text
 
-            layout, projector = read_layout(here.path), projector_of(here)  # while the worker starts
+            layout = read_layout(here.path)  # while the worker starts
             warn_of_long_context(layout, options.get("n_ctx"))
 
             def on_progress(share: float) -> None:
                 spinner.show(loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start_s))
 
-            beside = {"mmproj": projector and projector.path, "lora_path": here.adapter, "draft": here.draft}
-            files = {name: str(path) for name, path in beside.items() if path}
-            chosen = {"flash_attn": self._settings.flash_attention, **files, **options, "verbose": self._log}
-            config = LoadConfig(here.name, str(here.path), options=chosen, silent=not self._log)
+            settings = replace(self._settings, loading=options, debug=self._log)
+            memory = memory_budget.MemoryLimits(settings).ram(0)
+            size = memory_budget.measure(here, LoadOverrides(), settings, memory)
+            config = replace(size.load_config(size.plan_within(size.wanted)), silent=not self._log)
             ready = self._run(worker.load(config, math.inf, on_progress))
         except BaseException:  # also an interrupt
             self._run(worker.close(0))

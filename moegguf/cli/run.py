@@ -87,7 +87,7 @@ FLAGS = (
 )  # fmt: skip
 PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
 """{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
-OF_THE_ENVIRONMENT = ("n_ctx", "reasoning_budget_tokens", "reasoning_budget_message")
+OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
 """Settings that count for a model that this command loads, where neither its name nor a flag says otherwise."""
 
 
@@ -158,7 +158,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         parameters["num_ctx"] = chat_model.connection.details(entry).n_ctx_train
     if not server:
         environment = read_settings()
-        defaults = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
+        defaults = {name: getattr(environment, name) for name in OF_THE_ENVIRONMENT}
         unset = {name: value for name, value in defaults.items() if value not in (None, "")}
         parameters = {name: value for name, value in unset.items() if name not in entry.parameters} | parameters
     conversation = Conversation(entry, {} if server else load_options, parameters, **settings)

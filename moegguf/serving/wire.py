@@ -37,15 +37,13 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The model that a worker loads, and how. `plan`: which memory has what; None: made by the worker, from the
-    budgets. `options`: keywords of `Llama`; None: its default; types of the KV cache by name, such as "q8_0".
-    `silent`: not even errors of llama.cpp are written."""
+    """The model that a worker loads, and how."""
 
     name: str
     path: str
-    plan: Plan | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    silent: bool = False
+    plan: Plan  # which memory has what
+    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of `Llama`
+    silent: bool = False  # not even errors of llama.cpp are written
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.load import plan_here
 from moegguf.errors import MoeggufError
 from moegguf.generate import limited
 from moegguf.generate.answer import BatchedAnswer, Task
@@ -38,7 +37,6 @@ from moegguf.generate.prompt import count_prompt, render_prompt, template_of
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, join
 from moegguf.generate.template_forms import forms_of
 from moegguf.gguf.experts import read_layout
-from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
@@ -311,8 +309,7 @@ class Worker:
         on_pass = self._uses.begin_pass if self._uses is not None else lambda asker: None
         self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
-        plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
-        self._end(number, wire.Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)
+        self._end(number, wire.Ready(llm.n_ctx(), llm.plan.facts(), llm.n_seq_max, llm.reads_images), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -344,22 +341,11 @@ class Worker:
 
 
 def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
-    """Loads the model of `config`. `progress` gets the share that was read; False ends the load. Raises what `Llama`
-    raises."""
+    """Loads the model of `config` with its plan. `progress` gets the share that was read; False ends the load. Raises
+    what `Llama` raises."""
     if config.silent:
         _silence_log()  # before llama.cpp's first line
-    options: dict[str, Any] = {"n_seq_max": 1, "embedding": False, "verbose": False}
-    options |= {name: value for name, value in config.options.items() if value is not None}
-    options |= {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
-    type_v = options.get("type_v")
-    is_quantised = type_v is not None and GGML_TYPES[type_v][1] > 1  # llama.cpp takes this with flash attention only
-    options["flash_attn"] = True if is_quantised else options.get("flash_attn")
-    if config.plan is None:
-        options.setdefault("n_ctx", 0)
-        names = ("expert_cache", "vram_cache", "placement", "n_gpu_layers", "type_k", "type_v", "flash_attn")
-        given = {name: options[name] for name in names if options.get(name) is not None}
-        options["n_ctx"] = options["n_ctx"] or plan_here(read_layout(config.path), **given).n_ctx
-    llm = Llama(config.path, plan=config.plan, progress=progress, **options)
+    llm = Llama(config.path, plan=config.plan, progress=progress, **{"verbose": False, **config.options})
     if config.silent:
         _silence_log()  # the bindings have set the level again
     return llm

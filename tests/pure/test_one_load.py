@@ -13,7 +13,7 @@ import inspect
 import json
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,8 @@ import pytest
 from gguf_builder import U32, moe
 from live.running import write_adapter
 
-from moegguf.bench import measure as bench
-from moegguf.bench.series import Spec, Test
+from moegguf.bench import measure
+from moegguf.cli import bench as bench_command
 from moegguf.cli import run as run_command
 from moegguf.cli.app import app
 from moegguf.cli.batch import batch as batch_command
@@ -74,17 +74,24 @@ ROWS = {
     "nothing": row(),
     "context": row(n_ctx=CONTEXT),
     "the model's own context": row(n_ctx=0),
-    "context of the environment": row(environment={"CONTEXT_LENGTH": "4096"}, keywords={"n_ctx": 4096}),
+    "context of the environment": row(
+        environment={"CONTEXT_LENGTH": "4096"}, keywords={"n_ctx": 4096}
+    ),
     "a flag before the environment": row(n_ctx=CONTEXT, environment={"CONTEXT_LENGTH": "4096"}),
     "quantised keys": row(type_k="q8_0", n_ctx=CONTEXT),
     "quantised values": row(type_v="q8_0", n_ctx=CONTEXT),
     "both quantised": row(type_k="q8_0", type_v="q4_0", n_ctx=CONTEXT),
     "wide values": row(type_v="f32", n_ctx=CONTEXT),
     "types of the environment": row(
-        n_ctx=CONTEXT, environment={"KV_CACHE_TYPE": "q8_0"}, keywords={"type_k": "q8_0", "type_v": "q8_0"}
+        n_ctx=CONTEXT,
+        environment={"KV_CACHE_TYPE": "q8_0"},
+        keywords={"type_k": "q8_0", "type_v": "q8_0"},
     ),
     "keys of the environment, values of a flag": row(
-        type_v="f16", n_ctx=CONTEXT, environment={"KV_CACHE_TYPE": "q8_0"}, keywords={"type_k": "q8_0"}
+        type_v="f16",
+        n_ctx=CONTEXT,
+        environment={"KV_CACHE_TYPE": "q8_0"},
+        keywords={"type_k": "q8_0"},
     ),
     "flash attention": row(environment={"FLASH_ATTENTION": "1"}, keywords={"flash_attn": True}),
     "no flash attention": row(environment={"FLASH_ATTENTION": "0"}, keywords={"flash_attn": False}),
@@ -112,7 +119,9 @@ ROWS = {
     "a projector": row("images", n_ctx=CONTEXT),
     "an adapter": row("adapted", n_ctx=CONTEXT),
     "a strategy without overlap": row(strategy="none", expert_cache="10%"),
-    "a strategy of the environment": row(expert_cache="10%", environment={"STRATEGY": "moe-infinity"}),
+    "a strategy of the environment": row(
+        expert_cache="10%", environment={"STRATEGY": "moe-infinity"}
+    ),
     "embeddings": row("embeddings", n_ctx=CONTEXT),
     "embeddings, nothing said": row("embeddings"),
     "a dense model": row("dense"),
@@ -123,8 +132,12 @@ ROWS = {
     "slots": row(gpus=ONE, placement="slots", vram_cache="40%", expert_cache="60%"),
     "whole layers": row(gpus=ONE, placement="layers", vram_cache="50%"),
     "no GPU": row(gpus=ONE, placement="cpu"),
-    "a placement of the environment": row(gpus=ONE, environment={"PLACEMENT": "layers", "VRAM_CACHE": "30%"}),
-    "a GPU and a KV cache": row(gpus=ONE, placement="slots", n_parallel=4, n_ctx=CONTEXT, type_v="q8_0"),
+    "a placement of the environment": row(
+        gpus=ONE, environment={"PLACEMENT": "layers", "VRAM_CACHE": "30%"}
+    ),
+    "a GPU and a KV cache": row(
+        gpus=ONE, placement="slots", n_parallel=4, n_ctx=CONTEXT, type_v="q8_0"
+    ),
     "every layer": row(gpus=ONE, n_gpu_layers=-1, placement="auto"),
     "some layers": row(gpus=ONE, n_gpu_layers=3, vram_cache="40%", placement="slots"),
     "no layer": row(gpus=ONE, n_gpu_layers=0),
@@ -135,8 +148,19 @@ ROWS = {
 }
 OF_COMMANDS: dict[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
 """What `Llama` is given for what commands choose: llama-cpp-python's own are 512, False and False."""
-OF_BENCH: dict[str, Any] = {"n_ctx": 640, "n_batch": 2048, "n_ubatch": 512, "draft": "off"}
-"""What `Llama` is given for llama-bench's sizes."""
+OF_BENCH: dict[str, Any] = {
+    "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "draft": "off", "embedding": False
+}  # fmt: skip
+"""What `Llama` is given for llama-bench's sizes: the context holds the longest test."""
+FLAGS_OF_BENCH = {
+    "expert_cache",
+    "vram_cache",
+    "placement",
+    "type_k",
+    "type_v",
+    "strategy",
+    "n_gpu_layers",
+}
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +169,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     def model(name: str, n_layer: int = 6, **options: Any) -> Any:
         options.setdefault("skip_kv", ())
-        built = moe(n_layer=n_layer, n_expert=16, n_used=4, **options | {"skip_kv": (*options["skip_kv"], "context_length")})
+        left_out = {"skip_kv": (*options["skip_kv"], "context_length")}
+        built = moe(n_layer=n_layer, n_expert=16, n_used=4, **options | left_out)
         return built.add("qwen2moe.context_length", U32, TRAINED)
 
     dense = model("dense", skip_kv=("expert_count", "expert_used_count"))
     dense.tensors = [tensor for tensor in dense.tensors if "exps" not in str(tensor.name)]
     hybrid = model("hybrid")
-    for key, value in {"inner_size": 128, "state_size": 16, "conv_kernel": 4, "group_count": 1}.items():
+    for key, value in {
+        "inner_size": 128,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "group_count": 1,
+    }.items():
         hybrid.add(f"qwen2moe.ssm.{key}", U32, value)
     built = {
         "moe": model("moe"),
@@ -178,7 +208,9 @@ def heads() -> Any:
 def beside(models: dict[str, Path]) -> dict[str, dict[str, Path]]:
     """{model: the files that belong to it, by keyword}."""
     folder = models["moe"].parent
-    adapter = write_adapter(folder / "adapter.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 32, 64))
+    adapter = write_adapter(
+        folder / "adapter.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 32, 64)
+    )
     images = write_projector(folder / "mmproj.gguf", "mlp", 64)
     return {"images": {"mmproj": images}, "adapted": {"lora_path": adapter}}
 
@@ -227,7 +259,9 @@ def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
         monkeypatch.setattr(devices, "all_devices", lambda: there)
         monkeypatch.setattr(KnownSpeeds, "known", lambda *_: speeds)
         listed = json.dumps([vars(device) for device in devices.gpus()]).encode()
-        monkeypatch.setattr(devices.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
+        monkeypatch.setattr(
+            devices.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed)
+        )
         monkeypatch.delenv("MOEGGUF_PLACEMENT", raising=False)
         for name, value in row.environment.items():
             monkeypatch.setenv(f"MOEGGUF_{name}", value)
@@ -235,7 +269,7 @@ def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
     return set_up
 
 
-class Loaded(MoeggufError):
+class LoadedError(MoeggufError):
     """The plan of a `Llama` that would be loaded now."""
 
     def __init__(self, plan: Plan) -> None:
@@ -253,16 +287,16 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LoadConfig]]
         return Process()
 
     def load(load_plan: Any, *_: Any) -> None:
-        raise Loaded(load_plan.plan)
+        raise LoadedError(load_plan.plan)
 
     monkeypatch.setattr(WorkerProcess, "start", start)
     monkeypatch.setattr(llama, "Loader", load)
-    yield configs
+    return configs
 
 
 def plan_of(call: Callable[[], Any]) -> Plan:
     """The plan of the `Llama` that `call` would load."""
-    with pytest.raises(Loaded) as found:
+    with pytest.raises(LoadedError) as found:
         call()
     return found.value.plan
 
@@ -281,7 +315,13 @@ def takes(command: Callable[..., Any], row: Row, files: dict[str, Path]) -> bool
 
 
 def of_llama(path: Path, row: Row, files: dict[str, Path], **keywords: Any) -> Plan:
-    options = OF_COMMANDS | row.flags | row.keywords | {name: str(file) for name, file in files.items()} | keywords
+    options = (
+        OF_COMMANDS
+        | row.flags
+        | row.keywords
+        | {name: str(file) for name, file in files.items()}
+        | keywords
+    )
     if "n_parallel" in options:
         options["n_seq_max"] = options.pop("n_parallel")
     numbers = {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
@@ -296,7 +336,13 @@ def call(command: str, *arguments: str, **flags: Any) -> Any:
     return app(words, standalone_mode=False)
 
 
-def of_serve(path: Path, row: Row, files: dict[str, Path], patch: pytest.MonkeyPatch, configs: list[LoadConfig]) -> Plan:
+def of_serve(
+    path: Path,
+    row: Row,
+    files: dict[str, Path],
+    patch: pytest.MonkeyPatch,
+    configs: list[LoadConfig],
+) -> Plan:
     def run(settings: Any, _listener: Any, _print: Any, entries: Any) -> int:
         async def load() -> None:
             async with ModelManager(Catalog(given=entries), settings) as manager:
@@ -312,7 +358,13 @@ def of_serve(path: Path, row: Row, files: dict[str, Path], patch: pytest.MonkeyP
     return plan_sent(configs)
 
 
-def of_run(path: Path, row: Row, files: dict[str, Path], patch: pytest.MonkeyPatch, configs: list[LoadConfig]) -> Plan:
+def of_run(
+    path: Path,
+    row: Row,
+    files: dict[str, Path],
+    patch: pytest.MonkeyPatch,
+    configs: list[LoadConfig],
+) -> Plan:
     patch.setattr(run_command, "_read_prompt", lambda words: "hi")
     with pytest.raises(MoeggufError, match="loads nothing"):
         call("run", "--local", str(path), "hi", **row.flags, **files)
@@ -324,20 +376,36 @@ def of_batch(path: Path, row: Row, tmp_path: Path, configs: list[LoadConfig]) ->
     if row.model == "embeddings":
         url, body = "/v1/embeddings", {"input": [{"text": "hi"}]}
     requests = tmp_path / "requests.jsonl"
-    requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}) + "\n")
+    requests.write_text(
+        json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}) + "\n"
+    )
     assert call("batch", "--local", "--model", str(path), str(requests), **row.flags) == 1
     return plan_sent(configs)
 
 
-def of_estimate(path: Path, row: Row, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def of_estimate(
+    path: Path, row: Row, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
     call("estimate", "--json", str(path), **row.flags, **files)
     return dict(json.loads(capsys.readouterr().out)["plan"])
 
 
+def of_bench(path: Path, row: Row, patch: pytest.MonkeyPatch) -> Plan:
+    specs = list[Any]()
+
+    def measured(groups: Any, *_: Any) -> list[dict[str, Any]]:
+        specs.extend(system.spec for group in groups for system in group)
+        return []
+
+    patch.setattr(bench_command, "_measure", measured)
+    chosen = {name: value for name, value in row.flags.items() if name in FLAGS_OF_BENCH}
+    call("bench", "-m", str(path), "-p", "512", "-n", "128", **chosen)
+    return plan_of(lambda: measure.load(specs[0]))
+
+
 def same(plan: Plan, facts: dict[str, Any]) -> None:
     """Facts of `estimate` are those of this plan."""
-    own = json.loads(json.dumps(asdict(plan)))
-    assert own == {name: value for name, value in json.loads(json.dumps(facts)).items() if name in own}
+    assert json.loads(json.dumps(plan.facts())) == facts
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -360,5 +428,27 @@ def test_commands_and_llama_make_the_same_plan(
         assert of_run(path, row, files, monkeypatch, nothing_loads) == expected, "run"
     if takes(estimate_command, row, files):
         same(expected, of_estimate(path, row, files, capsys))
-    if takes(batch_command, row, files):
-        assert of_batch(path, row, tmp_path, nothing_loads) == expected, "batch"
+    if takes(batch_command, row, files):  # which has one request, and so needs one sequence
+        alone = of_llama(path, row, files, n_seq_max=1)
+        assert of_batch(path, row, tmp_path, nothing_loads) == alone, "batch"
+
+
+# A measurement names all of its options: neither another context nor the environment changes them.
+MEASURED = [
+    name
+    for name, row in ROWS.items()
+    if row.flags.keys() <= FLAGS_OF_BENCH | {"n_ctx"} and not row.environment
+]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_bench_makes_the_plan_of_a_llama_with_its_sizes(
+    name: str,
+    models: dict[str, Path],
+    given_machine: Callable[[Row], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = ROWS[name]
+    given_machine(row)
+    path = models[row.model]
+    assert of_bench(path, row, monkeypatch) == of_llama(path, row, {}, **OF_BENCH)
