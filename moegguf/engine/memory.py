@@ -16,12 +16,12 @@ from typing import Any
 
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import Memory, margin_bytes
-from moegguf.engine.sequences import sequences_of
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
 from moegguf.gguf.reader import GGML_TYPES
+from moegguf.options import MAX_PARALLEL
 from moegguf.quantities import MIB, ExpertCache, format_bytes
 
 ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and the one that switches it on again
@@ -35,6 +35,8 @@ HEADS_UBATCH_TOKENS = 32  # of a pass of the heads that draft
 SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
 LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
+# A state that tokens have changed cannot be taken back, nor copied in part: keys of architectures that have one.
+STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,21 @@ def pad_context(n_ctx: int) -> int:
     if not 0 <= n_ctx <= MAX_CTX_TOKENS:
         raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
     return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+
+
+def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
+    """Returns how many sequences of `n_ctx` tokens one context of the model may hold: `wanted`, or 1.
+
+    1 for models with a recurrent state, for embedding models, and where the sum of the contexts would make llama.cpp
+    choose other rotary factors than for one of them. Raises OptionError for a number that no context can have.
+    """
+    if not 1 <= wanted <= MAX_PARALLEL:
+        raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}.")
+    metadata, arch = layout.metadata, layout.arch
+    stateful = any(metadata.get(f"{arch}.{key}") for key in STATE_KEYS)
+    trained = metadata.get(f"{arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
+    changes_rope = layout.has_long_rope and isinstance(trained, int) and n_ctx <= trained < n_ctx * wanted
+    return 1 if stateful or metadata.get(f"{arch}.pooling_type") or changes_rope else wanted
 
 
 def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
