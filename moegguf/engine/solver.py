@@ -45,7 +45,7 @@ from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 SMALL_UBATCH_TOKENS = 32
 ABOUT = 1.05
 ON_CPU = -1
-KINDS_OF: Mapping[str, tuple[Kind, ...]] = {
+KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "auto": ("resident", "slots", "layers", "cpu"),
     "layers": ("resident", "layers"),
     "slots": ("resident", "slots"),

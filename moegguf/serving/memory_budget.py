@@ -62,11 +62,7 @@ def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings
 
 
 def measure(
-    entry: ModelEntry,
-    overrides: LoadOverrides,
-    settings: Settings,
-    memory: Memory,
-    list_gpus: ListGpus = query_gpus,
+    entry: ModelEntry, overrides: LoadOverrides, settings: Settings, memory: Memory, list_gpus: ListGpus = query_gpus
 ) -> ModelSize:
     """Returns the memory that `entry` needs when it is loaded with `overrides`. Reads headers: call it from a thread.
 

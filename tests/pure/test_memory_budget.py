@@ -134,7 +134,9 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
 
 def test_within_less_memory_batch_and_slots_are_chosen_together(path: Path) -> None:
     """Every size between the minimum and all has a plan that fits, and the worker gets that plan."""
-    found = measure(file_entry(path, "path", "m"), LoadOverrides(), Settings(loading={"placement": "cpu"}), memory_of(64 * GIB))
+    found = measure(
+        file_entry(path, "path", "m"), LoadOverrides(), Settings(loading={"placement": "cpu"}), memory_of(64 * GIB)
+    )
     whole = found.plan_within(found.wanted)
     assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted[RAM]
     least, most = found.minimum[RAM], found.wanted[RAM]

@@ -74,24 +74,17 @@ ROWS = {
     "nothing": row(),
     "context": row(n_ctx=CONTEXT),
     "the model's own context": row(n_ctx=0),
-    "context of the environment": row(
-        environment={"CONTEXT_LENGTH": "4096"}, keywords={"n_ctx": 4096}
-    ),
+    "context of the environment": row(environment={"CONTEXT_LENGTH": "4096"}, keywords={"n_ctx": 4096}),
     "a flag before the environment": row(n_ctx=CONTEXT, environment={"CONTEXT_LENGTH": "4096"}),
     "quantised keys": row(type_k="q8_0", n_ctx=CONTEXT),
     "quantised values": row(type_v="q8_0", n_ctx=CONTEXT),
     "both quantised": row(type_k="q8_0", type_v="q4_0", n_ctx=CONTEXT),
     "wide values": row(type_v="f32", n_ctx=CONTEXT),
     "types of the environment": row(
-        n_ctx=CONTEXT,
-        environment={"KV_CACHE_TYPE": "q8_0"},
-        keywords={"type_k": "q8_0", "type_v": "q8_0"},
+        n_ctx=CONTEXT, environment={"KV_CACHE_TYPE": "q8_0"}, keywords={"type_k": "q8_0", "type_v": "q8_0"}
     ),
     "keys of the environment, values of a flag": row(
-        type_v="f16",
-        n_ctx=CONTEXT,
-        environment={"KV_CACHE_TYPE": "q8_0"},
-        keywords={"type_k": "q8_0"},
+        type_v="f16", n_ctx=CONTEXT, environment={"KV_CACHE_TYPE": "q8_0"}, keywords={"type_k": "q8_0"}
     ),
     "flash attention": row(environment={"FLASH_ATTENTION": "1"}, keywords={"flash_attn": True}),
     "no flash attention": row(environment={"FLASH_ATTENTION": "0"}, keywords={"flash_attn": False}),
@@ -119,9 +112,7 @@ ROWS = {
     "a projector": row("images", n_ctx=CONTEXT),
     "an adapter": row("adapted", n_ctx=CONTEXT),
     "a strategy without overlap": row(strategy="none", expert_cache="10%"),
-    "a strategy of the environment": row(
-        expert_cache="10%", environment={"STRATEGY": "moe-infinity"}
-    ),
+    "a strategy of the environment": row(expert_cache="10%", environment={"STRATEGY": "moe-infinity"}),
     "embeddings": row("embeddings", n_ctx=CONTEXT),
     "embeddings, nothing said": row("embeddings"),
     "a dense model": row("dense"),
@@ -132,12 +123,8 @@ ROWS = {
     "slots": row(gpus=ONE, placement="slots", vram_cache="40%", expert_cache="60%"),
     "whole layers": row(gpus=ONE, placement="layers", vram_cache="50%"),
     "no GPU": row(gpus=ONE, placement="cpu"),
-    "a placement of the environment": row(
-        gpus=ONE, environment={"PLACEMENT": "layers", "VRAM_CACHE": "30%"}
-    ),
-    "a GPU and a KV cache": row(
-        gpus=ONE, placement="slots", n_parallel=4, n_ctx=CONTEXT, type_v="q8_0"
-    ),
+    "a placement of the environment": row(gpus=ONE, environment={"PLACEMENT": "layers", "VRAM_CACHE": "30%"}),
+    "a GPU and a KV cache": row(gpus=ONE, placement="slots", n_parallel=4, n_ctx=CONTEXT, type_v="q8_0"),
     "every layer": row(gpus=ONE, n_gpu_layers=-1, placement="auto"),
     "some layers": row(gpus=ONE, n_gpu_layers=3, vram_cache="40%", placement="slots"),
     "no layer": row(gpus=ONE, n_gpu_layers=0),
@@ -152,15 +139,7 @@ OF_BENCH: dict[str, Any] = {
     "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "draft": "off", "embedding": False
 }  # fmt: skip
 """What `Llama` is given for llama-bench's sizes: the context holds the longest test."""
-FLAGS_OF_BENCH = {
-    "expert_cache",
-    "vram_cache",
-    "placement",
-    "type_k",
-    "type_v",
-    "strategy",
-    "n_gpu_layers",
-}
+FLAGS_OF_BENCH = {"expert_cache", "vram_cache", "placement", "type_k", "type_v", "strategy", "n_gpu_layers"}
 
 
 @pytest.fixture(scope="module")
@@ -176,12 +155,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     dense = model("dense", skip_kv=("expert_count", "expert_used_count"))
     dense.tensors = [tensor for tensor in dense.tensors if "exps" not in str(tensor.name)]
     hybrid = model("hybrid")
-    for key, value in {
-        "inner_size": 128,
-        "state_size": 16,
-        "conv_kernel": 4,
-        "group_count": 1,
-    }.items():
+    for key, value in {"inner_size": 128, "state_size": 16, "conv_kernel": 4, "group_count": 1}.items():
         hybrid.add(f"qwen2moe.ssm.{key}", U32, value)
     built = {
         "moe": model("moe"),
@@ -208,9 +182,7 @@ def heads() -> Any:
 def beside(models: dict[str, Path]) -> dict[str, dict[str, Path]]:
     """{model: the files that belong to it, by keyword}."""
     folder = models["moe"].parent
-    adapter = write_adapter(
-        folder / "adapter.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 32, 64)
-    )
+    adapter = write_adapter(folder / "adapter.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 32, 64))
     images = write_projector(folder / "mmproj.gguf", "mlp", 64)
     return {"images": {"mmproj": images}, "adapted": {"lora_path": adapter}}
 
@@ -259,9 +231,7 @@ def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
         monkeypatch.setattr(devices, "all_devices", lambda: there)
         monkeypatch.setattr(KnownSpeeds, "known", lambda *_: speeds)
         listed = json.dumps([vars(device) for device in devices.gpus()]).encode()
-        monkeypatch.setattr(
-            devices.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed)
-        )
+        monkeypatch.setattr(devices.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
         monkeypatch.delenv("MOEGGUF_PLACEMENT", raising=False)
         for name, value in row.environment.items():
             monkeypatch.setenv(f"MOEGGUF_{name}", value)
@@ -315,13 +285,7 @@ def takes(command: Callable[..., Any], row: Row, files: dict[str, Path]) -> bool
 
 
 def of_llama(path: Path, row: Row, files: dict[str, Path], **keywords: Any) -> Plan:
-    options = (
-        OF_COMMANDS
-        | row.flags
-        | row.keywords
-        | {name: str(file) for name, file in files.items()}
-        | keywords
-    )
+    options = OF_COMMANDS | row.flags | row.keywords | {name: str(file) for name, file in files.items()} | keywords
     if "n_parallel" in options:
         options["n_seq_max"] = options.pop("n_parallel")
     numbers = {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
@@ -337,11 +301,7 @@ def call(command: str, *arguments: str, **flags: Any) -> Any:
 
 
 def of_serve(
-    path: Path,
-    row: Row,
-    files: dict[str, Path],
-    patch: pytest.MonkeyPatch,
-    configs: list[LoadConfig],
+    path: Path, row: Row, files: dict[str, Path], patch: pytest.MonkeyPatch, configs: list[LoadConfig]
 ) -> Plan:
     def run(settings: Any, _listener: Any, _print: Any, entries: Any) -> int:
         async def load() -> None:
@@ -358,13 +318,7 @@ def of_serve(
     return plan_sent(configs)
 
 
-def of_run(
-    path: Path,
-    row: Row,
-    files: dict[str, Path],
-    patch: pytest.MonkeyPatch,
-    configs: list[LoadConfig],
-) -> Plan:
+def of_run(path: Path, row: Row, files: dict[str, Path], patch: pytest.MonkeyPatch, configs: list[LoadConfig]) -> Plan:
     patch.setattr(run_command, "_read_prompt", lambda words: "hi")
     with pytest.raises(MoeggufError, match="loads nothing"):
         call("run", "--local", str(path), "hi", **row.flags, **files)
@@ -376,16 +330,12 @@ def of_batch(path: Path, row: Row, tmp_path: Path, configs: list[LoadConfig]) ->
     if row.model == "embeddings":
         url, body = "/v1/embeddings", {"input": [{"text": "hi"}]}
     requests = tmp_path / "requests.jsonl"
-    requests.write_text(
-        json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}) + "\n"
-    )
+    requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}) + "\n")
     assert call("batch", "--local", "--model", str(path), str(requests), **row.flags) == 1
     return plan_sent(configs)
 
 
-def of_estimate(
-    path: Path, row: Row, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> dict[str, Any]:
+def of_estimate(path: Path, row: Row, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     call("estimate", "--json", str(path), **row.flags, **files)
     return dict(json.loads(capsys.readouterr().out)["plan"])
 
@@ -435,18 +385,13 @@ def test_commands_and_llama_make_the_same_plan(
 
 # A measurement names all of its options: neither another context nor the environment changes them.
 MEASURED = [
-    name
-    for name, row in ROWS.items()
-    if row.flags.keys() <= FLAGS_OF_BENCH | {"n_ctx"} and not row.environment
+    name for name, row in ROWS.items() if row.flags.keys() <= FLAGS_OF_BENCH | {"n_ctx"} and not row.environment
 ]
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_bench_makes_the_plan_of_a_llama_with_its_sizes(
-    name: str,
-    models: dict[str, Path],
-    given_machine: Callable[[Row], None],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, models: dict[str, Path], given_machine: Callable[[Row], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = ROWS[name]
     given_machine(row)

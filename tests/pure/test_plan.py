@@ -68,7 +68,9 @@ def test_everything_fits_and_the_reason_counts_what_the_plan_counts(layout: Expe
         assert p.total_bytes == p.budget_bytes + p.needs.dense_bytes + p.needs.kv_bytes + p.needs.compute_bytes
     made = plan(layout, "auto")
     beside = made.total_bytes - made.budget_bytes
-    assert made.needs.compute_bytes > Sizes(made.n_ctx).needs(layout, made.n_ubatch).compute_bytes, "slots have work memory"
+    assert made.needs.compute_bytes > Sizes(made.n_ctx).needs(layout, made.n_ubatch).compute_bytes, (
+        "slots have work memory"
+    )
     assert f"{format_bytes(beside)} go to weights" in made.reasons[0]
 
 

@@ -89,7 +89,9 @@ def test_defaults_are_ollamas_and_a_placement_is_one_of_some_words() -> None:
     assert settings == Settings()
     assert settings.host == Host("http", "127.0.0.1", 11434)
     assert (settings.keep_alive_s, settings.max_queue, settings.load_timeout_s) == (300, 512, 300)
-    assert read_load_keywords(environ={}) == read_load_keywords(commands=True, environ={"OLLAMA_NUM_PARALLEL": "0"}) == {}
+    assert (
+        read_load_keywords(environ={}) == read_load_keywords(commands=True, environ={"OLLAMA_NUM_PARALLEL": "0"}) == {}
+    )
     assert read_load_keywords(environ={"MOEGGUF_PLACEMENT": " Slots "}) == {"placement": "slots"}
     with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu"):
         read_load_keywords(environ={"MOEGGUF_PLACEMENT": "guess"})

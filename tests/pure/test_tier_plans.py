@@ -64,7 +64,10 @@ def test_any_plan_of_two_tiers_keeps_its_promises(
     assert p.device == "GPU0" and 4 <= p.n_slots <= min(96, held) and p.resident == (p.n_slots == 96)
     assert p.n_ram_slots == (0 if p.resident else min(96, in_ram))
     assert p.host_bytes == p.n_ram_slots * size + host_bytes(layout, p.n_ubatch)
-    assert p.total_bytes == p.budget_bytes + p.needs.dense_bytes + p.needs.kv_bytes + p.needs.compute_bytes + p.staging_bytes
+    assert (
+        p.total_bytes
+        == p.budget_bytes + p.needs.dense_bytes + p.needs.kv_bytes + p.needs.compute_bytes + p.staging_bytes
+    )
     assert p.staging_bytes == (staging_bytes(layout, p.n_staging) if p.n_staging else 0)
     assert staging is not None or p.budget_bytes + p.staging_bytes <= held * size, "a budget holds staging tensors, too"
     assert not (p.resident and p.n_staging) and p.n_staging in ((0, 1, 2) if staging is None else (0, staging))
