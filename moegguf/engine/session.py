@@ -250,7 +250,7 @@ class Session:
         self.store.resize(fewer)
         warnings.warn(
             f"{self.plan.device} has no memory for weights and a context beside {n_slots} expert slots; going on with"
-            f" {fewer}, which is slower; give a smaller vram_cache, or lower n_ctx.",
+            f" {fewer}, which is slower; give a smaller budget for it, or lower n_ctx.",
             stacklevel=2,
         )
         return True

@@ -29,6 +29,8 @@ from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
 _UNLIMITED = 1 << 62
+IN_THE_PLAN = ("expert_cache", "vram_cache", "placement", "n_seq_max", "kv_tokens", "n_batch")
+"""Keywords of `Llama` that a plan replaces."""
 
 
 RAM = "RAM"
@@ -78,7 +80,8 @@ def measure(
     owner = _Owner(layout, spec, Machine(memory, devices=devices))
     wanted = owner.best()
     n_ctx = owner.default_context(wanted) if overrides.n_ctx else wanted.n_ctx
-    options = load_keywords({name: value for name, value in given.items() if value is not None}) | {
+    asked = load_keywords({name: value for name, value in given.items() if value is not None})
+    options = {name: value for name, value in asked.items() if name not in IN_THE_PLAN} | {
         "n_ctx": wanted.n_ctx,
         "type_k": spec.type_k,
         "type_v": spec.type_v,

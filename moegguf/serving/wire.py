@@ -6,7 +6,7 @@ or models.
 
 To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (generation,
 stream), embed (inputs, truncate, normalize, num_ctx, asker), rank (query, documents, asker), tokenize (text, special),
-pieces (tokens), count and render (generation), budget (expert_cache, vram_cache: bytes), experts (watch_s, asker: None
+pieces (tokens), count and render (generation), budget (bytes by the name of a budget), experts (watch_s, asker: None
 sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value
 or error; stats and decisions once there is a model), warning (text).
 """
