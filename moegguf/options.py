@@ -1,14 +1,12 @@
 """The one table of options: as keyword, flag and environment variable, with what they mean.
 
 Commands take their flags from it, `settings` reads the environment by it, and `python -m moegguf.options` prints
-docs/options.md. Old names work for one release, with a warning that names the new one. Imports nothing heavy, as
-`--help` reads it.
+docs/options.md. Imports nothing heavy, as `--help` reads it.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -248,38 +246,6 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
 def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keywords of `Llama` that these options set."""
     return {keyword: value for name, value in given.items() for keyword in KEYWORDS.get(name, (name,))}
-
-
-def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is called {new} now; the old name goes with the next release.", FutureWarning, stacklevel=4)
-
-
-def take_old_keywords(options: MutableMapping[str, Any]) -> dict[str, Any]:
-    """Takes keywords by old names out of `options`; returns them by their new names."""
-    if "system" not in options:
-        return {}
-    _warn("system=", "strategy=")
-    return {"strategy": options.pop("system")}
-
-
-def with_new_flags(arguments: Sequence[str], own: Set[str]) -> list[str]:
-    """A command line with the new flags in place of old ones, of a command that has `own` flags: an old name may be
-    one of them. Words after `--` are not changed."""
-    words = list(arguments)
-    for at, word in enumerate(words[: words.index("--") if "--" in words else None]):
-        name, equals, value = word.partition("=")
-        if name == "--system" and name not in own:
-            _warn(name, "--strategy")
-            words[at] = "--strategy" + equals + value
-    return words
-
-
-def old_variable(environ: Mapping[str, str], variable: str) -> str:
-    """The text of the old name of MOEGGUF_`variable`; "" where there is none."""
-    text = environ.get("MOEGGUF_SYSTEM", "").strip() if variable == "STRATEGY" else ""
-    if text:
-        _warn("MOEGGUF_SYSTEM", "MOEGGUF_STRATEGY")
-    return text
 
 
 def page() -> Iterator[str]:

@@ -14,7 +14,10 @@ from typing import Literal
 
 from moegguf.errors import BudgetError, OptionError
 
-KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
 MAX_BYTES = 1 << 60
 
 ACCEPTED_BUDGETS = (
@@ -52,7 +55,8 @@ def parse_size(value: str | int) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         n_bytes = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        number, unit = match.group(1), match.group(2).lower()
+        number = match.group(1)
+        unit = match.group(2).lower()
         if unit in _UNITS and not ("." in number and _UNITS[unit] == 1):
             whole, _, part = number.partition(".")
             n_bytes = (int(whole) * 10 ** len(part) + int(part or 0)) * _UNITS[unit] // 10 ** len(part)
@@ -137,7 +141,7 @@ class Link:
         return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"
 
     def seconds(self, n_bytes: float, n_copies: float = 1) -> float:
-        """How long so many copies of `n_bytes` in all take, one after another."""
+        """Returns the time that `n_copies` of `n_bytes` in all take, one after another."""
         return n_bytes / self.bytes_per_s + n_copies * self.latency_s
 
 
@@ -232,7 +236,7 @@ def human_time(when: datetime | None, now: datetime | None = None) -> str:
 
 
 def processor_split(size_bytes: int, vram_bytes: int) -> str:
-    """Where a loaded model's bytes are, as in `ollama ps`: "100% CPU", "48%/52% CPU/GPU"."""
+    """Returns the places of a loaded model's bytes, as in `ollama ps`: "100% CPU", "48%/52% CPU/GPU"."""
     if vram_bytes == 0:
         return "100% CPU"
     if size_bytes == 0 or vram_bytes > size_bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moegguf.errors import BudgetError, OptionError
-from moegguf.options import OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, Kind, Option, load_keywords, old_variable
+from moegguf.options import OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, Kind, Option, load_keywords
 from moegguf.quantities import parse_duration, parse_expert_cache, parse_size, parse_store_size
 from moegguf.text import without_password
 
@@ -199,7 +199,6 @@ def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, s
         texts = ((prefix + option.variable, env.get(prefix + option.variable, "")) for prefix in prefixes)
         texts_set = ((name, stripped) for name, text in texts if (stripped := text.strip().strip("\"'")))
         name, text = next(texts_set, (f"MOEGGUF_{option.variable}", ""))
-        text = text or old_variable(env, option.variable)
         if text and not (option.zero_is_default and text.strip("0") == ""):
             found[option.name] = parse_option(option.name, text, name)
     return found

@@ -125,7 +125,42 @@ def all_or_nothing() -> None:
     check_blobs()
 
 
-ACTIONS = {"pull": (pull_again, old_or_new), "create": (make_and_remove, all_or_nothing)}
+def take_over() -> None:
+    """A server of this version opens the folder of batches of an older one."""
+    import asyncio
+
+    from batch_files import Endpoint
+
+    from moegguf.serving.batch.batches import Batches
+
+    async def opened() -> None:
+        async with Batches(
+            Path(sys.argv[2]), Endpoint(), max_bytes=1 << 30, n_parallel=1, window_s=float("inf"), now=lambda: 1.0
+        ):
+            pass
+
+    asyncio.run(opened())
+
+
+def nothing_lost() -> None:
+    """The next server has every batch, every file with its contents, and the answers of the batch that runs."""
+    import sqlite3
+
+    take_over()
+    folder = Path(sys.argv[2])
+    with sqlite3.connect(folder / "batches.db") as database:
+        assert database.execute("SELECT count(*), count(needs) FROM batch").fetchone() == (3, 2)
+        assert database.execute("SELECT count(*) FROM answer").fetchone() == (2,)
+        known = {name for (name,) in database.execute("SELECT id FROM file UNION SELECT needs FROM batch")} - {None}
+    database.close()
+    assert len(known) == 5 and {path.name for path in (folder / "files").iterdir()} == {
+        f"{name}.data" for name in known
+    }
+    assert {path.name for path in folder.iterdir()} == {"batches.db", "files"}
+
+
+ACTIONS = {"pull": (pull_again, old_or_new), "create": (make_and_remove, all_or_nothing),
+           "batches": (take_over, nothing_lost)}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@ that it starts fast. `python fake_worker.py COMMAND ...` is `moegguf COMMAND ...
 
 Where the path of the model to load is JSON, that says how: {"log": file that gets a line per load; "fractions": number
 of progress messages; "wait": file to wait for; "die": file with the number of loads that still crash; "fail": class of
-an error; "stall": never finishes; "n_parallel": requests that it claims to answer at once}.
+an error; "stall": never finishes; "n_parallel": requests that it claims to answer at once}. With FAKE_WORKER_WAIT a
+load waits for the file of that name.
 
 The prompt, or the last message, selects the answer: "say WORD ..." · "count N" · "hold FILE" (one delta, then waits for
 FILE or a cancel) · "hang" (waits for ever, ignores a cancel) · "die" (one delta, then SIGKILL) · "fail CLASS [TEXT]"
@@ -83,7 +84,8 @@ def load(number: int, config: dict[str, Any]) -> None:
             log.write(json.dumps(config | options) + "\n")
     for i in range(script.get("fractions", 0)):
         send("event", id=number, Loading={"share": (i + 1) / script["fractions"]})
-    while "wait" in script and not Path(script["wait"]).exists():
+    wait = script.get("wait", os.environ.get("FAKE_WORKER_WAIT"))
+    while wait and not Path(wait).exists():
         threading.Event().wait(0.002)
     if script.get("stall"):
         threading.Event().wait()
@@ -154,7 +156,7 @@ def text(said: str) -> Event:
 
 
 def answer(message: dict[str, Any]) -> None:
-    number, request = message["id"], message["generation"]
+    number, request = message["id"], message["request"]
     CANCELLED.clear()
     try:
         for event in events(request):

@@ -17,13 +17,14 @@ import psutil
 from moegguf.engine.machine import Memory
 from moegguf.engine.plan import MemoryPlan, Plan
 from moegguf.errors import ModelNotFoundError
-from moegguf.generate.request import Delta, GenerationRequest
+from moegguf.generate.request import Delta, Request
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.memory_budget import RAM, ModelSize, Room
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.wire import LoadConfig
+from moegguf.serving.worker_process import Workers
 from moegguf.settings import Settings
 
 
@@ -86,7 +87,8 @@ async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[Mod
     """A manager; checks that it leaves no process and no open file."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
-    async with ModelManager(catalog, Settings(**settings), command=COMMAND, measure=catalog.measure) as manager:
+    workers = Workers(command=COMMAND, echo_stderr=settings.get("debug", False))
+    async with ModelManager(catalog, Settings(**settings), workers=workers, measure=catalog.measure) as manager:
         yield manager
     assert len(psutil.Process().children()) == children
     assert n_files() <= files
@@ -100,7 +102,7 @@ def n_files() -> int:
 
 async def answer_text(lease: Lease, prompt: str) -> str:
     """The text of an answer."""
-    events = [event async for event in lease.answer(GenerationRequest(prompt=prompt))]
+    events = [event async for event in lease.answer(Request(prompt=prompt))]
     return " ".join(event.text for event in events if isinstance(event, Delta))
 
 

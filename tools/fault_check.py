@@ -78,7 +78,7 @@ def put_in(fault: Fault) -> Iterator[None]:
 
 def build() -> str:
     """Builds the store's library; why that fails, or nothing."""
-    ninja = [str(Path(sys.executable).with_name("ninja")), "-C", str(BUILD), "libmoegguf.so"]
+    ninja = [str(Path(sys.executable).with_name("ninja")), "-C", str(BUILD), "libmoegguf.so", "libmoegguf-testing.so"]
     found = subprocess.run(ninja, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return found.stdout if found.returncode else ""
 

@@ -114,7 +114,8 @@ class Trial:
         free = shutil.disk_usage(self._models).free
         if free < model.n_bytes * 1.05:
             raise StepError(f"{model.n_bytes / 1e9:.0f} GB are needed in {self._models}, {free / 1e9:.0f} are free")
-        file, script = str(model.file(self._models)), str(ROOT / "tools/make_model.py")
+        file = str(model.file(self._models))
+        script = str(ROOT / "tools/make_model.py")
         done = self._python(
             f"model-{model.preset}", [script, "--preset", model.preset, "--quant", model.quant, "-o", file], left_s
         )

@@ -200,7 +200,9 @@ async def request_answer(
 ) -> Answer:
     """One streamed answer; of one that has more than `most_parts` the beginning, before the client disconnects. Raises
     BusyServer, RuntimeError for any other error of the server, and httpx's errors."""
-    answer, start, dialect = Answer(), time.perf_counter(), DIALECTS[question.dialect]
+    answer = Answer()
+    start = time.perf_counter()
+    dialect = DIALECTS[question.dialect]
     async with client.stream("POST", dialect.path, json=question.body(model)) as response:
         if response.status_code == 503:
             raise BusyServer("retry-after" in response.headers)
@@ -233,8 +235,11 @@ class Run:
     def __init__(
         self, client: httpx.AsyncClient, model: str, questions: Sequence[Question], clients: int, cancels: float = 0.0
     ) -> None:
-        self.client, self.model, self.questions = client, model, questions
-        self._cancels, self._dice = cancels, random.Random(1)
+        self.client = client
+        self.model = model
+        self.questions = questions
+        self._cancels = cancels
+        self._dice = random.Random(1)
         self.outcome = Outcome(clients)
         self.expected: dict[Question, tuple[str, str, int]] = {}
 

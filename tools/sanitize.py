@@ -38,10 +38,10 @@ def build(sanitizer: str) -> Path:
     configure = [
         "cmake", "-S", str(ROOT / "moegguf/native"), "-B", str(folder), "-G", "Ninja",
         "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DMOEGGUF_STORE_ONLY=ON", f"-DMOEGGUF_SANITIZE={sanitizer}",
-        "-DGGML_OPENMP=OFF", "-DGGML_NATIVE=OFF", f"-DPython3_EXECUTABLE={sys.executable}",
+        "-DMOEGGUF_CHECK=ON", "-DGGML_OPENMP=OFF", "-DGGML_NATIVE=OFF", f"-DPython3_EXECUTABLE={sys.executable}",
     ]  # fmt: skip
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["ninja", "-C", str(folder), "moegguf"], check=True)
+    subprocess.run(["ninja", "-C", str(folder), "moegguf", "moegguf-testing"], check=True)
     return folder / "bin"
 
 

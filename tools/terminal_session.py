@@ -22,10 +22,13 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-COLUMNS, LINES = 96, 36
-TIMEOUT_S, SETTLED_S = 120, 2
+COLUMNS = 96
+LINES = 36
+TIMEOUT_S = 120
+SETTLED_S = 2
 NOBODY = "127.0.0.1:1"  # no server answers there
-SHELL, CHAT = "$ ", ">>> "
+SHELL = "$ "
+CHAT = ">>> "
 STEPS = (
     (SHELL, "moegguf run demo --expert-cache 50%"),
     (CHAT, "What does moegguf do?"),

@@ -28,7 +28,8 @@ from moegguf.native import library
 WIDTHS = (1, 2, 3, 4, 7, 8, 16, 33, 64, 512)
 F32, F16, I32 = 0, 1, 26
 N_TYPES = 43
-N_SEQUENCES, N_CELLS = 4, 512
+N_SEQUENCES = 4
+N_CELLS = 512
 
 QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda _level, _text, _data: None)  # as long as ggml
 
@@ -125,7 +126,10 @@ class Graph:
     """Inputs with their values, and operations on them, computed once. Freed with `close`."""
 
     def __init__(self, base: Any, backend: Any, device: Any, plain: c.c_void_p, of_weights: c.c_void_p) -> None:
-        self._base, self._backend, self._device, self._buffers = base, backend, device, [plain, of_weights]
+        self._base = base
+        self._backend = backend
+        self._device = device
+        self._buffers = [plain, of_weights]
         self._contexts = [Ggml._pointer(base.ggml_init, InitParams(1 << 20, None, True)) for _ in range(2)]
         self._values: list[tuple[c.c_void_p, bytes]] = []
         self._allocated: list[c.c_void_p] = []
@@ -205,7 +209,8 @@ def product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_v
 
 def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None) -> Compute | None:
     """MUL_MAT_ID of rows of x [n, n_in], each with two of eight experts [n_out, n_in]: one half shares an expert."""
-    n_expert, n_used = 8, 2
+    n_expert = 8
+    n_used = 2
     rng = np.random.default_rng(2)
     values = rng.standard_normal((n_expert, n_out, x.shape[1]))
     weights = ggml.quantized(ggml_type, values)
@@ -248,7 +253,8 @@ def attention(ggml: Ggml, is_flash: bool, n_rows: int) -> Compute:
     d, n_head, n_head_kv = 64, 4, 2
     q = rng.standard_normal((n_rows, n_head, d)).astype(np.float32)
     k, v = (rng.standard_normal((n_head_kv, N_CELLS, d)).astype(np.float16) for _ in range(2))
-    cells, row = np.arange(N_CELLS), np.arange(n_rows)[:, None]
+    cells = np.arange(N_CELLS)
+    row = np.arange(n_rows)[:, None]
     sees = (cells % N_SEQUENCES == row % N_SEQUENCES) & (cells // N_SEQUENCES <= 80 + row // N_SEQUENCES % 48)
     scale = c.c_float(d**-0.5)
 
@@ -303,7 +309,9 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
     positions = np.arange(n_rows, dtype=np.int32)
     experts = rng.standard_normal((n_rows, 8, n)).astype(np.float32)
     weights = rng.random((n_rows, 8, 1)).astype(np.float32)
-    eps, zero, one = c.c_float(1e-6), c.c_float(0), c.c_float(1)
+    eps = c.c_float(1e-6)
+    zero = c.c_float(0)
+    one = c.c_float(1)
 
     def rope(mode: int) -> Callable[..., c.c_void_p]:
         frequencies = (c.c_float(1e6), one, zero, one, zero, zero)

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -31,13 +31,12 @@ from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.engine.stats import Stats
-from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.errors import LibraryError, ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
-from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
 from moegguf.processor import read_processor
@@ -63,12 +62,25 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
     }
 
 
+def _simulation() -> ModuleType:
+    """Returns moegguf.testing.link_device. Raises LibraryError in an installed wheel, which has no test equipment."""
+    try:
+        from moegguf.testing import link_device
+    except ImportError as error:
+        raise LibraryError(
+            "--simulate-link needs moegguf's test equipment, which an installed wheel does not have; clone the source"
+            " folder, run `make` there, and use its .venv/bin/moegguf."
+        ) from error
+    return link_device
+
+
 def load(spec: Spec) -> Llama:
     """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
     # -1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU.
     planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
     gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
-    device = link_device(parse_link(spec.simulate_link), spec.simulate_threads) if spec.simulate_link else None
+    link = parse_link(spec.simulate_link) if spec.simulate_link else None
+    device = _simulation().link_device(link, spec.simulate_threads) if link else None
     return Llama(
         spec.model,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
@@ -164,8 +176,8 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engin
         (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
         if answer.error is not None:
             raise answer.error
-        sample.token_ns = [round(answer.timing.total_s * 1e9 / test.n_gen)] * test.n_gen
-        sample.tokens += answer.timing.context[start:]
+        sample.token_ns = [round(answer.summary.total_s * 1e9 / test.n_gen)] * test.n_gen
+        sample.tokens += answer.summary.context[start:]
     else:
         following = greedy_token(llama) if greedy and start else None
         for given in tokens[start : start + test.n_gen]:
@@ -187,7 +199,8 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | 
     if spec.warmup:  # as llama-bench: the whole prompt, one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
         measure(llama, short, feed.tokens(short.n_tokens, spec.repetitions), greedy=False)
-    samples, figures = [], []
+    samples = []
+    figures = []
     speed = probe()
     for repetition in range(spec.repetitions):
         sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), spec.feed == "greedy", engine)
@@ -210,7 +223,10 @@ def run(spec: Spec) -> dict[str, Any]:
     """Loads, measures every test, closes. Raises MoeggufError."""
     start = time.perf_counter()
     with load(spec) as llama:
-        load_s, session, plan, model = time.perf_counter() - start, llama.session, llama.plan, llama._model
+        load_s = time.perf_counter() - start
+        session = llama.session
+        plan = llama.plan
+        model = llama._model
         if session is not None and plan.resident:
             session.store.drain()  # until every expert is loaded
         fill_s = time.perf_counter() - start - load_s
@@ -221,11 +237,13 @@ def run(spec: Spec) -> dict[str, Any]:
         peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
-        if spec.simulate_link and parse_link(spec.simulate_link).bytes_per_s > (copied := memory_copy_bytes_per_s()):
-            warned.append(
-                f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s"
-                " within this machine's memory; scale bandwidth and compute down together"
-            )
+        if spec.simulate_link:
+            copied = _simulation().memory_copy_bytes_per_s()
+            if parse_link(spec.simulate_link).bytes_per_s > copied:
+                warned.append(
+                    f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s"
+                    " within this machine's memory; scale bandwidth and compute down together"
+                )
         placed = plan.placement and plan.placement.chosen
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
@@ -249,10 +267,17 @@ def run(spec: Spec) -> dict[str, Any]:
         }
 
 
-if __name__ == "__main__":
+def open_result() -> TextIO:
+    """Returns a file for this process's result, which is its stdout. From now on what libraries print goes to stderr,
+    and the process ends with its parent."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps what libraries print out of the result
+    os.dup2(2, 1)
+    return out
+
+
+if __name__ == "__main__":
+    out = open_result()
     warnings.simplefilter("ignore")  # they are in the result
     try:
         found = run(Spec.from_json(sys.argv[1]))

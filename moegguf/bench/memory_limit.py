@@ -77,7 +77,7 @@ class MemoryGroup:
 
 
 def _limits_memory(version: int, folder: Path) -> bool:
-    """Whether a new group in `folder` can limit memory."""
+    """Returns whether a new group in `folder` can limit memory."""
     if version == 1:
         return (folder / "memory.limit_in_bytes").exists()
     control = folder / "cgroup.subtree_control"

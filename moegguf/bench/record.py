@@ -80,7 +80,8 @@ def record(
 def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
     """One request; returns whether it was cut. An answer gets up to half of the context. The tokens of a completion are
     evaluated one by one, else the model generates the answer."""
-    n_predict, forced = options.n_predict if prompt.n_predict is None else prompt.n_predict, None
+    n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
+    forced = None
     if prompt.completion is not None:
         forced = llm.tokenize(prompt.completion.encode(), add_bos=False)[: prompt.n_predict]
         n_predict = len(forced)

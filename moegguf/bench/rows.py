@@ -105,7 +105,8 @@ def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> li
 
 
 def _of_settings(system: BenchedSystem, test: Test) -> Row:
-    spec, is_llama_cpp = system.spec, system.is_llama_cpp
+    spec = system.spec
+    is_llama_cpp = system.is_llama_cpp
     shape = {"n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth}
     return {
         **_ALWAYS,
@@ -267,6 +268,18 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in zip(*padded, strict=True)]
 
 
+def as_table(rows: Sequence[Row]) -> str:
+    """Returns a table with a column for each key of the rows, which have the same keys."""
+
+    def text(value: object) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    columns = [
+        (name, -1 if isinstance(rows[0][name], str) else 1, lambda row, name=name: text(row[name])) for name in rows[0]
+    ]
+    return "\n".join(_table(columns, rows)) + "\n"
+
+
 def _main_table(rows: Sequence[Row]) -> list[str]:
     def size(row: Row) -> str:
         mib = row.get("model_size", 0) / (1 << 20)
@@ -347,7 +360,8 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
 def _same_tokens(pair: Row) -> str:
     if "ratio" not in pair:
         return _failed(pair)
-    answer, kernels = "yes" if pair["same_tokens"] else "no", "" if pair["same_kernels"] else " (other kernels)"
+    answer = "yes" if pair["same_tokens"] else "no"
+    kernels = "" if pair["same_kernels"] else " (other kernels)"
     return f"{answer}, {pair['tokens_same']} of {pair['tokens_compared']}{kernels}"
 
 

@@ -1,5 +1,5 @@
-"""What is measured, and the turns: several systems one after another, A B C, A B C, each run a process of its own under
-the same memory limit.
+"""The measurement's options and its turns: several systems run one after another, A B C, A B C.
+Each run is a process of its own under the same memory limit.
 
 Before each run the model's pages are dropped from the page cache, so that no run reads what another has cached. A run
 killed by the limit is a result, not an error. What is measured is in bench/measure.py.
@@ -131,9 +131,9 @@ class Spec:
             parse_option("placement", self.placement, "--placement")
         if self.draft is not None and self.feed != "greedy":
             raise OptionError("--draft measures the model's own answers; give --greedy, and a prompt's length with -d.")
-        for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        for name, least in {"repetitions": 1, "n_threads": 0, "n_batch": 1, "n_ubatch": 1}.items():
+            if getattr(self, name) < least:
+                raise OptionError(f"{name} is {getattr(self, name)}, but must be at least {least}.")
         if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
             raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
 
@@ -162,7 +162,7 @@ class BenchedSystem:
 
     @property
     def is_llama_cpp(self) -> bool:
-        """Whether it is llama.cpp without the expert cache."""
+        """Returns whether the system is llama.cpp without the expert cache."""
         return self.spec.system != "moegguf"
 
 
@@ -213,11 +213,13 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
         return BenchedSystem(
             name, replace(base, system=system, repack=kernels == "repacked" if kernels else base.repack)
         )
-    repack, how = kernels != "plain", "no repack" if kernels == "plain" else "default kernels"
+    repack = kernels != "plain"
+    how = "no repack" if kernels == "plain" else "default kernels"
     if name in ("mmap", "stock"):
         free = limit_bytes or read_memory().available_bytes
         if resident_bytes(layout, base) + MARGIN_BYTES > free:
-            repack, how = False, "no repack: the repacked copy of the weights does not fit"
+            repack = False
+            how = "no repack: the repacked copy of the weights does not fit"
     llama_cpp = "llama.cpp without patches" if system == "stock" else "llama.cpp"
     return BenchedSystem(name, replace(base, system=system, repack=repack), f"{llama_cpp}, {how}")
 
@@ -279,6 +281,14 @@ def test_name(test: dict[str, Any]) -> str:
 test_name.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
+def environment_of(spec: Spec, stock: Path | None = None) -> dict[str, str]:
+    """Returns the environment of a process that measures a system. stock: see `ProcessRunner`."""
+    environment = child_environment(MOEGGUF_HOOKS=str(int(spec.system == "moegguf")))
+    if spec.system == "stock":
+        environment |= {"MOEGGUF_LIBRARY": str(stock), "MOEGGUF_TRIAL_LOAD": "0"}  # a trial tries the store
+    return environment
+
+
 def limit_fault(limit_bytes: int) -> str:
     """The reason why no limit can be set on this machine; empty when one can."""
     try:
@@ -301,13 +311,10 @@ class ProcessRunner:
         paths = [shard.path for shard in read_layout(system.spec.model).shards]
         kept = drop_page_cache(paths) if self.drop_cache else 0
         command = [*child_command("moegguf.bench.measure"), system.spec.as_json()]
-        environment = child_environment(MOEGGUF_HOOKS=str(int(not system.is_llama_cpp)))
-        if system.spec.system == "stock":
-            environment |= {"MOEGGUF_LIBRARY": str(self.stock), "MOEGGUF_TRIAL_LOAD": "0"}  # a trial tries the store
         with memory_limit(self.limit_bytes) as group:
             done = subprocess.run(
                 group.command(command) if group else command,
-                env=environment,
+                env=environment_of(system.spec, self.stock),
                 stdout=subprocess.PIPE,
                 stderr=None if system.spec.verbose else subprocess.PIPE,
                 check=False,

@@ -20,7 +20,6 @@ from moegguf.settings import data_folder, read_settings, shows_tracebacks
 from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.loading import parse_format
 from moegguf.terminal.messages import print_error, print_message
-from moegguf.terminal.progress import Spinner
 from moegguf.text import decode_text
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
 
 class Chat:
-    """A conversation with one model at a time, and the loop over what is typed; closes the model, which is loaded, at
-    the end. `history`: of what was typed."""
+    """A conversation with one model at a time, which is loaded, and the loop over what is typed. `history`: of what was
+    typed."""
 
     def __init__(self, model: ChatModel, conversation: Conversation) -> None:
         self.model = model
@@ -55,8 +54,6 @@ class Chat:
                     self._handle_input()
         except EOFError:
             return 0
-        finally:
-            self.model.connection.close()
 
     def print_model_line(self) -> None:
         """The model's name, and its context size, experts, ..."""
@@ -95,9 +92,9 @@ class Chat:
     def answer(self, snapshot: Snapshot) -> None:
         """Answers the conversation's last message; restores `snapshot` when there was no text at all."""
         conversation = self.conversation
-        with Spinner() as spinner:
-            self.model.prepare(conversation, spinner)
-            answer = print_answer(self.model, conversation, spinner, "\n\n")
+        with self.model.spinner:
+            self.model.prepare(conversation)
+            answer = print_answer(self.model, conversation, "\n\n")
         if answer.error is not None:
             print_error(answer.error)
         if answer.text or answer.thinking or not (answer.is_interrupted or answer.error):
@@ -173,8 +170,8 @@ def _load(chat: Chat, name: str) -> None:
         return
     print_message(f"Loading model '{name}'")
     chat.conversation.switch_model(entry)
-    with Spinner() as spinner:
-        chat.model.load(chat.conversation, spinner)
+    with chat.model.spinner:
+        chat.model.load(chat.conversation)
     chat.print_model_line()
 
 

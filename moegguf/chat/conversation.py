@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.images import with_images
-from moegguf.generate.request import GenerationRequest, Message, Sampling, sampling_with
+from moegguf.generate.request import Message, Request, Sampling, sampling_with
 from moegguf.models.details import parameters_of
 from moegguf.options import LOAD_PARAMETERS
 
@@ -20,12 +20,10 @@ Snapshot = tuple["NamedModel", list[Message], str]  # model, messages, pending t
 
 @dataclass
 class Conversation:
-    """Messages and settings. `base_options`: keywords of `Llama` from the command line. `parameters` (set in the chat)
-    override `initial_parameters` (from the command line), and those the model's own. `pending_text` goes before the
-    next message."""
+    """Messages and settings. `parameters` (set in the chat) override `initial_parameters` (from the command line), and
+    those the model's own. `pending_text` goes before the next message."""
 
     entry: NamedModel
-    base_options: Mapping[str, Any] = field(default_factory=dict)
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
@@ -78,19 +76,10 @@ class Conversation:
         """Parameters in effect, by Ollama's names."""
         return parameters_of(self.entry) | self.user_parameters()
 
-    def load_options(self) -> dict[str, Any]:
-        """How the model has to be loaded for the next answer: keywords of `Llama`. 0, and num_gpu -1, mean moegguf's
-        default, which is left out."""
-        parameters = self.all_parameters()
-        changed = {keyword: parameters[name] for name, keyword in LOAD_PARAMETERS.items() if name in parameters}
-        defaults = {keyword: -1 if keyword == "n_gpu_layers" else 0 for keyword in changed}
-        merged = {**self.base_options, **changed}
-        return {name: value for name, value in merged.items() if value is not None and value != defaults.get(name)}
-
-    def request(self) -> GenerationRequest:
+    def request(self) -> Request:
         """The request for the next answer."""
         system: list[Message] = [{"role": "system", "content": self.system_text}] if self.system_text else []
-        return GenerationRequest(
+        return Request(
             messages=(*system, *self.messages),
             format=self.format,
             think=self.think,
@@ -98,3 +87,8 @@ class Conversation:
             shift=self.context_shift,
             sampling=sampling_with(Sampling(), self.all_parameters()),
         )
+
+
+def of_loading(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters that change how a model is loaded."""
+    return {name: value for name, value in parameters.items() if name in LOAD_PARAMETERS}

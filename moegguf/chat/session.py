@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,16 @@ from rich.style import Style
 
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.generate.images import MAX_IMAGE_BYTES, read_image
-from moegguf.terminal.keyboard import cancel_on_interrupt
+from moegguf.generate.request import Delta, PromptProgress
+from moegguf.terminal.keyboard import exit_now
 from moegguf.terminal.messages import print_message
-from moegguf.terminal.progress import Spinner, prompt_text
+from moegguf.terminal.progress import prompt_text
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import Answer, ChatModel
-    from moegguf.generate.request import Delta, PromptProgress
+    from moegguf.generate.request import AnswerSummary
+    from moegguf.serving.events import Event
 
 TAB_CELLS = 8
 MIN_WIDTH = 4  # cells; narrower terminals are treated as this wide
@@ -134,40 +137,63 @@ CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
 
 
 def print_answer(
-    model: ChatModel, conversation: Conversation, spinner: Spinner, end: str = "\n", exit_timeout_s: float | None = None
+    model: ChatModel, conversation: Conversation, end: str = "\n", exit_timeout_s: float | None = None
 ) -> Answer:
     """Prints the answer to the last message, `end` after it, and below it what was left out of the context. Ctrl-C
-    cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
+    cancels it; a second one, or `exit_timeout_s` more than CANCEL_TIMEOUT_S, ends the process."""
+    spinner = model.spinner
     spinner.show("")
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
-    answer = model.answer(conversation)
+    answer = model.begin_answer()
 
-    def on_progress(now: PromptProgress) -> None:
-        spinner.show(prompt_text(now.n_tokens, now.n_cached, now.n_done, now.seconds))
-
-    def cancel() -> None:
-        if not answer.cancel(CANCEL_TIMEOUT_S):
-            print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
-
-    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupted:
-        try:
-            for delta in answer.deltas(on_progress):
-                spinner.close()
-                printer.show(delta)
-        except MoeggufError as error:
-            answer.error = error
-        finally:
+    def show(event: Event) -> None:
+        answer.add(event)
+        if isinstance(event, PromptProgress):
+            spinner.show(prompt_text(event.n_tokens, event.n_cached, event.n_done, event.seconds))
+        elif isinstance(event, Delta):
             spinner.close()
-    answer.is_interrupted, timing = interrupted.is_set(), answer.timing
+            printer.show(event)
+
+    try:
+        try:
+            with closing(model.connection.answer(conversation)) as events:
+                for event in events:
+                    show(event)
+        except KeyboardInterrupt:
+            answer.is_interrupted = True
+            spinner.close()
+            for event in _rest(model, exit_timeout_s):
+                show(event)
+    except MoeggufError as error:
+        answer.error = error
+    finally:
+        spinner.close()
     if answer.error is None or answer.text or answer.thinking:
         printer.end("\n" if answer.error or answer.is_interrupted else end)
-        counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
-        if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
-            print_message(f"prompt cut: {', '.join(parts)} left out")
-        if n := timing.n_shifts:
-            times = "" if n == 1 else f" {n} times"
-            print_message(f"the context was full{times}: the model no longer knows the older half")
+        _print_left_out(answer.summary)
     return answer
+
+
+def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
+    """Returns the last events of an answer that was cancelled; ends the process when it does not end."""
+    with suppress(KeyboardInterrupt):
+        rest = model.connection.rest(CANCEL_TIMEOUT_S)
+        if rest is None:
+            print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
+            rest = model.connection.rest(exit_timeout_s)
+        if rest is not None:
+            return rest
+    exit_now()
+
+
+def _print_left_out(summary: AnswerSummary) -> None:
+    """Prints how much of the conversation the context could not hold."""
+    counts = ((summary.cut_messages, "message"), (summary.cut_tokens, "token"))
+    if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
+        print_message(f"prompt cut: {', '.join(parts)} left out")
+    if n := summary.n_shifts:
+        times = "" if n == 1 else f" {n} times"
+        print_message(f"the context was full{times}: the model no longer knows the older half")
 
 
 _EXTENSION = r"\.(?:png|jpe?g|gif|webp|bmp)"

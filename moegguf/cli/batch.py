@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ WriteLine = Callable[[bytes], object]
 
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
-JOURNAL_SUFFIX = ".partial"
+JOURNAL_SUFFIX = ".partial.db"
 MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
 LINE_S = 10.0  # between two lines of progress where stderr is no terminal
 
@@ -78,7 +78,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
 
     A running server that has the models answers, other clients first; else they are loaded here. The same command
     goes on where it was stopped or killed, and answers each request once. Until the end the answers are in
-    FILE.partial. The exit code is 1 when a request failed: its line says why.
+    FILE.partial.db. The exit code is 1 when a request failed: its line says why.
     """
     from moegguf.chat.client import running_server
     from moegguf.server.batches import ENDPOINTS
@@ -131,7 +131,8 @@ def _output_path(requests: str, output: str | None) -> Path | None:
 @contextmanager
 def _open_stream(output: str | None) -> Iterator[WriteLine]:
     """Opens stdout, a descriptor of this process, a pipe that a process reads, or a device. Raises BatchFileError."""
-    from moegguf.serving.batch.answers import storing, write_all
+    from moegguf.serving.batch.answers import write_all
+    from moegguf.serving.batch.database import storing
 
     if output is None or output == STANDARD:
         yield _write_to_stdout
@@ -198,7 +199,7 @@ def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
 
     with tempfile.TemporaryDirectory() if target is None else nullcontext(target.parent) as folder:
         name = "stdout" if target is None else target.name
-        with closing(open_journal(Path(folder, name + JOURNAL_SUFFIX), requests)) as journal:
+        with open_journal(Path(folder, name + JOURNAL_SUFFIX), requests) as journal:
             yield journal
 
 

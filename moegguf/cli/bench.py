@@ -13,7 +13,7 @@ import typer
 
 from moegguf.cli.options import OFTEN, Flag, Given, flags, hub_name
 from moegguf.errors import OptionError
-from moegguf.options import MEMORY, MODEL, OUTPUT, RESEARCH, SAMPLING
+from moegguf.options import MEMORY, MODEL, OPTIONS, OUTPUT, RESEARCH, SAMPLING
 from moegguf.quantities import parse_expert_cache, parse_size
 from moegguf.terminal.messages import print_message
 
@@ -86,6 +86,10 @@ FLAGS = (
          "Do not drop the file from the page cache before each run.", False, bool),
     Flag("output", "-o --output", "FORMAT", OFTEN, "md, json, jsonl, csv or sql.", "md", str),
     Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
+    Flag("preset", "--preset", "NAME", RESEARCH,
+         "Another measurement: turns (against llama.cpp in short turns), busy (beside busy processes), drafts, server"
+         " (its overhead), resume (first tokens of known prompts), eviction or link (parts alone)."),
+    Flag("settings", "--set", "NAME=VALUE", RESEARCH, "A setting of the preset; a wrong name lists them.", []),
 )  # fmt: skip
 
 
@@ -104,7 +108,9 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
         match = _RANGE.fullmatch(word)
         if match is None:
             raise OptionError(f"{flag} takes numbers such as 512, 128,256 or 64-512*2, but not {word!r}.")
-        at, step, is_product = int(match[1]), int(match[4] or 1), match[3] == "*"
+        at = int(match[1])
+        step = int(match[4] or 1)
+        is_product = match[3] == "*"
         last = int(match[2]) if match[2] else at
         if at < last and ((is_product and (step < 2 or at < 1)) or step < 1):
             raise OptionError(f"{flag} {word} never ends; give a larger step.")
@@ -141,11 +147,15 @@ def bench(*, given: Given, **chosen: Any) -> None:
 
     Takes llama-bench's flags and prints its formats. `--against stock` alternates with llama.cpp.
     """
+    if chosen["preset"] or chosen["settings"]:
+        _run_preset(chosen, given)
+        return
     from moegguf.bench.rows import FORMATS
     from moegguf.bench.series import make_systems
     from moegguf.controller.strategies import OWN, find_strategy
 
-    output, rounds = chosen["output"], chosen["rounds"]
+    output = chosen["output"]
+    rounds = chosen["rounds"]
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
@@ -166,16 +176,38 @@ def bench(*, given: Given, **chosen: Any) -> None:
         raise typer.Exit(1)
 
 
+def _run_preset(chosen: dict[str, Any], given: Given) -> None:
+    """Prints what a preset measures. Raises OptionError beside flags that presets do not take."""
+    from moegguf.bench.presets import run_preset
+
+    taken = ("model", "hf_repo", "output", "preset", "settings")
+    others = [flag.flags.split()[-1] for flag in FLAGS if flag.name not in taken and chosen[flag.name] != flag.default]
+    others += [OPTIONS[name].flags[0] for name in given]
+    if others:
+        raise OptionError(f"--preset takes -m, -o and --set, but not {', '.join(others)}.")
+    chosen["model"] = chosen["model"] or ["demo"] * (not chosen["hf_repo"])
+    model, *more = _models(chosen)
+    if more:
+        raise OptionError(f"--preset measures one model, but {1 + len(more)} are given.")
+    typer.echo(run_preset(chosen["preset"] or "", model, chosen["settings"], chosen["output"]), nl=False)
+
+
+def _models(chosen: dict[str, Any]) -> list[str]:
+    """Returns the files of the models given."""
+    from moegguf.models.catalog import find_model
+    from moegguf.terminal.loading import find_or_pull
+
+    pulled = [str(find_or_pull(hub_name(name)).path) for name in chosen["hf_repo"]]
+    return [*(str(find_model(name)) for name in chosen["model"]), *pulled]
+
+
 def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
     """Every combination of settings."""
     from moegguf.bench.series import Spec, Test, combinations
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.machine import count_cpus, load_warning
-    from moegguf.models.catalog import find_model
-    from moegguf.terminal.loading import find_or_pull
 
-    pulled = [str(find_or_pull(hub_name(name)).path) for name in chosen["hf_repo"]]
-    models = [*(str(find_model(name)) for name in chosen["model"]), *pulled]
+    models = _models(chosen)
     if not models:
         raise OptionError("there is no model to measure; name one with -m or -hf.")
     lists: dict[str, Sequence[Any]] = {

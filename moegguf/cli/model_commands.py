@@ -17,7 +17,7 @@ from moegguf.terminal.messages import print_message
 from moegguf.text import decode_text, to_utf8
 
 if TYPE_CHECKING:
-    from moegguf.engine.context_store import StoredBlock
+    from moegguf.engine.kv_block_store import StoredBlock
 
 Name = Annotated[str, model_argument("A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.")]
 Loaded = Annotated[str, model_argument("A name that `ps` shows.")]
@@ -169,6 +169,7 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
     """
     from moegguf.engine.machine import load_warning
     from moegguf.terminal.facts import SupposedDevice, estimate_model
+    from moegguf.terminal.loading import print_card_note
     from moegguf.terminal.tables import print_estimate, print_json
 
     device = SupposedDevice.parse(*(chosen[flag.name] for flag in DEVICE_FLAGS))
@@ -177,6 +178,7 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
         print_json(facts)
         return
     print_estimate(facts)
+    print_card_note(given)
     if warning := load_warning():
         print_message(warning)
 
@@ -184,11 +186,19 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
 Measured = Annotated[str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")]
 
 
-def doctor(model: Measured = None, as_json: AsJson = False) -> None:
-    """Print what a bug report needs: CPU, memory, disk speed, build, backends."""
-    from moegguf.engine.doctor import diagnose
+Checked = Annotated[
+    bool, typer.Option("--check", help="Runs the demo model with few slots and checks the expert store's bookkeeping.")
+]
+
+
+def doctor(model: Measured = None, as_json: AsJson = False, check: Checked = False) -> None:
+    """Print what a bug report needs: CPU, memory, disk speed, build, backends. Or check the expert store."""
+    from moegguf.engine.doctor import check_store, diagnose
     from moegguf.terminal.tables import print_doctor, print_json
 
+    if check:
+        print(check_store())
+        return
     facts = diagnose(model)
     print_json(facts) if as_json else print_doctor(facts)
 
@@ -247,7 +257,7 @@ def clear(
 
 
 def _by_model() -> dict[str, list[StoredBlock]]:
-    from moegguf.engine.context_store import default_folder, stored_blocks
+    from moegguf.engine.kv_block_store import default_folder, stored_blocks
 
     found: dict[str, list[StoredBlock]] = {}
     for block in stored_blocks(default_folder()):

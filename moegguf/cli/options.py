@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
-from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option, with_new_flags
+from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option
 
 OFTEN = "Options"
 """The panel of what people use most, and of flags without a panel."""
@@ -21,18 +21,15 @@ OFTEN = "Options"
 Given = dict[str, Any]
 """{name of an option: its value}, of those given on the command line."""
 
+OF_THE_MODEL = ("mmproj", "lora_path")
+"""Options of loading that are files of one model."""
+
 _TYPE_OF_PYTHON = re.compile(r" <.*>$")
 _TYPES: dict[str, type] = {"whole": int, "number": float, "switch": bool, "threads": int}
 
 
 class Command(TyperCommand):
-    """A command that takes old names of its flags, and whose help has a panel for each group of them; arguments have
-    names there, and no types of Python."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses `args` with the new names."""
-        own = {flag for parameter in self.params for flag in parameter.opts}
-        return super().parse_args(ctx, with_new_flags(args, own))
+    """A command whose help has a panel for each group of flags. Arguments have names there, and no types of Python."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words of the line of usage."""

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Command, Flag, Given, flags, hub_name, model_argument
+from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, hub_name, model_argument
 from moegguf.errors import OptionError
-from moegguf.options import MODEL, OPTIONS, OUTPUT
-from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
+from moegguf.options import LOAD_PARAMETERS, MODEL, OPTIONS, OUTPUT
+from moegguf.terminal.loading import find_or_pull, parse_format, parse_think, print_card_note, with_files
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 from moegguf.text import decode_text
@@ -22,8 +24,10 @@ from moegguf.text import decode_text
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import ChatModel
+    from moegguf.models.entry import NamedModel
+    from moegguf.settings import Settings
 
-EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
+EXIT_TIMEOUT_S = 0.5  # for an answer that Ctrl-C could not end at once
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
@@ -41,15 +45,14 @@ def _read_prompt(words: Sequence[str]) -> str | None:
     raise typer.BadParameter('there is no prompt: write one, as in `moegguf run demo "hello"`, or pipe one in')
 
 
-def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner) -> int:
-    """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
+def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> int:
+    """Prints the answer to `prompt`, then statistics if verbose. Returns the exit code."""
     from moegguf.chat.session import extract_images, print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
-    answer = print_answer(model, conversation, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
+    answer = print_answer(model, conversation, exit_timeout_s=EXIT_TIMEOUT_S)
     if conversation.verbose and not answer.error:
         print_message("\n" + "\n".join(model.statistics(with_load=True)))
-    model.connection.close()
     if answer.error is not None:
         raise answer.error
     return EXIT_INTERRUPTED if answer.is_interrupted else 0
@@ -85,8 +88,7 @@ FLAGS = (
     Flag("verbose", "--verbose -v", None, OFTEN, "Statistics on stderr; twice llama.cpp's log.", 0, int,
          {"count": True, "show_default": False}),
 )  # fmt: skip
-PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
-"""{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
+PARAMETERS = {option: parameter for parameter, option in LOAD_PARAMETERS.items()}
 OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
 """Settings that count for a model that this command loads, where neither its name nor a flag says otherwise."""
 
@@ -103,8 +105,10 @@ class RunCommand(Command):
 def model_and_words(
     model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
 ) -> tuple[str, list[str]]:
-    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too. Raises
-    BadParameter when no model or more than one is named."""
+    """Returns the model's name and the words of the prompt. With --model or --hf-repo all words are the prompt.
+
+    Raises BadParameter when no model or more than one is named.
+    """
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
     words = [*([model] if model is not None else []), *prompt]
@@ -122,13 +126,11 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
     """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
     _check(given)
     name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])
-    of_loading = {name: value for name, value in given.items() if OPTIONS[name].scope == "load"}
-    parameters = {
-        PARAMETERS.get(name, name): value
-        for name, value in given.items()
-        if name in PARAMETERS or name not in of_loading
-    }
-    load_options = {name: value for name, value in of_loading.items() if name not in PARAMETERS}
+    of_loading = [name for name in given if OPTIONS[name].scope == "load"]
+    is_here = chosen["local"] or chosen["verbose"] > 1 or bool(set(of_loading) - {"n_ctx"})
+    loading = {name: given.pop(name) for name in of_loading if name not in PARAMETERS}
+    files = {name: loading.pop(name) for name in OF_THE_MODEL if name in loading}
+    parameters = {PARAMETERS.get(name, name): value for name, value in given.items()}
     verbose, keep_alive = chosen["verbose"], chosen["keep_alive"]
     settings = {name: chosen[name] for name in ("system", "hide_thinking", "context_shift")} | {
         "format": None if chosen["format"] is None else parse_format(chosen["format"]),
@@ -138,7 +140,9 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
     from moegguf.chat.client import Client, running_server
-    from moegguf.chat.model import ChatModel, OwnWorker, RunningServer
+    from moegguf.chat.local import LocalModel
+    from moegguf.chat.served import ServedModel
+    from moegguf.settings import read_settings
 
     if text == "":  # loads the model in a running server, which keeps it
         from moegguf.models.names import parse_name
@@ -146,30 +150,44 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         kept = {} if keep_alive is None else {"keep_alive": keep_alive}
         Client().post("/api/generate", {"model": parse_name(name).canonical, "prompt": "", "stream": False} | kept)
         return 0
-    is_here = chosen["local"] or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
     client = None if is_here else running_server([name])
-    server = RunningServer(client, name, keep_alive) if client else None
-    chat_model = ChatModel(server or OwnWorker(log=verbose > 1))  # a worker starts while this goes on
+    environment = read_settings()
+    spinner = Spinner()
+    connection: LocalModel | ServedModel
+    if client is not None:
+        connection = ServedModel(client, name, keep_alive, spinner)
+    else:  # a worker starts while this goes on
+        debug = environment.debug or verbose > 1
+        connection = LocalModel(replace(environment, loading=loading, debug=debug), spinner)
     from moegguf.chat.conversation import Conversation
-    from moegguf.settings import read_settings
+    from moegguf.chat.model import ChatModel
 
-    entry = server.entry if server else find_or_pull(name)
-    if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
-        parameters["num_ctx"] = chat_model.connection.details(entry).n_ctx_train
-    if not server:
-        environment = read_settings()
-        defaults = {name: getattr(environment, name) for name in OF_THE_ENVIRONMENT}
-        unset = {name: value for name, value in defaults.items() if value not in (None, "")}
-        parameters = {name: value for name, value in unset.items() if name not in entry.parameters} | parameters
-    conversation = Conversation(entry, {} if server else load_options, parameters, **settings)
-    with Spinner() as spinner:
-        if text is None or not server:  # a server loads for the answer
-            chat_model.load(conversation, spinner)
+    with closing(connection), spinner:
+        if isinstance(connection, ServedModel):
+            entry = connection.entry
+        else:
+            entry = with_files(find_or_pull(name), **files)
+            parameters = _defaults(environment, entry) | parameters
+            if sys.stderr.isatty() or verbose:
+                print_card_note(loading)
+        if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
+            parameters["num_ctx"] = connection.details(entry).n_ctx_train
+        conversation = Conversation(entry, parameters, **settings)
+        chat_model = ChatModel(connection)
+        if text is None or client is None:  # a server loads for the answer
+            chat_model.load(conversation)
+            spinner.close()
         if text is not None:
-            return _answer_once(chat_model, conversation, text, spinner)
-    from moegguf.chat.chat import Chat
+            return _answer_once(chat_model, conversation, text)
+        from moegguf.chat.chat import Chat
 
-    return Chat(chat_model, conversation).run()
+        return Chat(chat_model, conversation).run()
+
+
+def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
+    """Returns the parameters of a model loaded here that the environment sets and its name does not."""
+    found = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
+    return {name: value for name, value in found.items() if value not in (None, "") and name not in entry.parameters}
 
 
 def _check(given: Given) -> None:
@@ -184,6 +202,5 @@ def _check(given: Given) -> None:
 
         try:
             find_strategy(given["strategy"])
-        except OptionError as error:  # its old flag, --system, is taken for the system message
-            text = f"{error} The system message is --system-prompt."
-            raise typer.BadParameter(text, param_hint="--strategy") from None
+        except OptionError as error:
+            raise typer.BadParameter(str(error), param_hint="--strategy") from None

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from moegguf.cli.options import OFTEN, Command, Flag, Given, flags, loading_options, model_argument
+from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, loading_options, model_argument
 from moegguf.errors import OptionError
 from moegguf.options import OF_COMMANDS, OPTIONS
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
-    from moegguf.models.entry import ModelEntry
     from moegguf.settings import Settings
 
 
-OF_THE_MODEL = ("mmproj", "lora_path")  # files that belong to one model
 SERVER_FLAGS, LOAD_FLAGS = (
     [name for name, option in OPTIONS.items() if option.flags and option.scope == scope] for scope in ("server", "load")
 )
@@ -58,11 +55,11 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
     entries = []
     for model in models or ():
         from moegguf.models.sources import file_name
-        from moegguf.terminal.loading import find_or_pull
+        from moegguf.terminal.loading import find_or_pull, with_files
 
         entry = find_or_pull(model)  # a file has its name without ".gguf"
         own = replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
-        entries.append(_with_files(own, **files))
+        entries.append(with_files(own, **files))
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)
@@ -70,16 +67,6 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
         return run_server(settings, listener, lambda: print_address(settings, listener), entries)
     finally:
         listener.close()
-
-
-def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
-    """The model with another projector, or an adapter. Raises ModelFormatError, ModelNotFoundError."""
-    from moegguf.gguf.projector import read_projector
-    from moegguf.models.catalog import with_adapter
-
-    if mmproj is not None:
-        entry = replace(entry, mmproj=read_projector(os.path.expanduser(mmproj)).path.absolute())
-    return entry if lora_path is None else with_adapter(entry, lora_path)
 
 
 def serve_settings(port: int | None, given: Given) -> Settings:
@@ -105,11 +92,12 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
-    """Prints the version, the address and who needs a key there, the page, folders and memory, on stderr."""
+    """Prints the version, the address and who needs a key there, the page, folders, memory and an unused card."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes
     from moegguf.settings import models_folder
+    from moegguf.terminal.loading import print_card_note
 
     address = replace(settings.host, port=listener.getsockname()[1])
     keys = "an API key" if len(settings.api_keys) == 1 else f"{len(settings.api_keys)} API keys"
@@ -121,5 +109,6 @@ def print_address(settings: Settings, listener: socket.socket) -> None:
     free_now = f"{format_bytes(free.available_bytes)} of {format_bytes(free.total_bytes)} now"
     print_message(f"moegguf {__version__}: models of `moegguf list` and in {models_folder()}")
     print_message(f"memory for them: {limit} (free: {free_now})")
+    print_card_note(settings.loading)
     told = f" ({'; '.join(remarks)})" if remarks else ""
     print_message(f"listening on {address.url}{told}, with a page at {address.url}/")

@@ -95,7 +95,8 @@ def showing_progress() -> Iterator[Progress]:
     """Yields a progress callback: one line on a terminal, elsewhere a line per stage."""
     from moegguf.terminal.progress import Spinner
 
-    last, interrupted = "", False
+    last = ""
+    interrupted = False
 
     def show(step: str, share: float) -> None:
         nonlocal last
@@ -159,9 +160,11 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     from moegguf.terminal.loading import warn_of_long_context
     from moegguf.trace.prompts import read_prompts
 
-    out, prompts = chosen["out"], chosen["prompts"]
+    out = chosen["out"]
+    prompts = chosen["prompts"]
     check_writable(out, prompts)
-    path, prompt_list = find_model(model), read_prompts(prompts)
+    path = find_model(model)
+    prompt_list = read_prompts(prompts)
     logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # by which the bindings filter llama.cpp's log
     layout = read_layout(path)
     warn_of_long_context(layout, chosen["ctx"])
@@ -196,7 +199,10 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     from moegguf.trace.analysis import TraceAnalysis
     from moegguf.trace.simulate import SimOptions
 
-    model, strategies, save, prefetch = chosen["model"], split(chosen["strategy"]), chosen["save"], chosen["prefetch"]
+    model = chosen["model"]
+    strategies = split(chosen["strategy"])
+    save = chosen["save"]
+    prefetch = chosen["prefetch"]
     # A policy with an "=" is one for two tiers.
     policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))]
     predictors = split(chosen["predictor"])

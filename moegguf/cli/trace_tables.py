@@ -85,12 +85,15 @@ def print_tiers(rows: Sequence[Row], used: str) -> None:
 
 
 def _tier_lines(row: Row) -> Iterable[Line]:
-    """What decode passes counted in each tier, per token; of the first also what decided, and the speed."""
+    """Returns the counts of decode passes in each tier, per token. The first line also has what
+    decided, and the speed."""
     assert row.simulated is not None
-    n_tokens, speed = max(1, row.simulated.decode.tokens), row.simulated.t_per_s
+    n_tokens = max(1, row.simulated.decode.tokens)
+    speed = row.simulated.t_per_s
     shares = {VRAM: row.share, **row.devices, RAM: row.ram_share or 0.0}
     for name, share in shares.items():
-        tier, first = row.simulated.decode_tiers[name], name == VRAM
+        tier = row.simulated.decode_tiers[name]
+        first = name == VRAM
         decided = [row.policy, "" if row.predictor == "none" else row.predictor] if first else ["", ""]
         yield [
             *decided, f"{100 * share:.4g}%", name, f"{tier.hit_rate:.1%}", f"{tier.bytes_in / n_tokens / 1e6:.2f}",
@@ -100,7 +103,7 @@ def _tier_lines(row: Row) -> Iterable[Line]:
 
 
 def _decided(row: Row) -> tuple[str, str, str]:
-    """What decided; a strategy that chooses by budget is one line."""
+    """Returns strategy, policy and predictor. A strategy that chooses by budget is one line."""
     return (row.strategy, "", "") if row.strategy == OWN else (row.strategy, row.policy, row.predictor)
 
 

@@ -89,8 +89,9 @@ class Artifacts:
         return read_routers(self.layout)
 
     def load(self, kind: str, shape: MoeShape, build: Callable[[weights.Weights], T]) -> T | None:
-        """What `build` makes of the nearest usable file KIND.safetensors; None, with a warning for each, when all are
-        damaged or foreign. Raises FileNotFoundError where there is none."""
+        """Returns what `build` makes of the nearest usable file KIND.safetensors; None, with a
+        warning for each, when all are damaged or foreign. Raises FileNotFoundError where there is
+        none."""
         path = None
         for path in self.find(f"{kind}.safetensors"):
             found = weights.load(path, kind, self.fingerprint, shape, build)
@@ -111,7 +112,7 @@ class Artifacts:
         self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
 
     def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:
-        """How often earlier runs used each expert, (n_layer, n_expert), the last ones counting most; a damaged or
+        """Returns how often earlier runs used each expert, (n_layer, n_expert); the last runs count most. A damaged or
         foreign file is skipped with a warning."""
 
         def build(saved: weights.Weights) -> npt.NDArray[np.float32]:
@@ -135,7 +136,8 @@ class Artifacts:
             warnings.warn(f"{subject} not saved ({error.strerror}).", stacklevel=3)
 
     def writable_folder(self) -> Path:
-        """Beside the model where that is writable and outside the package, else the user's folder. Creates it."""
+        """Returns the folder beside the model where it is writable and outside the package, else
+        the user's. Creates it."""
         folder = self.model_folder
         if folder is None or any(folder.is_relative_to(part) for part in package_folders()) or not _writable(folder):
             folder = self.user_folder
@@ -165,7 +167,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be written to the folder, once it exists."""
+    """Returns whether files can be written to the folder, once it exists."""
     try:
         return os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
     except OSError:

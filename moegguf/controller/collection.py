@@ -21,7 +21,7 @@ ENTRIES = "decode"  # their array in a file; older ones also have those of promp
 
 
 class Eamc:
-    """Up to `capacity` rEAMs, each (n_layer, n_expert) counts."""
+    """A collection of up to `capacity` rEAMs, each (n_layer, n_expert) counts."""
 
     def __init__(self, n_layer: int, n_expert: int, capacity: int = CAPACITY) -> None:
         self._table = n_layer, n_expert
@@ -49,7 +49,8 @@ class Eamc:
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Eamc:
-        """From an earlier `weights()`; ValueError when they do not fit."""
+        """Returns the collection that an earlier `weights()` described. Raises ValueError where the
+        arrays do not fit."""
         return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
 
     def weights(self) -> Weights:
@@ -96,7 +97,7 @@ class Eamc:
 
 
 def _narrowed(counts: Counts) -> npt.NDArray[np.generic]:
-    """The same numbers in the smallest type that holds them exactly."""
+    """Returns the counts in the smallest type that holds them exactly."""
     for kind in (np.uint8, np.uint16):
         if counts.max(initial=0) <= np.iinfo(kind).max and np.array_equal(counts, np.trunc(counts)):
             return counts.astype(kind)

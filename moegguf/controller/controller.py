@@ -30,7 +30,7 @@ from moegguf.native.store import NativePolicy, Store
 
 @dataclass(frozen=True)
 class ActingOptions:
-    """How a controller acts on what is predicted.
+    """Options of acting on predictions.
 
     prefetch: None acts on no prediction. slowest_s: a policy or predictor that once takes longer is switched off.
     strict: one that fails raises CallbackError instead, and may take long. lockstep: the store's own predictions act at
@@ -89,7 +89,8 @@ class Controller:
         self._store = store
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
         self._native_forecast = _native_forecast(shape, predictor, options)
-        self._predicting, self._acting = False, True
+        self._predicting = False
+        self._acting = True
         self._changing = Lock()  # what the store predicts with
         self._direct_store()
         if options.prefetch is not None:
@@ -99,17 +100,17 @@ class Controller:
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether predictions may be acted on at all."""
+        """Returns whether predictions may be acted on at all."""
         return self._prefetcher is not None
 
     @property
     def prefetching(self) -> bool:
-        """Whether predictions are acted on now."""
+        """Returns whether predictions are acted on now."""
         return self.may_prefetch and (self.watchdog is None or self.watchdog.on)
 
     @property
     def needs_events(self) -> bool:
-        """Whether it has to be told of routing: else the store evicts, predicts and acts by itself."""
+        """Returns whether the controller needs routing events: else the store evicts, predicts and acts by itself."""
         return isinstance(self.policy, Policy) or not self.native or isinstance(self.predictor, EamcPredictor)
 
     def announce(self, announcement: Announcement) -> None:
@@ -186,7 +187,7 @@ class Controller:
 
     @property
     def _refused(self) -> bool:
-        """Whether the last trial said that prefetching does not pay, and the next one has not begun."""
+        """Returns whether the last trial said that prefetching does not pay, and the next one has not begun."""
         return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
     def _guarded(self, switch_off: Callable[[str], None], act: Callable[..., None], *arguments: object) -> None:
@@ -250,13 +251,16 @@ class Controller:
             self._forecast_set = False
 
     def _drop_predictor(self, why: str) -> None:
-        name, self.predictor, self._prefetcher = name_of(self.predictor), None, None
+        name = name_of(self.predictor)
+        self.predictor = None
+        self._prefetcher = None
         self._forecast.clear()
         self._direct_store()
         self._tell(f"the predictor {name} {why}", "going on without it")
 
     def _drop_policy(self, why: str) -> None:
-        name, self.policy = name_of(self.policy), None
+        name = name_of(self.policy)
+        self.policy = None
         if not self.stopped:
             self._clear_scores()
         self._tell(f"the policy {name} {why}", "going on with LRU")

@@ -42,7 +42,7 @@ class Forecast:
         self._predict(predictor, self._shape.row_of[il])
 
     def take(self, probabilities: Float32s, known: npt.NDArray[np.bool_]) -> None:
-        """What the store expects of `known` layers, (n_layer, n_expert), takes the place of what was predicted."""
+        """Takes the store's probabilities (n_layer, n_expert) of `known` layers in place of the predicted ones."""
         self._known = np.flatnonzero(known).tolist()
         self._table[:] = probabilities * known[:, np.newaxis]
 

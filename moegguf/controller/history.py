@@ -83,7 +83,10 @@ class History:
         self.clock += 1
         self.last_use[event.il, used] = self.clock
         self.uses[event.il] += used
-        self.il, self.pass_, self.phase, self.sequence = event.il, event.pass_, event.phase, event.sequence
+        self.il = event.il
+        self.pass_ = event.pass_
+        self.phase = event.phase
+        self.sequence = event.sequence
 
     def end_all(self) -> list[Counts]:
         """Ends all requests: their rEAMs (decode), the oldest first."""

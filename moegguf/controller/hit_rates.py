@@ -190,7 +190,7 @@ def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[HitCurve, ..
 
 
 def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """That of a model of this shape; else, of all, the one with the fewest hits at a quarter."""
+    """Returns the curve of a model of this shape; else, of all curves, the one with the fewest hits at a quarter."""
     curves, same = published_for(n_expert, n_expert_used)
     chosen = min(curves, key=lambda curve: curve.at(0.25))
     kind = "published for" if same else "not known for this model; conservative: published for"
@@ -198,13 +198,14 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """From the lowest to the highest hit rate published for text: of models of this shape, else of all. Below one
+    """Returns the lowest and the highest hit rate published for text: of models of this shape, else of all. Below one
     token's experts over all layers, least-recent-use eviction hits next to nothing.
     """
     share = n_slots / max(1, layout.n_expert_total)
     curves, same = published_for(layout.n_expert, layout.n_expert_used)
     rates = sorted((curve.at(share), curve.source) for curve in curves)
-    (low, lowest), (high, highest) = rates[0], rates[-1]
+    low, lowest = rates[0]
+    high, highest = rates[-1]
     sources = lowest if lowest == highest else f"{lowest}, to {highest}"
     of = "of its shape" if same else "of other shapes"
     basis = f"not measured on this model; published for models {of}: {sources}"

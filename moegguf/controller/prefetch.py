@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.forecast import Forecast
 from moegguf.controller.shape import MoeShape
+
+if TYPE_CHECKING:
+    from moegguf.controller.forecast import Forecast
 
 Residency = npt.NDArray[np.uint8]
 NO_LIMIT = 1 << 62  # of bytes per token
@@ -65,10 +68,12 @@ class Prefetcher:
     def requests(self, forecast: Forecast, residency: Callable[[], Residency]) -> list[tuple[int, int]]:
         """(layer, expert) to prefetch now: probable, absent and not requested yet. `residency` is called only when
         needed."""
-        n_left, known = self._budget_experts - len(self._requested), forecast.known()
+        n_left = self._budget_experts - len(self._requested)
+        known = forecast.known()
         if n_left <= 0 or not known:
             return []
-        resident, wanted = residency(), list[tuple[int, int]]()
+        resident = residency()
+        wanted = list[tuple[int, int]]()
         for il in known:
             of_layer = forecast.probabilities()[il]
             best = np.argsort(-of_layer, kind="stable")[: self._shape.n_expert_used]

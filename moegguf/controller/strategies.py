@@ -22,7 +22,7 @@ Prefetch = PrefetchOptions | bool | None
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a strategy sets. `policy` "auto", and None: what was measured to be best for the model.
+    """The settings of a strategy. `policy` "auto", and None: what was measured to be best for the model.
 
     store: what it sets of a store, one of SWITCHES.
     """

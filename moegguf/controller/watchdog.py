@@ -36,7 +36,7 @@ class WatchdogOptions:
 
 
 class Watchdog:
-    """Whether prefetching is on now. Takes the time of every decoded token.
+    """A switch of prefetching, which takes the time of every decoded token.
 
     The criterion is time, which includes both the stall and the cost of moving bytes: on a machine of few cores a
     smaller stall can cost more compute than it saves. Periods with and without differ in that alone: the controller
@@ -76,14 +76,16 @@ class Watchdog:
 
     @property
     def resting(self) -> bool:
-        """Whether it has decided, and the next trial has not begun."""
+        """Returns whether the watchdog has decided, and the next trial has not begun."""
         return self._pause_tokens > 0 or self._weighs
 
     def token(self, now_ns: int, n_sequences: int = 1) -> None:
         """Decoding of a token of each of so many sequences begins at `now_ns`, by any monotonic clock that runs while
         the model computes."""
-        previous, self._previous_ns = self._previous_ns, now_ns
-        n_last, self._n_last_sequences = self._n_last_sequences, n_sequences
+        previous = self._previous_ns
+        self._previous_ns = now_ns
+        n_last = self._n_last_sequences
+        self._n_last_sequences = n_sequences
         link_before_ns = self._link_before_ns
         if self._weighs and self._link_ns is not None:
             self._link_before_ns = self._link_ns()
@@ -111,7 +113,9 @@ class Watchdog:
         self._busy_shares.append(busy_share)
         if len(self._busy_shares) < self.options.weighed_tokens:
             return
-        busy, self._busy_shares, self._weighs = median(self._busy_shares), [], False
+        busy = median(self._busy_shares)
+        self._busy_shares = []
+        self._weighs = False
         if busy < self.options.busy:
             self._rest()
 
@@ -120,27 +124,32 @@ class Watchdog:
         self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
 
     def _is_compared(self, n_sequences: int) -> bool:
-        """Whether a pass of so many sequences counts in this trial, which begins anew after a period of others."""
+        """Returns whether a pass of `n` sequences counts in this trial, which begins anew after a period of others."""
         self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
         if self._n_others > self.options.off_tokens:
-            self._n_sequences, self._n_others, self.on = n_sequences, 0, False
-            self._period_ns, self._periods_ns = [], {False: [], True: []}
+            self._n_sequences = n_sequences
+            self._n_others = 0
+            self.on = False
+            self._period_ns = []
+            self._periods_ns = {False: [], True: []}
         return not self._n_others
 
     def _end_period(self) -> None:
         self._periods_ns[self.on].append(self._period_ns[1:])
         self._period_ns = []
-        ended_pair, self.on = self.on, not self.on
+        ended_pair = self.on
+        self.on = not self.on
         n = len(self._periods_ns[True])
         if ended_pair and (n == self.options.periods or (n >= self.options.least_periods and self._is_clear())):
             self._decide()
 
     def _is_clear(self) -> bool:
-        """Whether ranks of single tokens are certain, and say what the periods' medians say."""
+        """Returns whether ranks of single tokens are certain, and say what the periods' medians say."""
         without, with_ = (np.concatenate(self._periods_ns[on]).astype(np.float64) for on in (False, True))
         with_ /= 1 - self.options.gain
         wins = np.sign(without[:, np.newaxis] - with_).mean()  # 1: every token with prefetching was faster
-        n, m = len(without), len(with_)
+        n = len(without)
+        m = len(with_)
         errors = wins * np.sqrt(3 * n * m / (n + m + 1))
         return bool(abs(errors) >= self.options.certainty) and (errors > 0) == (self._gain() >= self.options.gain)
 

@@ -94,10 +94,12 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
         for key, value in expected.items():
             if head.get(key) != value:
                 raise ValueError(f"its {key} must be {value!r}, but is {head.get(key)!r:.80}")
-        found, required = head.get("shape"), json.loads(json.dumps(asdict(shape)))
+        found = head.get("shape")
+        required = json.loads(json.dumps(asdict(shape)))
         if not isinstance(found, dict) or any(found.get(key) != required[key] for key in SHAPE_KEYS):
             raise ValueError("it was made for a model of another shape")
-        arrays, facts = {name: file.get_tensor(name) for name in file.keys()}, head.get("facts")  # noqa: SIM118
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        facts = head.get("facts")
     if head.pop("sha256", None) != _checksum(head, arrays) or not isinstance(facts, dict):
         raise ValueError("its contents do not match their checksum; it is damaged")
     return Weights(arrays, facts)

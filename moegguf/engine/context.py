@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
-from moegguf.engine.sequences import Chunk, PassBatch, Tokens
+from moegguf.engine.sequences import PassBatch, SequenceTokens, Tokens
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
     CallbackError,
@@ -156,10 +156,10 @@ class Context:
                 " another one, or this one from another thread once it has returned."
             )
 
-    def hold_fill(self, on: bool) -> None:
-        """`Store.hold_fill`."""
+    def pause_fill(self, on: bool) -> None:
+        """`Store.pause_fill`."""
         if self._session is not None:
-            self._session.store.hold_fill(on)
+            self._session.store.pause_fill(on)
 
     def check_weights(self) -> None:
         """Raises CapabilityError for a model that was loaded without its weights. Raises ClosedError, ForkError."""
@@ -186,7 +186,7 @@ class Context:
         return self._requests.sequence + 1
 
     def begin_request(self) -> int:
-        """The number in routing events of a request that `eval_chunks` evaluates."""
+        """The number in routing events of a request that `eval_sequences` evaluates."""
         return self._requests.begin()
 
     def as_request(self, steps: Generator[Step, Any, None], keeps_logits: bool = False) -> Generator[Step, Any, None]:
@@ -216,11 +216,11 @@ class Context:
             llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1)  # what a failed pass has left
             for begin in range(0, len(tokens), llm.n_batch):
                 batch = tokens[begin : begin + llm.n_batch]
-                self._evaluate([Chunk(0, batch, llm.n_tokens, self._requests.sequence, phase)])
+                self._evaluate([SequenceTokens(0, batch, llm.n_tokens, self._requests.sequence, phase)])
                 if self.after_eval is not None:
                     self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
-    def eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
+    def eval_sequences(self, chunks: Sequence[SequenceTokens]) -> list[int] | None:
         """Evaluates at most `n_batch` tokens of some sequences together; returns each chunk's row of logits, or None
         when the KV cache has no room for them. After an exception some of the tokens may be in the context, and after
         drafts their tokens are: truncate the sequences."""
@@ -232,7 +232,7 @@ class Context:
                     raise
         return None
 
-    def _evaluate(self, chunks: Sequence[Chunk]) -> list[int]:
+    def _evaluate(self, chunks: Sequence[SequenceTokens]) -> list[int]:
         """One call of llama_decode."""
         llm = self._llm
         own = chunks[-1] if chunks[-1].sequence == 0 else None
@@ -254,7 +254,7 @@ class Context:
                 llm.scores[own.n_past : llm.n_tokens] = logits
         return rows
 
-    def _announce(self, chunks: Sequence[Chunk]) -> None:
+    def _announce(self, chunks: Sequence[SequenceTokens]) -> None:
         """Tells the store whose tokens come next."""
         first, session = chunks[0], self._session
         if session is None:
@@ -347,7 +347,7 @@ class Context:
     def check_logits(self, row: int = -1) -> None:
         """Raises OptionError unless the request that computes now has evaluated what this row of logits is of.
 
-        `row`: as `eval_chunks` returns it; -1: of the last token in sequence 0.
+        `row`: as `eval_sequences` returns it; -1: of the last token in sequence 0.
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
             raise OptionError(

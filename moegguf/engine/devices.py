@@ -16,7 +16,7 @@ from moegguf.native import library
 
 NO_GPU = (
     "a budget of a GPU, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none"
-    " (`moegguf doctor` lists devices); leave them out, or build with a backend for your GPU."
+    " (`moegguf doctor` lists devices); leave them out, or install a backend for your GPU (docs/install.md)."
 )
 QUERY_S = 60  # a driver may take long to start
 

@@ -14,22 +14,26 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import psutil
 
+from moegguf.engine.cards import card_note, find_cards
 from moegguf.engine.devices import BackendDevice, all_devices
 from moegguf.engine.machine import count_cpus, disk_read_speed, read_memory
-from moegguf.errors import LibraryError, MoeggufError
+from moegguf.errors import LibraryError, ModelNotFoundError, MoeggufError
 from moegguf.models.catalog import find_model
 from moegguf.models.sources import demo_path, folder_files
-from moegguf.native import library
+from moegguf.native import library, plugins
 from moegguf.package import __version__, package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 from moegguf.text import without_password
 
 DISK_SECONDS = 0.5
+CHECK_BUDGET = "30%"
+CHECK_TOKENS = 16
 CPU_FLAGS = (
     "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8",
     "asimddp", "i8mm", "sve",
@@ -50,10 +54,33 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
         "moegguf": _versions,
         "build": _build,
         "devices": _devices,
+        "cards": _cards,
         "machine": _machine,
         "disk": partial(_disk, model),
     }
     return {name: _fact(collect) for name, collect in sections.items()} | {"environment": environment}
+
+
+def check_store() -> str:
+    """Answers with the demo model and few slots, checks the bookkeeping of the expert store, and returns one sentence.
+
+    Raises MoeggufError with the rule that is broken, or where the demo model is missing or does not load.
+    """
+    from moegguf.engine.llama import Llama  # which a report about a library that does not load must do without
+
+    path = demo_path()
+    if path is None:
+        raise ModelNotFoundError("this installation has no demo model to check the store with; install moegguf again.")
+    with Llama(path, expert_cache=CHECK_BUDGET, n_ctx=128, verbose=False) as llm:
+        assert llm.session is not None
+        prompt = llm.tokenize(b"The expert store keeps")
+        answer = list(islice(llm.generate(prompt, temp=0.0), CHECK_TOKENS))
+        llm.session.store.drain()
+        stats = llm.stats()
+    return (
+        f"The expert store's bookkeeping is right after {len(answer)} tokens of the demo model with {CHECK_BUDGET} of"
+        f" its experts: {stats.lookups:,} look-ups, {stats.evictions:,} evictions."
+    )
 
 
 def _fact(read: Callable[[], Any]) -> Any:
@@ -101,11 +128,10 @@ def _llama_cpp_version() -> str:
 
 def read_pin() -> dict[str, str]:
     """What the library was built from, such as the llama.cpp commit that the patches are for. Raises LibraryError."""
-    file = library.find_library() / "UPSTREAM"
-    if not file.exists():
-        raise LibraryError(f"there is no {file.name} in {file.parent}: the library was built by an older moegguf")
-    pairs = (line.partition("=") for line in file.read_text().splitlines() if "=" in line and not line.startswith("#"))
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    folder = library.find_library()
+    if not (pin := plugins.read_pin(folder)):
+        raise LibraryError(f"there is no UPSTREAM in {folder}: the library was built by an older moegguf")
+    return pin
 
 
 def _features() -> list[str]:
@@ -124,6 +150,17 @@ def _device(device: BackendDevice) -> Facts:
     free_bytes, total_bytes = device.memory()
     about = {"description": device.description, "kind": device.kind}
     return about | {"free_bytes": free_bytes, "total_bytes": total_bytes}
+
+
+def _cards() -> Facts:
+    """Cards that the system lists, installed backends, what went wrong with them, and a sentence where none is used."""
+    problems = library.backend_problems()
+    return {
+        "found": [" ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()],
+        "plugins": [f"moegguf-{folder.name}" for folder in plugins.plugin_folders()],
+        "problems": [*problems.refused, *problems.errors],
+        "note": card_note() or None,
+    }
 
 
 def _machine() -> Facts:

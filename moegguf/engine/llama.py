@@ -18,14 +18,14 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.context import ClosedModel, Context
-from moegguf.engine.context_store import ContextStore, default_folder
 from moegguf.engine.drafts import Drafts, ModelDrafts
-from moegguf.engine.kept_contexts import KeptContexts, open_contexts, store_limit
+from moegguf.engine.kv_block_store import KvBlockStore, default_folder
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import check_options, prepare
 from moegguf.engine.load_spec import Budget
 from moegguf.engine.loader import Loader, Progress
 from moegguf.engine.plan import Plan
+from moegguf.engine.prefix_cache import PrefixCache, open_prefix_cache, store_limit
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.resize import set_budget
@@ -37,7 +37,6 @@ from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import OptionError
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
-from moegguf.options import take_old_keywords
 from moegguf.settings import read_load_keywords
 from moegguf.text import to_utf8
 
@@ -57,7 +56,7 @@ class Llama(UpstreamLlama):
     """What guesses tokens ahead, if anything does."""
     recording: Recording | None = None
     """The trace being recorded, None without `trace`."""
-    contexts: KeptContexts | None = None
+    prefix_cache: PrefixCache | None = None
     """What is kept on disk of this model's contexts; None where nothing is."""
     _closed = True  # until there is a loader, which has something to free
     _loader: Loader
@@ -114,7 +113,7 @@ class Llama(UpstreamLlama):
                 of this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
             context_store: disk for computed contexts, "8GiB", "auto" (a tenth of the free disk, at most 16 GiB) or 0: a
                 prompt that begins as an earlier one did goes on from there, also in another process
-                (engine/kept_contexts.py). This class uses it for batch-invariant models, and never beside `trace`,
+                (engine/prefix_cache.py). This class uses it for batch-invariant models, and never beside `trace`,
                 `lockstep`, `logits_all` and `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
             trace: a file to record routing in, or a `TraceOptions`.
             n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
@@ -145,7 +144,6 @@ class Llama(UpstreamLlama):
             AllocationError, ExpertIOError, LibraryError.
         """
         given: dict[str, Any] = dict(options)
-        strategy = take_old_keywords(given).get("strategy", strategy)
         check_options(given, Llama.__init__)
         environment = read_load_keywords()
         named = find_strategy(environment.get("strategy", "") if strategy is None else strategy)
@@ -178,7 +176,7 @@ class Llama(UpstreamLlama):
         try:
             self._loader = loader = Loader(load_plan, given, store, progress)
             self.session, self._closed = loader.session, False
-            kept = ContextStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
+            kept = KvBlockStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
             recent = RecentExperts(self.session, kept) if kept and self.session else None
             base = super().__init__
             loader.read(lambda: base(load_plan.path, **load_plan.options), self._unload, chosen)
@@ -190,7 +188,7 @@ class Llama(UpstreamLlama):
             self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
-            self.contexts = open_contexts(self, self.context, load_plan, store, kept, recent) if kept else None
+            self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
                 self._loader.end_parts(discard=True)  # keeps an older trace file
@@ -207,7 +205,7 @@ class Llama(UpstreamLlama):
         **options: Any,
     ) -> Plan:
         """Returns the plan for loading the model with these keywords. Raises what loading would raise."""
-        given: dict[str, Any] = options | take_old_keywords(options)
+        given: dict[str, Any] = dict(options)
         check_options(given, Llama.__init__)
         own = {"expert_cache": expert_cache, "vram_cache": vram_cache, "placement": placement}
         return prepare(model_path, own, given).plan
@@ -277,23 +275,23 @@ class Llama(UpstreamLlama):
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
         """The steps, which go on from what is kept on disk of their prompt, and are kept."""
-        contexts = self.contexts
-        if contexts is None or not self.batch_invariant or not options.get("reset", True):
+        cache = self.prefix_cache
+        if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
 
-        def keep(sequence: int, tokens: Tokens, n_new: int) -> None:
-            contexts.keep(sequence, tokens, n_new, goes_on=len(tokens) != len(prompt))
+        def store(sequence: int, tokens: Tokens, n_new: int) -> None:
+            cache.store(sequence, tokens, n_new, goes_on=len(tokens) != len(prompt))
 
         prompt = list(arguments[0] if arguments else options["tokens"])
         n_held = common_tokens(self.input_ids[: self.n_tokens], prompt[:-1])
-        contexts.restore(0, prompt, n_held)
-        self.context.after_eval = keep
+        cache.restore(0, prompt, n_held)
+        self.context.after_eval = store
         try:
             return (yield from steps)
         finally:
             self.context.after_eval = None
             if not self._closed:
-                contexts.keep(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
+                cache.store(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
 
     def stats(self) -> Stats:
         """Counters since the model was loaded; subtract earlier ones for those of a request."""
@@ -342,8 +340,8 @@ class Llama(UpstreamLlama):
         self._closed = True
         if context:
             context.close(forked)
-        if self.contexts is not None and not forked:
-            self.contexts.close()
+        if self.prefix_cache is not None and not forked:
+            self.prefix_cache.close()
         if forked:
             return  # the parent process owns it
         try:

@@ -64,7 +64,7 @@ class Loader:
             store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
         if load_plan.hooks:
             self.session = Session(plan.slots_layout(load_plan.layout), plan, store)
-            self.session.store.hold_fill(True)  # until llama.cpp has read
+            self.session.store.pause_fill(True)  # until llama.cpp has read
 
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
@@ -163,7 +163,7 @@ class Loader:
             work.join()
             if read_memory().limited_by != MACHINE:
                 _advise(layout, "POSIX_FADV_DONTNEED", threading.Event())
-            self.session.store.hold_fill(False)
+            self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
         """Compute threads of this context."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moegguf.engine.context_store import ContextStore
+from moegguf.engine.kv_block_store import KvBlockStore
 from moegguf.engine.session import RoutingListener, Session
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.native.events import RoutingEvent
@@ -19,7 +19,7 @@ class RecentExperts(RoutingListener):
 
     listen_options = ListenOptions(lazy=True)
 
-    def __init__(self, session: Session, store: ContextStore) -> None:
+    def __init__(self, session: Session, store: KvBlockStore) -> None:
         self._session = session
         self.name = f"{header_digest(session.layout.shards)}-experts"
         self._used = dict[int, list[int]]()  # of each layer

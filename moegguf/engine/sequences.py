@@ -38,7 +38,7 @@ Tokens = Sequence[int] | npt.NDArray[np.intc]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SequenceTokens:
     """Consecutive tokens of one sequence in a pass, after its first `n_past`. `request`: its number in routing events.
     `wants_logits`: of the last token; `all_logits`: of every one. `draft`: tokens that may come after these; logits of
     each are wanted, too."""
@@ -85,7 +85,7 @@ class PassBatch:
             setattr(self.batch, name, c.cast(array.ctypes.data, kinds[name]))
 
     def fill(
-        self, chunks: Sequence[Chunk], position: Callable[[int], int] = int, all_logits: bool = False
+        self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
         """Sets the tokens; returns each chunk's row of logits, that of its last token; those of its draft come next.
         position: of the token after the first n. all_logits: those of every token are wanted. Raises OptionError for a

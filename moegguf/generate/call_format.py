@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from moegguf.generate.tool_calls import (
     Call,
     ElementCalls,
     JsonCalls,
+    MarkedCalls,
     MistralCalls,
     NamedCalls,
     PythonCalls,
@@ -32,8 +32,10 @@ from moegguf.generate.tool_calls import (
     TaggedCalls,
     ToolCallBlock,
     Types,
+    calls_in,
     closed_json,
-    json_calls,
+    json_at,
+    json_value,
     pattern_of,
 )
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, has_channels, think_marks_of
@@ -115,11 +117,6 @@ class ToolFormat:
     def may_begin(self, block: str) -> bool:
         """Returns whether a block of a format without a closing mark may still become a call."""
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
-
-    def has_begun(self, block: str) -> bool:
-        """Returns whether more text cannot change that a block begins as a call."""
-        begun = _BEGIN.match(block, len(self.open))
-        return bool(self.close) or (begun is not None and begun.end() < len(block))
 
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
         """Returns the calls in a block that the token limit cut, the last one with the arguments so far."""
@@ -280,7 +277,7 @@ def _through(text: str, mark: str) -> str:
 def _object_at(text: str, begin: int) -> tuple[int, int] | None:
     """Returns the place of the probe's arguments as JSON, at or behind `begin`."""
     for match in re.compile(r"\{").finditer(text, begin):
-        found = _decoded(text, match.start())
+        found = json_at(text, match.start())
         if found and found[0] == VALUES:
             return match.start(), found[1]
     return None
@@ -289,17 +286,10 @@ def _object_at(text: str, begin: int) -> tuple[int, int] | None:
 def _json_around(text: str, at: int) -> tuple[int, int] | None:
     """Returns the place of the JSON value that contains the name at `at`."""
     for match in re.compile(r"[\[{]").finditer(text, 0, at):
-        found = _decoded(text, match.start())
+        found = json_at(text, match.start())
         if found and found[1] > at:
             return match.start(), found[1]
     return None
-
-
-def _decoded(text: str, at: int) -> tuple[Any, int] | None:
-    try:
-        return json.JSONDecoder().raw_decode(text, at)
-    except (ValueError, RecursionError):
-        return None
 
 
 class _Probe:
@@ -402,7 +392,7 @@ class _Probe:
         if found is None or arguments is None:
             return None
         begin, end = found
-        reader = JsonCalls(name_is_key=json_calls(written[begin:end]) != [(NAME, dict(VALUES))])
+        reader = JsonCalls(name_is_key=calls_in(json_value(written[begin:end])) != [(NAME, dict(VALUES))])
         head, rest = written[:begin], written[end:]
         close = _unique_begin(rest, written[begin:end]) if head.strip() else ""
         at = begin + written[begin:].index(NAME)
@@ -438,7 +428,7 @@ class _Probe:
             close = _unique_begin(section, written[at : style.end] + after)
             inner.append(next_head.strip())
         before = "|".join(dict.fromkeys(_flexible(part.strip()) for part in inner if part.strip()))
-        reader = style.reader(before, _flexible(after.strip()))
+        reader = replace(style.reader, before=before, after=_flexible(after.strip()))
         exact = replace(style.written, before=head, after=style.written.after + _through(rest, close))
         return ToolFormat(opened, close, (reader,), exact)
 
@@ -447,7 +437,8 @@ class _Probe:
         before the name of the first call, which are returned where the template takes only one call."""
         two = self._written(_call(NAME, ID, VALUES), _call(OTHER_NAME, OTHER_ID, {"qkeya": "qvalc"}))
         first, second = two.rfind(NAME, 0, two.find("qkeya")), two.rfind(OTHER_NAME, 0, two.rfind("qkeya"))
-        again = self._json_style(two, first, _object_at(two, first)) if style.is_json else self._text_style(two, first)
+        is_json = isinstance(style.reader, NamedCalls)
+        again = self._json_style(two, first, _object_at(two, first)) if is_json else self._text_style(two, first)
         if first < 0 or second < 0 or again is None:
             return head, ""
         between = two[again.end : second].replace(OTHER_ID, ID)
@@ -460,11 +451,7 @@ class _Probe:
         if place is None:
             return None
         between = written[at + len(NAME) : place[0]]
-
-        def reader(before: str, after: str) -> Reader:
-            return NamedCalls(before, _flexible(between.strip()), after)
-
-        return _Style(True, place[1], reader, Written("", between, ""))
+        return _Style(place[1], NamedCalls(between=_flexible(between.strip())), Written("", between, ""))
 
     def _text_style(self, written: str, at: int) -> _Style | None:
         """Returns the style of arguments that have marks of their own."""
@@ -487,31 +474,29 @@ class _Probe:
         raw = ESCAPED in self._render(_answer(_call(NAME, ID, {"qkeya": ESCAPED})))
         n = len(_through(rest, ")"))
         exact = Written("", "(", ")", "python", key_close={"": "="}, separator=", ", quote="'" if raw else "")
-        return _Style(False, end + n, lambda before, after: PythonCalls(raw), exact)
+        return _Style(end + n, PythonCalls(raw=raw), exact)
 
     def _tagged_style(self, begin: str, key_close: str, divider: str, end: int, rest: str) -> _Style:
         key_open = _shared_end(begin, divider)
         value_close = divider.removesuffix(key_open)
-        n = _common_prefix(value_close, rest)
-        end, value_close = end + n, value_close
         pattern, signs = self._key_close(key_close)
-        close_mark = value_close.strip()
-        ends = (rf"{chr(92)}n?" if value_close.startswith("\n") else "") + _flexible(close_mark)
-
-        def reader(before: str, after: str) -> Reader:
-            between, opened = (_flexible(text.strip()) for text in (begin.removesuffix(key_open), key_open))
-            return TaggedCalls(before, between, after, opened, pattern, ends, signs.get("string", ""))
-
+        reader = TaggedCalls(
+            between=_flexible(begin.removesuffix(key_open).strip()),
+            key_open=_flexible(key_open.strip()),
+            key_close=pattern,
+            value_close=("\\n?" if value_close.startswith("\n") else "") + _flexible(value_close.strip()),
+            string_sign=signs.get("string", ""),
+        )
         texts = {kind: key_close.replace(signs["string"], sign, 1) for kind, sign in signs.items()} or {"": key_close}
         exact = Written("", begin.removesuffix(key_open), "", "tagged", key_open, texts, value_close)
-        return _Style(False, end, reader, exact)
+        return _Style(end + _common_prefix(value_close, rest), reader, exact)
 
     def _key_close(self, text: str) -> tuple[str, dict[str, str]]:
         """Returns a pattern for the mark between an argument's name and value, and the types that it names: {JSON type:
         the text for it}."""
         found = {kind: self._key_close_of(kind, value) for kind, value in KINDS.items()}
         begin, end = _common_prefix(*found.values()), _common_suffix(*found.values())
-        blank = rf"{chr(92)}n?" if text.endswith("\n") else ""
+        blank = "\\n?" if text.endswith("\n") else ""
         if len(set(found.values())) == 1 or not all(found.values()):
             return _flexible(text.strip()) + blank, {}
         while begin and text[begin - 1].isalnum():
@@ -536,30 +521,25 @@ VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "obje
 
 @dataclass(frozen=True)
 class _Style:
-    """A style of writing arguments. `end`: the place behind them. `reader` makes a reader of calls from two patterns:
-    the marks before a name, and the marks behind the arguments."""
+    """A style of writing arguments."""
 
-    is_json: bool
-    end: int
-    reader: Callable[[str, str], Reader]
+    end: int  # the place behind them
+    reader: MarkedCalls  # without the marks before a name and behind the arguments
     written: Written
 
 
 def _relaxed_style(quote: str, end: int, rest: str) -> _Style:
     n = len(_through(rest, "}"))
     exact = Written("", "{", "}", "relaxed", key_close={"": ":"}, separator=",", quote=quote)
-    return _Style(False, end + n, lambda before, after: RelaxedCalls(before, quote), exact)
+    return _Style(end + n, RelaxedCalls(quote=quote), exact)
 
 
 def _element_style(begin: str, divider: str, end: int, rest: str) -> _Style:
     sign = divider.partition("</")[0]
     between = begin.removesuffix(f"{sign}<")
-    n = len(_through(rest, "</qkeyb>"))
-
-    def reader(before: str, after: str) -> Reader:
-        return ElementCalls(before, _flexible(between.strip()), after, sign)
-
-    return _Style(False, end + n, reader, Written("", between, "", "elements", key_open=sign))
+    reader = ElementCalls(between=_flexible(between.strip()), sign=sign)
+    exact = Written("", between, "", "elements", key_open=sign)
+    return _Style(end + len(_through(rest, "</qkeyb>")), reader, exact)
 
 
 def _flexible(text: str) -> str:

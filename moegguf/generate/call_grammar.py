@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moegguf.generate.call_format import ID, NAME, Written
-from moegguf.generate.tool_calls import Parameter, parts_of
+from moegguf.generate.tool_calls import Parameter
 
 Json = Callable[..., str]
 """Returns the grammar of JSON that follows a schema. `root`: the schema in which its references are followed."""
@@ -163,7 +163,7 @@ class CallGrammar:
 def _properties(whole: Parameter) -> Iterator[str]:
     """Yields the names of an object's properties, each once, in the order of the schema."""
     names = dict[str, None]()
-    for part in parts_of(whole):
+    for part in whole.parts():
         properties, required = part.get("properties"), part.get("required")
         names |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
         names |= (
@@ -177,7 +177,7 @@ def _properties(whole: Parameter) -> Iterator[str]:
 def _required(whole: Parameter) -> set[str]:
     """Returns the names that every value has: of the schema itself and what it combines by allOf and references."""
     found = set[str]()
-    for part in parts_of(whole, ("allOf",)):
+    for part in whole.parts(("allOf",)):
         required = part.get("required")
         if isinstance(required, list):
             found.update(name for name in required if isinstance(name, str))
@@ -186,12 +186,12 @@ def _required(whole: Parameter) -> set[str]:
 
 def _is_open(whole: Parameter) -> bool:
     """Returns whether an object without named properties may have any."""
-    return all(part.get("additionalProperties") is not False and "properties" not in part for part in parts_of(whole))
+    return all(part.get("additionalProperties") is not False and "properties" not in part for part in whole.parts())
 
 
 def _choices(parameter: Parameter) -> list[Any]:
     """Returns the values that a schema lists, none when it lists none."""
-    for part in parts_of(parameter, ("allOf",)):
+    for part in parameter.parts(("allOf",)):
         if isinstance(part.get("enum"), list):
             return list(part["enum"])
         if "const" in part:

@@ -13,7 +13,7 @@ from moegguf.generate.call_grammar import CallGrammar, quoted, until
 from moegguf.generate.continuation import Continuation
 from moegguf.generate.gbnf import lark_rules
 from moegguf.generate.json_schema import MAX_GRAMMAR_BYTES, SHARED_RULES, Schemas
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 
 MAX_TOOLS = 128
 
@@ -30,7 +30,7 @@ class Constraint:
 
 
 def constraint_for(
-    request: GenerationRequest,
+    request: Request,
     template: str | None,
     prompt_end: str = "",
     continuation: Continuation | None = None,

@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moegguf.engine.drafts import N_MAX, Drafts, Source
-from moegguf.generate.answer import BatchedAnswer, Slot
+from moegguf.generate.sequence import KvSequence, Sequence
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -114,11 +113,11 @@ class DraftGate:
         return [Acceptance(0.5, MEMORY, base) for base in self.acceptance]
 
     def is_due(self) -> bool:
-        """Called once before each pass: whether it may have drafts, and `ran` is to hear of it."""
+        """Called once before each pass: whether it may have drafts, and `note_pass` is called after it."""
         self._n_resting -= 1
         return self._n_resting < 0
 
-    def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
+    def widths(self, answers: list[list[Acceptance]]) -> list[list[int]]:
         """The most tokens that each source may draft for each of the answers that decode in the next pass."""
         times = self._times[len(answers)]
         base_s, cost = times.base_s, times.cost
@@ -144,7 +143,9 @@ class DraftGate:
             return nothing
         return [[TRIAL_TOKENS] * len(answers[0]), *nothing[1:]]
 
-    def ran(self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float, spent_s: float = 0.0) -> None:
+    def note_pass(
+        self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float, spent_s: float = 0.0
+    ) -> None:
         """A pass that was due, and in which so many sequences decode, was computed. spent_s: the part of it that looked
         for drafts; it is lost where there were none."""
         times = self._times[n_sequences]
@@ -164,9 +165,9 @@ class DraftGate:
 
 @dataclass
 class _Text:
-    """What drafts know of a sequence: the answer there, its tokens so far, and how often they were accepted."""
+    """What drafts know of a sequence: the sequence, its tokens so far, and how often they were accepted."""
 
-    answer: BatchedAnswer
+    sequence: Sequence
     acceptance: list[Acceptance]
     n_shifts: int
     n_tokens: int = 0
@@ -178,7 +179,7 @@ class _Text:
     def note_tokens(self, n_key: int) -> None:
         """Sets `repeats`, of so many tokens (0: any text may have drafts), in a microsecond: a pass of text that
         repeats nothing costs no more."""
-        context = self.answer.context
+        context = self.sequence.context
         for i in range(self.n_hashed, len(context) - n_key + 1 if n_key else 0):
             key = hash(tuple(context[i : i + n_key]))
             self.repeats = key in self.hashes
@@ -194,17 +195,20 @@ class Drafter:
         self._llm, self._drafts = llm, drafts
         self._spent_s = 0.0  # in this pass, looking for drafts
         self._begins = False  # in this pass, a text: drafts of it need something once, which takes long
-        self._texts: dict[int, _Text] = {}  # by sequence
+        self._texts: dict[int, _Text] = {}  # by seq_id
         self._n_drafted = self._n_accepted = 0  # tokens of this pass
 
-    def propose(self, answers: Sequence[BatchedAnswer]) -> None:
+    def propose(self, sequences: list[Sequence]) -> None:
         """Sets the drafts of answers that decode together in the next pass; nobody else takes part in it."""
         texts = list[_Text]()
-        for answer in answers:
-            sequence, n_shifts = answer.held.sequence, answer.timing.n_shifts
-            text = self._texts.get(sequence)
-            if text is None or text.answer is not answer or text.n_shifts != n_shifts:  # it has lost a part of its text
-                text = self._texts[sequence] = _Text(answer, self.gate.of_answer(), n_shifts)
+        for sequence in sequences:
+            seq_id = sequence.place.seq_id
+            n_shifts = sequence.summary.n_shifts
+            text = self._texts.get(seq_id)
+            if (
+                text is None or text.sequence is not sequence or text.n_shifts != n_shifts
+            ):  # it has lost a part of its text
+                text = self._texts[seq_id] = _Text(sequence, self.gate.of_answer(), n_shifts)
             text.note_tokens(self._drafts.least_key)
             texts.append(text)
         if not any(text.repeats for text in texts):
@@ -215,29 +219,32 @@ class Drafter:
             return
         wanted, n_left = list[tuple[int, list[int]]](), self._llm.n_batch - len(texts)
         for text, of_answer in zip(texts, widths, strict=True):
-            answer, room = text.answer, 0
-            if text.repeats and answer.prompt.images is None:  # the context is full, and it ends, as without drafts
-                room = max(0, min(answer.limit - answer.timing.answer_tokens, answer.n_ctx - len(answer.context)) - 1)
-            self._drafts.set_tokens(answer.held.sequence, text.n_tokens, answer.context[text.n_tokens :])
+            sequence = text.sequence
+            room = 0
+            if text.repeats and sequence.prompt.images is None:  # the context is full, and it ends, as without drafts
+                room = max(
+                    0, min(sequence.limit - sequence.summary.answer_tokens, sequence.n_ctx - len(sequence.context)) - 1
+                )
+            self._drafts.set_tokens(sequence.place.seq_id, text.n_tokens, sequence.context[text.n_tokens :])
             self._begins |= text.n_tokens == 0
-            text.n_tokens = len(answer.context)
-            wanted.append((answer.held.sequence, [min(width, room) for width in of_answer]))
+            text.n_tokens = len(sequence.context)
+            wanted.append((sequence.place.seq_id, [min(width, room) for width in of_answer]))
         for text, draft in zip(texts, self._drafts.draft(wanted), strict=True):
-            text.answer.draft, text.source = draft.tokens[:n_left], draft.source
-            n_left -= len(text.answer.draft)
+            text.sequence.draft, text.source = draft.tokens[:n_left], draft.source
+            n_left -= len(text.sequence.draft)
         self._spent_s = time.thread_time() - start_s
 
-    def verified(self, answer: BatchedAnswer, slot: Slot, n_accepted: int) -> None:
+    def note_verified(self, sequence: Sequence, kv: KvSequence, n_accepted: int) -> None:
         """The first tokens of its draft were sampled, too."""
-        text, n_drafted = self._texts[slot.sequence], len(answer.draft)
+        text, n_drafted = self._texts[kv.seq_id], len(sequence.draft)
         self._llm.context.drafted.update(draft_passes=1, drafted_tokens=n_drafted, accepted_tokens=n_accepted)
         text.acceptance[text.source].note(n_drafted, n_accepted)
-        self._drafts.accept(slot.sequence, n_accepted)
+        self._drafts.accept(kv.seq_id, n_accepted)
         self._n_drafted += n_drafted
         self._n_accepted += n_accepted
 
-    def ran(self, n_sequences: int, seconds: float) -> None:
+    def note_pass(self, n_sequences: int, seconds: float) -> None:
         """A pass took so long in which so many sequences decoded, and nothing else."""
         if not self._begins:
-            self.gate.ran(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)
+            self.gate.note_pass(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)
         self._begins, self._spent_s, self._n_drafted, self._n_accepted = False, 0.0, 0, 0

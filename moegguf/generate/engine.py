@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import collections.abc as abc
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any, Self
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
-from moegguf.generate.answer import AnswerEvents, BatchedAnswer
 from moegguf.generate.batching import BatchLoop
-from moegguf.generate.kv_slots import Schedule
-from moegguf.generate.request import Delta, GenerationRequest, Message, Sampling, Timing, join, sampling_with
+from moegguf.generate.kv_sequences import Schedule
+from moegguf.generate.request import AnswerSummary, Delta, Message, Request, Sampling, join, sampling_with
+from moegguf.generate.sequence import AnswerEvents, Sequence
 
 DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
 
-Prompt = str | Sequence[int]
+Prompt = str | abc.Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -30,47 +31,34 @@ class EngineAnswer(Delta):
     """An answer: all of its deltas as one. `error`: why it ended early, in one of many; the rest is then what there
     was."""
 
-    timing: Timing = field(default_factory=Timing, repr=False)
+    summary: AnswerSummary = field(default_factory=AnswerSummary, repr=False)
     error: Exception | None = None
 
     @property
     def finish(self) -> str:
         """ "stop", "length" or "cancelled"."""
-        return self.timing.finish
+        return self.summary.finish
 
 
-class _Collected(AnswerEvents):
-    """Collects the events of one answer; `done` has it then."""
+class _Events(AnswerEvents):
+    """Passes the deltas of one answer to `put`, and at its end an `EngineAnswer` without their content."""
 
-    def __init__(self) -> None:
-        self.done: Future[EngineAnswer] = Future()
-        self._deltas: list[Delta] = []
-
-    def on_delta(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
-        self.done.set_result(EngineAnswer(**vars(join(self._deltas)), timing=timing, error=error))
-
-
-class _Streamed(AnswerEvents):
-    """Passes the events of one answer to an event loop; None is the end."""
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self.error: Exception | None = None
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, put: Callable[[Delta], object]) -> None:
+        self._put = put
 
     def on_delta(self, delta: Delta) -> None:
         self._put(delta)
 
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
-        self.error = error
-        self._put(None)
+    def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
+        self._put(EngineAnswer(summary=summary, error=error))
 
-    def _put(self, delta: Delta | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self.queue.put_nowait, delta)
+
+def _collected(queue: SimpleQueue[Delta]) -> EngineAnswer:
+    """Waits for the end of an answer and returns all of it."""
+    deltas = list[Delta]()
+    while not isinstance(delta := queue.get(), EngineAnswer):
+        deltas.append(delta)
+    return replace(delta, **vars(join(deltas)))
 
 
 class Engine:
@@ -83,7 +71,7 @@ class Engine:
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
             is computed again. None: parallel * n_ctx, less where experts would miss that memory.
         schedule: makes, of the loaded model, what chooses the sequences that compute in a step
-            (`moegguf.generate.kv_slots`); None: all of them.
+            (`moegguf.generate.kv_sequences`); None: all of them.
         All keywords of `moegguf.Llama`; flash_attn is None unless given.
 
     An answer has the same bits alone and beside others where the model is batch-invariant (`Llama.batch_invariant`);
@@ -117,10 +105,13 @@ class Engine:
         return self._llm
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None, **fields: Any
+        self,
+        prompts: Prompt | abc.Sequence[Prompt],
+        sampling: Sampling | abc.Sequence[Sampling] | None = None,
+        **fields: Any,
     ) -> list[EngineAnswer]:
         """Answers to prompts, in their order: a text, a list of tokens, or a list of these. `sampling`: for all, or one
-        each; without it the model's, else the defaults. `fields`: further ones of `Sampling` and `GenerationRequest`:
+        each; without it the model's, else the defaults. `fields`: further ones of `Sampling` and `Request`:
         `max_tokens=8, temperature=0`.
 
         What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
@@ -130,8 +121,8 @@ class Engine:
 
     def chat(
         self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        conversations: abc.Sequence[Message] | abc.Sequence[abc.Sequence[Message]],
+        sampling: Sampling | abc.Sequence[Sampling] | None = None,
         **fields: Any,
     ) -> list[EngineAnswer]:
         """Answers to conversations, each a list of messages, or to one; else as `generate`."""
@@ -139,20 +130,26 @@ class Engine:
         return self._answers([given] if given and isinstance(given[0], dict) else given, sampling, fields)
 
     async def stream(
-        self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
+        self, prompt: Prompt | abc.Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
-        cancels it. `fields`: as of `generate`. Raises what `BatchedAnswer.read` gives and evaluations
+        cancels it. `fields`: as of `generate`. Raises what `Sequence.read` gives and evaluations
         raise, ClosedError."""
-        events = _Streamed()
-        answer = self._submit(_request(prompt, sampling or self._sampling, fields), events)
+        queue = asyncio.Queue[Delta]()
+        loop = asyncio.get_running_loop()
+
+        def put(delta: Delta) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(queue.put_nowait, delta)
+
+        sequence = self._submit(_request(prompt, sampling or self._sampling, fields), put)
         try:
-            while (delta := await events.queue.get()) is not None:
+            while not isinstance(delta := await queue.get(), EngineAnswer):
                 yield delta
         finally:
-            self._loop.cancel(answer)
-        if events.error is not None:
-            raise events.error
+            self._loop.cancel(sequence)
+        if delta.error is not None:
+            raise delta.error
 
     def stats(self) -> Stats:
         """Counters since the model was loaded."""
@@ -172,14 +169,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
+    def _submit(self, request: Request, put: Callable[[Delta], object]) -> Sequence:
         self._llm.context.check_caller()
         if not self._thread.is_alive():
             raise ClosedError("the engine is closed; make another one.")
-        return self._loop.submit(request, events)
+        return self._loop.submit(request, _Events(put))
 
     def _answers(
-        self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None, fields: dict[str, Any]
+        self, prompts: abc.Sequence[Any], sampling: Sampling | abc.Sequence[Sampling] | None, fields: dict[str, Any]
     ) -> list[EngineAnswer]:
         """Submits a few more than are computed, so that thousands of requests do not take memory; cancels all when
         interrupted."""
@@ -190,23 +187,25 @@ class Engine:
                 f"sampling has {len(sampling)} elements for {len(prompts)} prompts; give 1, or 1 for each."
             )
         requests = [_request(prompt, each, fields) for prompt, each in zip(prompts, sampling, strict=True)]
-        collected = [_Collected() for _ in requests]
-        n_ahead, submitted = AHEAD * self._llm.n_seq_max, list[BatchedAnswer]()
+        queues = [SimpleQueue[Delta]() for _ in requests]
+        n_ahead = AHEAD * self._llm.n_seq_max
+        submitted = list[Sequence]()
+        answers = list[EngineAnswer]()
         try:
-            for i, (request, events) in enumerate(zip(requests, collected, strict=True)):
-                if i >= n_ahead:
-                    collected[i - n_ahead].done.result()
-                submitted.append(self._submit(request, events))
-            return [events.done.result() for events in collected]
+            for request, queue in zip(requests, queues, strict=True):
+                if len(submitted) - len(answers) >= n_ahead:
+                    answers.append(_collected(queues[len(answers)]))
+                submitted.append(self._submit(request, queue.put))
+            return answers + [_collected(queue) for queue in queues[len(answers) :]]
         except BaseException:  # also an interrupt: nobody waits for these answers
-            for answer in submitted:
-                self._loop.cancel(answer)
+            for sequence in submitted:
+                self._loop.cancel(sequence)
             raise
 
 
-def _request(prompt: Prompt | Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
+def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
     """That of a text, tokens or messages."""
-    of_sampling, of_request = Sampling.__dataclass_fields__, GenerationRequest.__dataclass_fields__
+    of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
     for name in fields:
         if name not in of_sampling and name not in of_request:
             raise OptionError.unknown(name, [*of_sampling, *of_request], "help(moegguf.Sampling)")
@@ -215,4 +214,4 @@ def _request(prompt: Prompt | Sequence[Message], sampling: Sampling, fields: dic
         is_chat = bool(prompt) and isinstance(prompt[0], dict)
         given = {"messages": tuple(prompt)} if is_chat else {"prompt": "", "context": tuple(prompt)}
     given |= {name: value for name, value in fields.items() if name in of_request}
-    return replace(GenerationRequest(**given), sampling=sampling_with(sampling, fields))
+    return replace(Request(**given), sampling=sampling_with(sampling, fields))

@@ -523,58 +523,35 @@ def _equal_to(value: Any) -> Made:
     return Made({"enum": [value]})
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
+def _are_names(value: Any, allowed: Sequence[str] = ()) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) and (not allowed or each in allowed) for each in value)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _is_filled(value: Any) -> bool:
-    return _is_list(value) and bool(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _are_types(value: Any) -> bool:
-    return _are_names(value) and all(name in (*TYPES, "integer") for name in value)
-
-
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), (_is_count, "a number of 0 or more")),
-    **dict.fromkeys(("minProperties", "maxProperties"), (_is_count, "a number of 0 or more")),
-    **dict.fromkeys(("minContains", "maxContains"), (_is_count, "a number of 0 or more")),
-    **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
-    **dict.fromkeys(("pattern", "format", "$ref"), (_is_text, "a text")),
-    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), (_is_map, "an object of schemas")),
-    **dict.fromkeys(("allOf", "anyOf", "oneOf"), (_is_filled, "a list of schemas")),
-    "multipleOf": (_is_positive, "a number above 0"),
-    "prefixItems": (_is_list, "a list of schemas"),
-    "enum": (_is_list, "a list of values"),
-    "required": (_are_names, "a list of names"),
-    "dependentRequired": (lambda value: _is_map(value) and all(map(_are_names, value.values())), "lists of names"),
-    "type": (_are_types, "a type, or a list of types"),
-    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
-}  # fmt: skip
+_COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains",
+)  # fmt: skip
+_RULES: Sequence[tuple[str, Callable[[Any], bool], Sequence[str]]] = (
+    ("a number of 0 or more", lambda value: _is_number(value) and value >= 0 and value == int(value), _COUNTS),
+    ("a number above 0", lambda value: _is_number(value) and value > 0, ("multipleOf",)),
+    ("a number", _is_number, _BOUNDS),
+    ("a text", lambda value: isinstance(value, str), ("pattern", "format", "$ref")),
+    ("true or false", lambda value: isinstance(value, bool), ("uniqueItems",)),
+    ("an object of schemas", lambda value: isinstance(value, Mapping),
+     ("properties", "patternProperties", "dependentSchemas")),
+    ("a list of schemas", lambda value: isinstance(value, list) and bool(value), ("allOf", "anyOf", "oneOf")),
+    ("a list of schemas", lambda value: isinstance(value, list), ("prefixItems",)),
+    ("a list of values", lambda value: isinstance(value, list), ("enum",)),
+    ("a list of names", _are_names, ("required",)),
+    ("lists of names", lambda value: isinstance(value, Mapping) and all(map(_are_names, value.values())),
+     ("dependentRequired",)),
+    ("a type, or a list of types", lambda value: _are_names(value, (*TYPES, "integer")), ("type",)),
+)  # fmt: skip
+"""A form of values, its check, and the keywords that have it. Of two rules for a keyword the first counts."""
+_CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RULES) for keyword in keywords}
 
 
 def _kept(schema: Any) -> bool | Json:
@@ -586,10 +563,10 @@ def _kept(schema: Any) -> bool | Json:
         raise SchemaError(f"a JSON schema consists of objects, but one part is {str(schema)[:50]!r}.")
     kept = _of_today({key: value for key, value in schema.items() if value is not None or key == "const"})
     for keyword, value in kept.items():
-        is_allowed, wanted = _CHECKS.get(keyword, (None, ""))
-        if is_allowed and not is_allowed(value):
+        wanted, check = _CHECKS.get(keyword, ("", None))
+        if check and not check(value):
             raise SchemaError(f"`{keyword}` of a JSON schema is {wanted}, but is {str(value)[:50]!r}; change it.")
-        if is_allowed is _is_count:
+        if keyword in _COUNTS:
             kept[keyword] = int(value)
     return kept
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.call_format import AnswerFormat, ToolFormat, answer_format
 from moegguf.generate.continuation import Continuation
-from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall, join
+from moegguf.generate.request import Delta, Request, TokenLogprob, ToolCall, join
 from moegguf.generate.tool_calls import Call, Types, closed_json, json_value, tool_call, types_of
 from moegguf.gguf.chat_template import ThinkMarks, capabilities_of, tail
 
@@ -33,46 +33,26 @@ _LONGEST_HEADER = 300
 
 
 class AnswerParser:
-    """Separates thinking and calls from the text of one answer. `_parse` consumes what is in `_held`, and yields where
-    more text has to come first; once `_ended`, none will."""
+    """Separates thinking and calls from the text of one answer. `_parse` consumes the text in `_held`, and yields where
+    more text has to come first, until `_ended`."""
 
     def __init__(self) -> None:
-        self._held = self._text = self._thinking = ""
+        self._held = ""
+        self._text = ""
+        self._thinking = ""
         self._calls: list[ToolCall] = []
         self._ended = self._cut = False
         self._endings: frozenset[str] = frozenset()
-        self._awaited = ""  # while a long block is read: the mark before which nothing can be decided
-        self._later: list[str] = []  # chunks that came while the mark was awaited
-        self._last = ""  # the end of these chunks, in which the mark may begin
         self._steps = self._parse()
 
     def feed(self, text: str) -> Delta:
         """Returns what is certain after this chunk, often nothing."""
-        if self._awaits(text):
-            return Delta()
         self._held += text
         next(self._steps, None)
         delta = Delta(self._text, self._thinking, tuple(self._calls))
-        self._text, self._thinking, self._calls = "", "", []
+        self._text = self._thinking = ""
+        self._calls = []
         return delta
-
-    def _awaits(self, text: str) -> bool:
-        """Keeps a chunk, and returns whether the awaited mark is still missing. So the time for a chunk does not depend
-        on the length of the block."""
-        if not self._awaited:
-            return False
-        self._later.append(text)
-        self._last += text
-        if self._awaited not in self._last and not self._ended:
-            self._last = self._last[max(0, len(self._last) - len(self._awaited) + 1) :]
-            return True
-        self._held += "".join(self._later[:-1])
-        self._awaited, self._later, self._last = "", [], ""
-        return False
-
-    def _await(self, mark: str) -> None:
-        """Does without the next steps until `mark` or the end of the answer."""
-        self._awaited, self._last = mark, self._held[max(0, len(self._held) - len(mark) + 1) :]
 
     def end(self, *, cut: bool = False) -> Delta:
         """Returns what was held back, at the end of the answer. `cut`: the token limit ended it."""
@@ -197,7 +177,6 @@ class ChannelParser(AnswerParser):
 
 Tools = Sequence[Mapping[str, Any]]
 
-_NEVER = "\0\0\0"  # a mark that no model writes: the block extends to the end of the answer
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
 MAX_MARKS_IN_VALUES = 8  # closing marks within the values of one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
@@ -309,8 +288,6 @@ class MarkParser(AnswerParser):
                 return
             if at < 0:
                 n_read = max(n_read, len(self._held) - len(form.close) + 1)
-                if form.has_begun(self._held):
-                    self._await(form.close or _NEVER)
                 yield
                 continue
             end = at + len(form.close)
@@ -343,8 +320,6 @@ class MarkParser(AnswerParser):
             assert match is not None
             if not (match["key"] in _CALL_KEYS if match["whole"] else match.end() == len(self._held)):
                 return
-            if match["whole"]:
-                self._await(_NEVER)
             yield
         self._end_call(form)
 
@@ -393,11 +368,9 @@ class StopStrings:
     """Passes text up to the first stop string, which is then `found`. Empty stop strings are ignored."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        strings = sorted({stop for stop in stops if stop}, key=len, reverse=True)
         self.found = ""
-        self._pattern = re.compile("|".join(map(re.escape, strings))) if strings else None
-        self._beginnings = {stop[:n] for stop in strings for n in range(1, len(stop))}
-        self._longest = max((len(stop) for stop in strings), default=0) - 1
+        self._strings = sorted({stop for stop in stops if stop}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._strings)) or r"(?!)")
         self._held = ""
 
     @property
@@ -407,18 +380,16 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """The held characters and `text`, up to what may begin a stop string; "" once one was found."""
-        if self._pattern is None:
-            return text
         if self.found:
             return ""
         text = self._held + text
-        match = self._pattern.search(text)
-        if match:
-            self.found, self._held = match[0], ""
+        if match := self._pattern.search(text):
+            self.found = match[0]
+            self._held = ""
             return text[: match.start()]
-        n = next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
-        self._held = text[len(text) - n :]
-        return text[: len(text) - n]
+        n_passed = len(text) - tail(text, self._strings)
+        self._held = text[n_passed:]
+        return text[:n_passed]
 
     def end(self) -> str:
         """The held characters, at the end of the text."""
@@ -497,17 +468,16 @@ class Transcript:
         return released
 
 
-def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
+def new_transcript(request: Request, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
     """The transcript of an answer to `request`. Only answers to a chat template's prompt are parsed."""
     tools = () if request.tool_choice == "none" else request.tools
-    template = prompt.template
-    if template is None or not (tools or "thinking" in capabilities_of(template)):
-        return Transcript(vocabulary, request.sampling.stop, with_tokens=request.return_tokens)
-    parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
+    template, parser = prompt.template, None
+    if template is not None and (tools or "thinking" in capabilities_of(template)):
+        parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
     return Transcript(
         vocabulary,
-        request.sampling.stop,
+        (*request.sampling.stop, *prompt.stops),
         parser,
-        special=needs_special_tokens(template),
+        special=parser is not None and needs_special_tokens(template),
         with_tokens=request.return_tokens,
     )

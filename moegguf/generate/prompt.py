@@ -18,7 +18,7 @@ from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
 from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.images import Marked, mark_images, text_of
-from moegguf.generate.request import GenerationRequest, Message
+from moegguf.generate.request import Message, Request
 from moegguf.generate.template import LongPromptError, render
 from moegguf.gguf.chat_template import CHATML, CHATML_END, capabilities_of
 from moegguf.gguf.experts import ExpertLayout
@@ -60,7 +60,7 @@ class Prompt:
         return [token for token in self.tokens if token != PLACEHOLDER] if self.images else self.tokens
 
 
-def read_prompt(llm: Llama, request: GenerationRequest) -> Prompt:
+def read_prompt(llm: Llama, request: Request) -> Prompt:
     """The prompt of `request`.
 
     Raises ContextError when it does not fit even after truncation, CapabilityError when the model lacks a capability
@@ -81,7 +81,7 @@ def read_prompt(llm: Llama, request: GenerationRequest) -> Prompt:
     return prompt
 
 
-def render_prompt(llm: Llama, request: GenerationRequest) -> str:
+def render_prompt(llm: Llama, request: Request) -> str:
     """The text of a conversation's prompt. Raises CapabilityError and TemplateError as `read_prompt` does, and
     ContextError for one that is far too long."""
     found = _Renderer(llm, request)(request.messages or ())
@@ -90,7 +90,7 @@ def render_prompt(llm: Llama, request: GenerationRequest) -> str:
     return found.end
 
 
-def count_prompt(llm: Llama, request: GenerationRequest) -> int:
+def count_prompt(llm: Llama, request: Request) -> int:
     """The number of tokens of a conversation's prompt, whether or not it fits the context; of one that is far too long,
     an estimate. Raises CapabilityError and TemplateError as `read_prompt` does."""
     return _Renderer(llm, request)(request.messages or ()).n_tokens
@@ -128,7 +128,7 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
     return Prompt(ends, text, n_tokens) if n_tokens > 2 * n_ctx else None
 
 
-def _context_tokens(llm: Llama, request: GenerationRequest) -> list[int]:
+def _context_tokens(llm: Llama, request: Request) -> list[int]:
     """Returns the tokens of the request's context. Raises OptionError for a number that is no token of the model, and
     ContextError for a text that is far too long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
@@ -146,7 +146,7 @@ def _context_tokens(llm: Llama, request: GenerationRequest) -> list[int]:
     return first + _without_second_bos(first, tokens)
 
 
-def _completion(llm: Llama, request: GenerationRequest, prompt: str, context: list[int]) -> Prompt:
+def _completion(llm: Llama, request: Request, prompt: str, context: list[int]) -> Prompt:
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     first = [] if context else vocabulary.bos_tokens
     if request.suffix is None:
@@ -184,7 +184,7 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
     return tokens
 
 
-def _fitted(llm: Llama, request: GenerationRequest, tokens: list[int], n_more: int = 0) -> Prompt:
+def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) -> Prompt:
     """The prompt of `tokens`, without the middle where they are too many. `n_more`: tokens that are known to be missing
     in the middle. Raises ContextError when `request` does not allow that."""
     n_ctx, n_whole = request.sampling.context_within(llm.n_ctx()), len(tokens) + n_more
@@ -203,7 +203,7 @@ def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
-def _conversation(llm: Llama, request: GenerationRequest, context: list[int]) -> Prompt:
+def _conversation(llm: Llama, request: Request, context: list[int]) -> Prompt:
     render = _Renderer(llm, request)
     if not request.messages:
         raise OptionError("there are no messages; give at least one.")
@@ -222,7 +222,7 @@ class _Renderer:
     """Messages to tokens, with the message that the answer continues at the end. Raises CapabilityError when the
     model's template does not support the request's tools or thinking."""
 
-    def __init__(self, llm: Llama, request: GenerationRequest) -> None:
+    def __init__(self, llm: Llama, request: Request) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
         self._tools = () if request.tool_choice == "none" else tuple(map(_shown, request.tools))
         self.template = request.template or template_of(llm.layout, with_tools=bool(self._tools))
@@ -312,7 +312,7 @@ def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
 
 
-def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Message], render: _Renderer) -> Prompt:
+def _truncated(llm: Llama, request: Request, messages: Sequence[Message], render: _Renderer) -> Prompt:
     """The prompt of the messages that leave room for an answer: system messages, and the newest others."""
     whole, n_ctx = render(messages), request.sampling.context_within(llm.n_ctx())
     n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens

@@ -1,10 +1,8 @@
-"""A generation request, the deltas of its answer, and the timing: plain data that fits in JSON.
-
-The chat, and the server through its workers, fill in a `GenerationRequest` and receive `Delta`s and one `Timing`."""
+"""A request to a model, the deltas of its answer, and the summary at its end: plain data that fits in JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,15 +18,20 @@ also `thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": obj
 class Sampling:
     """Sampling options, with Ollama's names and defaults.
 
-    temperature 0 takes the likeliest token. max_tokens None: until the model ends or the context is full (of one that
-    shifts: ten times). num_keep: the first tokens, besides BOS, that stay when the context shifts; -1: the prompt. seed
-    None is random. exact: the same bits whatever else the model is asked. A batch-invariant model
-    (`Llama.batch_invariant`) gives these always; another computes such a request without others and from an
-    empty context, one with a seed from an empty context; the last bits of the rest depend on who else is in a pass.
-    reasoning_budget_tokens: tokens of thinking, after which `reasoning_budget_message` and the end of the thinking are
-    forced; 0 is no thinking, None no limit.
-    text_bias: texts whose tokens each get a bias, beside those of logit_bias. ignore_eos: no token ends the answer, but
-    for one that follows a format. num_ctx: tokens of the model's context that the request may use; None: all of them.
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        max_tokens: None: until the model ends or the context is full; where the context shifts, ten contexts.
+        num_keep: first tokens after BOS that stay when the context shifts; -1: the prompt.
+        seed: None is random.
+        exact: the answer has the same bits beside other requests. A batch-invariant model (`Llama.batch_invariant`)
+            always gives these. Another model computes such a request without others and from an empty context, and a
+            request with a seed from an empty context; the last bits of other answers depend on the other sequences of
+            a pass.
+        reasoning_budget_tokens: tokens of thinking, after which `reasoning_budget_message` and the end of the thinking
+            are forced; 0: no thinking; None: no limit.
+        text_bias: texts whose tokens each get a bias, beside `logit_bias`.
+        ignore_eos: no token ends the answer, unless the answer follows a format.
+        num_ctx: tokens of the model's context that the request may use; None: all.
     """
 
     temperature: float = 0.8
@@ -58,53 +61,40 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """One request: either `messages` (through the model's chat template) or `prompt` (verbatim).
-
-    `context`: tokens before the prompt, from the timing of an earlier answer with `return_context`; texts among them
-    become tokens, with BOS before the first where it begins the context. `suffix`: text after the gap that the model
-    fills; `files`: names and texts of other files that it may depend on. `format`: "json", or a JSON schema that the
-    answer follows; `strict`: an error where a keyword of that schema cannot be followed.
-    `grammar`: a grammar in GBNF that the answer follows. `tool_choice`: "auto", "none", "required" or the name of one
-    of `tools` (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None thinks where the template
-    can; a level such as "high" where the template has levels. `truncate`: leave out the oldest messages when not all
-    fit the context, instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still
-    too long; and drop the older half of the context when the answer reaches its end, instead of ending the answer.
-    `continue_final_message`: go on with an assistant's message at the end; `begins_answer`: else end the prompt with
-    the beginning of an answer, as nearly all models need it. `n_logprobs`: None for no logprobs, else 0
-    to 20 alternatives per token; `prompt_logprobs`: of the prompt's tokens, too, all of which are evaluated then.
-    `prompt_only`: the prompt is evaluated, and no token sampled. `return_tokens`: deltas have their tokens.
-    `think_marks`: for the thinking budget of a `prompt`,
-    the text before thinking and texts that end it, the first of which is forced; () takes the model's. `owner`: a
-    request takes over tokens of others with the same one only; "" is that of all who are not told apart. `asker`: the
-    client that may see which experts the request uses.
-    """
+class Request:
+    """One request to a model, with `messages` (through the chat template) or with `prompt` (verbatim)."""
 
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
+    # Tokens before the prompt, from the summary of an earlier answer with `return_context`. Texts among them become
+    # tokens, with BOS before a text that begins the context.
     context: tuple[int | str, ...] = ()
-    suffix: str | None = None
-    files: tuple[tuple[str, str], ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()
-    tool_choice: str = "auto"
-    format: str | Mapping[str, Any] | None = None
-    strict: bool = False
-    grammar: str | None = None
-    think: bool | str | None = None
+    suffix: str | None = None  # text behind the gap that the model fills
+    files: tuple[tuple[str, str], ...] = ()  # names and texts of other files that the gap may depend on
+    tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI's format: {"type": "function", "function": {...}}
+    tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
+    format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer follows
+    strict: bool = False  # a keyword of that schema that cannot be followed is an error
+    grammar: str | None = None  # a grammar in GBNF that the answer follows
+    think: bool | str | None = None  # a level such as "high" where the template has levels; None: where it can
     template: str | None = None  # a Jinja template in place of the model's
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    truncate: bool = True
+    truncate: bool = True  # leaves out the oldest messages when not all fit the context; else ContextError
+    # Cuts, with `truncate`, a message or prompt that is still too long; and drops the older half of the context when an
+    # answer reaches its end.
     shift: bool = True
-    continue_final_message: bool = True
-    begins_answer: bool = True
-    n_logprobs: int | None = None
-    prompt_logprobs: bool = False
-    prompt_only: bool = False
+    continue_final_message: bool = True  # the answer goes on with an assistant's message at the end
+    begins_answer: bool = True  # the prompt ends with the beginning of an answer, as nearly all models need it
+    n_logprobs: int | None = None  # alternatives per token, up to 20; None for no logprobs
+    prompt_logprobs: bool = False  # of the prompt's tokens, too, all of which are evaluated then
+    prompt_only: bool = False  # evaluates the prompt and samples no token
     return_context: bool = False
+    # For the thinking budget of a `prompt`: the text before thinking, and texts that end it, the first of which is
+    # forced. () takes the model's.
     think_marks: tuple[str, ...] = ()
-    return_tokens: bool = False
-    owner: str = ""
-    asker: str = ""
+    return_tokens: bool = False  # deltas have their tokens
+    owner: str = ""  # reuses the tokens of requests with this owner only; "": of all who are not told apart
+    client_key: str = ""  # of the client that may see which experts the request uses
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -185,36 +175,32 @@ class PromptProgress:
     seconds: float
 
 
-OnProgress = Callable[[PromptProgress], object]
-
-
 @dataclass
-class Timing:
-    """Counts and times of an answer. `prompt_tokens`: those evaluated; `cached_tokens`: those of the prompt that were
-    reused from the context; `disk_tokens`: of these, those that were on disk only. `thinking_tokens`: those of the
-    answer up to the end of its thinking. `stop_string`: that which ended the answer. `stats` covers the whole answer,
-    `answer_stats` the part after its first token; both count all that the model computed meanwhile, for other answers
-    too where it computes several at once. `cut_messages`, `cut_tokens`: of the prompt, left out to fit the context.
-    `n_shifts`: how often the context was full and lost its older half. `context`: tokens of prompt and answer, with
-    `return_context`.
-    """
+class AnswerSummary:
+    """Counts and times of an answer."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    disk_tokens: int = 0
+    prompt_tokens: int = 0  # that were evaluated
+    cached_tokens: int = 0  # of the prompt, reused from the context
+    disk_tokens: int = 0  # of these, those that were on disk only
     answer_tokens: int = 0
-    thinking_tokens: int = 0
+    thinking_tokens: int = 0  # of the answer, up to the end of its thinking
     prompt_s: float = 0.0
     answer_s: float = 0.0
     total_s: float = 0.0
     finish: str = "stop"  # "stop", "length" or "cancelled"
-    stop_string: str = ""
-    cut_messages: int = 0
+    stop_string: str = ""  # that ended the answer
+    cut_messages: int = 0  # of the prompt, left out to fit the context
     cut_tokens: int = 0
-    n_shifts: int = 0
-    context: tuple[int, ...] = ()
+    n_shifts: int = 0  # how often the context was full and lost its older half
+    context: tuple[int, ...] = ()  # tokens of prompt and answer, with `return_context`
+    # Of all that the model computed during the answer, also for other answers; the second from its first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
+
+    @property
+    def whole_prompt_tokens(self) -> int:
+        """Returns the tokens of the prompt, evaluated or reused."""
+        return self.prompt_tokens + self.cached_tokens
 
 
 MAX_TOP_LOGPROBS = 20

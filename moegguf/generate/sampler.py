@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate.constraint import Constraint
-from moegguf.generate.limited import LimitedError, reply_of
 from moegguf.generate.request import Sampling, TokenChance, TokenLogprob
+from moegguf.generate.sandbox_pool import LimitedError, reply_of
 from moegguf.native import library
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moegguf.errors import TemplateError
-from moegguf.generate.limited import LimitedError
 from moegguf.generate.request import Message
+from moegguf.generate.sandbox_pool import LimitedError
 from moegguf.generate.template_forms import MAX_CHARACTERS, default_variables, forms_of, rendered
 
 MAX_TEMPLATE_BYTES = 128 << 10

@@ -3,7 +3,7 @@ call as an object or as text, a system message or none.
 
 Templates do not say which forms they read, and a template that meets another form leaves out the text. `forms_of`
 renders short conversations of marked texts, once for each template, and chooses the forms in which no mark is lost, as
-llama.cpp does (common/jinja/caps.cpp). Messages in these forms are rendered in limited processes (limited.py).
+llama.cpp does (common/jinja/caps.cpp). Messages in these forms are rendered in limited processes (sandbox_pool.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from datetime import datetime
 from itertools import product
 from typing import Any
 
-from moegguf.generate.limited import LimitedError, reply_of
 from moegguf.generate.request import Message
+from moegguf.generate.sandbox_pool import LimitedError, reply_of
 
 MAX_CHARACTERS = 16 << 20  # of a prompt
 MAX_KNOWN = 64  # templates whose forms are kept

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.engine.vocabulary import Vocabulary
     from moegguf.generate.prompt import Prompt
-    from moegguf.generate.request import GenerationRequest
+    from moegguf.generate.request import Request
 
 
 class _Channels(NamedTuple):
@@ -123,7 +123,7 @@ class ThinkingBudget:
         self._forced.extend(end[n_begun:] if n_begun else [*self._message, *end])
 
 
-def thinking_budget_of(llm: Llama, request: GenerationRequest, prompt: Prompt) -> ThinkingBudget | None:
+def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> ThinkingBudget | None:
     """The budget of the answer to `request`; None where it has no limit, or nothing is known of the model's thinking.
 
     A prompt without a chat template has the marks that the request names, or those of the model's own template.

@@ -1,7 +1,7 @@
 """Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's forms.
 
 A reader takes the text of a block of calls and returns the calls, or None when the text is no call. Readers never
-raise: whatever a model writes is either a call or text. `call_format.py` learns from a chat template which reader
+raise: a text that is no call is text. `call_format.py` learns from a chat template which reader
 applies.
 """
 
@@ -58,7 +58,7 @@ def json_value(text: str) -> Any:
         return None
 
 
-def _json_at(text: str, at: int) -> tuple[Any, int] | None:
+def json_at(text: str, at: int) -> tuple[Any, int] | None:
     """Returns the JSON value that begins at `at` and the position behind it, None when there is none."""
     try:
         return _DECODER.raw_decode(text, at)
@@ -82,71 +82,65 @@ def literal_value(text: str) -> Any:
 
 # The schemas of parameters, for formats that write values as text
 
+_MAX_REFERENCES = 16
+_COMBINING = ("anyOf", "oneOf", "allOf")
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
 
 @dataclass(frozen=True)
 class Parameter:
-    """A part of a tool's JSON schema. `root`: the schema in which its references are followed."""
+    """A part of a tool's JSON schema."""
 
     schema: Any = None
-    root: Any = None
+    root: Any = None  # the schema in which references are followed
 
-    def kinds(self) -> frozenset[str]:
+    def parts(self, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
+        """Yields the schema and the schemas that it refers to or combines by the keywords `combining`."""
+        todo = [(self.schema, 0)]
+        while todo:
+            schema, depth = todo.pop()
+            if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+                continue
+            yield schema
+            inner = list[Any]()
+            for key in combining:
+                if isinstance(parts := schema.get(key), list | tuple):
+                    inner += parts
+            if isinstance(reference := schema.get("$ref"), str):
+                with suppress(SchemaError):
+                    inner.append(References(self.root).follow(reference))
+            todo += [(part, depth + 1) for part in reversed(inner)]
+
+    def kinds(self) -> set[str]:
         """Returns the JSON types that a value may have; empty where the schema does not say."""
-        return frozenset(_kinds(self.schema, self.root, 0))
+        found = set[str]()
+        for part in self.parts():
+            kind = part.get("type")
+            found.update(kind if isinstance(kind, list) else [kind] if isinstance(kind, str) else [])
+            values = part["enum"] if isinstance(part.get("enum"), list) else []
+            if "const" in part:
+                values = [*values, part["const"]]
+            found.update(_KINDS.get(type(value), "object") for value in values)
+            found.update(kind for kind, key in (("object", "properties"), ("array", "items")) if key in part)
+        return found
+
+    def properties(self) -> Iterator[str]:
+        """Yields the names of an object's properties."""
+        for part in self.parts():
+            if isinstance(properties := part.get("properties"), Mapping):
+                yield from properties
 
     def property(self, name: str) -> Parameter:
         """Returns the schema of a property of an object."""
-        for schema in _parts(self.schema, self.root, 0):
-            properties = schema.get("properties")
+        for part in self.parts():
+            properties = part.get("properties")
             if isinstance(properties, Mapping) and name in properties:
                 return Parameter(properties[name], self.root)
         return Parameter()
 
     def items(self) -> Parameter:
         """Returns the schema of the items of a list."""
-        found = (schema["items"] for schema in _parts(self.schema, self.root, 0) if "items" in schema)
-        return Parameter(next(found, None), self.root)
-
-
-_MAX_REFERENCES = 16
-
-
-_COMBINING = ("anyOf", "oneOf", "allOf")
-
-
-def parts_of(parameter: Parameter, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
-    """Yields a schema and the schemas that it refers to or combines by the keywords `combining`."""
-    yield from _parts(parameter.schema, parameter.root, 0, combining)
-
-
-def _parts(schema: Any, root: Any, depth: int, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
-        return
-    yield schema
-    for key in combining:
-        parts = schema.get(key)
-        for part in parts if isinstance(parts, list | tuple) else ():
-            yield from _parts(part, root, depth + 1, combining)
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        with suppress(SchemaError):
-            yield from _parts(References(root).follow(reference), root, depth + 1, combining)
-
-
-_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-
-
-def _kinds(schema: Any, root: Any, depth: int) -> Iterator[str]:
-    for part in _parts(schema, root, depth):
-        kind = part.get("type")
-        yield from kind if isinstance(kind, list) else [kind] if isinstance(kind, str) else []
-        values = part["enum"] if isinstance(part.get("enum"), list) else []
-        for value in [*values, *([part["const"]] if "const" in part else [])]:
-            yield _KINDS.get(type(value), "object")
-        if "properties" in part:
-            yield "object"
-        if "items" in part:
-            yield "array"
+        return Parameter(next((part["items"] for part in self.parts() if "items" in part), None), self.root)
 
 
 Types = Mapping[tuple[str, str], Parameter]
@@ -160,10 +154,8 @@ def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
         function = tool.get("function", tool)
         parameters = function.get("parameters") or {}
         whole = Parameter(parameters, parameters)
-        for part in _parts(parameters, parameters, 0):
-            properties = part.get("properties")
-            for name in properties if isinstance(properties, Mapping) else ():
-                types[str(function.get("name")), str(name)] = whole.property(name)
+        for name in whole.properties():
+            types[str(function.get("name")), str(name)] = whole.property(name)
     return types
 
 
@@ -201,36 +193,22 @@ def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
     return name, arguments
 
 
-def json_calls(text: str, *, name_is_key: bool = False) -> list[Call] | None:
-    """Returns the calls in one or more objects, or lists of them, separated by blanks, commas and semicolons only."""
-    at, calls = 0, list[Call]()
-    while at < len(text):
-        if text[at] in " \t\r\n;,":
-            at += 1
-            continue
-        found = _json_at(text, at)
-        if found is None:
-            return None
-        value, at = found
-        for item in value if isinstance(value, list) else [value]:
-            call = call_of(item, name_is_key=name_is_key)
-            if call is None:
-                return None
-            calls.append(call)
-    return calls or None
+def calls_in(value: Any, *, name_is_key: bool = False) -> list[Call] | None:
+    """Returns the call of an object, or the calls of a list of them; None when one of them is no call."""
+    calls = [call_of(item, name_is_key=name_is_key) for item in (value if isinstance(value, list) else [value])]
+    found = [call for call in calls if call is not None]
+    return found if len(found) == len(calls) else None
 
 
-# Calls as a name and arguments
+# Readers
+
+_SEPARATORS = re.compile(r"[\s,;]*")
 
 
-_BLANKS = re.compile(r"[\s,]*")
-
-
-def _behind_blanks(text: str, at: int) -> int:
-    """Returns the position of the first character at or behind `at` that is neither a blank nor a comma."""
-    match = _BLANKS.match(text, at)
-    assert match is not None
-    return match.end()
+def _behind(pattern: str | re.Pattern[str], text: str, at: int) -> int:
+    """Returns the position behind what a pattern matches at `at`; `at` without a match."""
+    match = re.compile(pattern).match(text, at)
+    return match.end() if match else at
 
 
 def pattern_of(text: str) -> str:
@@ -245,6 +223,18 @@ class Reader:
     def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
         """Returns the calls, None when the text is no call. With `final` the answer has ended, and marks may be missing
         at the end of the text."""
+        calls = list[Call]()
+        at = 0
+        while (at := _behind(_SEPARATORS, text, at)) < len(text):
+            found = self._next(text, at, types, final)
+            if found is None:
+                return None
+            more, at = found
+            calls += more
+        return calls or None
+
+    def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
+        """Returns the next calls and the position behind them, None where the text is no call."""
         raise NotImplementedError
 
     def is_open(self, text: str) -> bool:
@@ -254,89 +244,71 @@ class Reader:
 
 @dataclass(frozen=True)
 class JsonCalls(Reader):
-    """Reads JSON objects. `name_is_key`: an object has the form {NAME: arguments}."""
+    """Reads JSON objects and lists of them. `name_is_key`: an object has the form {NAME: arguments}."""
 
     name_is_key: bool = False
 
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls of a block."""
-        return json_calls(text, name_is_key=self.name_is_key)
+    def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
+        found = json_at(text, at)
+        calls = calls_in(found[0], name_is_key=self.name_is_key) if found else None
+        return None if found is None or calls is None else (calls, found[1])
 
 
 @dataclass(frozen=True)
-class NamedCalls(Reader):
-    """Reads names, each followed by a JSON object. `before`: marks before a name; `between`: before the object;
-    `after`: behind it. All are patterns."""
+class MarkedCalls(Reader):
+    """Reads names between marks. All marks are patterns."""
 
-    before: str
-    between: str
-    after: str
-
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls of a block."""
-        begin = re.compile(rf"\s*(?:{self.before})?\s*({NAME_PATTERN}){self.between}\s*(?=\{{)")
-        end = re.compile(rf"\s*(?:{self.after})?[\s,;]*")
-        at, calls = 0, list[Call]()
-        while at < len(text):
-            match = begin.match(text, at)
-            found = _json_at(text, match.end()) if match else None
-            if match is None or found is None or not isinstance(found[0], dict):
-                return None
-            calls.append((match[1], found[0]))
-            close = end.match(text, found[1])
-            at = close.end() if close else found[1]
-        return calls or None
+    before: str = ""  # a name
+    between: str = ""  # the name and the arguments
+    after: str = ""  # the arguments
 
 
 @dataclass(frozen=True)
-class TaggedCalls(Reader):
+class NamedCalls(MarkedCalls):
+    """Reads names, each followed by a JSON object."""
+
+    def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
+        begin = re.compile(rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}\s*(?=\{{)").match(text, at)
+        found = json_at(text, begin.end()) if begin else None
+        if begin is None or found is None or not isinstance(found[0], dict):
+            return None
+        return [(begin[1], found[0])], _behind(rf"\s*(?:{self.after})?", text, found[1])
+
+
+@dataclass(frozen=True)
+class TaggedCalls(MarkedCalls):
     """Reads names, each followed by arguments that have marks of their own.
 
-    `before`: marks before a name; `between`: behind the name; `after`: behind the arguments. `key_open` and `key_close`
-    are the marks around an argument's name, `value_close` is the mark behind its value. All are patterns. A group in
-    `key_close` is the value's type, and `string_sign` is the type of a text. `key_close` matches blanks only where the
-    template writes them, so that they are no part of the value.
+    A group in `key_close` is the value's type. `key_close` matches blanks only where the template writes them, so that
+    they are no part of the value.
     """
 
-    before: str
-    between: str
-    after: str
-    key_open: str
-    key_close: str
-    value_close: str
-    string_sign: str = ""
+    key_open: str = ""  # before an argument's name
+    key_close: str = ""  # behind the name
+    value_close: str = ""  # behind the value
+    string_sign: str = ""  # the type of a text
 
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls of a block."""
-        begin = re.compile(rf"\s*(?:{self.before})?\s*({NAME_PATTERN})\s*{self.between}")
+    def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
+        begin = re.compile(rf"(?:{self.before})?\s*({NAME_PATTERN})\s*{self.between}").match(text, at)
+        if begin is None:
+            return None
         key = re.compile(rf"\s*{self.key_open}\s*([^<>\"\n]+?)\s*{self.key_close}", re.DOTALL)
         # The mark also ends a value where another one or the end follows, and is a part of the text elsewhere.
         close = re.compile(rf"{self.value_close}(?=\s*(?:{self.key_open}|{self.after or chr(36)}|$))")
-        end = re.compile(rf"\s*(?:{self.after})?\s*")
-        at, calls = 0, list[Call]()
-        while at < len(text):
-            match = begin.match(text, at)
-            if match is None:
+        arguments = dict[str, Any]()
+        at = begin.end()
+        body = _behind(_SEPARATORS, text, at)
+        if text.startswith("{", body) and (whole := json_at(text, body)):
+            arguments, at = whole
+        while argument := key.match(text, at):
+            value_end = close.search(text, argument.end())
+            if value_end is None and not final:
                 return None
-            name, at = match[1], match.end()
-            arguments = dict[str, Any]()
-            body = _behind_blanks(text, at)
-            whole = _json_at(text, body) if text.startswith("{", body) else None
-            if whole is not None:
-                arguments, at = whole
-            while argument := key.match(text, at):
-                value_end = close.search(text, argument.end())
-                if value_end is None and not final:
-                    return None
-                value = text[argument.end() : value_end.start() if value_end else len(text)]
-                at = value_end.end() if value_end else len(text)
-                arguments[argument[1]] = self._value(argument, value, types.get((name, argument[1]), Parameter()))
-            close_match = end.match(text, at)
-            if close_match is None or (close_match.end() == match.end() and match.end() < len(text)):
-                return None
-            calls.append((name, arguments))
-            at = close_match.end()
-        return calls or None
+            value = text[argument.end() : value_end.start() if value_end else len(text)]
+            at = value_end.end() if value_end else len(text)
+            arguments[argument[1]] = self._value(argument, value, types.get((begin[1], argument[1]), Parameter()))
+        at = _behind(rf"\s*(?:{self.after})?\s*", text, at)
+        return None if at == begin.end() < len(text) else ([(begin[1], arguments)], at)
 
     def is_open(self, text: str) -> bool:
         """Returns whether the last argument has no mark behind its value."""
@@ -353,34 +325,24 @@ class TaggedCalls(Reader):
 
 
 @dataclass(frozen=True)
-class ElementCalls(Reader):
+class ElementCalls(MarkedCalls):
     """Reads calls whose arguments are elements named like the parameters, nested for objects and lists, as MiniMax-M3
-    writes them. `sign`: the text before each tag. `before`, `between`, `after`: patterns, as of TaggedCalls."""
+    writes them."""
 
-    before: str
-    between: str
-    after: str
-    sign: str
+    sign: str = ""  # the text before each tag
 
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls of a block."""
-        begin = re.compile(rf"\s*(?:{self.before})?\s*({NAME_PATTERN}){self.between}")
-        end = re.compile(rf"\s*(?:{self.after})\s*")
-        at, calls = 0, list[Call]()
-        while at < len(text):
-            match = begin.match(text, at)
-            if match is None:
-                return None
-            arguments, at = dict[str, Any](), match.end()
-            while element := self._element(text, at, final):
-                key, inner, at = element
-                arguments[key] = self._value(inner, types.get((match[1], key), Parameter()), 0)
-            close = end.match(text, at)
-            at = close.end() if close else _behind_blanks(text, at)
-            if close is None and not (final and at == len(text)):
-                return None
-            calls.append((match[1], arguments))
-        return calls or None
+    def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
+        begin = re.compile(rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}").match(text, at)
+        if begin is None:
+            return None
+        arguments = dict[str, Any]()
+        at = begin.end()
+        while element := self._element(text, at, final):
+            key, inner, at = element
+            arguments[key] = self._value(inner, types.get((begin[1], key), Parameter()), 0)
+        close = re.compile(rf"\s*(?:{self.after})").match(text, at)
+        at = close.end() if close else _behind(_SEPARATORS, text, at)
+        return None if close is None and not (final and at == len(text)) else ([(begin[1], arguments)], at)
 
     def is_open(self, text: str) -> bool:
         """Returns whether the last element is not closed."""
@@ -393,15 +355,16 @@ class ElementCalls(Reader):
         opened = re.compile(rf"\s*{sign}<([^<>/\s]+)>").match(text, at)
         if opened is None:
             return None
-        tag, depth = re.escape(opened[1]), 1
-        for mark in re.compile(rf"{sign}<(/?){tag}>").finditer(text, opened.end()):
+        depth = 1
+        for mark in re.compile(rf"{sign}<(/?){re.escape(opened[1])}>").finditer(text, opened.end()):
             depth += -1 if mark[1] else 1
             if depth == 0:
                 return opened[1], text[opened.end() : mark.start()], mark.end()
         return (opened[1], text[opened.end() :], len(text)) if final else None
 
     def _value(self, text: str, parameter: Parameter, depth: int) -> Any:
-        elements, at = list[tuple[str, str]](), 0
+        elements = list[tuple[str, str]]()
+        at = 0
         while depth < MAX_NESTING and (element := self._element(text, at)):
             key, inner, at = element
             elements.append((key, inner))
@@ -418,38 +381,32 @@ class ElementCalls(Reader):
 
 # Calls as in Python: [name(key='value', ...)]
 
-_PYTHON_NAME = re.compile(rf"[\s,\[]*({NAME_PATTERN})\(")
+_PYTHON_NAME = re.compile(rf"\[*\s*({NAME_PATTERN})\(")
 _PYTHON_KEY = re.compile(r"[\s,]*(\w+)\s*=\s*")
 _PYTHON_END = re.compile(r"\s*\)[\s\],]*")
 _QUOTED_END = r"(?=\s*(?:,\s*\w+\s*=|\)\s*(?:,\s*[\w./-]+\(|\]|$)))"
-_PYTHON_VALUE = re.compile(r"[\s\S]*?" + _QUOTED_END)
+_PYTHON_VALUE = re.compile(r"[\s\S]+?" + _QUOTED_END)
 
 
 @dataclass(frozen=True)
-class PythonCalls(Reader):
+class PythonCalls(MarkedCalls):
     """Reads calls of Python functions with named arguments. `raw`: texts stand between quotes without escapes."""
 
     raw: bool = False
 
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls of a block."""
-        at, calls = 0, list[Call]()
-        while at < len(text):
-            match = _PYTHON_NAME.match(text, at)
-            if match is None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
+        begin = _PYTHON_NAME.match(text, at)
+        if begin is None:
+            return None
+        arguments = dict[str, Any]()
+        at = begin.end()
+        while key := _PYTHON_KEY.match(text, at):
+            found = self._value(text, key.end())
+            if found is None:
                 return None
-            arguments, at = dict[str, Any](), match.end()
-            while key := _PYTHON_KEY.match(text, at):
-                found = self._value(text, key.end())
-                if found is None:
-                    return None
-                arguments[key[1]], at = found
-            end = _PYTHON_END.match(text, at)
-            if end is None:
-                return None
-            calls.append((match[1], arguments))
-            at = end.end()
-        return calls or None
+            arguments[key[1]], at = found
+        end = _PYTHON_END.match(text, at)
+        return ([(begin[1], arguments)], end.end()) if end else None
 
     def _value(self, text: str, at: int) -> tuple[Any, int] | None:
         quote = text[at : at + 1]
@@ -459,17 +416,17 @@ class PythonCalls(Reader):
                 return None
             value = text[at + 1 : end.start()]
             return (value if self.raw else _unescaped(value, quote)), end.end()
-        found = _json_at(text, at)
-        if found is not None:
+        if found := json_at(text, at):
             return found
         match = _PYTHON_VALUE.match(text, at)
-        return None if match is None or not match[0] else (literal_value(match[0]), match.end())
+        return (literal_value(match[0]), match.end()) if match else None
 
 
 def _unescaped(text: str, quote: str) -> str:
     """Returns the value of a Python string; the text itself when it is no valid one."""
-    value = literal_value(f"{quote * 3}{text}{quote * 3}")
-    return value if isinstance(value, str) and value != f"{quote * 3}{text}{quote * 3}" else text
+    quoted = f"{quote * 3}{text}{quote * 3}"
+    value = literal_value(quoted)
+    return value if isinstance(value, str) and value != quoted else text
 
 
 # Calls as Gemma 4 writes them: call:name{key:<|"|>text<|"|>,other:[1,2]}
@@ -479,29 +436,22 @@ _RELAXED_WORD = re.compile(r"[^,{}\[\]]*")
 
 
 @dataclass(frozen=True)
-class RelaxedCalls(Reader):
-    """Reads objects whose keys have no quotes and whose texts stand between `quote` marks. `before`: a pattern."""
+class RelaxedCalls(MarkedCalls):
+    """Reads objects whose keys have no quotes and whose texts stand between `quote` marks."""
 
-    before: str
-    quote: str
+    quote: str = ""
 
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls of a block."""
-        begin = re.compile(rf"[\s,;]*(?:{self.before})\s*({NAME_PATTERN})\s*(?=\{{)")
-        at, calls = 0, list[Call]()
-        while at < len(text):
-            match = begin.match(text, at)
-            found = self._value(text, match.end(), 0) if match else None
-            if match is None or found is None or not isinstance(found[0], dict):
-                return None
-            calls.append((match[1], found[0]))
-            at = _behind_blanks(text, found[1])
-        return calls or None
+    def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
+        begin = re.compile(rf"(?:{self.before})\s*({NAME_PATTERN})\s*(?=\{{)").match(text, at)
+        found = self._value(text, begin.end(), 0) if begin else None
+        if begin is None or found is None or not isinstance(found[0], dict):
+            return None
+        return [(begin[1], found[0])], found[1]
 
     def _value(self, text: str, at: int, depth: int) -> tuple[Any, int] | None:
         if depth > MAX_NESTING:
             return None
-        at = _behind_blanks(text, at)
+        at = _behind(_SEPARATORS, text, at)
         if text.startswith(self.quote, at):
             begin = at + len(self.quote)
             end = text.find(self.quote, begin)
@@ -509,39 +459,30 @@ class RelaxedCalls(Reader):
         if text[at : at + 1] in ("{", "["):
             return self._collection(text, at, depth)
         word = _RELAXED_WORD.match(text, at)
-        if word is None or not word[0].strip():
-            return None
-        return literal_value(word[0].strip()), word.end()
+        return (literal_value(word[0].strip()), word.end()) if word and word[0].strip() else None
 
     def _collection(self, text: str, at: int, depth: int) -> tuple[Any, int] | None:
-        is_object, close = text[at] == "{", "}" if text[at] == "{" else "]"
-        keys, values = list[str](), list[Any]()
+        is_object = text[at] == "{"
+        pairs = list[tuple[str, Any]]()
         at += 1
-        while True:
-            at = _behind_blanks(text, at)
-            if text.startswith(close, at):
-                return (dict(zip(keys, values, strict=True)) if is_object else values), at + 1
+        while not text.startswith("}" if is_object else "]", at := _behind(_SEPARATORS, text, at)):
+            name = ""
             if is_object:
                 key = _RELAXED_KEY.match(text, at)
                 if key is None:
                     return None
-                keys.append(key[1].removeprefix(self.quote).removesuffix(self.quote))
-                at = key.end()
+                name, at = key[1].removeprefix(self.quote).removesuffix(self.quote), key.end()
             found = self._value(text, at, depth + 1)
             if found is None:
                 return None
             value, at = found
-            values.append(value)
+            pairs.append((name, value))
+        return (dict(pairs) if is_object else [value for _, value in pairs]), at + 1
 
 
 # Formats that models write whatever their template shows: Qwen3-Coder's and GLM's within <tool_call>
 FUNCTIONS = TaggedCalls(r"<function=", r">\n?", r"</function>", r"<parameter=", r">\n?", r"\n?</parameter>")
 _ARGUMENT_PAIRS = TaggedCalls("", "", "", r"<arg_key>", r"</arg_key>\s*<arg_value>", r"</arg_value>")
-
-
-def parse_tool_call(text: str, types: Types) -> list[Call] | None:
-    """Returns the calls in one <tool_call> block: JSON, <function=...> or a name and <arg_key>."""
-    return ToolCallBlock()(text, types, final=True)
 
 
 class ToolCallBlock(Reader):
@@ -561,41 +502,21 @@ class ToolCallBlock(Reader):
         return self._reader(text).is_open(text)
 
 
+_MISTRAL = re.compile(
+    rf"(?:\[TOOL_CALLS\])?\s*(?:({NAME_PATTERN})(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{{)|(?=[\[{{]))"
+)
+
+
 class MistralCalls(Reader):
-    """Reads what Mistral's models write behind [TOOL_CALLS]: a JSON list, or names with [ARGS] and objects."""
+    """Reads the text behind [TOOL_CALLS] of Mistral's models: a JSON list, or names with [ARGS] and objects."""
 
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls of a block."""
-        return parse_mistral(text, types)
-
-
-# [TOOL_CALLS]: a JSON list, or name[ARGS]{...} (Mistral)
-
-_MISTRAL = re.compile(rf"[\s,]*(?:\[TOOL_CALLS\])?\s*({NAME_PATTERN})(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{{)")
-_MISTRAL_JSON = re.compile(r"[\s,]*(?:\[TOOL_CALLS\])?\s*(?=[\[{])")
-
-
-def parse_mistral(text: str, types: Types) -> list[Call] | None:
-    """Returns the calls behind a [TOOL_CALLS] mark, and behind others between them."""
-    calls, at = list[Call](), 0
-    while (at := _behind_blanks(text, at)) < len(text):
-        match = _MISTRAL.match(text, at)
-        json_begin = None if match else _MISTRAL_JSON.match(text, at)
-        begin = match or json_begin
-        found = _json_at(text, begin.end()) if begin else None
-        if found is None:
+    def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
+        begin = _MISTRAL.match(text, at)
+        found = json_at(text, begin.end()) if begin else None
+        if begin is None or found is None:
             return None
-        value, at = found
-        if match is None:
-            listed = json_calls(json.dumps(value))
-            if listed is None:
-                return None
-            calls += listed
-        elif isinstance(value, dict):
-            calls.append((match[1], value))
-        else:
-            return None
-    return calls or None
+        calls = [(begin[1], found[0])] if begin[1] else calls_in(found[0])
+        return None if calls is None else (calls, found[1])
 
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)|[\[\]{}]', re.DOTALL)

@@ -1,4 +1,4 @@
-"""What the header of a LoRA adapter (a GGUF file) says: how large it is, and whether it is for an architecture.
+"""Reads the header of a LoRA adapter (a GGUF file): its size, and its architecture.
 
 llama.cpp reads the rest, and compares its matrices with those of the model.
 """

@@ -114,7 +114,7 @@ class ExpertLayout:
 
     @property
     def is_moe(self) -> bool:
-        """Whether any layer has experts."""
+        """Returns whether any layer has experts."""
         return bool(self.layers)
 
     @property
@@ -159,9 +159,10 @@ class ExpertLayout:
         return tuple(kind for kind in KINDS if kind in present)
 
     def only(self, layers: Iterable[int]) -> ExpertLayout:
-        """The same model where only these layers' experts count as experts, and those of the others as weights that
-        every token uses."""
-        wanted, moved = set(layers), Counter[int]()
+        """Returns the layout in which only these layers' experts count as experts. The experts of other layers count as
+        weights that every token uses."""
+        wanted = set(layers)
+        moved = Counter[int]()
         for layer in self.layers:
             if layer.il not in wanted:
                 moved[layer.il] = layer.n_expert * layer.expert_bytes
@@ -174,8 +175,8 @@ class ExpertLayout:
         )
 
     def with_heads(self) -> ExpertLayout:
-        """The same model with its multi-token-prediction layers, whose experts count as weights that every token uses:
-        a draft that waits for experts costs more than it saves."""
+        """Returns the layout with its multi-token-prediction layers, whose experts count as weights
+        that every token uses: a draft that waits for experts costs more than it saves."""
         return replace(self, dense_bytes=self.dense_bytes + self.unused_bytes, unused_bytes=0, loads_heads=True)
 
     @property
@@ -194,7 +195,8 @@ class ExpertLayout:
 
     @property
     def sampling(self) -> dict[str, int | float]:
-        """How the file asks to be sampled (general.sampling.*, as llama.cpp reads it), by Ollama's names."""
+        """Returns the sampling that the file asks for (general.sampling.*, as llama.cpp reads it),
+        by Ollama's names."""
         found = {}
         for key, (name, kind) in _SAMPLING.items():
             value = self.metadata.get(f"general.sampling.{key}")
@@ -227,14 +229,18 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     if not vocab_only and not any(file.tensors for file in files):
         raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0])
-    matrices, routers, tensors = list[ExpertMatrix](), list[RouterTensor](), dict[str, TensorInfo]()
-    types, layer_dense_bytes = defaultdict[str, list[int]](list), Counter[int]()
+    matrices = list[ExpertMatrix]()
+    routers = list[RouterTensor]()
+    tensors = dict[str, TensorInfo]()
+    types = defaultdict[str, list[int]](list)
+    layer_dense_bytes = Counter[int]()
     for shard, file in enumerate(files):
         for tensor in () if vocab_only else file.tensors:
             tensors[tensor.name] = tensor
             types[tensor.type_name].append(tensor.n_bytes)
             if match := _LAYER.fullmatch(tensor.name):
-                il, name = int(match[1]), match[2]
+                il = int(match[1])
+                name = match[2]
                 if name in _EXPERTS:
                     matrices.append(_expert_matrix(file, shard, tensor, il, _EXPERTS[name], hparams))
                     continue
@@ -244,9 +250,11 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
-    embedding, n_tokens = tensors.get("token_embd.weight"), files[0].arrays.get("tokenizer.ggml.tokens", 0)
+    embedding = tensors.get("token_embd.weight")
+    n_tokens = files[0].arrays.get("tokenizer.ggml.tokens", 0)
     embedding_bytes = embedding.n_bytes if embedding else 0
-    is_tied, n_rows = "output.weight" not in tensors, embedding.shape[1:2] if embedding else ()
+    is_tied = "output.weight" not in tensors
+    n_rows = embedding.shape[1:2] if embedding else ()
     has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors  # llama.cpp computes one such layer, and no more
     can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
     return ExpertLayout(

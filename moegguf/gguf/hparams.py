@@ -45,7 +45,9 @@ class Keys:
     the key."""
 
     def __init__(self, arch: str, file: GgufFile) -> None:
-        self.arch, self.metadata, self._name = arch, file.metadata, file.name
+        self.arch = arch
+        self.metadata = file.metadata
+        self._name = file.name
 
     def fail(self, name: str, rule: str) -> ModelFormatError:
         """The error of a key that breaks a rule."""
@@ -81,7 +83,8 @@ def read_hparams(file: GgufFile) -> Hparams:
 
     Raises ModelFormatError for a number that is missing, of the wrong kind or out of its range.
     """
-    arch, metadata = file.metadata.get("general.architecture"), file.metadata
+    arch = file.metadata.get("general.architecture")
+    metadata = file.metadata
     if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():
         raise ModelFormatError(
             f"{file.name}: key 'general.architecture' must name the architecture, but is {str(arch)[:40]!r};"

@@ -1,4 +1,4 @@
-"""What the header of a projector file (mmproj) says: the kind of vision model, its size, and what it will need.
+"""Reads the header of a projector file (mmproj): the kind of vision model, its size, and its memory.
 
 A projector turns an image into rows of the text model's width. The file is a GGUF of the architecture "clip"; libmtmd,
 which reads it, trusts it: what it aborts on ends a trial load (`moegguf/engine/trial.py`).

@@ -96,7 +96,9 @@ class Cursor:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
         if count * 8 > self.size - self.pos:
             self.fail(f"{count} strings do not fit before the end of the file at {self.size}; {FETCH_AGAIN}")
-        read, seek, unpack = self.file.read, self.file.seek, struct.Struct("<Q").unpack
+        read = self.file.read
+        seek = self.file.seek
+        unpack = struct.Struct("<Q").unpack
         try:
             for _ in range(count):  # no calls of ours: a vocabulary has some 100,000
                 (n,) = unpack(read(8))
@@ -131,7 +133,8 @@ MAX_ALIGNMENT = 1 << 20
 KEPT_STRING_BYTES = 1 << 20  # longer strings are checked, not kept
 KEPT_ITEMS = 1024  # longer arrays are checked, not kept
 
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # {GGUF value type: of struct}
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
@@ -194,7 +197,7 @@ class FileVersion:
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
-        """Whether the open file `fd` is this one, unchanged."""
+        """Returns whether the open file `fd` is this one, unchanged."""
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
@@ -235,7 +238,8 @@ class GgufFile:
 
 def _read_array(cur: Cursor) -> tuple[Value | None, int]:
     """The numbers of a short array, else None; and how many elements it has."""
-    gguf_type, count = cur.u32(), cur.u64()
+    gguf_type = cur.u32()
+    count = cur.u64()
     if gguf_type == STRING:
         cur.skip_strings(count)
         return None, count
@@ -268,9 +272,12 @@ def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
 
 
 def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, int]]:
-    metadata, arrays, keys = dict[str, Value](), dict[str, int](), set[str]()
+    metadata = dict[str, Value]()
+    arrays = dict[str, int]()
+    keys = set[str]()
     for i in range(n_kv):
-        cur.what, start = f"key-value {i} of {n_kv}", cur.pos
+        cur.what = f"key-value {i} of {n_kv}"
+        start = cur.pos
         raw = cur.take(cur.length(MAX_KEY_BYTES, "the key"))
         if not raw:
             cur.fail("the key is empty", start)
@@ -303,7 +310,8 @@ def _read_header(cur: Cursor) -> tuple[int, int]:
         cur.fail(f"version {version:#x} looks like a big-endian file; only little-endian files can be run", 4)
     if version not in (2, 3):
         cur.fail(f"the GGUF version must be 2 or 3, but is {version}; convert the model again", 4)
-    n_tensors, n_kv = cur.u64(), cur.u64()
+    n_tensors = cur.u64()
+    n_kv = cur.u64()
     for n, cap, least, what in ((n_tensors, MAX_TENSORS, 33, "tensors"), (n_kv, MAX_KV, 14, "key-values")):
         if n > cap:
             cur.fail(f"{n} {what} are too many, at most {cap} are allowed", 8)
@@ -348,7 +356,8 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
     """The offset of the data section and all tensors, back to back in it and inside the file."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
-        cur.what, start = f"tensor {i}", cur.pos
+        cur.what = f"tensor {i}"
+        start = cur.pos
         t = _read_tensor(cur, start)
         if t.name in entries:
             cur.fail("there are two tensors of this name", start)
@@ -356,7 +365,8 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
     data_offset = end = -(-cur.pos // alignment) * alignment
     tensors = list[TensorInfo]()
     for start, t in entries.values():
-        cur.what, offset = f"tensor {_short(t.name)}", data_offset + t.offset
+        cur.what = f"tensor {_short(t.name)}"
+        offset = data_offset + t.offset
         if offset + t.n_bytes > cur.size:
             rule = f"its data ({t.n_bytes} bytes from {offset}) goes past the end of the file at {cur.size}"
             cur.fail(f"{rule}; {FETCH_AGAIN}", start)
@@ -374,7 +384,7 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def is_other_kind(path: str | os.PathLike[str]) -> bool:
-    """Whether the file at `path` can be read and does not begin as a GGUF file does, as a pipe does not."""
+    """Returns whether the file at `path` can be read and does not begin as a GGUF file does, as a pipe does not."""
     try:
         with _open(path) as file:
             return file.read(len(MAGIC)) != MAGIC

@@ -37,7 +37,9 @@ FIXED_GATING = {
 DEFAULT_GATING = dict.fromkeys(
     ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), Gating.SIGMOID
 )
-GLM_VOCAB, GLM_LAYERS = 154880, (47, 48)  # the one deepseek2 model without the key that has sigmoid
+# The one deepseek2 model without the key that has sigmoid.
+GLM_VOCAB = 154880
+GLM_LAYERS = (47, 48)
 
 
 @dataclass(frozen=True)

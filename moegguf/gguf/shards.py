@@ -65,7 +65,8 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     Raises ModelNotFoundError when a file is missing, ModelFormatError when one is damaged or does not belong.
     """
     path = Path(path)
-    first, name = read_gguf(path), _SHARD_NAME.fullmatch(path.name)
+    first = read_gguf(path)
+    name = _SHARD_NAME.fullmatch(path.name)
     prefix, number, named = (name["prefix"], int(name["number"]), int(name["count"])) if name else ("", 1, 1)
     if number != 1:
         opener = shard_path(prefix, 1, named, path.suffix)

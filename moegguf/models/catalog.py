@@ -107,7 +107,8 @@ class Catalog:
 
         Raises ModelNotFoundError, ModelNameError, and OptionError when the name is that of a model outside our index.
         """
-        target, entry = self._free_name(destination), self.find(source)
+        target = self._free_name(destination)
+        entry = self.find(source)
         return self._save(lambda: entry, target)
 
     def create(self, name: str, recipe: Recipe) -> ModelEntry:
@@ -206,7 +207,8 @@ class Catalog:
         with self.index.changed() as contents:
             entry = make()
             parent = "" if entry.source == "path" else entry.name
-            now, name = datetime.now(UTC), target.canonical
+            now = datetime.now(UTC)
+            name = target.canonical
             own = replace(entry, name=name, source="own", parent=parent, modified=now)
             contents.entries[name.lower()] = own
         self._clean()
@@ -225,7 +227,8 @@ class Catalog:
         """Deletes file sets that no name uses, and the unused files of hidden names from the Hugging Face cache."""
         with self.index.changed() as contents:
             self.blobs.clean(contents.files())
-            used, hidden = {path.resolve() for path in contents.files()}, []
+            used = {path.resolve() for path in contents.files()}
+            hidden = []
             for entry in sources.cached_models() if contents.hidden else ():
                 if entry.name.lower() in contents.hidden:
                     hidden.append(entry)

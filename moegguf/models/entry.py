@@ -27,7 +27,7 @@ Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What a name adds to the files of its model; None or empty keeps the files' own.
+    """The additions of a name to the files of its model; None or empty keeps the files' own.
 
     `template` is Jinja; `parameters` have Ollama's option names.
     """
@@ -40,7 +40,7 @@ class Overrides:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """These five fields, as keyword arguments."""
+        """Returns the five fields as keyword arguments."""
         return {each.name: getattr(self, each.name) for each in fields(Overrides)}
 
 

@@ -1,5 +1,5 @@
-"""What is asked of the Hub: a repository's list of files, the headers of a model alone, and whole files, which are
-resumed, verified and given their names only when all are there. Its errors are turned into ours.
+"""Requests to the Hub: a repository's list of files, the headers of a model alone, and whole files, which are
+resumed, verified and given their names only when all are there. Errors of the Hub become ours.
 
 A file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
 another process. Once it has its size it is read again for its digest; where that is right, the blob gets its name.
@@ -60,7 +60,8 @@ PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its c
 MAX_PARALLEL_FILES = 4
 POLL_S = 0.2  # between two looks whether to stop or to go on, and two reports
 
-_HEX64, _HEX40 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+_HEX40 = re.compile(r"[0-9a-f]{40}")
 Result = TypeVar("Result")
 
 
@@ -84,27 +85,27 @@ class HubFile:
 
     @property
     def is_large(self) -> bool:
-        """Whether the Hub stores it as a large file (LFS), so that `etag` is a SHA-256."""
+        """Returns whether the Hub stores the file as a large file (LFS), so that `etag` is a SHA-256."""
         return len(self.etag) == 64
 
     @property
     def blob(self) -> Path:
-        """Where the cache keeps the complete file."""
+        """The path in the cache of the complete file."""
         return self.folder / "blobs" / self.etag
 
     @property
     def partial(self) -> Path:
-        """Where the cache keeps what was received of an incomplete file."""
+        """The path in the cache of an incomplete file."""
         return self.folder / "blobs" / f"{self.etag}.incomplete"
 
     @property
     def is_cached(self) -> bool:
-        """Whether the cache has the complete file."""
+        """Returns whether the cache has the complete file."""
         return self.blob.is_file() and self.blob.stat().st_size == self.size_bytes
 
     @property
     def received_bytes(self) -> int:
-        """How much of it the cache has."""
+        """Returns the bytes of the file that the cache has."""
         if self.is_cached:
             return self.size_bytes
         with suppress(FileNotFoundError):  # also where another process has just given it its name
@@ -113,11 +114,11 @@ class HubFile:
 
     @property
     def missing_bytes(self) -> int:
-        """How much of it the cache does not have."""
+        """Returns the bytes of the file that the cache lacks."""
         return self.size_bytes - self.received_bytes
 
     def is_at(self, path: Path) -> bool:
-        """Whether the file at `path` has its digest. What is right is on disk then. Raises OSError."""
+        """Returns whether the file at `path` has the digest. A right file is on disk then. Raises OSError."""
         git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         digest = hashlib.sha256() if self.is_large else git
         with open_regular(path) as found:
@@ -139,10 +140,13 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
     if not _HEX40.fullmatch(commit):
         raise PullError(f"{_shown_endpoint()} sent no commit of {repo!r}; try again later.")
     name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
-    folder, files = repo_folder(name, cache or hub_cache()), dict[str, HubFile]()
+    folder = repo_folder(name, cache or hub_cache())
+    files = dict[str, HubFile]()
     for sibling in info.siblings or []:
-        path, lfs = str(sibling.rfilename), sibling.lfs or {}
-        etag, size = str(lfs.get("sha256") or sibling.blob_id or ""), lfs.get("size", sibling.size)
+        path = str(sibling.rfilename)
+        lfs = sibling.lfs or {}
+        etag = str(lfs.get("sha256") or sibling.blob_id or "")
+        size = lfs.get("size", sibling.size)
         parts = PurePosixPath(path).parts
         is_inside = parts and not (path.startswith("/") or ".." in parts or "\\" in path or "\0" in path)
         is_known = (_HEX64.fullmatch(etag) or _HEX40.fullmatch(etag)) and isinstance(size, int) and size >= 0
@@ -212,12 +216,14 @@ def _shown_endpoint() -> str:
 
 def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
     """The error of the Hub or of the network as one of ours, with the next step."""
-    what, page = f"{repo}/{path}" if path else repo, f"{_shown_endpoint()}/{repo}"
+    what = f"{repo}/{path}" if path else repo
+    page = f"{_shown_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
     status = error.response.status_code if isinstance(error, hf.HfHubHTTPError) else 0
     if isinstance(error, hf.RemoteEntryNotFoundError):
         return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
-    is_gated, is_missing = isinstance(error, hf.GatedRepoError), isinstance(error, hf.RepositoryNotFoundError)
+    is_gated = isinstance(error, hf.GatedRepoError)
+    is_missing = isinstance(error, hf.RepositoryNotFoundError)
     if is_gated or (status in (401, 403) and not is_missing):
         denied = "is gated" if is_gated else f"may not be read ({status})"
         return PullError(
@@ -263,7 +269,8 @@ def _fetch_header(file: HubFile, path: Path) -> None:
     reader's error for one that never is."""
 
     def receive() -> None:
-        n_bytes, enough = 0, min(FIRST_BYTES, file.size_bytes)
+        n_bytes = 0
+        enough = min(FIRST_BYTES, file.size_bytes)
         with open(path, "wb") as output, open_bytes(file, 0) as response:
             for chunk in response.iter_raw():
                 output.write(chunk)
@@ -299,7 +306,9 @@ def fetch_files(
     """
     if files:
         check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
-    waiting, received, errors = iter(files), dict[HubFile, int](), list[BaseException]()
+    waiting = iter(files)
+    received = dict[HubFile, int]()
+    errors = list[BaseException]()
 
     def fetch_waiting() -> None:
         try:
@@ -386,7 +395,8 @@ def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.
             with open_bytes(file, n_bytes) as response:
                 total = response.headers.get("Content-Range", "").rpartition("/")[2]
                 if response.status_code != 206:  # the whole file
-                    n_bytes, total = 0, response.headers.get("Content-Length", "")
+                    n_bytes = 0
+                    total = response.headers.get("Content-Length", "")
                     output.truncate(0)
                 if total.isdigit() and int(total) != file.size_bytes:
                     raise _wrong_size(file, total)
@@ -425,7 +435,8 @@ def _wrong_size(file: HubFile, sent: str) -> PullError:
 
 
 def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Through huggingface_hub and its chunked storage, which verifies every chunk and does not resume a file."""
+    """Fetches a file through huggingface_hub and its chunked storage, which verifies every chunk
+    and does not resume a file."""
 
     class Bar(tqdm):
         def update(self, n: float | None = 1) -> Any:
@@ -442,7 +453,8 @@ def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: thre
 
 def link_commit(files: Sequence[HubFile]) -> Path:
     """Links the commit's paths to the blobs, then sets `main` to it; returns the snapshot. Raises PullError."""
-    folder, commit = files[0].folder, files[0].commit
+    folder = files[0].folder
+    commit = files[0].commit
     snapshot = folder / "snapshots" / commit
     with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
@@ -465,8 +477,8 @@ def link_commit(files: Sequence[HubFile]) -> Path:
 
 
 def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
-    """Those of the files that `folder` does not have under their paths: as links to the cache, or with the same digest;
-    these are linked into the cache. Raises PullError."""
+    """Returns the files that `folder` lacks. It has a file whose path is a link to the cache, or whose digest is right;
+    the latter is linked into the cache. Raises PullError."""
 
     def is_there(file: HubFile) -> bool:
         path = folder / file.path

@@ -66,7 +66,7 @@ class Name:
 
     @property
     def is_hub(self) -> bool:
-        """Whether it names a model on Hugging Face."""
+        """Returns whether the name means a model on Hugging Face."""
         return self.host == HUB_HOST
 
     @property
@@ -136,7 +136,7 @@ def _name(host: str, path: str, text: str) -> Name:
 
 
 def is_tag(text: str) -> bool:
-    """Whether `text` can be the tag of a name."""
+    """Returns whether `text` can be the tag of a name."""
     return _fault(text, MAX_TAG) is None
 
 
@@ -217,6 +217,6 @@ def fetchable_name(text: str) -> str | None:
 
 
 def nearest_names(text: str, others: Sequence[str] = ()) -> list[str]:
-    """Up to three names of the library and among `others` that are written much as `text`."""
+    """Returns up to three names, of the library and of `others`, that are written much like `text`."""
     known = [*others, *(model.name for model in library())]
     return list(dict.fromkeys(difflib.get_close_matches(text.lower().removesuffix(":latest"), known, n=3)))

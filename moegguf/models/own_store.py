@@ -1,4 +1,4 @@
-"""What is stored in our data folder: the index of names made here, and uploaded files.
+"""Stores the index of names made here, and uploaded files, in our data folder.
 
 The index is one small JSON file, replaced atomically under a lock between processes. A name adds to files that lie
 elsewhere, at a location: "hub:" and a path in the Hugging Face cache, "sets:" and a path in our folder of sets,
@@ -135,12 +135,13 @@ class Index:
                     write_atomically(self.path, _to_json(contents))
 
     def _load(self) -> Contents:
-        """What could be read."""
+        """Returns the entries that can be read."""
         contents = Contents()
         try:
             data = json.loads(read_regular(self.path))
             contents.is_intact = data["version"] == VERSION
-            listed, contents.hidden = list(data["models"]), set(map(str, data["hidden"]))
+            listed = list(data["models"])
+            contents.hidden = set(map(str, data["hidden"]))
         except FileNotFoundError:
             return contents
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -163,7 +164,7 @@ def _entry(values: dict[str, Any]) -> ModelEntry:
         source="own",
         files=(_path_at(values["files"][0]), *map(_path_at, values["files"][1:])),
         size_bytes=0,
-        weights=str(values.get("weights") or values.get("files_digest") or values["digest"]),  # of older indexes
+        weights=str(values["weights"]),
         modified=modified if modified.tzinfo else modified.replace(tzinfo=UTC),
         **beside,
         parent=str(values.get("parent", "")),
@@ -217,7 +218,7 @@ class BlobStore:
         return self.folder / blob_name(digest)
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is complete. Raises ModelNameError."""
+        """Returns whether the blob is complete. Raises ModelNameError."""
         path = self.folder / blob_name(digest)
         return path.is_file() and not path.is_symlink()
 

@@ -1,4 +1,4 @@
-"""What a new name is made from: its base or files, and what it adds to them. The data, its checks and its text.
+"""The recipe of a new name: its base or files, and the additions to them. The data, its checks and its text.
 
 The text is a Modelfile: a line is `INSTRUCTION arguments`, in Ollama's grammar (parser/parser.go). Instructions in any
 case: FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text, LICENSE, ADAPTER path (once). A value goes
@@ -88,7 +88,7 @@ class Recipe(Overrides):
 
 
 def is_go_template(text: str) -> bool:
-    """Whether a template is one of Ollama's, in Go's template language, and not Jinja."""
+    """Returns whether a template is one of Ollama's, in Go's template language, and not Jinja."""
     return bool(_GO_ACTION.search(text)) and "{%" not in text
 
 
@@ -98,7 +98,7 @@ def jinja_or_none(template: str | None) -> str | None:
 
 
 def left_out(recipe: Recipe) -> list[str]:
-    """What a model made from `recipe` does without, a sentence each."""
+    """Returns a sentence for each part of `recipe` that a model made from it does without."""
     found = [f"there is no parameter {name!r:.60}; it is left out." for name in recipe.parameters.keys() - PARAMETERS]
     if recipe.template and is_go_template(recipe.template):
         found.append("the template is in Go's language and is left out: the model's own is used, or one in Jinja.")
@@ -124,7 +124,8 @@ def check_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usable_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are known and in their range, with their types right. Raises OptionError for a wrong type."""
+    """Returns the known parameters that are in their range, with their types right. Raises
+    OptionError for a wrong type."""
     return {name: value for name, value in check_parameters(values).items() if _is_in_range(name, value)}
 
 
@@ -294,7 +295,7 @@ def _parameter_texts(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _after_blank(text: str, at: int) -> int:
-    """Where the next instruction begins."""
+    """Returns the place at which the next instruction begins."""
     blank = _BLANK.match(text, at)
     return blank.end() if blank else at
 

@@ -93,7 +93,7 @@ def _plain_name(path: str) -> str:
 
 
 def is_model(path: str) -> bool:
-    """Whether the name is that of a model, not of a projector, importance matrix or draft model."""
+    """Returns whether the name is a model's, not a projector's, an importance matrix's or a draft model's."""
     name = _base(path).lower()
     return name.endswith(".gguf") and not any(word in name for word in _NOT_MODELS)
 
@@ -149,7 +149,8 @@ def _bits(path: str) -> int:
 
 def _projector(model: str, paths: Iterable[str]) -> str | None:
     """The projector in the closest folder above the model, then of the closest bit width."""
-    folder, found = model.split("/")[:-1], []
+    folder = model.split("/")[:-1]
+    found = []
     for path in paths:
         *above, name = path.split("/")
         is_projector = name.lower().endswith(".gguf") and "mmproj" in name.lower()

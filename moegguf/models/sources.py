@@ -146,7 +146,7 @@ def hub_endpoint() -> str:
 
 
 def hub_offline() -> bool:
-    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."""
+    """Returns whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in _TRUE
 
@@ -172,20 +172,22 @@ class Snapshot:
     def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
         """The model of that name. Raises OSError when a file is missing."""
         files = tuple(self.folder / path for path in selection.files)
-        name, size_bytes = f"{HUB_HOST}/{self.repo}:{tag}", size_of(self.folder / path for path in selection.paths)
+        name = f"{HUB_HOST}/{self.repo}:{tag}"
+        size_bytes = size_of(self.folder / path for path in selection.paths)
         mmproj = self.folder / selection.mmproj if selection.mmproj else None
         return ModelEntry(name, "hub", files, size_bytes, digest_of(files), modified_at(files[0]), mmproj)
 
 
 def repo_folder(repo: str, cache: Path) -> Path:
-    """Where a cache keeps a repository."""
+    """Returns the folder of a repository in a cache."""
     return cache / ("models--" + repo.replace("/", "--"))
 
 
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
     """Every model in the cache that has a name, the newest commit of each; with `text` those that this hub name means.
     `hidden`: keys of names to leave out."""
-    name, seen = text and hub_name_of(text), set(hidden)
+    name = text and hub_name_of(text)
+    seen = set(hidden)
     if text is not None and not name:
         return
     for snapshot in snapshots(hub_cache(), name.repo if name else None):

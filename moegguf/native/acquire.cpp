@@ -1,5 +1,5 @@
-// acquire.cpp: the barrier between the router's choice and the multiplication (store.h). Under the store's lock it has
-// the context's supply pin slots and order transfers, and tiers change their sizes. It changes no slot and no graph.
+// acquire.cpp: the barrier between the router's choice and the multiplication, and the state of a pass (store.h). Under
+// the store's lock the context's supply pins slots and orders transfers. Nothing here changes a slot or a graph itself.
 #include "store.h"
 
 #include <algorithm>
@@ -9,6 +9,12 @@ namespace {
 
 // From this many choices per expert on, a pass touches practically every expert (1 - e^-4 = 98 % of them).
 constexpr int64_t sweep_choices_per_expert = 4;
+
+#ifdef MOEGGUF_CHECK
+constexpr bool checks_every_event = true;
+#else
+constexpr bool checks_every_event = false;
+#endif
 
 constexpr auto longest_reads = std::chrono::seconds(60);
 
@@ -68,7 +74,7 @@ Supply * choose_supply(Context & context) {
     pinned.chunks = layer.chunks;
     const bool is_staged = pinned.tier->id == TierId::staging;
     pinned.stream = is_staged ? nullptr : event.stream;
-    Supply & supply = is_staged ? *store.staged : store.streamed->takes(context) ? *store.streamed : store.slots;
+    Supply & supply = is_staged ? *store.staged : store.streamed->can_stream(context) ? *store.streamed : store.slots;
     context.supply = &supply;
     return &supply;
 }
@@ -106,9 +112,16 @@ bool place(Context & context, Lock & lock) {
     return placed;
 }
 
+// The store contradicts itself: the pass ends.
+void check(Context & context) {
+    try {
+        context.store.tiers.check();
+    } catch (const Error & e) { context.fail(e.status, e.what()); }
+}
+
 // Victims are chosen before the listener gets an event, so that its scores act from the next one on. This may wait for
 // space in the ring, which the listener may need the lock to make: it is not held here.
-void tell_observers(Context & context, uint64_t start_ns, bool placed) {
+void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     const Event & event = context.event;
     Store & store = context.store;
     const Announced & announced = context.announced;
@@ -145,57 +158,58 @@ bool changes_size(const Tier & tier, int n_slots) {
 
 // The barrier.
 
-void Acquire::acquire(Context & context, const Choice & choice) {
+void Store::acquire(const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
-    if (store_.shared.forked()) { // a thread of the parent may hold the lock
+    if (shared.forked()) { // a thread of the parent may hold the lock
         context.fail(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);
         return;
     }
-    store_.events.keep_step();
-    store_.forecaster.keep_step();
-    Lock lock(store_.shared.mutex);
-    begin_event(context, choice, lock);
+    events.keep_step();
+    forecaster.keep_step();
+    Lock lock(shared.mutex);
+    begin_event(choice, lock);
     Supply * supply = choose_supply(context);
     const bool placed = supply && place(context, lock);
+    if (checks_every_event) { check(context); }
     lock.unlock();
-    tell_observers(context, start, placed);
+    notify_observers(context, start, placed);
     if (placed) { supply->wait(context, context.event.wait_kinds); }
     if (placed && !context.failed()) { supply->finish(context); }
     if (context.failed()) { std::fill_n(choice.ids, context.event.n_ids(), 0); }
-    count(store_.shared.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
+    count(shared.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
 }
 
 // What the layer before held is free.
-void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock) {
-    const bool has_experts = store_.layout.has_experts(choice.il);
-    const int32_t * wrong = context.event.begin(choice, has_experts ? store_.layout.layers[choice.il].n_expert : 0);
+void Store::begin_event(const Choice & choice, Lock & lock) {
+    const bool has_experts = layout.has_experts(choice.il);
+    const int32_t * wrong = context.event.begin(choice, has_experts ? layout.layers[choice.il].n_expert : 0);
     if (!has_experts) {
         context.fail(MOEGGUF_ROUTING, "a layer without experts was routed");
     } else if (wrong) {
         context.fail(MOEGGUF_ROUTING, "the router chose expert " + std::to_string(*wrong) + " of " +
-                                          std::to_string(store_.layout.layers[choice.il].n_expert));
+                                          std::to_string(layout.layers[choice.il].n_expert));
     }
     await_copies(context, lock);
-    context.note_failures(store_.shared);
+    context.note_failures(shared);
     end_layer(context);
     count_pass(context, choice.il, choice.n_tokens);
 }
 
 // The context, its tokens and its failures.
 
-bool Acquire::is_clear(const Context & context) const {
-    return !context.failed() && !context.supply && context.noted(store_.shared) && !store_.shared.forked();
+bool Store::is_clear() const {
+    return !context.failed() && !context.supply && context.noted(shared) && !shared.forked();
 }
 
-void Acquire::take_failure(Context & context, moegguf_failure & out, bool clear) {
-    if (store_.shared.forked()) {
+void Store::take_failure(moegguf_failure & out, bool clear) {
+    if (shared.forked()) {
         out = context.failure.reason; // the lock may be held by a thread of the parent
         return;
     }
-    Lock lock(store_.shared.mutex);
+    Lock lock(shared.mutex);
     await_copies(context, lock);
-    context.note_failures(store_.shared);
+    context.note_failures(shared);
     out = context.failed() ? context.failure.reason : moegguf_failure{};
     if (clear) {
         context.failure.reason = {};
@@ -205,27 +219,26 @@ void Acquire::take_failure(Context & context, moegguf_failure & out, bool clear)
     }
 }
 
-bool Acquire::must_abort(Context & context) {
-    const Shared & shared = store_.shared;
+bool Store::must_abort() {
     if (!context.noted(shared) && !context.failed() && !shared.forked()) {
-        Lock lock(store_.shared.mutex);
+        Lock lock(shared.mutex);
         context.note_failures(shared);
     }
     return context.failed() || shared.cancelled;
 }
 
 // Nothing is predicted for a pool that has every expert.
-bool Acquire::awaits_tokens(Context & context, int sequence, int phase) {
+bool Store::awaits_tokens(int sequence, int phase) {
     Announced & announced = context.announced;
     announced.sequence = sequence;
     announced.phase = phase;
     announced.next = announced.n_tokens = 0;
     context.pass.il = Pass::none;
-    return store_.shared.forked() || store_.events.on() ||
-           store_.tiers.any([](const Tier & tier) { return !tier.numbering.resident() || !tier.complete(); });
+    return shared.forked() || events.on() ||
+           tiers.any([](const Tier & tier) { return !tier.numbering.resident() || !tier.residency.all_ready(); });
 }
 
-void Acquire::announce_tokens(Context & context, const moegguf_tokens_event & event) {
+void Store::announce_tokens(const moegguf_tokens_event & event) {
     Announced & announced = context.announced;
     announced.sequence = event.sequence;
     announced.phase = event.phase;
@@ -236,26 +249,26 @@ void Acquire::announce_tokens(Context & context, const moegguf_tokens_event & ev
     announced.phases.assign(event.phases, event.phases + n_batched);
     announced.outputs.assign(event.outputs, event.outputs + n_batched);
     context.pass.il = Pass::none;
-    if (store_.forecaster.on()) {
-        store_.forecaster.announce({event.n_tokens, event.sequence, event.sequences, event.tokens},
-                                   get(store_.shared.counters.passes) + 1);
+    if (forecaster.on()) {
+        forecaster.announce({event.n_tokens, event.sequence, event.sequences, event.tokens},
+                            get(shared.counters.passes) + 1);
     }
-    if (store_.events.on()) { store_.events.tokens(event); }
+    if (events.on()) { events.tokens(event); }
 }
 
 // Sizes of pools.
 
-void Acquire::resize(Tier & tier, int n_slots) {
-    Lock lock(store_.shared.mutex);
+void Store::resize(Tier & tier, int n_slots) {
+    Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
-    end_layer(store_.context); // pins of the last layer of a pass that has ended
-    store_.staged->drop_ahead();
-    store_.transfers.forget(Cause::request);
-    store_.transfers.hold_prefetches(true);
-    const auto & tiers = store_.tiers.all;
-    const auto quiet = [&] { return std::none_of(tiers.begin(), tiers.end(), [](Tier * of) { return of->busy(); }); };
-    const bool ended = store_.shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
-    store_.transfers.hold_prefetches(false);
+    end_layer(context); // pins of the last layer of a pass that has ended
+    staged->drop_ahead();
+    transfers.forget(Cause::request);
+    transfers.pause_prefetch(true);
+    const auto is_busy = [](const Tier * of) { return of->busy(); };
+    const auto quiet = [&] { return std::none_of(tiers.all.begin(), tiers.all.end(), is_busy); };
+    const bool ended = shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
+    transfers.pause_prefetch(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
     tier.resize(std::min(n_slots, tier.residency.n_usable())); // what is to go is not kept in new memory
     tier.resize(tier.reallocate(n_slots));
@@ -263,20 +276,20 @@ void Acquire::resize(Tier & tier, int n_slots) {
 
 // Layers of which every expert is there.
 
-bool Acquire::idle(int il) const {
-    if (store_.shared.forked() || !store_.layout.has_experts(il)) { return false; }
-    const Tier & tier = store_.tiers.of(il);
-    return tier.numbering.resident() && tier.complete() && !store_.events.on() && !watched_ && !store_.shared.cancelled;
+bool Store::idle(int il) const {
+    if (shared.forked() || !layout.has_experts(il)) { return false; }
+    const Tier & tier = tiers.of(il);
+    return tier.numbering.resident() && tier.residency.all_ready() && !events.on() && !watched_ && !shared.cancelled;
 }
 
-void Acquire::count_idle(Context & context, int il, int n_expert_used, int n_tokens) {
+void Store::count_idle(int il, int n_expert_used, int n_tokens) {
     count_pass(context, il, n_tokens);
     if (context.supply) {
-        Lock lock(store_.shared.mutex);
+        Lock lock(shared.mutex);
         end_layer(context);
     }
-    context.pinned.tier = &store_.tiers.of(il);
-    LookUps(store_.tiers.of(il)).add_ready(std::min(n_expert_used * n_tokens, store_.layout.layers[il].n_expert));
+    context.pinned.tier = &tiers.of(il);
+    LookUps(tiers.of(il)).add_ready(std::min(n_expert_used * n_tokens, layout.layers[il].n_expert));
 }
 
 } // namespace moegguf

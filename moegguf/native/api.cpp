@@ -132,7 +132,7 @@ void replay(Context & c, const moegguf_routing & routing, int64_t & n_done) {
         const size_t n = (size_t)n_used * n_tokens;
         slot_ids.assign(ids, ids + n);
         ids += n;
-        c.store.acquire.acquire(c, {routing.il[n_done], slot_ids.data(), n_used, n_tokens, all_kinds});
+        c.store.acquire({routing.il[n_done], slot_ids.data(), n_used, n_tokens, all_kinds});
         if (routing.compute_ns && !c.failed()) { advance(c.store, routing.compute_ns[n_done]); }
     }
 }
@@ -266,7 +266,7 @@ int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * lo
 }
 
 int moegguf_store_watch(moegguf_store * store, int watched) {
-    return on(store, [&](Store & s) { s.acquire.watch(watched != 0); });
+    return on(store, [&](Store & s) { s.watch(watched != 0); });
 }
 
 int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n) {
@@ -312,7 +312,7 @@ int moegguf_store_set_predictor(moegguf_store * store, const moegguf_predictor *
     return on(store, [&](Store & s) { s.forecaster.set(predictor); });
 }
 
-int moegguf_store_act(moegguf_store * store, int act) {
+int moegguf_store_prefetch(moegguf_store * store, int act) {
     return on(store, [&](Store & s) { s.forecaster.prefetch(act != 0); });
 }
 
@@ -334,10 +334,10 @@ int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t 
     });
 }
 
-int moegguf_store_hold_fill(moegguf_store * store, int hold) {
+int moegguf_store_pause_fill(moegguf_store * store, int hold) {
     return on(store, [&](Store & s) {
         Lock lock(s.shared.mutex);
-        s.transfers.hold_fill(hold);
+        s.transfers.pause_fill(hold);
     });
 }
 
@@ -357,7 +357,7 @@ int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots) {
     return on(store, [&](Store & s) {
         const std::vector<Tier *> of = resized_at(s, tier);
         const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
-        for (size_t i = 0; i < of.size(); i++) { s.acquire.resize(*of[i], shares[i]); }
+        for (size_t i = 0; i < of.size(); i++) { s.resize(*of[i], shares[i]); }
     });
 }
 
@@ -371,6 +371,14 @@ int moegguf_store_drain(moegguf_store * store, double timeout_s) {
         if (!s.shared.wait_regardless(lock, [&] { return s.transfers.idle(); }, deadline)) {
             throw Error(MOEGGUF_CANCELLED, "transfers were still going on after the given time");
         }
+        s.tiers.check();
+    });
+}
+
+int moegguf_store_check(moegguf_store * store) {
+    return on(store, [](Store & s) {
+        Lock lock(s.shared.mutex);
+        s.tiers.check();
     });
 }
 
@@ -390,7 +398,7 @@ int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * e
         Choice choice = {il, slot_ids, n_expert_used, n_tokens, all_kinds};
         choice.inputs = inputs;
         choice.n_embd = inputs ? n_embd : 0;
-        c.store.acquire.acquire(c, choice);
+        c.store.acquire(choice);
         check_failure(c);
     });
 }
@@ -421,8 +429,7 @@ int moegguf_context_replay(moegguf_store * store, const moegguf_routing * routin
 }
 
 int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase) {
-    Context & c = store->store.context;
-    return c.store.acquire.awaits_tokens(c, sequence, phase);
+    return store->store.awaits_tokens(sequence, phase);
 }
 
 int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event * tokens) {
@@ -436,17 +443,14 @@ int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event *
             (event.phases && !std::all_of(event.phases, event.phases + event.n_tokens, known))) {
             throw Error(MOEGGUF_INVALID, "tokens of several sequences have a sequence, a phase and an output each");
         }
-        s.acquire.announce_tokens(s.context, event);
+        s.announce_tokens(event);
     });
 }
 
-int moegguf_context_is_clear(moegguf_store * store) { return store->store.acquire.is_clear(store->store.context); }
+int moegguf_context_is_clear(moegguf_store * store) { return store->store.is_clear(); }
 
 int moegguf_context_failure(moegguf_store * store, moegguf_failure * failure, int clear) {
-    return guarded([&] {
-        Store & s = given(store).store;
-        s.acquire.take_failure(s.context, given(failure), clear);
-    });
+    return guarded([&] { given(store).store.take_failure(given(failure), clear); });
 }
 
 } // extern "C"

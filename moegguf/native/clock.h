@@ -1,5 +1,4 @@
-// clock.h: time as a store sees it, and who carries its transfers: real, or virtual for simulations. (A third kind, a
-// link simulated in real time, is a device of ggml's: link_device.cpp.)
+// clock.h: time as a store sees it, and who carries its transfers: real, or virtual for simulations.
 //
 // Nothing else in a store knows which of them it lives by. Knows no slots and no files.
 #pragma once
@@ -23,8 +22,8 @@ inline uint64_t now_ns() {
         .count();
 }
 
-// A moving average over some tens of values; 0: none yet.
-inline void fade_in(float & mean, float value) { mean += mean > 0 ? (value - mean) / 32 : value; }
+// Updates an exponential moving average over some tens of values; 0: there was none yet.
+inline void update_ema(float & mean, float value) { mean += mean > 0 ? (value - mean) / 32 : value; }
 
 class Clock {
   public:

@@ -1,7 +1,6 @@
 #include "copies.h"
 
 #include "clock.h"
-#include "fault.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -71,7 +70,7 @@ void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
     end(job, why); // published before it is no longer submitted: one of both is seen
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
-    to_.tidy(s);
+    to_.settle(s);
     shared_.done.notify_all();
 }
 
@@ -125,7 +124,6 @@ void Copies::run() {
 }
 
 void Copies::submit_batch() {
-    if (fault(MOEGGUF_FAULT_COPY)) { throw Error(MOEGGUF_IO, "a copy to the device failed"); }
     std::sort(batch_.begin(), batch_.end(), [](const Job & a, const Job & b) {
         return std::tie(a.il, a.kinds, a.destination.slot) < std::tie(b.il, b.kinds, b.destination.slot);
     });

@@ -1,7 +1,7 @@
 #include "files.h"
 
-#include "fault.h"
 #include "huge_pages.h"
+#include "os.h"
 #include "shared.h"
 
 #define XXH_INLINE_ALL
@@ -53,7 +53,7 @@ std::vector<Span> sampled_spans(const Layout & layout, int shard) {
 ReadBuffer::ReadBuffer(size_t n) : size_(up(n) + Shard::alignment) {
     const bool huge = size_ > huge_page_bytes / 2;
     size_ = huge ? (size_ + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes : size_;
-    data_ = (uint8_t *)sys_aligned_alloc(huge ? huge_page_bytes : Shard::alignment, size_);
+    data_ = (uint8_t *)os().aligned_alloc(huge ? huge_page_bytes : Shard::alignment, size_);
     if (!data_) { throw Error(MOEGGUF_MEMORY, "no memory for a read buffer of " + std::to_string(size_) + " bytes"); }
     ask_for_huge_pages(data_, size_);
 }
@@ -67,22 +67,22 @@ Descriptor::~Descriptor() {
 Shard::Shard(const std::string & path, bool direct, std::vector<Span> sampled)
     : path_(path),
       sampled_(std::move(sampled)),
-      buffered_(sys_open(path.c_str(), O_RDONLY)),
-      direct_(direct && buffered_.fd >= 0 ? sys_open(path.c_str(), O_RDONLY | O_DIRECT) : -1) {
+      buffered_(os().open(path.c_str(), O_RDONLY | O_CLOEXEC)),
+      direct_(direct && buffered_.fd >= 0 ? os().open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT) : -1) {
     if (buffered_.fd < 0) { throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno)); }
     opened_ = checked_ = status();
     changed_ns_ = ns(opened_.st_ctim);
     sample_ = sample();
     if (direct_.fd < 0) { return; }
     ReadBuffer a(check_bytes), b(check_bytes);
-    const ssize_t via_cache = sys_pread(buffered_.fd, a.data(), check_bytes, 0);
-    const ssize_t via_disk = sys_pread(direct_.fd, b.data(), check_bytes, 0);
+    const ssize_t via_cache = os().pread(buffered_.fd, a.data(), check_bytes, 0);
+    const ssize_t via_disk = os().pread(direct_.fd, b.data(), check_bytes, 0);
     use_direct_ = via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
 }
 
 struct stat Shard::status() const {
     struct stat now;
-    if (sys_fstat(buffered_.fd, &now) != 0) {
+    if (os().fstat(buffered_.fd, &now) != 0) {
         throw Error(MOEGGUF_IO, "cannot stat '" + path_ + "': " + strerror(errno));
     }
     return now;
@@ -139,7 +139,7 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
     size_t done = 0;
     int interruptions = 0;
     while (done < needed) {
-        const ssize_t got = sys_pread(fd, data + done, n - done, offset + done);
+        const ssize_t got = os().pread(fd, data + done, n - done, offset + done);
         if (got < 0 && errno == EINTR && ++interruptions < most_interruptions) { continue; }
         if (got < 0) {
             error = errno;

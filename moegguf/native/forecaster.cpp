@@ -23,25 +23,25 @@ void Forecaster::set(const moegguf_predictor * chosen) {
         !(chosen->waste_weight >= 0.0f && std::isfinite(chosen->waste_weight))) {
         throw Error(MOEGGUF_INVALID, "a predictor looks at least one layer ahead, and its limits are 0 or more");
     }
-    const Maker maker{&predictor_type(chosen->name), Arrays(*chosen)};
-    std::unique_ptr<Predictor> first = maker.type->make(layout_, maker.arrays);
+    const PredictorFactory factory{&predictor_type(chosen->name), Arrays(*chosen)};
+    std::unique_ptr<Predictor> first = factory.type->make(layout_, factory.arrays);
     keep_step();
     stop();
-    if (!maker_ || maker_->type != maker.type) { calibration_ = Calibration(); }
-    maker_ = maker;
-    followers_.clear();
-    followers_.push_back({-1, 0, std::move(first)});
+    if (!factory_ || factory_->type != factory.type) { calibration_ = Calibration(); }
+    factory_ = factory;
+    predictors_.clear();
+    predictors_.push_back({-1, 0, std::move(first)});
     options_ = *chosen;
     best_.resize(layout_.n_expert_max);
-    each_.resize(size_t(most_asked) * layout_.n_expert_max);
-    present_.clear();
+    each_.resize(size_t(most_selected) * layout_.n_expert_max);
+    selected_.clear();
     pass_ = 0;
     row_ = -1;
     n_sequences_ = 0;
     {
-        std::lock_guard<std::mutex> lock(rows_mutex_);
-        rows_.resize(layout_.n_moe_layers);
-        for (Row & row : rows_) {
+        std::lock_guard<std::mutex> lock(layers_mutex_);
+        layers_.resize(layout_.n_moe_layers);
+        for (LayerForecast & row : layers_) {
             row.likely.resize(layout_.n_expert_max);
             row.chances.resize(layout_.n_expert_max);
         }
@@ -56,7 +56,7 @@ void Forecaster::set(const moegguf_predictor * chosen) {
     for (auto & tier : tiers_.compute) { tier->residency.count_uses(true); }
     lockstep_ = chosen->flags & MOEGGUF_PREDICT_LOCKSTEP;
     on_ = true;
-    wants_inputs_ = maker.type->needs_inputs;
+    wants_inputs_ = factory.type->needs_inputs;
 }
 
 void Forecaster::stop() {
@@ -78,14 +78,14 @@ void Forecaster::stop() {
 }
 
 void Forecaster::read(float * probabilities, uint8_t * known) const {
-    std::lock_guard<std::mutex> lock(rows_mutex_);
+    std::lock_guard<std::mutex> lock(layers_mutex_);
     std::fill_n(probabilities, layout_.n_keys(), 0.0f);
     std::fill_n(known, layout_.layers.size(), uint8_t(0));
-    for (size_t row = 0; row < rows_.size(); row++) {
-        if (rows_[row].distance > 0) {
+    for (size_t row = 0; row < layers_.size(); row++) {
+        if (layers_[row].distance > 0) {
             const int il = layout_.moe_layers[row];
             known[il] = 1;
-            std::copy_n(rows_[row].likely.begin(), layout_.layers[il].n_expert, probabilities + layout_.key(il, 0));
+            std::copy_n(layers_[row].likely.begin(), layout_.layers[il].n_expert, probabilities + layout_.key(il, 0));
         }
     }
 }
@@ -114,7 +114,7 @@ void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_i
     });
 }
 
-// The last token of each sequence; of many sequences, most_asked at even distances.
+// The last token of each sequence; of many sequences, most_selected at even distances.
 void Forecaster::choose_last(const PassTokens & of, Record & record) {
     std::vector<LastToken> & last = record.last;
     int first = 0;
@@ -127,8 +127,8 @@ void Forecaster::choose_last(const PassTokens & of, Record & record) {
     }
     const size_t n = last.size();
     record.n_sequences = (int)n;
-    for (size_t i = 0; n > most_asked && i < most_asked; i++) { last[i] = last[i * n / most_asked]; }
-    last.resize(std::min(n, (size_t)most_asked));
+    for (size_t i = 0; n > most_selected && i < most_selected; i++) { last[i] = last[i * n / most_selected]; }
+    last.resize(std::min(n, (size_t)most_selected));
     for (LastToken & each : last) {
         each.first_known = record.tokens.size();
         each.n_known = of.tokens ? std::min(each.n_tokens, most_known) : 0;
@@ -200,36 +200,36 @@ void Forecaster::run() {
     }
 }
 
-// What is not the newest is learned from, and predicts nothing: what comes after it knows more. In lockstep all of it
-// predicts: a pass may be announced before its predecessor's last layer was seen.
+// Learns from a record. Only the newest one predicts, because what comes after an older one knows more. In lockstep
+// every record predicts: a pass may be announced before its predecessor's last layer was seen.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
     if (!routed || record.pass != pass_ || layout_.row_of[record.il] <= row_) { begin_pass(record); }
     if (routed) {
         compare(record);
-        take_part(record);
-        for (size_t i = 0; i < present_.size(); i++) { // what each sequence would show if it was alone
+        select_sequences(record);
+        for (size_t i = 0; i < selected_.size(); i++) { // what each sequence would show if it was alone
             const bool has_input = !record.inputs.empty() && record.last[i].n_tokens == 1;
-            followers_[present_[i]].predictor->on_routing(
+            predictors_[selected_[i]].predictor->on_routing(
                 {record.il, record.last[i].n_tokens, record.ids.data() + i * record.n_expert_used, record.n_expert_used,
                  has_input ? record.inputs.data() + i * record.n_embd : nullptr, record.n_embd});
         }
         row_ = layout_.row_of[record.il];
     }
-    if (newest && predicted_) {
+    if (newest && is_predicted_) {
         const int last = layout_.n_moe_layers - 1;
         predict(row_, std::min(row_ + options_.window, last));
-        if (maker_->type->sees_next_pass && row_ == last) { // its best guess at the next pass's use, for policies
+        if (factory_->type->sees_next_pass && row_ == last) { // its best guess at the next pass's use, for policies
             predict(-1, last);
             Lock lock(shared_.mutex);
             for (int at = 0; at <= last; at++) {
-                if (rows_[at].distance > 0) { tell(at); }
+                if (layers_[at].distance > 0) { publish_forecast(at); }
             }
             lock.unlock();
             forget();
         }
-        act();
+        issue_prefetches();
     }
     count(shared_.counters.forecast_ns, now_ns() - start);
 }
@@ -238,41 +238,45 @@ void Forecaster::begin_pass(const Record & record) {
     pass_ = record.pass;
     row_ = -1;
     n_started_ = get(shared_.counters.prefetch_started);
-    take_part(record);
-    for (size_t i = 0; i < present_.size(); i++) {
+    select_sequences(record);
+    for (size_t i = 0; i < selected_.size(); i++) {
         const LastToken & of = record.last[i];
-        followers_[present_[i]].predictor->on_tokens(record.tokens.data() + of.first_known, of.n_known);
+        predictors_[selected_[i]].predictor->on_tokens(record.tokens.data() + of.first_known, of.n_known);
     }
     forget();
 }
 
-// Who is asked from now on. Of the last layer there may be fewer tokens.
-void Forecaster::take_part(const Record & record) {
+// Chooses the sequences that are predicted from now on. The last layer may be computed for fewer tokens.
+void Forecaster::select_sequences(const Record & record) {
     n_sequences_ = record.n_sequences;
-    predicted_ = n_sequences_ <= most_sequences;
+    is_predicted_ = n_sequences_ <= most_sequences;
     for (const LastToken & last : record.last) {
         const bool known = last.n_known == 1 && record.tokens[last.first_known] >= 0;
-        predicted_ &= last.n_tokens == 1 && (record.il >= 0 || known);
+        is_predicted_ &= last.n_tokens == 1 && (record.il >= 0 || known);
     }
-    const bool one_after_another = record.last.size() == 1 && followers_.size() == 1;
-    if (one_after_another && followers_[0].sequence != record.last[0].sequence) {
-        followers_[0].sequence = record.last[0].sequence;
-        followers_[0].predictor->on_sequence();
+    const bool one_after_another = record.last.size() == 1 && predictors_.size() == 1;
+    if (one_after_another && predictors_[0].sequence != record.last[0].sequence) {
+        predictors_[0].sequence = record.last[0].sequence;
+        predictors_[0].predictor->on_sequence();
     }
-    present_.clear();
-    for (const LastToken & last : record.last) { present_.push_back(&follower_of(last.sequence) - followers_.data()); }
+    selected_.clear();
+    for (const LastToken & last : record.last) {
+        selected_.push_back(&predictor_of(last.sequence) - predictors_.data());
+    }
 }
 
-// The one that follows a sequence; of a new one, a new one, or the least recently used one.
-Forecaster::Follower & Forecaster::follower_of(int sequence) {
-    const auto end = followers_.end();
-    auto found = std::find_if(followers_.begin(), end, [&](const Follower & f) { return f.sequence == sequence; });
-    if (found == end && followers_.size() < most_sequences) {
-        followers_.push_back({sequence, 0, maker_->type->make(layout_, maker_->arrays)});
-        found = followers_.end() - 1;
+// Returns the predictor of a sequence: for a new sequence a new one, or else the least recently used one.
+Forecaster::SequencePredictor & Forecaster::predictor_of(int sequence) {
+    const auto end = predictors_.end();
+    auto found =
+        std::find_if(predictors_.begin(), end, [&](const SequencePredictor & f) { return f.sequence == sequence; });
+    if (found == end && predictors_.size() < most_sequences) {
+        predictors_.push_back({sequence, 0, factory_->type->make(layout_, factory_->arrays)});
+        found = predictors_.end() - 1;
     } else if (found == end) {
-        found = std::min_element(followers_.begin(), end,
-                                 [](const Follower & a, const Follower & b) { return a.last_use < b.last_use; });
+        found = std::min_element(
+            predictors_.begin(), end,
+            [](const SequencePredictor & a, const SequencePredictor & b) { return a.last_use < b.last_use; });
         found->sequence = sequence;
         found->predictor->on_sequence();
     }
@@ -281,13 +285,13 @@ Forecaster::Follower & Forecaster::follower_of(int sequence) {
 }
 
 void Forecaster::forget() {
-    std::lock_guard<std::mutex> lock(rows_mutex_);
-    for (Row & row : rows_) { row.distance = 0; }
+    std::lock_guard<std::mutex> lock(layers_mutex_);
+    for (LayerForecast & row : layers_) { row.distance = 0; }
 }
 
-// What was predicted of a layer against what it showed, sequence by sequence.
+// Compares what was predicted of a layer with what its router chose, sequence by sequence.
 void Forecaster::compare(const Record & record) {
-    Row & row = rows_[layout_.row_of[record.il]];
+    LayerForecast & row = layers_[layout_.row_of[record.il]];
     if (row.distance == 0) { return; }
     const int n_expert = layout_.layers[record.il].n_expert, n_used = record.n_expert_used;
     for (size_t i = 0; i < record.last.size(); i++) {
@@ -301,11 +305,11 @@ void Forecaster::compare(const Record & record) {
         count(shared_.counters.forecast_picks, n_best);
         count(shared_.counters.forecast_right, std::count_if(best_.begin(), best_.begin() + n_best, used));
     }
-    std::lock_guard<std::mutex> lock(rows_mutex_);
+    std::lock_guard<std::mutex> lock(layers_mutex_);
     row.distance = 0;
 }
 
-// best_ begins with the layer's `most` most probable experts; how many these are.
+// Puts the layer's `most` most probable experts first in best_, and returns how many these are.
 int Forecaster::rank(const float * likely, int il, int most) {
     const int n_expert = layout_.layers[il].n_expert, n_best = std::min(most, n_expert);
     std::iota(best_.begin(), best_.begin() + n_expert, 0);
@@ -314,72 +318,73 @@ int Forecaster::rank(const float * likely, int il, int most) {
     return n_best;
 }
 
-// The layers behind row `from` up to `last`, or those of them that nothing is known about yet.
+// Predicts the layers behind row `from` up to `last`, or those of them that have no forecast yet.
 void Forecaster::predict(int from, int last) {
     for (int at = from + 1; at <= last; at++) {
-        if (rows_[at].distance > 0 && (options_.flags & MOEGGUF_PREDICT_ONCE)) { continue; }
+        if (layers_[at].distance > 0 && (options_.flags & MOEGGUF_PREDICT_ONCE)) { continue; }
         const int il = layout_.moe_layers[at], distance = at - from;
-        if (ask_followers(il, distance)) {
-            std::lock_guard<std::mutex> lock(rows_mutex_);
-            unite(rows_[at], il, distance);
+        if (predict_sequences(il, distance)) {
+            std::lock_guard<std::mutex> lock(layers_mutex_);
+            combine(layers_[at], il, distance);
         }
     }
 }
 
-// Into each_, one row for each sequence of asked_; false: nobody has a prediction.
-bool Forecaster::ask_followers(int il, int distance) {
-    asked_.clear();
-    for (size_t at : present_) {
-        Follower & follower = followers_[at];
-        if (follower.predictor->predict(il, distance, &each_[asked_.size() * layout_.n_expert_max])) {
-            asked_.push_back(follower.sequence);
+// Writes a row of each_ for each sequence of predicted_sequences_. Returns false where no predictor has a prediction.
+bool Forecaster::predict_sequences(int il, int distance) {
+    predicted_sequences_.clear();
+    for (size_t at : selected_) {
+        SequencePredictor & predictor = predictors_[at];
+        if (predictor.predictor->predict(il, distance, &each_[predicted_sequences_.size() * layout_.n_expert_max])) {
+            predicted_sequences_.push_back(predictor.sequence);
         }
     }
-    return !asked_.empty();
+    return !predicted_sequences_.empty();
 }
 
-// The chance that any sequence of the pass uses an expert; who was not asked counts as the average of who was.
-void Forecaster::unite(Row & row, int il, int distance) {
+// Combines the sequences: the chance that any of the pass uses an expert. Others than the selected ones count as
+// average.
+void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
-    row.told = false;
-    row.sequences = asked_;
-    row.each.assign(each_.begin(), each_.begin() + asked_.size() * layout_.n_expert_max);
-    const float weight = (float)n_sequences_ / present_.size();
+    row.is_published = false;
+    row.sequences = predicted_sequences_;
+    row.each.assign(each_.begin(), each_.begin() + predicted_sequences_.size() * layout_.n_expert_max);
+    const float weight = (float)n_sequences_ / selected_.size();
+    const bool is_alone = predicted_sequences_.size() == 1 && weight == 1.0f;
     for (int e = 0; e < layout_.layers[il].n_expert; e++) {
         float unused = 1.0f, calibrated = 1.0f;
-        for (size_t i = 0; i < asked_.size(); i++) {
+        for (size_t i = 0; i < predicted_sequences_.size(); i++) {
             const float p = row.each[i * layout_.n_expert_max + e];
             unused *= 1.0f - std::clamp(p, 0.0f, 1.0f);
             calibrated *= 1.0f - calibration_.of(distance, p);
         }
-        row.likely[e] = asked_.size() == 1 && weight == 1.0f ? row.each[e] : 1.0f - std::pow(unused, weight);
-        row.chances[e] = asked_.size() == 1 && weight == 1.0f ? calibration_.of(distance, row.each[e])
-                                                              : 1.0f - std::pow(calibrated, weight);
+        row.likely[e] = is_alone ? row.each[e] : 1.0f - std::pow(unused, weight);
+        row.chances[e] = is_alone ? calibration_.of(distance, row.each[e]) : 1.0f - std::pow(calibrated, weight);
     }
 }
 
-void Forecaster::tell(int at) {
+void Forecaster::publish_forecast(int at) {
     const int il = layout_.moe_layers[at];
-    tiers_.of(il).residency.on_forecast(il, rows_[at].chances.data(), rows_[at].likely.data());
-    rows_[at].told = true;
+    tiers_.of(il).residency.on_forecast(il, layers_[at].chances.data(), layers_[at].likely.data());
+    layers_[at].is_published = true;
 }
 
-void Forecaster::act() {
+void Forecaster::issue_prefetches() {
     Lock lock(shared_.mutex);
     wants_.clear();
     for (int at = row_ + 1; at < layout_.n_moe_layers; at++) {
-        Row & row = rows_[at];
+        LayerForecast & row = layers_[at];
         const uint64_t deadline = step_of(at);
         if (row.distance == 0 || deadline <= transfers_.step()) {
             continue; // unknown, or its time has passed meanwhile
         }
-        if (!row.told) { tell(at); }
-        if (prefetching_) { want_row(at, deadline); }
+        if (!row.is_published) { publish_forecast(at); }
+        if (prefetching_) { want_layer(at, deadline); }
     }
     if (options_.flags & MOEGGUF_PREDICT_BY_PROXIMITY) { // MoE-Infinity, section 4.5
         const auto priority = [&](const Want & want) {
             const int at = layout_.row_of[want.il];
-            return rows_[at].likely[want.expert] * (1.0f - (float)(at - row_) / layout_.n_moe_layers);
+            return layers_[at].likely[want.expert] * (1.0f - (float)(at - row_) / layout_.n_moe_layers);
         };
         std::stable_sort(wants_.begin(), wants_.end(),
                          [&](const Want & a, const Want & b) { return priority(a) > priority(b); });
@@ -392,14 +397,14 @@ void Forecaster::act() {
     transfers_.wake_idle_reader();
 }
 
-// Wants a layer's most probable experts, as many as the tokens can use, that are not there and worth it.
+// Adds prefetches of a layer's most probable experts, as many as the tokens can use, that are not there and worth it.
 // An expert that is used with chance p saves its stall, or as much of it as there is time until its layer comes; one
 // that is not keeps the link from others for nothing. What is left is what the expert evicted for it may be worth.
-void Forecaster::want_row(int at, uint64_t deadline) {
-    const Row & row = rows_[at];
+void Forecaster::want_layer(int at, uint64_t deadline) {
+    const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances; // certain ones are told apart
+    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances; // an order among certain ones, too
     const int n_best = rank(order.data(), il, layout_.layers[il].n_expert_used * n_sequences_);
     for (int i = 0; i < n_best; i++) {
         const int e = best_[i];

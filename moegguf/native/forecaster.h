@@ -1,8 +1,8 @@
-// forecaster.h: predicts what a pass will use, on a thread of its own, and acts on it: protects slots, asks for
-// prefetches. Compute threads leave what a layer showed in a ring, and go on.
+// forecaster.h: predicts, on a thread of its own, which experts a pass will use, and issues prefetches. Compute threads
+// leave what a layer's router chose in a ring, and go on.
 //
-// It may tell policies and the transfer queue of a tier's layers what it expects, under the store's lock. It pins and
-// evicts nothing, and what it says changes speed, never a token.
+// It passes forecasts to the policies of tiers and prefetches to the transfer queue, under the store's lock. It pins
+// and evicts nothing, and a forecast changes speed, never a token.
 #pragma once
 
 #include "predictors/predictor.h"
@@ -63,10 +63,11 @@ class Calibration {
     std::array<std::array<Bin, n_bins>, n_distances> bins_;
 };
 
-// Passes are predicted in which every sequence decodes one token: a prompt's needs every layer once, in order, which
-// the sweep covers better. Each sequence is followed by a predictor of its own, which sees what it would see alone; an
-// expert's chance is that any of them uses it, 1 - prod(1 - p). Of more than most_asked sequences as many are asked,
-// at even distances, and the others count as their average; of more than most_sequences none: they use most experts.
+// Predicts passes in which every sequence decodes one token: a prompt's pass needs every layer once, in order, which
+// the sweep covers better. Each sequence has a predictor of its own, which sees what it would see alone. An expert's
+// chance is that any of them uses it, 1 - prod(1 - p). Of more than most_selected sequences that many are predicted, at
+// even distances, and the others count as their average. Passes of more than most_sequences are not predicted: they use
+// most experts.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
@@ -92,7 +93,7 @@ class Forecaster {
     void keep_step(); // in lockstep: returns when everything was predicted that could be
 
   private:
-    static constexpr int most_asked = 8;
+    static constexpr int most_selected = 8;
     static constexpr int most_sequences = 64; // of a pass that is predicted; followed at once
     static constexpr int most_known = 512;    // tokens of a sequence's prompt
 
@@ -114,18 +115,18 @@ class Forecaster {
         std::vector<int32_t> ids;    // [last][n_expert_used]
         std::vector<float> inputs;   // [last][n_embd], or none
     };
-    struct Maker {
+    struct PredictorFactory {
         const PredictorType * type;
         Arrays arrays;
     };
-    struct Follower {
+    struct SequencePredictor { // the predictor that follows one sequence
         int sequence = -1;
         uint64_t last_use = 0;
         std::unique_ptr<Predictor> predictor;
     };
-    struct Row {                    // what is predicted of a layer
-        int distance = 0;           // 0: nothing
-        bool told = false;          // the store knows
+    struct LayerForecast {          // what is predicted of a layer
+        int distance = 0;           // in layers with experts, when it was predicted; 0: there is no forecast
+        bool is_published = false;  // the policies have it
         std::vector<int> sequences; // that have a prediction
         std::vector<float> each;    // [sequences][n_expert_max] as predicted
         std::vector<float> likely;  // [n_expert_max] of any sequence
@@ -139,17 +140,17 @@ class Forecaster {
     void run();
     void follow(const Record & record, bool newest);
     void begin_pass(const Record & record);
-    void take_part(const Record & record);
-    Follower & follower_of(int sequence);
+    void select_sequences(const Record & record);
+    SequencePredictor & predictor_of(int sequence);
     void forget(); // what was predicted
     void compare(const Record & record);
     int rank(const float * likely, int il, int most);
     void predict(int from, int last);
-    bool ask_followers(int il, int distance);
-    void unite(Row & row, int il, int distance);
-    void tell(int row);
-    void act();
-    void want_row(int row, uint64_t deadline);
+    bool predict_sequences(int il, int distance);
+    void combine(LayerForecast & row, int il, int distance);
+    void publish_forecast(int row);
+    void issue_prefetches();
+    void want_layer(int row, uint64_t deadline);
     uint64_t step_of(int row) const { return pass_ * layout_.layers.size() + layout_.moe_layers[row]; }
 
     const Layout & layout_;
@@ -175,24 +176,25 @@ class Forecaster {
     std::thread thread_;
 
     // These belong to the thread that predicts.
-    std::optional<Maker> maker_;      // of all followers; calibration_ is of it, also while nothing is predicted
-    std::vector<Follower> followers_; // most_sequences at most
-    std::vector<size_t> present_;     // those of this pass that are asked, in its order
+    std::optional<PredictorFactory>
+        factory_; // makes each predictor; calibration_ is about its predictions, also while nothing is predicted
+    std::vector<SequencePredictor> predictors_; // most_sequences at most
+    std::vector<size_t> selected_;              // indices of the predictors that this pass selected, in its order
     uint64_t n_uses_ = 0;
     moegguf_predictor options_{};
     Calibration calibration_;
     Record current_;
     uint64_t pass_ = 0;
-    int row_ = -1;            // the last one observed of the pass
-    int n_sequences_ = 0;     // of the pass
-    bool predicted_ = false;  // the pass is one that is predicted
-    uint64_t n_started_ = 0;  // prefetches before this pass
-    std::vector<Row> rows_;   // [n_moe_layers]
-    std::vector<float> each_; // [most_asked][n_expert_max] scratch, as asked_
-    std::vector<int> asked_;
+    int row_ = -1;                      // the last one observed of the pass
+    int n_sequences_ = 0;               // of the pass
+    bool is_predicted_ = false;         // the pass is one that is predicted
+    uint64_t n_started_ = 0;            // prefetches before this pass
+    std::vector<LayerForecast> layers_; // [n_moe_layers]
+    std::vector<float> each_;           // [most_selected][n_expert_max] scratch, of predicted_sequences_
+    std::vector<int> predicted_sequences_;
     std::vector<int> best_;
     std::vector<Want> wants_;
-    mutable std::mutex rows_mutex_; // read() looks at rows_ from other threads
+    mutable std::mutex layers_mutex_; // read() looks at layers_ from other threads
 };
 
 } // namespace moegguf

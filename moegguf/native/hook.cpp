@@ -4,8 +4,8 @@
 // acquired, and before the multiplications whose matrices are still on their way, where kernels cannot wait for them
 // (streamed_supply.cpp).
 //
-// It may add and move nodes, and read and overwrite the ids of the node that it stops at, by Acquire alone. It changes
-// no slot itself.
+// It may add and move nodes, and read and overwrite the ids of the node that it stops at, by Store::acquire alone. It
+// changes no slot itself.
 #include "store.h"
 
 #include "ggml-backend-impl.h" // buffer types are not public; patches/README.md lists what we lean on
@@ -141,7 +141,7 @@ class Delayed {
 // The matrices to wait for once this node was computed.
 uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
-    if (!context.store.layout.has_experts(il) || context.store.streamed->orders(il)) { return 0; }
+    if (!context.store.layout.has_experts(il) || context.store.streamed->computes_on_arrival(il)) { return 0; }
     return ready_il >= 0 ? all_kinds & ~down_kind : down_kind;
 }
 
@@ -150,9 +150,8 @@ bool must_stop(Context & context, const ggml_tensor * t) {
     if (!is_of_experts(t)) { return false; }
     const int il = layer_of(t, ids_node);
     if (il >= 0) {
-        Acquire & acquire = context.store.acquire;
-        const bool idle = acquire.idle(il);
-        if (idle) { acquire.count_idle(context, il, (int)t->ne[0], (int)t->ne[1]); }
+        const bool idle = context.store.idle(il);
+        if (idle) { context.store.count_idle(il, (int)t->ne[0], (int)t->ne[1]); }
         return !idle;
     }
     const uint8_t kinds = kinds_after(context, t);
@@ -209,7 +208,7 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
     }
     synchronize(backend);
     read_details(context, t, choice);
-    store.acquire.acquire(context, choice);
+    store.acquire(choice);
     if (!in_place) {
         backend ? ggml_backend_tensor_set_async(backend, t, choice.ids, 0, n_bytes)
                 : ggml_backend_tensor_set(t, choice.ids, 0, n_bytes);
@@ -258,10 +257,7 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * store) {
     return true;
 }
 
-extern "C" bool moegguf_abort(void * store) {
-    Context & context = ((moegguf_store *)store)->store.context;
-    return context.store.acquire.must_abort(context);
-}
+extern "C" bool moegguf_abort(void * store) { return ((moegguf_store *)store)->store.must_abort(); }
 
 extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched) {
     if (eval != moegguf_eval) { return; }
@@ -285,7 +281,8 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // computed before, and still there when the hook reads them
     ids->src[2] = input;
-    if (store->streamed->orders(il)) { // ids that the scheduler copies from another device are not those of the hook
+    if (store->streamed->computes_on_arrival(
+            il)) { // ids that the scheduler copies from another device are not those of the hook
         ids->src[3] = store->tiers.on_cpu->pool()->cpu_anchor();
     }
     ids->op_params[waits_word] = !store->tiers.of(il).numbering.resident();

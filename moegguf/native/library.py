@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from moegguf.errors import (
     AllocationError,
@@ -27,13 +28,12 @@ from moegguf.errors import (
     MoeggufError,
     OptionError,
 )
-from moegguf.native import abi
+from moegguf.native import abi, plugins
 from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 LOG_ERROR = 4  # enum ggml_log_level
-FAULT = abi.enum("fault_kind")
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/threads.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
@@ -90,9 +90,20 @@ def _short_spins() -> Iterator[None]:
 
 
 def build_identity() -> str:
-    """Differs between two builds of the native library: the names, sizes and times of its files."""
-    files = sorted(path for path in find_library().iterdir() if path.is_file())
+    """Differs between two builds of the native library and its plug-ins: names, sizes and times of their files."""
+    folders = [find_library(), *plugins.plugin_folders()]
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     return repr([(path.name, info.st_size, info.st_mtime_ns) for path in files for info in [path.stat()]])
+
+
+class BackendProblems(NamedTuple):
+    """Reasons why a backend has no devices."""
+
+    refused: list[str]  # a sentence for each plug-in that was built from other sources
+    errors: list[str]  # what ggml and drivers logged while backends were loaded
+
+
+_problems = BackendProblems([], [])
 
 
 def _log_errors(level: int, text: bytes, _user: object) -> None:
@@ -100,8 +111,15 @@ def _log_errors(level: int, text: bytes, _user: object) -> None:
         sys.stderr.write(text.decode(errors="replace"))
 
 
+def _keep_errors(level: int, text: bytes, _user: object) -> None:
+    if level == LOG_ERROR:
+        _problems.errors.append(text.decode(errors="replace").strip())
+
+
+_LOG_CALLBACK = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
 # Until the bindings set their own: left to itself ggml writes every line of its log, such as which devices it found.
-_LOG_ERRORS = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(_log_errors)
+_LOG_ERRORS = _LOG_CALLBACK(_log_errors)
+_KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints them
 
 
 @functools.cache
@@ -115,13 +133,7 @@ def load() -> c.CDLL:
     try:
         with _short_spins():
             library = _open(folder, "moegguf")
-            _open(folder, "ggml-base").ggml_log_set(_LOG_ERRORS, None)
-            if any(folder.glob("libggml-cpu-*")):  # portable; left to itself, ggml would look in the current folder
-                loaded = _open(folder, "ggml")
-                loaded.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
-                loaded.ggml_backend_load_all_from_path(os.fsencode(folder))
-                if loaded.ggml_backend_dev_count() == 0:
-                    raise OSError("no backend of it runs on this processor")
+            _load_backends(folder)
     except OSError as error:
         raise LibraryError(f"the native library in {folder} does not load ({error}); install moegguf again.") from error
     found = library.moegguf_abi_version()
@@ -131,6 +143,26 @@ def load() -> c.CDLL:
         )
     abi.declare(library, check)
     return library
+
+
+def _load_backends(folder: Path) -> None:
+    """Loads or starts every backend of the build, then those of plug-ins. Raises OSError where none runs here."""
+    base = _open(folder, "ggml-base")
+    base.ggml_log_set(_KEEP_ERRORS, None)
+    ggml = _open(folder, "ggml")
+    if any(folder.glob("libggml-cpu-*")):  # portable; left to itself, ggml would look in the current folder
+        ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
+        ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+    if ggml.ggml_backend_dev_count() == 0:
+        raise OSError("no backend of it runs on this processor")
+    _problems.refused.extend(plugins.load_plugins(ggml, plugins.read_pin(folder)))
+    base.ggml_log_set(_LOG_ERRORS, None)
+
+
+def backend_problems() -> BackendProblems:
+    """Returns the problems of loading backends. Raises LibraryError."""
+    load()
+    return _problems
 
 
 def _open(folder: Path, name: str) -> c.CDLL:
@@ -219,6 +251,7 @@ _ERRORS: dict[int, type[MoeggufError]] = {
     abi.FORKED: ForkError,
     abi.ROUTING: MoeggufError,
     abi.SLOTS: MoeggufError,
+    abi.BROKEN: MoeggufError,
 }
 
 
@@ -231,8 +264,3 @@ def check(status: int) -> None:
     """Raises the typed error for a status that is not abi.OK, with the library's own reason. Every call does so."""
     if status != abi.OK:
         raise error(status, load().moegguf_last_error().decode(errors="replace"))
-
-
-def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
-    """For tests: the nth operation of a kind, one of FAULT, fails, once or it and all later; 0: none."""
-    load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)

@@ -120,7 +120,7 @@ class Link {
         uncount(shared_.counters.chunks_reading);
         if (why.empty()) {
             count(job.demand ? to.counters.bytes_missed : to.counters.bytes_prefetched, job.bytes);
-            if (job.streamed < 0) { to.publish(s, job.kinds); }
+            if (job.streamed < 0) { to.residency.publish(s, job.kinds); }
         }
         to.residency.end_read(s, job.kinds);
         if (why.empty()) { return true; }

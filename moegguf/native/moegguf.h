@@ -31,7 +31,7 @@
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices
-//   (streamed_supply.cpp).
+//   (arrivals.cpp).
 //                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
 //                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into read buffers, write into slots. Never call out.
@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 25
+#define MOEGGUF_ABI_VERSION 26
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -71,6 +71,7 @@ enum moegguf_status {
     MOEGGUF_FORKED = 5,    // called in a child process: the reader threads stayed behind
     MOEGGUF_ROUTING = 6,   // the router chose an expert that does not exist
     MOEGGUF_SLOTS = 7,     // one pass needs more experts of a layer than there are slots
+    MOEGGUF_BROKEN = 8,    // the store's bookkeeping contradicts itself
 };
 
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
@@ -302,21 +303,6 @@ struct moegguf_failure {
     char message[256];
 };
 
-// Host memory of a simulated device: not pinned; pinned; or that of the first simulated device, as Vulkan's is, which
-// is pinned for that one alone.
-enum moegguf_pinned { MOEGGUF_PINNED_NOT, MOEGGUF_PINNED_OWN, MOEGGUF_PINNED_FIRST };
-
-// A device behind a link in real time (link_device.cpp), for machines without one.
-struct moegguf_link {
-    double bytes_per_ns;        // of each direction
-    double latency_ns;          // of each copy
-    uint64_t memory_bytes;      // of the device; 0: without a limit
-    uint64_t most_buffer_bytes; // of one buffer, and of experts that its kernels take; 0: without a limit
-    int32_t pinned;             // enum moegguf_pinned
-    int32_t n_threads;          // that it computes with; 0: as many as llama.cpp tells the CPU to
-    uint32_t strict_seed;       // not 0: memory, kernels and streams ask of their users what CUDA's do; of its delays
-};
-
 // How fast the CPU, a device and the link between them are with one layer's experts of a model.
 struct moegguf_speeds {
     double cpu_bytes_per_ns;    // of experts that it multiplies with, one token at a time
@@ -332,110 +318,205 @@ struct moegguf_speeds {
 typedef struct moegguf_store moegguf_store;
 typedef struct moegguf_kv_blocks moegguf_kv_blocks;
 
-MOEGGUF_API uint32_t moegguf_abi_version(void);
-MOEGGUF_API const char * moegguf_last_error(void); // of this thread
+// Functions. Unless a function says otherwise: any thread may call it; it returns an enum moegguf_status and leaves the
+// reason of a failure in moegguf_last_error(); a NULL store or a NULL pointer is INVALID; a store in a child process is
+// FORKED. A table is [n_layer][most experts of a layer], one row after another, and n is the number of its entries;
+// another n is INVALID.
 
-// The strides that a store with these matrices lays its slots out with. Needs no store; any thread.
+// Returns MOEGGUF_ABI_VERSION of the library.
+MOEGGUF_API uint32_t moegguf_abi_version(void);
+
+// Returns why the last call of this thread failed, until its next call; empty after one that succeeded.
+MOEGGUF_API const char * moegguf_last_error(void);
+
+// Writes the sizes of a pool with n_slots slots for these matrices, in bytes, as a store lays its slots out. INVALID: a
+// matrix has a kind or a type that does not exist.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
                                    struct moegguf_sizes * sizes);
 
-// Raises the padding of these matrices to what a device (NULL: the CPU) has behind each, as its kernels read on there.
-// One that ggml does not know has none.
+// Raises the padding of these matrices, in bytes, to what the memory of a device (ggml's name; NULL: the CPU) has
+// behind each, because kernels read on there. A device that ggml does not know has none.
 MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
-// How many of n_slots slots one pool of these matrices can have on a device (NULL: the CPU), whose kernels and
-// buffers have a largest size.
+// Writes how many of n_slots slots one pool of these matrices can have on a device (NULL: the CPU), whose kernels and
+// buffers have a largest size. INVALID: there is no such device.
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);
 
-// The most tokens of a pass whose experts a device's kernels multiply with as if every expert were resident, to the
-// last bit, however many slots there are, by its name; NULL: the CPU, where any number is.
+// Returns the most tokens of a pass that a device's kernels compute, to the last bit, as if every expert were resident,
+// however many slots there are. device: ggml's name; NULL: the CPU, where any number is.
 MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
 
-// A simulated device more, known to ggml until the process ends, so that models loaded later can lie on it. name: by
-// which ggml finds it.
-MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
-
-// Measures with the experts of one layer, in n_slots slots of each memory; without shards (MOEGGUF_SIMULATE) with
-// zeros. The config has one device; with the CPU for it, all else is 0.
-// Each figure takes about `seconds`; nothing else should compute meanwhile. The slots are freed again.
+// Measures how fast the CPU and the config's one device are with the experts of one layer, in n_slots slots of each
+// memory; with the CPU for a device, the device's figures are 0. Without shards (MOEGGUF_SIMULATE) the experts are
+// zeros. Each figure takes about `seconds` (at most 60), with n_threads threads; nothing else should compute meanwhile.
+// The slots are freed again. INVALID: the config has several devices or layers; MEMORY: a device refuses the slots.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 
-// A store; what each call is for is said by the method of moegguf/native/store.py that calls it. Tables are
-// [n_layer][max n_expert], n their entries. close: the llama_context and models that use the store must be gone by
-// then.
+// Opens a store: allocates its slots, opens its files and starts its threads. INVALID: the config contradicts itself or
+// has another ABI; MEMORY: a device refuses slots or the system a thread; IO: a shard cannot be opened.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
+
+// Joins the store's threads and frees its slots. The llama_context and the models that use the store must be gone, and
+// no other call may be under way. Does nothing for NULL and in a child process.
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
+
+// Returns the buffer type that reserves address space for the expert tensors of a model; NULL for NULL.
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store);
+
+// Writes the store's counters, without the lock.
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
+
+// Writes what one tier (enum moegguf_tier) counted and is. INVALID: the store has no such tier.
 MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
+
+// Writes a table of the experts in a tier: 0 absent, 1 on its way, 2 there.
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n);
+
+// Writes two tables: how often each expert was looked up, and how often it was given a slot, since the store was
+// opened. Single tokens in a pool that holds every expert count only while moegguf_store_watch is on.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
+
+// While on, layers whose experts are all there are not passed over: activity is complete, and these layers cost more.
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
+
+// A tier evicts by the policy of this name from now on. values [n]: numbers in place of the policy's own. INVALID:
+// there is no such policy, or a value is out of range; the policy before stays.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
                                          size_t n);
-// NULL behind the last one. takes_forecast: 1 where it makes use of moegguf_store_set_forecast.
+
+// Returns the name of the policy with this index, NULL behind the last one. Writes 1 to takes_forecast (NULL: nothing
+// is written) where the policy makes use of moegguf_store_set_forecast.
 MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast);
-MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n); // NULL: none
-// known [n_layer]: not 0 where the table says something; NULL: nothing is known. A layer's part ends with its routing.
+
+// Sets a table of scores that comes before the policy on every device: the lowest score goes first, and of equals the
+// least recently used expert. NULL: the policy decides again.
+MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
+
+// Gives policies a table of the probabilities that experts are used when their layer comes next. known [n_layer]: not 0
+// where the table says something. NULL: nothing is known. A layer's part ends when the layer is routed.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
-// NULL: none. Predicts in passes in which each of up to 64 sequences decodes one token. An expert's probability is that
-// any of them uses it; of more than eight, eight are asked for the average. What is predicted goes to policies as a
-// forecast does, and is prefetched where it pays.
+
+// Starts a thread that predicts with this predictor, in passes in which each of up to 64 sequences decodes one token,
+// and prefetches what pays. An expert's probability is that any of them uses it; of more than eight, eight are
+// predicted and the others count as their average. Its arrays are used in place until the call for another predictor
+// returns. NULL: no predictor. INVALID: an unknown name, a missing array, or a limit out of range; the predictor before
+// stays.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
-MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on);
+
+// Off: the predictor's forecasts protect what is there, and nothing is prefetched for them. On until switched off.
+MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
+
+// Writes the store's own forecast: a table of probabilities, and known [n_layer], 1 for layers that are predicted and
+// not routed yet.
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
-// Experts that are worth having early; warm: to fill free slots only, in place of those given for that before.
+
+// Requests experts (il[i], experts[i]) [n] early, in this order, behind those requested before. Unknown and resident
+// experts are dropped and counted. warm: the experts fill free slots only, in place of those given for that before.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                    int warm);
-MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
-MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop
+
+// While on, free slots are not filled with what nothing waits for: something else needs the processor and the disk.
+MOEGGUF_API int moegguf_store_pause_fill(moegguf_store * store, int on);
+
+// Calls the listener's functions on the event thread from now on. NULL: stops, and returns after the last call.
+MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener);
+
+// While on, passes under way and to come end as CANCELLED.
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
+
+// Uses n_slots slots of a tier, up to those that it was opened with, while no pass is under way. Memory of the others
+// goes back where it is pageable host memory, and is allocated anew elsewhere; slots are emptied first where there is
+// too little for both. COMPUTE shares n_slots out over the devices, without the CPU's beside other devices. INVALID:
+// the tier cannot have so many; MEMORY: the device refuses, and the slots are as before; IO: reads did not end in a
+// minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
-MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // CANCELLED: it takes longer
+
+// Waits until nothing is queued, being read or left to fill, and checks as moegguf_store_check does. CANCELLED: it
+// takes longer than timeout_s seconds.
+MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s);
+
+// Verifies the bookkeeping of every slot: free + owned = usable, pins >= 0, a borrowed slot is pinned, maps agree both
+// ways. BROKEN: the error names the rule and the values. Takes the lock for some microseconds per hundred slots.
+MOEGGUF_API int moegguf_store_check(moegguf_store * store);
+
+// Lets ns nanoseconds of compute time pass on the modelled clock. INVALID: the store is no simulation.
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
-// The context: a store serves one. What acquire and replay do is what the hook does. n_done counts events with the one
-// that fails.
+// The context: a store serves one llama_context. The calls below come from the thread that computes.
+
+// Acquires the experts of a routing event as the hook does, for simulations and tests: expert_ids and slot_ids are
+// [n_tokens][n_expert_used]; inputs [n_tokens][n_embd] entered the router, NULL: unknown. Waits until every matrix is
+// there. INVALID: a size out of range; else the status of the context's failure.
 MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids,
                                         int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
                                         int32_t * slot_ids);
+
+// Acquires many routing events, one after another, until one fails. Writes how many are done, with the one that fails.
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
+
+// Forgets the tokens announced last: others come next, the first of them of this sequence and phase. Returns 1 where
+// they have to be announced, and 0 while every expert has a slot and nothing listens or predicts. No lock; store: not
+// NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
+
+// Announces the tokens that are evaluated next, to the listener, the predictor and later routing events. INVALID: a
+// phase is unknown, or some of the three arrays are missing.
 MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moegguf_tokens_event * tokens);
-// 1: no failure to tell and nothing pinned, so that moegguf_context_failure, which takes a lock, need not be called.
+
+// Returns 1 where no pass has failed and nothing is pinned, so that moegguf_context_failure, which takes the lock, need
+// not be called. No lock; store: not NULL.
 MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
+
+// Writes why the last pass failed (status OK: it did not), and unpins its slots. clear: the next pass starts without
+// it.
 MOEGGUF_API int moegguf_context_failure(moegguf_store * store, struct moegguf_failure * failure, int clear);
 
-// For llama_context_params: cb_eval and abort_callback, each with the store as user data.
+// The callback for llama_context_params.cb_eval, with the store as user data. Returns, for ask, whether the scheduler
+// has to stop at the node `t`, and acquires experts or waits for matrices when it has stopped there.
 MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * store);
+
+// The callback for llama_context_params.abort_callback, with the store as user data. Returns true when the pass must
+// end.
 MOEGGUF_API bool moegguf_abort(void * store);
-// Which scheduler computes for the store's context, where the callback is moegguf_eval: its streams then wait for
-// copies to the device, where it has events, instead of the thread that computes, which waits for them itself.
+
+// The rest is called by the patched llama.cpp. These functions have no status.
+
+// Notes which scheduler computes for the store's context, where the callback is moegguf_eval: its streams then wait for
+// copies to the device, where it has events, instead of the thread that computes.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
-// For the patched llama.cpp.
+// Returns true for a tensor whose experts a store keeps.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
-// What to multiply with in place of `w`, by the router's ids: by their number of tokens a pool tensor or, of a prompt,
-// a staging tensor. w itself when it is not reserved.
+
+// Returns what to multiply with in place of `w`, by the router's ids: by their number of tokens a pool tensor or, of a
+// prompt, a staging tensor; w itself when it is not reserved.
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);
-// A node for a layer's slot ids where `w` is reserved, NULL where not: the hook stops there, has the experts fetched
-// and writes slot ids over the expert ids. It keeps the router's weights and input in memory until then.
+
+// Returns a node for a layer's slot ids where `w` is reserved, NULL where not: the hook stops there, has the experts
+// fetched and writes slot ids over the expert ids. The node keeps the router's weights and input in memory until then.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, int il);
-// The same ids for the multiplications: the hook waits there where kernels cannot.
+
+// Returns a node with the same ids for the multiplications: the hook waits there where kernels cannot.
 MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, struct ggml_tensor * slot_ids, int il);
+
 // Moves nodes that do not depend on experts before those that do, within each layer that may have to wait for some, so
-// that they are computed meanwhile. Every node finds the memory it reads as before.
+// that they are computed meanwhile. Every node finds the memory that it reads as before.
 MOEGGUF_API void moegguf_order_nodes(struct ggml_cgraph * graph);
 
-// Two more for it, of a state that it takes: n bytes at an address of moegguf_kv_blocks_add, which are copied to `to`,
-// or will be in the tensor. False: it is no such address.
+// Copies n bytes of a sequence's state from an address of moegguf_kv_blocks_add to `to`. Returns false where `at` is no
+// such address.
 MOEGGUF_API bool moegguf_state_read(void * to, const void * at, size_t n);
+
+// Notes that n bytes of the state belong at `offset` of a tensor, which moegguf_kv_blocks_fill writes. Returns false
+// where `at` is no such address.
 MOEGGUF_API bool moegguf_state_put(struct ggml_tensor * tensor, size_t offset, const void * at, size_t n);
+
+// Blocks of KV cache that are read together. They need no store, and belong to one thread.
 
 // A state of a sequence in a file, and the XXH3 digest (128 bits, canonical) of `prefix` and all of the state.
 struct moegguf_kv_block {
@@ -446,30 +527,20 @@ struct moegguf_kv_block {
     size_t n_prefix;
     uint8_t digest[16];
 };
-// Blocks of KV cache that are read together. add: an address for llama_state_seq_set_data,
-// called next on the same thread, at which that finds the state. What it puts into tensors is written by fill, which
-// says how many of the first blocks have their digest; parts of others are zero then. Need no store.
-MOEGGUF_API moegguf_kv_blocks * moegguf_kv_blocks_open(void); // NULL: out of memory
+
+// Returns an empty list of blocks; NULL: out of memory.
+MOEGGUF_API moegguf_kv_blocks * moegguf_kv_blocks_open(void);
+
+// Frees the list. Does nothing for NULL.
 MOEGGUF_API void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks);
+
+// Adds a block, and writes an address at which llama_state_seq_set_data, called next on this thread, finds the state.
 MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct moegguf_kv_block * block,
                                       const void ** state);
-MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
-// Faults for tests: from now on the nth operation of a kind fails (1 = the next), once or for good; nth 0 disarms.
-enum moegguf_fault_kind {
-    MOEGGUF_FAULT_OPEN,
-    MOEGGUF_FAULT_READ,
-    MOEGGUF_FAULT_STAT,
-    MOEGGUF_FAULT_ALLOC,
-    MOEGGUF_FAULT_THREAD,
-    MOEGGUF_FAULT_SHORT_READ,
-    MOEGGUF_FAULT_EINTR,
-    MOEGGUF_FAULT_SLOW_READ,
-    MOEGGUF_FAULT_COPY,
-    MOEGGUF_FAULT_KINDS
-};
-MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
-MOEGGUF_API uint64_t moegguf_fault_count(int kind); // operations seen since arming
+// Reads the blocks, and writes what llama_state_seq_set_data has put into tensors. Writes how many of the first blocks
+// have their digest; the parts of others are zero then.
+MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
 #include "pool.h"
 
-#include "fault.h"
 #include "files.h"
+#include "os.h"
 
 #include "ggml-cpu.h"
 #include "ggml-impl.h" // ggml_set_op_params
@@ -67,12 +67,12 @@ uint64_t most_buffer_bytes(ggml_backend_dev_t device) {
 
 // nullptr: it is refused.
 ggml_backend_buffer_ptr allocate_weights(ggml_backend_buffer_type_t buft, uint64_t n) {
-    ggml_backend_buffer_ptr memory(fault(MOEGGUF_FAULT_ALLOC) ? nullptr : ggml_backend_buft_alloc_buffer(buft, n));
+    ggml_backend_buffer_ptr memory(os().alloc_buffer(buft, n));
     if (memory) { ggml_backend_buffer_set_usage(memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS); }
     return memory;
 }
 
-void bind(ggml_tensor * t, const ggml_backend_buffer_ptr & buffer, void * address) {
+void attach(ggml_tensor * t, const ggml_backend_buffer_ptr & buffer, void * address) {
     t->buffer = nullptr;
     t->data = nullptr;
     if (ggml_backend_tensor_alloc(buffer.get(), t, address) != GGML_STATUS_SUCCESS) {
@@ -136,14 +136,10 @@ ggml_backend_dev_t find_device(const char * name) {
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
     ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
     if (!backend) { throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend"); }
-    set_threads(backend.get(), n_threads);
-    return backend;
-}
-
-void set_threads(ggml_backend_t backend, int n) {
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device);
     void * function = ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
-    if (function) { ((ggml_backend_set_n_threads_t)function)(backend, n); }
+    if (function) { ((ggml_backend_set_n_threads_t)function)(backend.get(), n_threads); }
+    return backend;
 }
 
 PoolMemory device_memory(const char * name, bool repack) {
@@ -290,8 +286,8 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     pool->nb[3] = pool->nb[2] * window.n_slots;
     ggml_format_name(pool, "pool.%s", m.name.c_str());
     ggml_tensor * slot = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, 1);
-    bind(pool, buffer, arena.base + window.first_slot * strides_.of_kind[m.kind]);
-    bind(slot, buffer, arena.base);
+    attach(pool, buffer, arena.base + window.first_slot * strides_.of_kind[m.kind]);
+    attach(slot, buffer, arena.base);
     if (!interleaved_[matrix] && padding_of(memory_.buft, slot) > padding_[matrix]) {
         throw Error(MOEGGUF_INVALID, "slots of '" + m.name + "' lack the padding that " +
                                          ggml_backend_dev_name(memory_.device) + " reads (moegguf_pad)");
@@ -368,7 +364,7 @@ void Pool::rebind(int kind, int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (kind_[i] != kind || !tensors_[i]) { continue; }
         show(tensors_[i], n_slots);
-        for (ggml_tensor * t : {tensors_[i], slot_[i]}) { bind(t, arenas_[kind].memory, arenas_[kind].base); }
+        for (ggml_tensor * t : {tensors_[i], slot_[i]}) { attach(t, arenas_[kind].memory, arenas_[kind].base); }
     }
 }
 
@@ -396,7 +392,7 @@ uint8_t * Pool::data(int matrix, int slot) const {
 
 void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const {
     ggml_tensor slots = slots_view(matrix, slot, n);
-    ggml_backend_tensor_set_async(backend, &slots, data, 0, ggml_nbytes(&slots));
+    os().copy_to_device(backend, &slots, data, 0, ggml_nbytes(&slots));
 }
 
 void Pool::copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const {

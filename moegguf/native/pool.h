@@ -29,7 +29,6 @@ struct PoolMemory {
 ggml_backend_dev_t find_device(const char * name); // NULL: the CPU. Throws Error(INVALID).
 // That computes with so many threads, where the device has any. Throws Error(MEMORY).
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads);
-void set_threads(ggml_backend_t backend, int n);
 PoolMemory device_memory(const char * name, bool repack); // of the device itself; likewise
 // To copy to these devices from: pinned where the first that pins memory does so.
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);

@@ -19,6 +19,11 @@ struct Rank { // of a victim; the lowest goes first
     }
 };
 
+template <typename Describe>
+void require(bool holds, const char * rule, Describe describe) {
+    if (!holds) { throw Error(MOEGGUF_BROKEN, std::string("the rule '") + rule + "' is broken: " + describe()); }
+}
+
 } // namespace
 
 Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering,
@@ -39,6 +44,7 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
       scores_(layout),
       forecast_(layout.n_keys(), 0.0f),
       forecast_known_(layout.layers.size(), 0),
+      n_absent_(layers.n_chunks),
       n_usable_(numbering.n_slots()),
       n_free_(numbering.n_slots()) {
     set_floors();
@@ -117,8 +123,12 @@ int Residency::lowest_free() {
 
 // The slot is free: vacate() has left nothing in it.
 void Residency::assign(int s, int il, int expert) {
-    reserve(s, il);
-    own(s, expert);
+    Slot & slot = slots_[s];
+    slot.generation += 1;
+    slot.il = il;
+    count(counters_.slots_used);
+    n_free_ -= s < n_usable_;
+    if (expert != no_expert) { own(s, expert); }
     update_order(s);
 }
 
@@ -142,6 +152,7 @@ void Residency::vacate(int s) {
         count_[slot.il] -= 1;
     }
     uncount(counters_.slots_used);
+    n_absent_ += __builtin_popcount(ready(s));
     n_free_ += s < n_usable_;
     first_free_ = std::min(first_free_, s);
     slot.generation += 1;
@@ -152,18 +163,15 @@ void Residency::vacate(int s) {
     state_[s].store(0, std::memory_order_relaxed);
 }
 
-void Residency::reserve(int s, int il) {
-    Slot & slot = slots_[s];
-    slot.generation += 1;
-    slot.il = il;
-    count(counters_.slots_used);
-    n_free_ -= s < n_usable_;
-}
-
-void Residency::keep(int s, int expert) {
+void Residency::end_stream(int s, int expert) {
     own(s, expert);
     policy_->on_use(slots_[s].il, expert); // by the pass that streamed it
     publish(s, layout_.layers[slots_[s].il].chunks);
+}
+
+void Residency::publish(int s, uint8_t kinds) {
+    state_[s].fetch_or(kinds, std::memory_order_release);
+    n_absent_ -= __builtin_popcount(kinds);
 }
 
 bool Residency::request(int s) {
@@ -177,17 +185,14 @@ void Residency::mark_prefetched(int s) {
     policy_->on_prefetch(slots_[s].il, slots_[s].expert);
 }
 
-void Residency::hold(int s) {
-    slots_[s].pins += 1;
-    if (slots_[s].pins == 1) {
+void Residency::pin(int s, bool is_use) {
+    Slot & slot = slots_[s];
+    slot.pins += 1;
+    if (slot.pins == 1) {
         count(counters_.slots_pinned);
         update_order(s);
     }
-}
-
-void Residency::pin(int s) {
-    hold(s);
-    Slot & slot = slots_[s];
+    if (!is_use) { return; }
     slot.last_use = ++tick_;
     if (!slot.streams()) { policy_->on_use(slot.il, slot.expert); }
 }
@@ -270,6 +275,50 @@ void Residency::count_uses(bool on) {
 
 float Residency::score(int il, int expert, const LayerStep & now) const {
     return policy().score(il, expert) + policy().layer_offset(il, now);
+}
+
+void Residency::check() const {
+    const auto is_owned = [](const Slot & slot) { return slot.il >= 0; };
+    const auto n_owned = std::count_if(slots_.begin(), slots_.begin() + n_usable_, is_owned);
+    require(n_free_ + n_owned == n_usable_, "free + owned = usable", [&] {
+        return std::to_string(n_free_) + " + " + std::to_string(n_owned) + ", not " + std::to_string(n_usable_);
+    });
+    uint64_t n_used = 0, n_pinned = 0;
+    int n_ready = 0;
+    for (int s = 0; s < n_slots(); s++) {
+        check_slot(s);
+        n_used += is_owned(slots_[s]);
+        n_pinned += slots_[s].pins > 0;
+        n_ready += __builtin_popcount(ready(s));
+    }
+    for (int key = 0; key < (int)slot_of_.size(); key++) {
+        const int s = slot_of_[key];
+        require(s < 0 || layout_.key(slots_[s].il, slots_[s].expert) == key, "each expert's slot holds it", [&] {
+            return describe(s) + ", and is the slot of expert " + std::to_string(key % layout_.n_expert_max);
+        });
+    }
+    require(get(counters_.slots_used) == n_used && get(counters_.slots_pinned) == n_pinned, "gauges count slots", [&] {
+        return std::to_string(n_used) + " slots are used and " + std::to_string(n_pinned) + " pinned, not " +
+               std::to_string(counters_.slots_used) + " and " + std::to_string(counters_.slots_pinned);
+    });
+    require(n_absent_ + n_ready == set_.n_chunks, "absent + ready = all matrices", [&] {
+        return std::to_string(n_absent_) + " + " + std::to_string(n_ready) + ", not " + std::to_string(set_.n_chunks);
+    });
+}
+
+void Residency::check_slot(int s) const {
+    const Slot & slot = slots_[s];
+    const auto description = [&] { return describe(s); };
+    require(slot.pins >= 0, "pins >= 0", description);
+    require(slot.il >= 0 || slot.pins + slot.queued + slot.reading == 0, "a free slot is unused", description);
+    require(slot.expert < 0 || find(slot.il, slot.expert) == s, "the map names the slot of each expert", description);
+    require(order_.contains(s) == evictable(s), "the order of eviction holds what may be evicted", description);
+}
+
+std::string Residency::describe(int s) const {
+    const Slot & slot = slots_[s];
+    return "slot " + std::to_string(s) + " holds expert " + std::to_string(slot.expert) + " of layer " +
+           std::to_string(slot.il) + " and has " + std::to_string(slot.pins) + " pins";
 }
 
 void Residency::set_usable(int n) {

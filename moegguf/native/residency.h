@@ -1,107 +1,30 @@
-// residency.h: which expert is in which slot, and which one is evicted next.
+// residency.h: the bookkeeping of one tier: which expert is in which slot, and which expert is evicted next.
 //
-// A slot is absent, then given to an expert (assign) whose matrices are queued, read and ready, each on its own; it is
-// pinned while layers compute with it or another slot is filled from it, and absent again when it is vacated. Every
-// change of owner bumps its generation. Residency owns every slot and alone changes one: others call its verbs.
-// Bookkeeping only: it knows no memory, no file, no thread and no counter but those of its tier's slots.
+// Residency owns every slot, and it alone changes one: others call the functions below, mostly through the verbs of
+// their tier (tier.h). It knows no memory, no file, no thread and no counter but those of its tier's slots.
 #pragma once
 
-#include "policies/policy.h"
+#include "eviction_order.h"
 #include "shared.h"
 
-#include <algorithm>
 #include <atomic>
 
 namespace moegguf {
 
+constexpr int no_expert = -1;
+
 struct Slot {
     int il = -1;             // -1: free
-    int expert = -1;         // -1 with a layer: several pass through (streamed_supply.cpp)
-    uint32_t generation = 0; // bumped at every change of owner
-    int pins = 0;
-    uint32_t requests = 0; // routing events that asked for this expert here
-    uint8_t queued = 0;    // a bit per matrix kind
-    uint8_t reading = 0;
-    bool prefetched = false; // came early and was not looked up since
-    uint64_t last_use = 0;
+    int expert = -1;         // -1 with a layer: several experts pass through (streamed_supply.cpp)
+    uint32_t generation = 0; // grows at every change of owner
+    int pins = 0;            // layers that compute with the slot and slots that are filled from it; 0: may be evicted
+    uint32_t requests = 0;   // routing events that needed this expert here
+    uint8_t queued = 0;      // matrices that wait for their transfer, a bit per kind
+    uint8_t reading = 0;     // matrices that are on their way, likewise
+    bool prefetched = false; // the expert came early and was not looked up since
+    uint64_t last_use = 0;   // a tick of the tier
 
     bool streams() const { return il >= 0 && expert < 0; }
-};
-
-// The experts that may be evicted, by layer, and which of a layer is the first to go: the least recently used of those
-// with the lowest score. A slot is in here while its expert may be evicted. The first is found in one pass over them
-// when it is asked for, and is known until it is taken or scores of the layer change.
-class EvictionOrder {
-  public:
-    struct Entry {
-        float score; // holds while the layer is scored
-        uint64_t last_use;
-        int slot;
-        int expert;
-
-        bool before(const Entry & other) const { // without a branch, as it is asked of whole layers
-            return (score < other.score) | ((score == other.score) & (last_use < other.last_use));
-        }
-    };
-
-    EvictionOrder(const Layout & layout, int n_slots) : at_(n_slots, -1), layers_(layout.layers.size()) {
-        for (size_t il = 0; il < layers_.size(); il++) {
-            layers_[il].entries.reserve(std::min(n_slots, layout.layers[il].n_expert)); // never allocates later
-        }
-    }
-
-    void follow(const EvictionPolicy * policy) { // whose scores decide from now on; nullptr: recency alone
-        if (policy == policy_) { return; }
-        policy_ = policy;
-        for (LayerOrder & layer : layers_) { layer.is_scored = false; }
-    }
-    void scores_changed(int il) { layers_[il].is_scored = false; }
-
-    bool contains(int s) const { return at_[s] >= 0; }
-    void insert(int s, int il, int expert, uint64_t last_use) {
-        LayerOrder & layer = layers_[il];
-        at_[s] = (int)layer.entries.size();
-        layer.entries.push_back({layer.is_scored ? score(il, expert) : 0.0f, last_use, s, expert});
-        if (layer.first >= 0 && layer.entries.back().before(layer.entries[layer.first])) { layer.first = at_[s]; }
-    }
-    void remove(int s, int il) {
-        LayerOrder & layer = layers_[il];
-        const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry takes its place
-        layer.first = layer.first == at ? -1 : layer.first == end ? at : layer.first;
-        layer.entries[at] = layer.entries[end];
-        at_[layer.entries[at].slot] = at;
-        layer.entries.pop_back();
-        at_[s] = -1;
-    }
-
-    const Entry * first(int il) { // nullptr: the layer has none
-        LayerOrder & layer = layers_[il];
-        std::vector<Entry> & entries = layer.entries;
-        if (entries.empty()) { return nullptr; }
-        if (!layer.is_scored) {
-            for (Entry & entry : entries) { entry.score = score(il, entry.expert); }
-            layer.is_scored = true;
-            layer.first = -1;
-        }
-        if (layer.first < 0) {
-            const auto before = [](const Entry & a, const Entry & b) { return a.before(b); };
-            layer.first = int(std::min_element(entries.begin(), entries.end(), before) - entries.begin());
-        }
-        return &entries[layer.first];
-    }
-
-  private:
-    struct LayerOrder {
-        std::vector<Entry> entries;
-        bool is_scored = false;
-        int first = -1; // of a scored layer, the entry that goes first; -1: not known
-    };
-
-    float score(int il, int expert) const { return policy_ ? policy_->score(il, expert) : 0.0f; }
-
-    const EvictionPolicy * policy_ = nullptr;
-    std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here
-    std::vector<LayerOrder> layers_; // [n_layer]
 };
 
 // Everything here belongs to the store's lock, except what says "any thread": a context reads the state of slots that
@@ -116,30 +39,29 @@ class Residency {
     bool has_free() const { return numbering_.resident() || n_free_ > 0; }
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
-    // Which matrices of a slot are there. Any thread: bytes written before publish() are seen after ready().
+    // The matrices of a slot that are there. Any thread: bytes written before publish() are seen after ready().
     uint8_t ready(int s) const { return state_[s].load(std::memory_order_acquire) & ready_bits; }
     bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
     bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
-    void publish(int s, uint8_t kinds) { state_[s].fetch_or(kinds, std::memory_order_release); }
+    bool all_ready() const { return n_absent_ == 0; } // any thread: every expert is there, in a slot of its own
+    void publish(int s, uint8_t kinds);               // these matrices are there
     void fail(int s) { state_[s].fetch_or(failed_bit, std::memory_order_release); }
-    void forgive(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); } // it is read again
+    void clear_failed(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); }
 
-    // A free slot or a victim for (il, expert), or -1 when every slot is pinned or being read, or the victim is worth
-    // no less than it.
+    // Returns a free slot or a victim for (il, expert); -1 when every slot is pinned or being read, or the victim is
+    // worth no less than the expert.
     int choose(int il, int expert, const LayerStep & now, const Worth & worth);
-    void assign(int s, int il, int expert);
+    void assign(int s, int il, int expert); // a free slot; expert no_expert: experts of the layer pass through it
+    void end_stream(int s, int expert);     // the last expert that passed through stays there, whole
     void vacate(int s);
-    void reserve(int s, int il);  // a free slot, for experts that are streamed
-    void keep(int s, int expert); // in such a slot the expert that is there, whole
 
-    void pin(int s);  // by a look-up or for a miss: the most recent use
-    void hold(int s); // as a pin, without a use
+    void pin(int s, bool is_use = true); // a use makes it the most recently used one
     void unpin(int s);
-    void touch(int s);   // as recent as if it was used now, without a use
-    bool request(int s); // by a routing event; whether it came early and nobody has asked for it since
+    void touch(int s);   // makes it as recent as a use does
+    bool request(int s); // a routing event needs it. Returns whether it came early and this is its first look-up
     void mark_prefetched(int s);
     void queue(int s, uint8_t kinds) { slots_[s].queued |= kinds; }
-    void drop(int s, uint8_t kinds) { slots_[s].queued &= ~kinds; } // queued no longer
+    void drop(int s, uint8_t kinds) { slots_[s].queued &= ~kinds; } // these are queued no longer
     void begin_read(int s, uint8_t kinds);
     void end_read(int s, uint8_t kinds);
 
@@ -164,6 +86,10 @@ class Residency {
 
     void set_usable(int n);
 
+    // Verifies what the bookkeeping says twice: free + owned = usable, pins >= 0, the map of experts and the slots
+    // agree, and so do the gauges and the order of eviction. Throws Error(BROKEN) with the rule and the values.
+    void check() const;
+
   private:
     static constexpr uint8_t ready_bits = (1 << MOEGGUF_MAX_KINDS) - 1, failed_bit = 1 << 7;
 
@@ -171,6 +97,8 @@ class Residency {
     int lowest_free();
     int victim(const LayerStep & now);
     void own(int s, int expert);
+    void check_slot(int s) const;
+    std::string describe(int s) const;
     bool evictable(int s) const;
     void update_order(int s); // in or out of the order of eviction, as its slot is evictable or not
     void set_floors();
@@ -193,6 +121,7 @@ class Residency {
     std::vector<float> forecast_;                // [n_layer * n_expert_max], where known
     std::vector<uint8_t> forecast_known_;        // [n_layer]
     uint64_t tick_ = 0;
+    std::atomic<int> n_absent_; // matrices of all experts that are not there
     int n_usable_;
     int n_free_;         // of those usable
     int first_free_ = 0; // none before it is free

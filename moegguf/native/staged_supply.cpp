@@ -54,7 +54,7 @@ class StagedSupply final : public Supply {
         Event & event = context.event;
         for (int expert : event.experts) { // of the others each one's own slot is free: take_tensor() has seen to that
             if (event.slot_of[expert] >= 0) { continue; }
-            const int s = context.pinned.tier->take_slot(event.il, expert, event.step);
+            const int s = context.pinned.tier->assign(event.il, expert, event.step);
             context.pinned.pin(s);
             event.slot_of[expert] = s;
         }
@@ -114,7 +114,7 @@ class StagedSupply final : public Supply {
             n_useful += has_slot && slots.residency.request(own);
             if (s < 0) { continue; }
             tier.residency.request(s);
-            tier.residency.forgive(s); // for passes that have ended
+            tier.residency.clear_failed(s); // that was for passes that have ended
             context.pinned.pin(s);
             event.slot_of[expert] = s;
             if (!has_slot) {
@@ -135,7 +135,7 @@ class StagedSupply final : public Supply {
             const bool in_vain = slot.prefetched && (!keep || slot.il == keep->il);
             if (!chosen && (in_vain || !tier.residency.complete(s))) {
                 tier.residency.drop(s, all_kinds);
-                tier.retire(s); // when it has arrived, where a copy has begun
+                tier.vacate(s); // when it has arrived, where a copy has begun
             }
         }
     }
@@ -159,9 +159,9 @@ class StagedSupply final : public Supply {
         for (int expert : chosen) {
             const bool worth = to.residency.has_free() || counts_[expert] >= least_tokens_to_evict ||
                                context.announced.phase == MOEGGUF_DECODE;
-            const int s = worth && to.residency.find(il, expert) < 0 ? to.take_slot(il, expert, now) : -1;
+            const int s = worth && to.residency.find(il, expert) < 0 ? to.assign(il, expert, now) : -1;
             if (s >= 0) {
-                to.borrow(s, from, event.slot_of[expert]);
+                to.borrow(s, from, event.slot_of[expert], false);
                 transfers_.copy(to, s, true);
                 kept.push_back(to.ref(s));
             }
@@ -211,10 +211,10 @@ class StagedSupply final : public Supply {
             return s >= 0 && tier.residency.complete(s) ? s : -1;
         };
         Tier & from = whole(*to.staged_for) >= 0 ? *to.staged_for : *to.ram();
-        const int source = whole(from), s = source >= 0 ? to.take_slot(il, expert, {il, false, false, 0}) : -1;
+        const int source = whole(from), s = source >= 0 ? to.assign(il, expert, {il, false, false, 0}) : -1;
         if (s < 0) { return false; }
         to.residency.mark_prefetched(s);
-        to.borrow(s, from, source);
+        to.borrow(s, from, source, false);
         transfers_.copy(to, s, false);
         return true;
     }

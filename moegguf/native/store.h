@@ -1,5 +1,5 @@
-// store.h: the expert store: its parts, put together. What each does is said in its own header, and what may be asked
-// of all of them in moegguf.h.
+// store.h: the expert store: its parts, put together, and the barrier between the router's choice and the
+// multiplication (acquire.cpp). Each part is described in its own header, and the C ABI in moegguf.h.
 #pragma once
 
 #include "events.h"
@@ -11,48 +11,40 @@ namespace moegguf {
 // A buffer type that only reserves address space (hook.cpp); Store's own.
 std::shared_ptr<ggml_backend_buffer_type> make_reserved_buft(Store * store);
 
-// The barrier between the router's choice and the multiplication. When it ends, every chosen expert is where the
-// layer's kernels find it, or the context says why not and the ids are safe to compute with. It chooses a supply for
-// each routing event and tells observers of it; it changes the sizes of pools between passes. It neither moves bytes
-// nor changes a slot itself.
-class Acquire {
-  public:
-    explicit Acquire(Store & store) : store_(store) {}
-
-    bool is_clear(const Context & context) const; // take_failure has nothing to tell or to give back; no lock
-    void take_failure(Context & context, moegguf_failure & out, bool clear);
-    // Whether the tokens that come next have to be announced; those before are forgotten. No lock.
-    bool awaits_tokens(Context & context, int sequence, int phase);
-    void announce_tokens(Context & context, const moegguf_tokens_event & event);
-
-    // A routing event, on a compute thread: the experts of the choice become slots in place. Waits for its wait_kinds.
-    void acquire(Context & context, const Choice & choice);
-
-    // The pass ends: it failed, was cancelled, or what its layer waits for could not be read. Asked after every node
-    // that is computed, by the thread that computes: no lock unless something failed.
-    bool must_abort(Context & context);
-
-    // Nothing to do or to report at this layer: every expert is in its own slot. No lock.
-    bool idle(int il) const;
-    // The ids are not known: choices count as distinct ones, as many as the layer has experts at most.
-    void count_idle(Context & context, int il, int n_expert_used, int n_tokens);
-
-    void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
-    void resize(Tier & tier, int n_slots); // no pass is under way
-
-  private:
-    void begin_event(Context & context, const Choice & choice, Lock & lock);
-
-    Store & store_;
-    std::atomic<bool> watched_{false};
-};
-
 class Store {
   public:
     explicit Store(const moegguf_config & config);
     ~Store();
 
-    // Each is used by those that follow.
+    // A routing event, on a compute thread: the experts of the choice become slots in place. When it ends, every chosen
+    // expert is where the layer's kernels find it, or the context says why not and the ids are safe to compute with. It
+    // chooses a supply for the event, waits for the choice's wait_kinds and notifies observers; it neither moves bytes
+    // nor changes a slot itself.
+    void acquire(const Choice & choice);
+
+    // True where every expert of the layer is in its own slot, so that a routing event has nothing to do or to report.
+    // No lock.
+    bool idle(int il) const;
+    // Counts such an event. Its ids are not known: they count as distinct, as many as the layer has experts at most.
+    void count_idle(int il, int n_expert_used, int n_tokens);
+
+    // The pass must end: it failed, was cancelled, or what its layer waits for could not be read. The thread that
+    // computes calls this after every node: no lock unless something failed.
+    bool must_abort();
+    bool is_clear() const; // take_failure() has no failure to return and no slot to unpin; no lock
+    void take_failure(moegguf_failure & out, bool clear);
+
+    // Returns whether the tokens that come next have to be announced; those before are forgotten. No lock.
+    bool awaits_tokens(int sequence, int phase);
+    void announce_tokens(const moegguf_tokens_event & event);
+
+    void watch(bool on) { watched_ = on; }   // on: no layer is idle, so that activity is complete
+    void resize(Tier & tier, int n_slots);   // no pass is under way
+    std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
+    ggml_backend_buffer_type_t buft() { return buft_.get(); }
+    ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
+
+    // The parts. Each is used by those that follow.
     const Layout layout;
     Shared shared;
     Events events;
@@ -63,17 +55,13 @@ class Store {
     Supply slots;
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
-    Acquire acquire;
     std::atomic<bool> has_graph{false}; // of a model, which is loaded by then
-
-    ggml_backend_buffer_type_t buft() { return buft_.get(); }
-    ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
-
-    std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
 
   private:
     void stop_links();
+    void begin_event(const Choice & choice, Lock & lock);
 
+    std::atomic<bool> watched_{false};
     const std::shared_ptr<ggml_backend_buffer_type> buft_;
 };
 

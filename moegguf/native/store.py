@@ -368,7 +368,7 @@ class Store:
 
     def act_on_forecasts(self, on: bool) -> None:
         """Whether the store prefetches what its predictor expects. On until switched off."""
-        self._library.moegguf_store_act(self.handle, on)
+        self._library.moegguf_store_prefetch(self.handle, on)
 
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
         """(probabilities (n_layer, n_expert) as the store's predictor gave them, layers (n_layer,) they are about).
@@ -393,10 +393,10 @@ class Store:
         """
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 
-    def hold_fill(self, on: bool) -> None:
+    def pause_fill(self, on: bool) -> None:
         """Until called with False, free slots are not filled with what nothing waits for: the processor and the disk
         have other work."""
-        self._library.moegguf_store_hold_fill(self.handle, on)
+        self._library.moegguf_store_pause_fill(self.handle, on)
 
     def listen(
         self,
@@ -465,8 +465,12 @@ class Store:
         self._library.moegguf_store_resize(self.handle, index, n_slots)
 
     def drain(self, timeout_s: float = 600.0) -> None:
-        """Waits until nothing is queued or being read."""
+        """Waits until nothing is queued or being read, and checks (`check`)."""
         self._library.moegguf_store_drain(self.handle, timeout_s)
+
+    def check(self) -> None:
+        """Verifies the bookkeeping of every slot. Raises MoeggufError with the rule that is broken, and the values."""
+        self._library.moegguf_store_check(self.handle)
 
     def advance(self, ns: int) -> None:
         """Simulation: compute time passes on the modelled clock."""

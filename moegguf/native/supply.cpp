@@ -15,7 +15,7 @@ bool Supply::place(Context & context, Lock & lock) {
     const bool fits = (int)event.experts.size() <= tier.residency.n_usable();
     for (int expert : event.experts) { // that have no slot yet
         if (event.slot_of[expert] != Event::no_slot_yet) { continue; }
-        const auto take = [&] { return tier.take_slot(event.il, expert, event.step); };
+        const auto take = [&] { return tier.assign(event.il, expert, event.step); };
         const int s = fits ? wait_for_slot(context, take, lock) : -1;
         if (s < 0) {
             fail_without_slot(context);
@@ -53,7 +53,7 @@ void Supply::pin_present(Context & context, int most) {
         if (s < 0) { continue; }
         if (residency.request(s)) { (residency.complete(s) ? n_useful : n_late) += 1; }
         if (residency.failed(s)) {
-            residency.forgive(s); // for passes that have ended: this one reads again
+            residency.clear_failed(s); // that was for passes that have ended: this one reads again
         }
         pinned.pin(s);
         event.slot_of[expert] = s;

@@ -1,6 +1,6 @@
 // supply.h: how a layer's experts reach its multiplications in one pass: from slots of their own (Supply itself),
 // streamed through a few slots (streamed_supply.cpp), or staged in a tensor of the layer's shape (staged_supply.cpp).
-// Those two know nothing of each other. Acquire chooses one for each routing event. And what is served: the
+// Those two know nothing of each other. Store::acquire chooses one for each routing event. And what is served: the
 // llama_context of the store's model as the store knows it: the tokens that were announced, its place in a pass, the
 // routing event, the slots that it computes with, and why its pass failed.
 //
@@ -142,13 +142,13 @@ class Supply {
     Supply(const Supply &) = delete;
     Supply & operator=(const Supply &) = delete;
 
-    // Whether kernels wait by themselves for matrices of this layer: then nothing else has to, before they begin.
-    virtual bool orders(int /*il*/) const { return false; }
+    // True where kernels wait by themselves for matrices of this layer: then nothing else has to, before they begin.
+    virtual bool computes_on_arrival(int /*il*/) const { return false; }
 
     // Under the store's lock, by the thread that computes.
-    virtual bool takes(const Context &) const { return true; } // whether it is for the context's event
-    virtual void observe(Context &, Lock &) {}                 // any event, whoever supplies it, before place()
-    virtual void drop_ahead() {}                               // what is on its way ahead will not come
+    virtual bool can_stream(const Context &) const { return false; } // the experts of the context's event
+    virtual void observe(Context &, Lock &) {}                       // any event, whoever supplies it, before place()
+    virtual void drop_ahead() {}                                     // what is on its way ahead will not come
     // Experts of the context's event that are there are pinned, slots taken for the others and transfers ordered; it
     // may raise the matrices that are to be waited for. The lock is free while it waits for slots. false: the context
     // says why.
@@ -183,9 +183,9 @@ int Supply::wait_for_slot(Context & context, Take take, Lock & lock) {
         return s >= 0 || !transfers_.reading();
     };
     if (!over()) {
-        transfers_.hold_prefetches(true);
+        transfers_.pause_prefetch(true);
         stall(shared_, *context.pinned.tier, lock, over);
-        transfers_.hold_prefetches(false);
+        transfers_.pause_prefetch(false);
     }
     return s;
 }

@@ -2,13 +2,11 @@
 // It may start one thread for the process, which does nothing. Knows nothing of what threads do, and no store.
 #pragma once
 
-#include "fault.h"
 #include "layout.h"
+#include "os.h"
 
-#include <cerrno>
 #include <memory>
 #include <system_error>
-#include <thread>
 
 namespace moegguf {
 
@@ -21,8 +19,7 @@ void ask_for_short_slices();
 template <typename Body>
 std::thread start_thread(const std::string & what, Body body) {
     try {
-        if (fault(MOEGGUF_FAULT_THREAD)) { throw std::system_error(errno, std::generic_category()); }
-        return std::thread([body] {
+        return os().start_thread([body] {
             ask_for_short_slices();
             body();
         });

@@ -41,8 +41,7 @@ Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slot
       numbering(layout, layers, n_slots, n_tensors),
       residency(layout, this->layers, numbering, counters),
       ram_(ram),
-      source_(ram ? numbering.n_slots() : 0),
-      n_absent_chunks_(layers.n_chunks) {
+      source_(ram ? numbering.n_slots() : 0) {
     if (memory) { pool_ = std::make_unique<Pool>(layout, layers, numbering, *memory); }
     if (!numbering.resident()) { spin_shortly(); }
     borrowers_.reserve(source_.size());
@@ -106,60 +105,51 @@ Tier & Tiers::of(int il, int n_tokens) const {
     return slots.staging && n_tokens > slots.slot_tokens ? *slots.staging : slots;
 }
 
-int Tier::take_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
-    const int s = empty_slot(il, expert, now, worth);
-    if (s >= 0) { residency.assign(s, il, expert); }
-    return s;
-}
-
-int Tier::reserve_slot(int il, const LayerStep & now) {
-    const int s = empty_slot(il, 0, now, {});
-    if (s >= 0) { residency.reserve(s, il); }
-    return s;
-}
-
-int Tier::empty_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
+int Tier::assign(int il, int expert, const LayerStep & now, const Worth & worth) {
     const int s = residency.choose(il, expert, now, worth);
-    if (s >= 0) { evict(s); }
+    if (s >= 0) {
+        evict(s);
+        residency.assign(s, il, expert);
+    }
     return s;
 }
 
-void Tier::keep(int s, int expert) {
-    residency.keep(s, expert);
-    n_absent_chunks_ -= __builtin_popcount(residency.ready(s));
+void Tier::evict(int s) {
+    count(counters.evictions, residency.slot(s).il >= 0);
+    vacate(s);
 }
 
 void Tier::unpin(int s) {
     residency.unpin(s);
-    const Slot & slot = residency.slot(s);
-    if (slot.pins > 0) { return; }
-    const bool abandoned = slot.queued == 0 && slot.reading == 0 && slot.il >= 0 && !residency.complete(s);
-    if (residency.failed(s) || slot.streams() || abandoned) { // the layer that it was taken for did not come to an end
-        retire(s);
-    }
+    settle(s);
 }
 
-// Nobody waits for a slot that is neither whole nor going to be.
-void Tier::tidy(int s) {
+void Tier::settle(int s) {
     const Slot & slot = residency.slot(s);
-    if (slot.il < 0 || (slot.streams() && slot.pins > 0)) { return; }
+    if (slot.il < 0) { return; }
     if (!slot.streams() && residency.complete(s)) {
         give_back(s);
-    } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || residency.failed(s))) {
-        retire(s);
+    } else if (slot.pins == 0 && (slot.queued == 0 || residency.failed(s))) {
+        vacate(s);
     }
 }
 
-void Tier::borrow(int s, int source) {
-    source_[s] = {ram_, source};
-    borrowers_.push_back(s);
-    ram_->residency.pin(source);
+void Tier::vacate(int s) {
+    const Slot & slot = residency.slot(s);
+    if (slot.il < 0 || slot.reading) { return; }
+    if (slot.prefetched) { count(counters.prefetch_wasted); }
+    give_back(s);
+    const bool leaves_device = ram_ && id == TierId::compute && !slot.streams();
+    if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
+        ram_->residency.touch(r); // copies of what stays above age, and go before what has just left it
+    }
+    residency.vacate(s);
 }
 
-void Tier::borrow(int s, Tier & from, int source) {
+void Tier::borrow(int s, Tier & from, int source, bool is_use) {
     source_[s] = {&from, source};
     borrowers_.push_back(s);
-    from.residency.hold(source);
+    from.residency.pin(source, is_use);
 }
 
 void Tier::give_back(int s) {
@@ -171,32 +161,27 @@ void Tier::give_back(int s) {
     from.unpin(r);
 }
 
-void Tier::retire(int s) {
-    if (!residency.slot(s).reading) { release_slot(s); } // else its reader retires it
+void Tier::check_sources() const {
+    for (int s : borrowers_) {
+        const Slot &slot = residency.slot(s), &from = source_tier(s).residency.slot(source(s));
+        if (from.pins < 1 || from.il != slot.il || from.expert != slot.expert) {
+            throw Error(MOEGGUF_BROKEN,
+                        "the rule 'a borrowed slot is pinned and holds the borrower's expert' is broken: slot " +
+                            std::to_string(source(s)) + " has " + std::to_string(from.pins) + " pins and expert " +
+                            std::to_string(from.expert) + " of layer " + std::to_string(from.il) +
+                            ", its borrower expert " + std::to_string(slot.expert) + " of layer " +
+                            std::to_string(slot.il));
+        }
+    }
 }
 
-void Tier::release_slot(int s) {
-    const Slot & slot = residency.slot(s);
-    if (slot.il < 0) { return; }
-    if (slot.prefetched) { count(counters.prefetch_wasted); }
-    give_back(s);
-    if (!slot.streams()) {
-        const bool leaves_device = ram_ && id == TierId::compute;
-        if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
-            ram_->residency.touch(r); // copies of what stays above age, and go before what has just left it
-        }
-        n_absent_chunks_ += __builtin_popcount(residency.ready(s));
-    }
-    residency.vacate(s);
+void Tiers::check() const {
+    for (const Tier * tier : all) { tier->check_sources(); }
+    for (const Tier * tier : all) { tier->residency.check(); }
 }
 
 void Tier::spin_shortly() {
     if (id == TierId::compute && pool_ && pool_->host()) { short_spins_.emplace(); }
-}
-
-void Tier::publish(int s, uint8_t kinds) {
-    residency.publish(s, kinds);
-    n_absent_chunks_ -= __builtin_popcount(kinds);
 }
 
 void Tier::resize(int n_slots) {
@@ -208,11 +193,6 @@ void Tier::resize(int n_slots) {
     residency.set_usable(n_slots);
     for (int s = n_slots; s < residency.n_slots(); s++) { evict(s); }
     if (pool_) { pool_->release(n_slots, residency.n_slots()); }
-}
-
-void Tier::evict(int s) {
-    count(counters.evictions, residency.slot(s).il >= 0);
-    release_slot(s);
 }
 
 bool Tier::busy() const {

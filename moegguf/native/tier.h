@@ -80,29 +80,33 @@ class Tier {
     int slot_tokens = 0;                // with staging: passes of more tokens are staged
     int pass_slots = 0;                 // that a pass may need at once: the pool gets no smaller
 
-    int take_slot(int il, int expert, const LayerStep & now, const Worth & worth = {}); // -1: none
-    int reserve_slot(int il, const LayerStep & now); // for experts that are streamed; -1: none
-    void keep(int s, int expert);                    // which is in such a slot, whole
-    void retire(int s);                              // empties a slot
-    void publish(int s, uint8_t kinds);              // bytes are there
-    void unpin(int s);                               // and what was put off while it was pinned
-    void tidy(int s);                                // after a transfer to it has ended
+    // The verbs that change a slot. A slot is free, or has an expert, or experts of a layer are streamed through it.
+    // assign  Gives a free slot, or else the slot of a victim, to an expert or to a layer's stream.
+    // borrow  Pins a slot of another tier, from which a slot is filled, until it is whole or needs no bytes any more.
+    // pin     Keeps a slot from eviction; every layer that computes with it and every borrower has a pin of its own.
+    // unpin   Drops one pin, and settles the slot with the last one.
+    // settle  Gives back what a whole slot has borrowed; vacates an unpinned slot that is not whole and gets no bytes.
+    // vacate  Frees a slot, unless something is being read into it: then the end of that transfer settles it.
+    int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // -1: no slot; expert as in Slot
+    void borrow(int s, Tier & from, int source, bool is_use); // is_use: the source becomes the most recently used one
+    void pin(int s) { residency.pin(s); }
+    void unpin(int s);
+    void settle(int s);
+    void vacate(int s);
 
-    // The slot of another tier that a slot is filled from keeps its expert until every matrix is here, or none is
-    // wanted any more.
-    int source(int s) const { return source_.empty() ? -1 : source_[s].slot; }
-    Tier & source_tier(int s) const { return *source_[s].tier; } // where there is a source
-    void borrow(int s, int source);                              // of the tier in RAM, as a use of it
-    void borrow(int s, Tier & from, int source);                 // not as a use
-    void give_back(int s);
-    const std::vector<int> & borrowers() const { return borrowers_; } // slots that have a source
+    int source(int s) const { return source_.empty() ? -1 : source_[s].slot; } // that a slot borrows; -1: none
+    Tier & source_tier(int s) const { return *source_[s].tier; }               // where there is a source
+    const std::vector<int> & borrowers() const { return borrowers_; }          // slots that have a source
+
+    // Verifies that a borrowed slot is pinned and holds the borrower's expert. Throws Error(BROKEN).
+    void check_sources() const;
+
     // Nothing is read, copied or computed meanwhile. The memory of other slots goes back where the system takes pages.
     void resize(int n_slots);
     // Elsewhere: the memory of n_slots slots. Returns how many there are. Throws Error(MEMORY): more is refused, and it
     // stays as it was.
     int reallocate(int n_slots);
-    bool busy() const;                                      // something is on its way into a slot, or is to come
-    bool complete() const { return n_absent_chunks_ == 0; } // any thread: every expert is there, in a slot of its own
+    bool busy() const; // something is on its way into a slot, or is to come
 
   private:
     struct Source {
@@ -110,9 +114,8 @@ class Tier {
         int slot = -1; // -1: none
     };
 
-    int empty_slot(int il, int expert, const LayerStep & now, const Worth & worth);
-    void evict(int s);
-    void release_slot(int s);
+    void evict(int s); // vacates it for another expert, or because the tier shrinks, and counts that
+    void give_back(int s);
     void spin_shortly();
 
     Tier * const ram_;
@@ -120,7 +123,6 @@ class Tier {
     std::optional<ShortSpins> short_spins_; // where processors compute, and may have to wait for experts
     std::vector<Source> source_;            // [n_slots]; empty where nothing is filled from RAM
     std::vector<int> borrowers_;
-    std::atomic<int> n_absent_chunks_{0}; // of all experts
 };
 
 // The look-ups of a routing event in one tier, counted there when it ends: lookups = hits_ready + hits_late + misses.
@@ -173,6 +175,7 @@ struct Tiers {
 
     // The tier that computes a layer of a pass for so many tokens.
     Tier & of(int il, int n_tokens) const;
+    void check() const; // of every tier, Residency::check() and check_sources()
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
 
     std::unique_ptr<Tier> ram;                  // that others are filled from; nullptr: none

@@ -175,15 +175,15 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Tier * slots = looks_up ? to.staged_for : nullptr;
     if (const int r = slots ? slots->residency.find(slot.il, slot.expert) : -1;
         r >= 0 && slots->residency.complete(r)) {
-        to.borrow(s, *to.staged_for, r); // from the same device
+        to.borrow(s, *to.staged_for, r, false); // from the same device
         return false;
     }
     if (looks_up) {
-        if (const int r = in_ram.find(slot.il, slot.expert); r >= 0) { to.borrow(s, r); }
+        if (const int r = in_ram.find(slot.il, slot.expert); r >= 0) { to.borrow(s, *to.ram(), r, true); }
     }
     if (const int r = to.source(s); r >= 0) {
         to.source_tier(s).residency.request(r);
-        to.source_tier(s).residency.forgive(r); // for passes that have ended
+        to.source_tier(s).residency.clear_failed(r); // that was for passes that have ended
     }
     return looks_up;
 }
@@ -191,10 +191,10 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
 // No slot in RAM: it comes straight from the file.
 void Transfers::take_source(Tier & to, int s, const Worth & worth) {
     const Slot & slot = to.residency.slot(s);
-    const int r = to.ram()->take_slot(slot.il, slot.expert, now_, worth);
+    const int r = to.ram()->assign(slot.il, slot.expert, now_, worth);
     if (r >= 0) {
         to.ram()->residency.request(r);
-        to.borrow(s, r);
+        to.borrow(s, *to.ram(), r, true);
     }
 }
 
@@ -232,14 +232,12 @@ void Transfers::drop_prefetches(int il) {
         const Slot & slot = to.residency.slot(s);
         if (!to.holds(job.destination) || slot.il != il || slot.pins > 0) { return true; }
         to.residency.drop(s, job.kinds);
-        if (slot.reading == 0 && slot.queued == 0 && !to.residency.complete(s)) {
-            to.retire(s); // counted as wasted
-        }
+        to.settle(s); // counted as wasted, unless something of it has come
         return false;
     });
 }
 
-// Prefetches on their way through RAM. What is being copied just now ends, and is retired then.
+// Prefetches on their way through RAM. What is being copied just now ends, and is vacated then.
 void Transfers::drop_waiting(Tier & to, int il) {
     to.copies->drop_prefetches(il);
     waiting_ = to.borrowers();
@@ -247,30 +245,30 @@ void Transfers::drop_waiting(Tier & to, int il) {
         const Slot & slot = to.residency.slot(s);
         if (slot.il == il && slot.pins == 0) {
             to.residency.drop(s, all_kinds);
-            to.retire(s);
+            to.vacate(s);
         }
     }
 }
 
-void Transfers::hold_prefetches(bool on) {
-    held_ = on;
+void Transfers::pause_prefetch(bool on) {
+    paused_ = on;
     if (!on) { wake_readers(); }
 }
 
-void Transfers::hold_fill(bool on) {
-    fill_held_ = on;
+void Transfers::pause_fill(bool on) {
+    fill_paused_ = on;
     if (!on) { wake_readers(); }
 }
 
 // Experts take slots for what nothing waits for yet only from what is worth less, in each tier.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
-    if (held_ || to.residency.find(want.il, want.expert) >= 0) { return false; }
-    const int s = to.take_slot(want.il, want.expert, now_, worth(want, to.residency));
+    if (paused_ || to.residency.find(want.il, want.expert) >= 0) { return false; }
+    const int s = to.assign(want.il, want.expert, now_, worth(want, to.residency));
     if (s < 0) { return false; }
     if (Tier * ram = to.ram()) {
         const int r = ram->residency.find(want.il, want.expert);
-        r >= 0 ? to.borrow(s, r) : take_source(to, s, worth(want, ram->residency));
+        r >= 0 ? to.borrow(s, *ram, r, true) : take_source(to, s, worth(want, ram->residency));
     }
     to.residency.mark_prefetched(s);
     count(shared_.counters.prefetch_started);
@@ -320,7 +318,7 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
 // What fills free slots while there is nothing else to do: what was asked for, each as near to the layers as there is
 // space; then every expert, where a pool has a slot for each.
 bool Transfers::next_fill(Job & job) {
-    while (filling() && !held_ && !fill_held_) {
+    while (filling() && !paused_ && !fill_paused_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {
             const Want next = warm.pop();
             if (layout_.has_expert(next.il, next.expert)) {
@@ -341,10 +339,10 @@ bool Transfers::next_fill(Job & job) {
 bool Transfers::fill(Tier & to, int il, int expert) {
     const bool holds = layout_.has_expert(il, expert) && to.layers.has[il];
     if (!holds || to.residency.find(il, expert) >= 0 || !to.residency.has_free()) { return false; }
-    const int s = to.take_slot(il, expert, now_);
+    const int s = to.assign(il, expert, now_);
     if (s < 0) { return false; }
     const int r = to.ram() ? to.ram()->residency.find(il, expert) : -1;
-    if (r >= 0) { to.borrow(s, r); }
+    if (r >= 0) { to.borrow(s, *to.ram(), r, true); }
     queue(to, s, layout_.layers[il].chunks, false);
     wake_all(to);
     return true;
@@ -367,7 +365,7 @@ void Transfers::set_step(const LayerStep & now) {
     const uint64_t computed_ns = shared_.clock->now_ns() - get(shared_.counters.stall_ns);
     const bool next_of_pass = now.il > now_.il && now.number - now_.number == uint64_t(now.il - now_.il);
     if (next_of_pass && now.token && now_.token && computed_ns > computed_ns_) {
-        fade_in(layer_ns_, float(computed_ns - computed_ns_));
+        update_ema(layer_ns_, float(computed_ns - computed_ns_));
     }
     computed_ns_ = computed_ns;
     now_ = now;
@@ -388,15 +386,15 @@ void Transfers::finish(const Job & job, const std::string & why) {
     count(counters.reads);
     n_demand_reading_ -= job.demand;
     if (n_demand_reading_ == 0 && !wanted(Cause::forecast).empty()) { wake_readers(); }
-    fade_in(chunk_ns_, float(shared_.clock->now_ns() - job.begun_ns));
+    update_ema(chunk_ns_, float(shared_.clock->now_ns() - job.begun_ns));
     if (arrived) { count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, job.bytes); }
     if (!end(job, why)) {
         for_slots_above(job, [](Tier & above, int waiting) { // it will not come there either
             above.residency.fail(waiting);
-            above.tidy(waiting);
+            above.settle(waiting);
         });
     }
-    to.tidy(job.destination.slot);
+    to.settle(job.destination.slot);
     if (arrived && job.streamed >= 0) {
         streamed_->arrived(job); // after which the slot may have its last expert, whole
     }

@@ -49,10 +49,10 @@ class Transfers final : public Link {
     void want(const Want & want);
     void forget(Cause cause); // what was wanted for it and has no slot yet
     void wake_readers() { shared_.work.notify_all(); }
-    void wake_idle_reader();       // for what is worth having, unless something is read that a layer waits for
-    void drop_prefetches(int il);  // of this layer, in pinned slots excepted
-    void hold_prefetches(bool on); // a context waits for slots: prefetches take none
-    void hold_fill(bool on);       // something else needs the processor: what fills free slots waits
+    void wake_idle_reader();      // for what is worth having, unless something is read that a layer waits for
+    void drop_prefetches(int il); // of this layer, in pinned slots excepted
+    void pause_prefetch(bool on); // a context waits for slots: prefetches take none
+    void pause_fill(bool on);     // something else needs the processor: what fills free slots waits
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const;                                                        // nothing queued, read, or left to fill
     uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); } // no warm starts. Any thread
@@ -103,8 +103,8 @@ class Transfers final : public Link {
     int n_demand_reading_ = 0;
     size_t n_filled_ = 0; // experts that were tried, first with the layers, then in RAM, where they have a slot each
     const size_t n_to_fill_;
-    bool held_ = false;
-    bool fill_held_ = false;
+    bool paused_ = false;
+    bool fill_paused_ = false;
     LayerStep now_;      // the last routing event
     float chunk_ns_ = 0; // moving averages: of a transfer,
     float layer_ns_ = 0; // between layers of a pass of one token, without stall: while the link is free

@@ -18,12 +18,24 @@ from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moegguf.server import anthropic, batches, embeddings, live, llama_server, metrics, model_list, ollama, openai, page
+from moegguf.server import (
+    anthropic,
+    batches,
+    embeddings,
+    live,
+    llama_server,
+    metrics,
+    model_list,
+    ollama,
+    openai,
+    page,
+    pdf,
+)
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS, HttpError
@@ -41,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 APIS = (ollama, anthropic, openai, batches, embeddings, model_list, llama_server)
-MODULES = (*APIS, metrics, live, page)
+MODULES = (*APIS, metrics, live, page, pdf)
 
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest:path}")
@@ -148,10 +160,10 @@ def make_http(manager: ReplicaManager, catalog: ConfiguredCatalog) -> Starlette:
     return make_app(manager, catalog, settings, [*kept, *refused, Route("/", _greet)])
 
 
-async def _refuse(request: Request) -> Response:
+async def _refuse(request: HttpRequest) -> Response:
     path = next(path for path in INSTEAD if request.url.path.startswith(path.partition("{")[0]))
     raise HttpError(501, INSTEAD[path])
 
 
-async def _greet(request: Request) -> Response:
+async def _greet(request: HttpRequest) -> Response:
     return PlainTextResponse(page.GREETING)  # for clients that look whether a server runs

@@ -28,7 +28,7 @@ from moegguf.server.common.body import (
     too_large,
     without_nulls,
 )
-from moegguf.server.common.conversation import Question
+from moegguf.server.common.conversation import RequestBody
 from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
 from moegguf.server.common.replies import page, usage
 from moegguf.server.embeddings import EmbeddingsBody
@@ -52,7 +52,7 @@ TIMES = (
     "created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at",
     "cancelling_at", "cancelled_at",
 )  # fmt: skip
-ENDPOINTS: Mapping[str, type[Question | EmbeddingsBody]] = {
+ENDPOINTS: Mapping[str, type[RequestBody | EmbeddingsBody]] = {
     "/v1/chat/completions": chat.ChatBody,
     "/v1/completions": completions.CompletionBody,
     "/v1/embeddings": EmbeddingsBody,

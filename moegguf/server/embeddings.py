@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, AliasChoices, Field, field_validator
 from starlette.datastructures import State
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 
 from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
@@ -64,9 +64,7 @@ class EmbeddingsBody(Loading):
 
     async def whole_reply(self, state: State) -> Json:
         """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
-        async with state.manager.lease(self.model, self.overrides(), self.keep_alive_s()) as lease:
-            num_ctx = sampling_of(lease.entry, self.options).num_ctx
-            found = await lease.embed(self.input, truncate=bool(self.truncate), num_ctx=num_ctx)
+        found, _ = await _embed_texts(state, self.model, self, self.input, truncate=bool(self.truncate))
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
         n_embd = vectors.shape[1]
         if self.dimensions is not None and self.dimensions > n_embd:
@@ -92,7 +90,7 @@ class _EmbedRequest(ModelBody, Loading):
     dimensions: Annotated[Whole | None, Field(ge=0, le=1 << 20)] = None
 
 
-async def _embed(request: Request, body: _EmbedRequest) -> Json:
+async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
     """A normalized vector per text of a list, empty ones too; without a text, only loads the model."""
     texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
     found, load_ns = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
@@ -109,7 +107,7 @@ class _EmbeddingRequest(ModelBody, Loading):
     prompt: str | None = None
 
 
-async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
+async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
     """One vector, not normalized; empty without text, which only loads the model."""
     texts = [body.prompt] if body.prompt else []
     found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
@@ -117,18 +115,27 @@ async def _embedding(request: Request, body: _EmbeddingRequest) -> Json:
 
 
 async def _compute(
-    request: Request, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
+    request: HttpRequest, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[Embeddings, int]:
     """Returns vectors, and the nanoseconds in which the model was found and loaded. Raises HttpError 404, ContextError
     for a text that is too long."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
-    found_ns, num_ctx = body.age_ns, sampling_of(entry, body.options).num_ctx
-    async with state.manager.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
-        load_ns = found_ns + to_ns(lease.load_s)
+    found_ns = body.age_ns
+    found, load_s = await _embed_texts(state, entry, body, texts, truncate=truncate, normalize=normalize)
+    return found, found_ns + to_ns(load_s)
+
+
+async def _embed_texts(
+    state: State, model: Any, body: Loading, texts: list[Any], *, truncate: bool, normalize: bool = True
+) -> tuple[Embeddings, float]:
+    """Returns vectors, and the seconds in which the model was loaded. `model`: a name or an entry."""
+    async with state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
+        num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:
-            return Embeddings([], 0), load_ns
-        return await lease.embed(texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx), load_ns
+            return Embeddings([], 0), lease.load_s
+        found = await lease.embed(texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx)
+        return found, lease.load_s
 
 
 # llama-server's
@@ -143,12 +150,10 @@ class _NativeEmbeddingsBody(Loading):
     embd_normalize: Annotated[Whole, Field(ge=-1, le=1 << 20)] = 2
 
 
-async def _native_embeddings(request: Request, body: _NativeEmbeddingsBody) -> list[Json]:
+async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) -> list[Json]:
     """A list with the vector of each text, as the only one of its list: it is pooled."""
     model, power = selected_model(request.app.state, body.model), body.embd_normalize
-    async with request.app.state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
-        num_ctx = sampling_of(lease.entry, body.options).num_ctx
-        found = await lease.embed(body.input, truncate=False, normalize=False, num_ctx=num_ctx)
+    found, _ = await _embed_texts(request.app.state, model, body, body.input, truncate=False, normalize=False)
     vectors = np.asarray(found.vectors, np.float64)
     if power >= 0:
         norms = np.linalg.norm(vectors, ord=power or np.inf, axis=1, keepdims=True)
@@ -175,7 +180,7 @@ class _RerankBody(Loading):
         return [each.get("text") if isinstance(each, dict) else each for each in given]
 
 
-async def _rerank(request: Request, body: _RerankBody) -> Any:
+async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
     """The documents' scores, the best first."""
     texts = body.texts if body.documents is None else body.documents
     if not texts:

@@ -1,7 +1,8 @@
 """`/live`: snapshots of the experts of loaded models, one JSON object per line; `?once=1`: one object for all models. A
 line is a snapshot (`moegguf.serving.events.Snapshot`, bytes in base64, the state of its model under `loaded`) or
-`{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S; of names that share a model, without
-`model` in the query, the first. A snapshot without changes is left out. Watching loads no model.
+`{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S, with `loading`, the share that was
+read of each model that is being loaded, where there is one; of names that share a model, without `model` in the query,
+the first. A snapshot without changes is left out. Watching loads no model.
 
 `/budget`: the memory that a loaded model's experts have; PUT changes it, up to what the model was loaded with, by
 `expert_cache` and `vram_cache` as `--expert-cache` and `--vram-cache` take them. `vram_cache` holds slots, and what
@@ -19,7 +20,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -40,7 +41,7 @@ MAX_SNAPSHOTS_PER_S = 20.0
 POLL_S = 0.5  # between two checks which models are loaded, at most
 
 
-async def _live(request: Request) -> Response:
+async def _live(request: HttpRequest) -> Response:
     """Query: `model` (default: all loaded ones), `per_s` snapshots a second, `once`."""
     state, query = request.app.state, request.query_params
     if query.get("once", "0") not in ("", "0"):
@@ -75,16 +76,20 @@ async def snapshot_lines(
 ) -> AsyncGenerator[bytes]:
     """The lines for one client, until closed, or until the server shuts down."""
     sent: dict[str, Any] = {}
-    sent_names: list[str] | None = None
-    sent_names_s = due_s = 0.0
+    sent_models: dict[str, Any] = {}
+    sent_models_s = due_s = 0.0
     latest: dict[str, Snapshot] = {}
     while not ending.is_set():
         models = manager.loaded()
         loaded = {each.name: model for model in models for each in model.names}
         names = [model.name for model in models] if entry is None else list(loaded)
-        if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
-            sent_names, sent_names_s = names, time.monotonic()
-            yield json_line({"loaded_models": sent_names})
+        line: dict[str, Any] = {"loaded_models": names}
+        if loading := manager.loading():
+            line["loading"] = {name: round(share, 2) for name, share in loading.items()}
+        if line != sent_models or time.monotonic() - sent_models_s > HEARTBEAT_S:
+            sent_models = line
+            sent_models_s = time.monotonic()
+            yield json_line(line)
         if time.monotonic() >= due_s:
             due_s, before = time.monotonic() + 1 / per_s, latest
             latest = await _snapshots(manager, entry, per_s)
@@ -127,7 +132,7 @@ class _BudgetRequest(BaseModel):
     vram_cache: str | int | None = Field(default=None, union_mode="left_to_right")
 
 
-async def _put_budget(request: Request) -> Response:
+async def _put_budget(request: HttpRequest) -> Response:
     """Raises HttpError 400 for a budget that cannot be read, is too small or does not fit."""
     body = await read_body(request, _BudgetRequest)
     if body.expert_cache is None and body.vram_cache is None:
@@ -141,7 +146,7 @@ async def _put_budget(request: Request) -> Response:
         raise HttpError(400, str(error)) from None
 
 
-async def _get_budget(request: Request) -> Response:
+async def _get_budget(request: HttpRequest) -> Response:
     """Raises HttpError 404 for a model that is not loaded."""
     state, name = request.app.state, request.query_params.get("model", "")
     entry = await asyncio.to_thread(state.catalog.find, name)

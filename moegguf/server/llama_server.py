@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Delta, GenerationRequest, Sampling
+from moegguf.generate.request import Delta, Request, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
@@ -49,27 +49,27 @@ STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unles
 # Models and tokens
 
 
-async def _health(request: Request) -> Response:
+async def _health(request: HttpRequest) -> Response:
     """The state of the server. Raises HttpError 503 until the models that it was started with are loaded."""
     check_loaded(request.app.state)
     failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
     return JSONResponse({"status": "degraded", "read_errors": failed} if failed else {"status": "ok"})
 
 
-def _shared_lease(request: Request, model: str | None) -> Lease:
+def _shared_lease(request: HttpRequest, model: str | None) -> Lease:
     """A lease that does not wait for answers of other requests; loads the model if needed."""
     state = request.app.state
     lease: Lease = state.manager.lease(selected_model(state, model), will_answer=False)
     return lease
 
 
-async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
+async def _selected(request: HttpRequest) -> tuple[ModelEntry, Details, LoadedModel | None]:
     """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
     entry, known = await look_up(request.app.state, request.query_params.get("model"))
     return entry, known, loaded_of(request.app.state, entry)
 
 
-async def _props(request: Request) -> Response:
+async def _props(request: HttpRequest) -> Response:
     entry, known, loaded = await _selected(request)
     return JSONResponse(
         {
@@ -90,7 +90,7 @@ async def _props(request: Request) -> Response:
     )
 
 
-async def _slots(request: Request) -> Response:
+async def _slots(request: HttpRequest) -> Response:
     """The requests that a model answers at once, the busy ones first; 503 with `?fail_on_no_slot=1` where all are
     busy."""
     entry, _, loaded = await _selected(request)
@@ -126,7 +126,7 @@ class _TokenizeBody(Body):
     model: ModelName | None = None
 
 
-async def _tokenize(request: Request, body: _TokenizeBody) -> Json:
+async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     """The tokens of a text. llama-server: `add_special` adds BOS, `parse_special` parses names of special tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
@@ -155,13 +155,13 @@ class _DetokenizeBody(Body):
     model: ModelName | None = None
 
 
-async def _detokenize(request: Request, body: _DetokenizeBody) -> Json:
+async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
     async with _shared_lease(request, body.model) as lease:
         text = await lease.detokenize(body.tokens)
     return {"content": text, "prompt": text}
 
 
-async def _tokenizer_info(request: Request) -> Response:
+async def _tokenizer_info(request: HttpRequest) -> Response:
     """The special tokens and the chat template of a model by vLLM's names."""
     entry, known, _ = await _selected(request)
 
@@ -212,34 +212,32 @@ class _NativeBody(chat.GenerationBody):
     reasoning_budget_end_tags: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
     return_tokens: bool | None = None
 
-    def requests(self, entry: ModelEntry, **fields: Any) -> list[GenerationRequest]:
-        """A request for each answer to a prompt in `fields`, with what both endpoints share."""
-        sampling = self.sampling(entry, self.max_tokens if self.n_predict is None else self.n_predict)
+    def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
+        sampling = super().sampling(entry, most)
+        return sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep)
+
+    def native_request(self, entry: ModelEntry, **fields: Any) -> Request:
+        """Returns a request with the fields that both endpoints share, and `fields`."""
         opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
         closes = [self.reasoning_budget_end_tag] if closes is None and self.reasoning_budget_end_tag else closes
-        request = GenerationRequest(
-            format=self.json_schema,
+        return self.request(
+            entry,
+            self.max_tokens if self.n_predict is None else self.n_predict,
             think_marks=(opens, *filter(None, closes)) if opens and closes else (),
-            grammar=self.grammar or None,
-            truncate=bool(self.truncate),
-            shift=bool(self.shift),
             n_logprobs=self.n_probs or None,
             prompt_only=self.n_predict == 0,
             return_tokens=self.streams or bool(self.return_tokens),
-            sampling=sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep),
             **fields,
         )
-        return self.repeated(request, self.n)
-
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
-        return _NativeReply(self, entry.name, generations)
 
 
 class _NativeCompletionBody(_NativeBody):
     prompt: Texts
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
-        return [each for prompt in self.prompt for each in self.requests(entry, **fields_of(prompt))]
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
+        base = self.native_request(entry)
+        requests = (replace(base, **fields_of(prompt)) for prompt in self.prompt)
+        return [each for request in requests for each in self.repeated(request)]
 
 
 class _ExtraFile(Body):
@@ -255,28 +253,27 @@ class _InfillBody(_NativeBody):
     prompt: str = ""
     input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(default_factory=list)
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         files = tuple((file.filename, file.text) for file in self.input_extra)
-        return self.requests(entry, prompt=self.input_prefix + self.prompt, suffix=self.input_suffix, files=files)
+        prompt = self.input_prefix + self.prompt
+        return self.repeated(self.native_request(entry, prompt=prompt, suffix=self.input_suffix, files=files))
 
 
 class _NativeReply(Reply):
     """The objects of /completion and /infill; several answers are a list."""
 
-    def __init__(self, body: _NativeBody, model: str, generations: Sequence[GenerationRequest]) -> None:
-        self._body, self._model = body, model
-        self._generations = generations
-        self._prompts = [generation.prompt or "" for generation in generations]
+    def __post_init__(self) -> None:
+        self._prompts = [request.prompt or "" for request in self.requests]
         self._index = 0  # of the current answer
         self._has_line = False  # in the text of a streamed answer
-        self._biases = dict(generations[0].sampling.logit_bias)
+        self._biases = dict(self.requests[0].sampling.logit_bias)
         self._answers: list[Json] = []
 
     async def prepare(self, lease: Lease) -> None:
-        for i, generation in enumerate(self._generations):
-            if generation.context:
-                self._prompts[i] = await lease.detokenize(generation.context)
-        for text, bias in self._generations[0].sampling.text_bias:
+        for i, request in enumerate(self.requests):
+            if request.context:
+                self._prompts[i] = await lease.detokenize(request.context)
+        for text, bias in self.requests[0].sampling.text_bias:
             for token in await lease.tokenize(text, special=False):
                 self._biases[token] = self._biases.get(token, 0.0) + bias
 
@@ -287,53 +284,53 @@ class _NativeReply(Reply):
         if isinstance(event, Done):
             return event_line(self._end("", event))
         progress = self._part("", prompt_progress=chat.prompt_progress(event))
-        return event_line(progress) if self._body.return_progress else b""
+        return event_line(progress) if self.body.return_progress else b""
 
     def add(self, delta: Delta, done: Done) -> None:
         self._has_line = "\n" in delta.text
         self._answers.append(self._end(delta.text, done, delta.tokens) | self._chances(delta))
 
     def whole(self) -> Any:
-        return self._answers if len(self._generations) > 1 else self._answers[0]
+        return self._answers if len(self.requests) > 1 else self._answers[0]
 
     def _part(self, content: str, **more: Any) -> Json:
         return {"index": self._index, "content": content, "tokens": [], "stop": False, "id_slot": -1, **more}
 
     def _chances(self, delta: Delta) -> Json:
-        if not self._body.n_probs:
+        if not self.body.n_probs:
             return {}
         return {"completion_probabilities": logprob_objects(delta.logprobs, with_ids=True)}
 
     def _end(self, content: str, done: Done, tokens: Sequence[int] = ()) -> Json:
-        timing, n_prompt = done.timing, done.timing.prompt_tokens + done.timing.cached_tokens
-        sampling = self._generations[self._index].sampling
+        summary = done.summary
+        sampling = self.requests[self._index].sampling
         settings = {
             **_sampling_object(sampling),
             "logit_bias": [{"token": token, "bias": bias} for token, bias in self._biases.items()],
-            "n_probs": self._body.n_probs or 0,
-            "stream": self._body.streams,
+            "n_probs": self.body.n_probs or 0,
+            "stream": self.body.streams,
         }
         found = self._part(
             content,
             tokens=list(tokens),
             stop=True,
-            model=self._model,
-            tokens_predicted=timing.answer_tokens,
-            tokens_evaluated=n_prompt,
+            model=self.name,
+            tokens_predicted=summary.answer_tokens,
+            tokens_evaluated=summary.whole_prompt_tokens,
             generation_settings=settings,
             prompt=self._prompts[self._index],
             has_new_line=self._has_line,
-            truncated=bool(timing.cut_tokens or timing.n_shifts),
-            stop_type="word" if timing.stop_string else STOP_TYPES.get(timing.finish, "none"),
-            stopping_word=timing.stop_string,
-            tokens_cached=timing.cached_tokens,
-            **chat.statistics(timing),
+            truncated=bool(summary.cut_tokens or summary.n_shifts),
+            stop_type="word" if summary.stop_string else STOP_TYPES.get(summary.finish, "none"),
+            stopping_word=summary.stop_string,
+            tokens_cached=summary.cached_tokens,
+            **chat.statistics(summary),
         )
         self._index, self._has_line = self._index + 1, False
         return found
 
 
-async def _adapters(request: Request) -> Response:
+async def _adapters(request: HttpRequest) -> Response:
     """Replies with llama-server's list of LoRA adapters: that of the model, if it has one."""
     entry, *_ = await _selected(request)
     if entry.adapter is None:
@@ -343,7 +340,7 @@ async def _adapters(request: Request) -> Response:
     return JSONResponse([found])
 
 
-async def _set_adapters(request: Request) -> Response:
+async def _set_adapters(request: HttpRequest) -> Response:
     raise HttpError(
         501, "an adapter keeps the scale that it was loaded with; start the server with another --lora-scale"
     )
@@ -352,6 +349,8 @@ async def _set_adapters(request: Request) -> Response:
 class _TemplateBody(chat.ChatBody):
     model: str = Field("", max_length=limits.NAME_CHARS)
 
+
+_NativeBody.reply_kind = _NativeReply
 
 routes = [
     Route("/health", _health, methods=["GET"]),

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 from starlette.datastructures import State
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.engine.stats import Stats, TierStats
-from moegguf.generate.request import Timing
+from moegguf.generate.request import AnswerSummary
 from moegguf.serving.events import Done, Event, LoadedModel
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ TIER_COUNTS = (
 )  # fmt: skip
 TIER_LABELS = ("tier", "device")
 
-# Name, help, and the field of `Timing`, besides the number of answers.
+# Name, help, and the field of `AnswerSummary`, besides the number of answers.
 ANSWERS = (
     ("answers", "Finished answers.", "answers"),
     ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),
@@ -97,9 +97,9 @@ class Totals:
         self.stats: defaultdict[str, Stats] = defaultdict(Stats)
         self._last: dict[int, Stats] = {}  # of processes that run
 
-    def add(self, model: str, timing: Timing) -> None:
+    def add(self, model: str, summary: AnswerSummary) -> None:
         """Adds a finished answer."""
-        figures = {"answers": 1, **vars(timing)}
+        figures = {"answers": 1, **vars(summary)}
         for _, _, field in ANSWERS:
             self.answers[model][field] += figures[field]
 
@@ -225,11 +225,11 @@ def record(state: State, model: str, event: Event) -> None:
     """Counts an answer at its `Done` event, and takes the statistics of all models, in case one is unloaded before the
     next scrape. `state`: the application's."""
     if isinstance(event, Done):
-        state.totals.add(model, event.timing)
+        state.totals.add(model, event.summary)
         state.totals.update(state.manager.loaded())
 
 
-async def _metrics(request: Request) -> Response:
+async def _metrics(request: HttpRequest) -> Response:
     from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
     loaded = request.app.state.manager.loaded()

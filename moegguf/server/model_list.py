@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -50,7 +50,7 @@ def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
     return found
 
 
-async def _list_models(request: Request) -> Response:
+async def _list_models(request: HttpRequest) -> Response:
     """All models of the catalog, newest first; for Anthropic's clients a page of them: `limit` after `after_id`, or
     before `before_id`."""
     catalog, is_anthropic = request.app.state.catalog, lists_for_anthropic(request)
@@ -61,7 +61,7 @@ async def _list_models(request: Request) -> Response:
     return JSONResponse({name: found[name] for name in ("data", "has_more", "first_id", "last_id")})
 
 
-async def _retrieve_model(request: Request) -> Response:
+async def _retrieve_model(request: HttpRequest) -> Response:
     catalog, name, is_anthropic = request.app.state.catalog, request.path_params["model"], lists_for_anthropic(request)
 
     def work() -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """`/`: the web page for browsers, a line of text for other clients; and the files of the page. No build step.
 
 The page requests nothing but this server and parses no text as HTML, which its content security policy enforces. Its
-data come from /api, /live and /budget.
+data come from /api, /live, /budget and /pdf-text.
 """
 
 from __future__ import annotations
 
+import mimetypes
 from pathlib import Path
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -30,8 +31,10 @@ HEADERS = {
     "cache-control": "no-cache",  # revalidated each time, by ETag
 }
 
+mimetypes.add_type("font/woff2", ".woff2")  # Python's own table begins to have it in 3.14
 
-async def root(request: Request) -> Response:
+
+async def root(request: HttpRequest) -> Response:
     """The page for a browser; Ollama's greeting for other clients and for HEAD."""
     if request.method == "GET" and "text/html" in request.headers.get("accept", "").lower():
         return FileResponse(FOLDER / "index.html", headers={**HEADERS, "vary": "Accept"})

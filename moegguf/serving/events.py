@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.request import Delta, PromptProgress, Timing
+from moegguf.generate.request import AnswerSummary, Delta, PromptProgress
 from moegguf.options import LOAD_PARAMETERS
 
 
@@ -42,7 +42,7 @@ class Done:
     """The end of an answer. `load_s`: time that loading took for this request, 0 when the model was loaded already.
     `decisions`: those of the model (`Llama.decisions`)."""
 
-    timing: Timing
+    summary: AnswerSummary
     load_s: float
     decisions: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class LoadedModel:
     that use it. `expires`: when it is unloaded if it stays idle (aware UTC); None: never. `queue`: number of waiting
     requests. `stats`: since it was loaded. `expert_cache_bytes`, `vram_cache_bytes`: for experts in RAM, and on GPUs,
     of the total. `n_parallel`: requests that it answers at once, `n_answering`: now. `last_answer_tokens`,
-    `last_answer_s`: of the client's answer that ended last, as its `Timing` has them."""
+    `last_answer_s`: of the client's answer that ended last, as its `AnswerSummary` has them."""
 
     name: str
     digest: str

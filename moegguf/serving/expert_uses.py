@@ -24,38 +24,38 @@ class ExpertUses:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = threading.Lock()
-        self._asker: str | None = None  # of the present run of passes
+        self._client_key: str | None = None  # of the present run of passes
         self._begun = session.store.activity()  # uses and loads before it
-        self._views: dict[str, Maps] = {}  # of askers, at the end of their last run
+        self._views: dict[str, Maps] = {}  # of client_keys, at the end of their last run
 
-    def begin_pass(self, asker: str | None) -> None:
-        """Counts what is used from now on for `asker`; None: for nobody."""
-        if asker == self._asker:
+    def begin_pass(self, client_key: str | None) -> None:
+        """Counts what is used from now on for `client_key`; None: for nobody."""
+        if client_key == self._client_key:
             return
         with self._lock:
-            if self._asker is not None:
-                self._views[self._asker] = self._view(self._asker)
-            self._asker, self._begun = asker, self._session.store.activity()
+            if self._client_key is not None:
+                self._views[self._client_key] = self._view(self._client_key)
+            self._client_key, self._begun = client_key, self._session.store.activity()
 
-    def maps(self, asker: str | None) -> Maps:
+    def maps(self, client_key: str | None) -> Maps:
         """State now, uses and loads since the model was loaded; None: of all requests.
 
-        Of one asker: what its passes used and loaded. The state is of experts that its latest run of passes used, while
-        that lasted: what is in memory besides, or later, depends on the prompts of others. All else is 0.
+        For one client key: the uses and loads of its passes. The state is 0 but for experts that its latest run of
+        passes used, while that lasted, because what is in memory later depends on the prompts of others.
         """
         with self._lock:
-            if asker is None:
+            if client_key is None:
                 return self._session.places(), *self._session.store.activity()
-            return self._view(asker) if asker == self._asker else self._last(asker)
+            return self._view(client_key) if client_key == self._client_key else self._last(client_key)
 
-    def _last(self, asker: str) -> Maps:
+    def _last(self, client_key: str) -> Maps:
         nothing = np.zeros(self._session.store.shape, np.uint32)
-        return self._views.get(asker, (nothing.astype(np.uint8), nothing, nothing))
+        return self._views.get(client_key, (nothing.astype(np.uint8), nothing, nothing))
 
-    def _view(self, asker: str) -> Maps:
+    def _view(self, client_key: str) -> Maps:
         """The maps of whoever computes now. A load counts for an expert that was used: another one may have been for a
         request before."""
         uses, loads = (now - begun for now, begun in zip(self._session.store.activity(), self._begun, strict=True))
         used = uses > 0
-        _, uses_before, loads_before = self._last(asker)
+        _, uses_before, loads_before = self._last(client_key)
         return self._session.places() * used, uses_before + uses, loads_before + loads * used

@@ -15,13 +15,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import OptionError, WorkerError
-from moegguf.generate.embedding import Embeddings
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
@@ -29,7 +27,11 @@ from moegguf.serving.clients import BACKGROUND, current_client, current_owner
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
-from moegguf.serving.worker_process import PendingRequest, WorkerProcess
+from moegguf.serving.worker_process import SentRequest, WorkerProcess
+from moegguf.text import to_utf8
+
+if TYPE_CHECKING:
+    from moegguf.generate.embedding import Embeddings
 
 MAX_WAIT_S = 30.0  # that a request in the background comes after all others
 BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # what a model replies while it answers others
@@ -39,7 +41,7 @@ _tickets = itertools.count(1)
 
 
 @dataclass(eq=False)
-class Waiter:
+class LeaseRequest:
     """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
     entry's own parameters, and those of the last request of its name. `keep_alive_s`: from `last_used_s` on; then its
     name gives the model up, if this was the last request. `will_answer`: it generates, of which a model does a number
@@ -76,20 +78,20 @@ class Waiter:
             else:
                 self.granted.set_exception(error)
 
-    def same_load(self, other: Waiter) -> bool:
+    def same_load(self, other: LeaseRequest) -> bool:
         """Whether both need the same files with the same overrides."""
         return self.overrides == other.overrides and self.entry.weights == other.entry.weights
 
 
-def in_turn(waiters: Iterable[Waiter], served: Mapping[str, int]) -> list[Waiter]:
+def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
     """The order in which they are served now: next is the client who has waited longest since a request of it began or
     ended (`served`, as a ticket of then), so that nobody waits for more than one request of each other client per
     request of its own. Those in the background come last, until they have waited for MAX_WAIT_S."""
 
-    def turn(waiter: Waiter) -> tuple[bool, int, int]:
-        return waiter.comes_last, max(served.get(waiter.client, 0), waiter.ticket), waiter.ticket
+    def turn(request: LeaseRequest) -> tuple[bool, int, int]:
+        return request.comes_last, max(served.get(request.client, 0), request.ticket), request.ticket
 
-    return sorted(waiters, key=turn)
+    return sorted(requests, key=turn)
 
 
 def files_key(entry: ModelEntry) -> str:
@@ -115,15 +117,16 @@ class ManagedModel:
         self.task: asyncio.Task[None]  # the manager's, which loads and ends it
         self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
         self.files_changed = False  # since then
-        self.uses: dict[str, Waiter] = {}
-        self.waiters: list[Waiter] = []  # as they came
+        self.uses: dict[str, LeaseRequest] = {}
+        self.waiting: list[LeaseRequest] = []  # as they came
         self._served: dict[str, int] = {}  # of clients who wait: when a request of theirs began or ended, as a ticket
         self.unloads: set[str] = set()  # names that are to give it up
-        self.users: set[Waiter] = set()  # who were granted and have not ended
+        self.users: set[LeaseRequest] = set()  # who were granted and have not ended
         self.process: WorkerProcess | None = None  # that has loaded it
+        self.load_share = 0.0  # of the file that the process has read so far
         self.ending = asyncio.Event()  # the process is to end, or has ended
         self._timer: asyncio.TimerHandle | None = None
-        self.overrides = LoadOverrides()  # of the waiter that it was loaded for
+        self.overrides = LoadOverrides()  # of the request that it was loaded for
         self.ready = Ready(n_ctx=0)
         self.default_n_ctx = 0  # of a load without overrides
         self.used: dict[str, int] = {}  # bytes by place, reserved from the decision to load until the process has ended
@@ -139,44 +142,44 @@ class ManagedModel:
         return next(iter(self.uses), self.entry.name)
 
     @property
-    def queue(self) -> list[Waiter]:
+    def queue(self) -> list[LeaseRequest]:
         """Who waits, in the order in which they are served."""
-        return in_turn(self.waiters, self._served)
+        return in_turn(self.waiting, self._served)
 
-    def grant(self, waiter: Waiter) -> None:
-        """Ends the wait of a waiter, who uses the model from now on."""
-        self.waiters.remove(waiter)
-        self.users.add(waiter)
-        self.n_requests += waiter.will_answer
-        self._note_served(waiter)
-        waiter.end()
+    def grant(self, request: LeaseRequest) -> None:
+        """Ends the wait of a request, who uses the model from now on."""
+        self.waiting.remove(request)
+        self.users.add(request)
+        self.n_requests += request.will_answer
+        self._note_served(request)
+        request.end()
 
-    def release(self, waiter: Waiter) -> None:
+    def release(self, request: LeaseRequest) -> None:
         """Ends the use of the model."""
-        self.users.remove(waiter)
-        self._note_served(waiter)
+        self.users.remove(request)
+        self._note_served(request)
 
-    def _note_served(self, waiter: Waiter) -> None:
-        if not waiter.will_answer:  # others are granted beside it
+    def _note_served(self, request: LeaseRequest) -> None:
+        if not request.will_answer:  # others are granted beside it
             return
-        self._served[waiter.client] = next(_tickets)
-        waiting = {other.client for other in self.waiters}  # the tickets of others who come are later
-        self._served = {client: ticket for client, ticket in self._served.items() if client in waiting}
+        self._served[request.client] = next(_tickets)
+        clients = {other.client for other in self.waiting}  # the tickets of others who come are later
+        self._served = {client: ticket for client, ticket in self._served.items() if client in clients}
 
     def expires_s(self, name: str) -> float:
         """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
-        if any(waiter.name == name for waiter in (*self.waiters, *self.users)):
+        if any(request.name == name for request in (*self.waiting, *self.users)):
             return math.inf
         return self.uses[name].last_used_s + self.uses[name].keep_alive_s
 
     def has_others(self, name: str) -> bool:
         """Whether other names than `name` use it, or wait for it."""
-        return bool(({waiter.name for waiter in self.waiters} | self.uses.keys()) - {name})
+        return bool(({request.name for request in self.waiting} | self.uses.keys()) - {name})
 
     @property
-    def answering(self) -> list[Waiter]:
+    def answering(self) -> list[LeaseRequest]:
         """Who have an answer computed."""
-        return [waiter for waiter in self.users if waiter.will_answer]
+        return [request for request in self.users if request.will_answer]
 
     @property
     def is_ready(self) -> bool:
@@ -227,15 +230,15 @@ class ManagedModel:
             self.used[places[0]] += change
             self.cache_bytes[budget] = n
 
-    def serves(self, waiter: Waiter) -> bool:
-        """Whether the loaded model has the content and context that `waiter` needs; else it is loaded again.
+    def serves(self, request: LeaseRequest) -> bool:
+        """Whether the loaded model has the content and context that `request` needs; else it is loaded again.
 
         A longer context serves a request for a shorter one: the tokens are the same, and a reload would lose what is
         cached.
         """
-        if waiter.entry.weights != self.entry.weights or self.files_changed:
+        if request.entry.weights != self.entry.weights or self.files_changed:
             return False
-        if (n_ctx := waiter.overrides.n_ctx) is None:
+        if (n_ctx := request.overrides.n_ctx) is None:
             return self.overrides.n_ctx is None or self.ready.n_ctx >= self.default_n_ctx
         # A context longer than the model's own was cut: a request for the same length needs no reload.
         return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
@@ -245,17 +248,17 @@ class ManagedModel:
         stays as it is."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
-    def status(self, loop_time_s: float) -> LoadedModel:
+    def status(self) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""
         process, now = self.process, datetime.now(UTC)
         assert process is not None
         names = list[LoadedName]()
         for name, use in self.uses.items():
-            left_s = min(use.keep_alive_s, self.expires_s(name) - loop_time_s)
+            left_s = min(use.keep_alive_s, self.expires_s(name) - time.monotonic())
             expires = None if left_s == math.inf else now + timedelta(seconds=max(0.0, left_s))
             names.append(LoadedName(name, use.entry.digest, expires))
         times = [each.expires for each in names if each.expires is not None]
-        last = process.last_timings.get(current_owner.get(), Timing())
+        last = process.last_summaries.get(current_owner.get(), AnswerSummary())
         return LoadedModel(
             name=self.name,
             names=tuple(names),
@@ -267,7 +270,7 @@ class ManagedModel:
             expires=max(times, default=now) if len(times) == len(names) else None,
             busy=bool(self.answering),
             stopping=self.stopping,
-            queue=len(self.waiters),
+            queue=len(self.waiting),
             n_requests=self.n_requests,
             stats=process.stats,
             plan=self.ready.plan,
@@ -293,7 +296,7 @@ class Calls(ABC):
         """What a worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """The events of a request, then its value."""
+        """Yields the events of a request, then its value."""
         has_begun = False
         for is_last in (False, True):
             try:
@@ -317,14 +320,19 @@ class Calls(ABC):
     async def embed(
         self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
     ) -> Embeddings:
-        """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
+        """Returns vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
+        from moegguf.generate.embedding import Embeddings
+
         fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "num_ctx": num_ctx}
-        fields["asker"] = current_owner.get()
+        fields["client_key"] = current_owner.get()
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        """Scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank` raises."""
-        fields = {"query": query, "documents": list(documents), "asker": current_owner.get()}
+        """Returns scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank`
+        raises."""
+        from moegguf.generate.embedding import Embeddings
+
+        fields = {"query": query, "documents": list(documents), "client_key": current_owner.get()}
         return build(Embeddings, await self.value("rank", **fields))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -354,13 +362,13 @@ class Lease(Calls):
     entry: ModelEntry
     load_s: float
 
-    def __init__(self, acquire: Callable[[], Awaitable[Waiter]], release: Callable[[Waiter], None]) -> None:
+    def __init__(self, acquire: Callable[[], Awaitable[LeaseRequest]], release: Callable[[LeaseRequest], None]) -> None:
         """`acquire` waits for the model; `release` gives back what it gave."""
         self._acquire_model = acquire
         self._release_model = release
-        self._acquired: Waiter | None = None
+        self._acquired: LeaseRequest | None = None
         self._process: WorkerProcess
-        self._request: PendingRequest | None = None
+        self._request: SentRequest | None = None
 
     async def __aenter__(self) -> Lease:
         await self._acquire()
@@ -372,19 +380,26 @@ class Lease(Calls):
         else:
             self._request.cancel()  # released when the worker has stopped
 
-    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
+    async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
+        """Yields `PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer.
         Without `stream` there is one `Delta` with the whole answer.
 
-        Raises what `moegguf.generate.answer.BatchedAnswer.read` gives.
+        Raises what `moegguf.generate.sequence.Sequence.read` gives.
         """
-        async with aclosing(self.events("generate", generation=generation, stream=stream)) as events:
+        async with aclosing(self.events("generate", request=request, stream=stream)) as events:
             async for event in events:
-                if isinstance(event, Delta | PromptProgress):
-                    yield event
-                else:
-                    timing = self._process.last_timings[current_owner.get()] = build(Timing, event)
-                    yield Done(timing, self.load_s, self._process.decisions)
+                yield self._event(event)
+
+    async def rest(self) -> list[Event]:
+        """Returns the events that nobody has read of an answer that was cancelled, up to its end. Raises its error."""
+        request = self._request
+        return [self._event(event) async for event in request.events()] if request else []
+
+    def _event(self, event: Any) -> Event:
+        if isinstance(event, Delta | PromptProgress):
+            return event
+        summary = self._process.last_summaries[current_owner.get()] = build(AnswerSummary, event)
+        return Done(summary, self.load_s, self._process.decisions)
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS
@@ -408,11 +423,11 @@ class Lease(Calls):
 
     async def _acquire(self) -> None:
         while True:
-            self._acquired = waiter = await self._acquire_model()
-            if waiter.model.process is not None:
+            self._acquired = request = await self._acquire_model()
+            if request.model.process is not None:
                 break
             self._release()  # the process ended after the grant
-        self._process, self.entry, self.load_s = waiter.model.process, waiter.entry, waiter.load_s
+        self._process, self.entry, self.load_s = request.model.process, request.entry, request.load_s
 
     def _release(self) -> None:
         acquired, self._acquired = self._acquired, None

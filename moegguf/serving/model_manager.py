@@ -20,6 +20,7 @@ import asyncio
 import functools
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,6 @@ from moegguf.errors import (
     ModelNotFoundError,
     MoeggufError,
     OptionError,
-    WorkerError,
 )  # fmt: skip
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.catalog import Catalog
@@ -44,10 +44,10 @@ from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.lease import Lease, ManagedModel, Waiter, files_key, process_key
+from moegguf.serving.lease import Lease, LeaseRequest, ManagedModel, files_key, process_key
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
-from moegguf.serving.worker_process import COMMAND, WorkerProcess
+from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers
 from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -56,21 +56,35 @@ OVERTAKE_S = 10.0  # so that requests that alternate between two models do not s
 SHUTDOWN_GRACE_S = 5.0
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _log_warning(name: str, text: str) -> None:
+    log.warning("%s: %s", name, text)
+
+
 @dataclass(eq=False)
 class ModelManager:
     """Models by name, each in its own process: `async with ModelManager(catalog, settings) as manager`.
 
     Leaving the block gives running answers SHUTDOWN_GRACE_S to finish, then ends every process. All calls belong to
-    the event loop that entered it. `command` starts a worker; `measure` computes the memory that a model needs;
-    `devices` are the GPUs of this machine now.
+    the event loop that entered it.
     """
 
     catalog: Catalog
     settings: Settings
     _: KW_ONLY
-    command: Sequence[str] = COMMAND
+    # Starts worker processes. None: as the settings say.
+    workers: Workers | None = None
+    # Computes the memory that a model needs.
     measure: Callable[..., memory_budget.ModelSize] = memory_budget.measure
+    # Lists the GPUs of this machine as they are now.
     devices: Callable[[], list[Device]] = query_gpus
+    # Is called while a model is read: with the model, the share that was read, and the seconds since the load began.
+    on_load: Callable[[ModelEntry, float, float], object] = _ignore
+    # Is called with the name of a model and a warning of its process.
+    on_warning: Callable[[str, str], object] = _log_warning
 
     def __post_init__(self) -> None:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
@@ -78,13 +92,13 @@ class ModelManager:
         self._limits = memory_budget.MemoryLimits(self.settings)
         self._admission = asyncio.Lock()  # of whoever is given memory for a load
         self._short: ManagedModel | None = None  # the one that waits for memory
-        self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
-        self._warned: set[str] = set()  # warnings of models that are in the log
+        self._workers = self.workers or Workers(echo_stderr=self.settings.debug)
+        self._warned: set[tuple[str, str]] = set()  # names of models, and warnings that they had
         self._closed = False
         self._changed = asyncio.Event()  # set for a moment
 
     async def __aenter__(self) -> ModelManager:
-        self._prepare_process()
+        await self._workers.prepare()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -97,16 +111,14 @@ class ModelManager:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._spare is not None:
-            with suppress(WorkerError, OptionError):
-                await (await self._spare).close()
+        await self._workers.close()
 
     def refuse(self) -> None:
         """Refuses requests from now on, also those that wait; running answers go on."""
         self._closed = True
         for model in self._models.values():
-            for waiter in model.waiters:
-                waiter.end(_shutting_down())
+            for request in model.waiting:
+                request.end(_shutting_down())
         self._dispatch()
 
     def lease(
@@ -127,12 +139,12 @@ class ModelManager:
         WorkerError.
         """
 
-        async def acquire() -> Waiter:
+        async def acquire() -> LeaseRequest:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
-            waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
-            await self._acquire(waiter)
-            return waiter
+            request = LeaseRequest(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
+            await self._acquire(request)
+            return request
 
         return Lease(acquire, self._release)
 
@@ -142,7 +154,7 @@ class ModelManager:
         """Loads a model, or restarts the keep-alive time of a loaded one. Raises what entering a lease raises."""
         entry = await self._find(name)
         async with self.lease(entry, overrides, keep_alive_s, will_answer=False):
-            return next(model.status(self._now()) for model in self._models.values() if entry.name in model.uses)
+            return next(model.status() for model in self._models.values() if entry.name in model.uses)
 
     async def unload(self, name: str | ModelEntry) -> bool:
         """Ends the use of a model by a name, after its current answer; False when the name used none.
@@ -163,16 +175,20 @@ class ModelManager:
         return True
 
     def loaded(self) -> list[LoadedModel]:
-        """Models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
-        now_s, models = self._now(), self._models.values()
-        loaded = [model.status(now_s) for model in models if model.process is not None]
+        """Returns the models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
+        loaded = [model.status() for model in self._models.values() if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
+
+    def loading(self) -> dict[str, float]:
+        """Returns the share that was read of each model that is being loaded, by the names that wait for it."""
+        is_loading = [model for model in self._models.values() if model.process is None and model.used]
+        return {request.name: model.load_share for model in is_loading for request in model.waiting}
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
         any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
         again at the latest. Where clients are told apart, a request gets what its own client's requests use."""
-        asker = current_owner.get() if self.settings.tells_clients_apart else None
+        client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
         if entry is not None:
             of_name = [model for model in ready if entry.name in model.uses]
@@ -181,7 +197,9 @@ class ModelManager:
         for model in ready:
             with suppress(MoeggufError):  # it has just ended
                 assert model.process is not None
-                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s, asker=asker).value())
+                snapshot = build(
+                    Snapshot, await model.process.request("experts", watch_s=watch_s, client_key=client_key).value()
+                )
                 found.append(replace(snapshot, model=entry.name if entry else model.name))
         return found
 
@@ -193,61 +211,61 @@ class ModelManager:
         """The model that `name` uses, or for which it is being loaded."""
         for model in self._models.values():
             is_loading = model.process is None and bool(model.used)
-            if name in model.uses or (is_loading and any(waiter.name == name for waiter in model.waiters)):
+            if name in model.uses or (is_loading and any(request.name == name for request in model.waiting)):
                 return model
         return None
 
-    async def _acquire(self, waiter: Waiter) -> None:
-        """Waits until `waiter` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
+    async def _acquire(self, request: LeaseRequest) -> None:
+        """Waits until `request` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
         loading."""
         if self._closed:
             raise _shutting_down()
-        waiter.overrides = self._remembered(waiter)
-        key = process_key(waiter.entry, waiter.overrides)
+        request.overrides = self._remembered(request)
+        key = process_key(request.entry, request.overrides)
         model = self._models.get(key)
         if model is None:
-            model = self._models[key] = ManagedModel(key, waiter.entry)
+            model = self._models[key] = ManagedModel(key, request.entry)
             model.task = asyncio.create_task(self._live(model))
-        elif model.waiters or not model.has_room:
-            self._make_queue_room(waiter)
-        model.waiters.append(waiter)
-        waiter.model = model
+        elif model.waiting or not model.has_room:
+            self._make_queue_room(request)
+        model.waiting.append(request)
+        request.model = model
         model.look_at_files()
         self._dispatch()
         try:
-            await waiter.granted
+            await request.granted
         except BaseException:  # also where the request is cancelled
-            if waiter in model.waiters:
-                model.waiters.remove(waiter)
+            if request in model.waiting:
+                model.waiting.remove(request)
                 self._dispatch()
-            self._release(waiter)  # it may have been granted just before its task was cancelled
+            self._release(request)  # it may have been granted just before its task was cancelled
             raise
 
-    def _make_queue_room(self, waiter: Waiter) -> None:
-        """Refuses somebody when the queue is full: of the client with most requests there the newest, where `waiter` is
-        of one that has fewer even with it, else `waiter` (longest queue drop: Suter et al., 1998). So nobody can take
+    def _make_queue_room(self, request: LeaseRequest) -> None:
+        """Refuses a request when the queue is full: the newest of the client with most requests there, where the client
+        of `request` has fewer even with it, else `request` (longest queue drop: Suter et al., 1998). So nobody can take
         the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
-        waiting = [other for model in self._models.values() for other in model.waiters]
+        waiting = [other for model in self._models.values() for other in model.waiting]
         if len(waiting) < self.settings.max_queue:
             return
         counts = Counter(other.client for other in waiting)
         most = max(counts.values(), default=0)
         busy = BusyError("server busy, please try again.  maximum pending requests exceeded")
-        if counts[waiter.client] + 1 >= most:
+        if counts[request.client] + 1 >= most:
             raise busy
         newest = max((other for other in waiting if counts[other.client] == most), key=lambda other: other.ticket)
-        newest.model.waiters.remove(newest)
+        newest.model.waiting.remove(newest)
         newest.end(busy)
 
-    def _remembered(self, waiter: Waiter) -> LoadOverrides:
-        """The overrides of `waiter`; where they are None the entry's own parameters, then those of the last request of
+    def _remembered(self, request: LeaseRequest) -> LoadOverrides:
+        """The overrides of `request`; where they are None the entry's own parameters, then those of the last request of
         its name. A request that still waits gives no context: it may be too long to be loaded."""
-        name, own = waiter.name, LoadOverrides.of(waiter.entry.parameters)
+        name, own = request.name, LoadOverrides.of(request.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
-        waiting = [other for model in self._models.values() for other in model.waiters if other.name == name]
+        waiting = [other for model in self._models.values() for other in model.waiting if other.name == name]
         last = max(waiting, key=lambda w: w.ticket, default=None)
         known = uses if last is None else [replace(last.overrides, n_ctx=None), *uses]
-        return functools.reduce(LoadOverrides.with_defaults, [own, *known], waiter.overrides)
+        return functools.reduce(LoadOverrides.with_defaults, [own, *known], request.overrides)
 
     async def set_budget(
         self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
@@ -265,7 +283,7 @@ class ModelManager:
         asked = {"expert_cache": expert_cache, "vram_cache": vram_cache}
         async with model.changing_budget:
             await self._set_budget(model, {name: cache for name, cache in asked.items() if cache is not None})
-        return model.status(self._now())
+        return model.status()
 
     async def _set_budget(self, model: ManagedModel, given: Mapping[str, ExpertCache]) -> None:
         process, plan = model.process, model.ready.plan
@@ -306,16 +324,16 @@ class ModelManager:
                 f" models, which leave {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give less."
             )
 
-    def _release(self, waiter: Waiter) -> None:
+    def _release(self, request: LeaseRequest) -> None:
         """Ends the use of a model. Idempotent."""
-        model = waiter.model
-        if waiter not in model.users:
+        model = request.model
+        if request not in model.users:
             return
-        model.release(waiter)
+        model.release(request)
         model.look_at_files()  # a write may be why the answer has ended
-        model.last_used_s = self._now()
-        if waiter.name in model.uses:
-            model.uses[waiter.name].last_used_s = model.last_used_s
+        model.last_used_s = time.monotonic()
+        if request.name in model.uses:
+            model.uses[request.name].last_used_s = model.last_used_s
         self._dispatch()
 
     # The rules.
@@ -325,7 +343,7 @@ class ModelManager:
             for model in self._models.values():
                 if model.is_ready:
                     self._give_up_names(model)
-                    self._grant_waiters(model)
+                    self._grant_waiting(model)
                     self._update_expiry(model)
         self._changed.set()
         self._changed.clear()
@@ -333,49 +351,49 @@ class ModelManager:
     def _give_up_names(self, model: ManagedModel) -> None:
         """Of the names that are to give the model up those without an answer, while others use it: else it ends."""
         for name in list(model.unloads):
-            if model.has_others(name) and not any(waiter.name == name for waiter in model.answering):
+            if model.has_others(name) and not any(request.name == name for request in model.answering):
                 model.unloads.remove(name)
                 model.uses.pop(name, None)
 
-    def _grant_waiters(self, model: ManagedModel) -> None:
-        for waiter in [w for w in model.waiters if not w.will_answer]:
-            if not model.stopping and model.serves(waiter):
-                self._grant(model, waiter)
-        if model.unloads or (model.waiters and not model.serves(model.queue[0])):
+    def _grant_waiting(self, model: ManagedModel) -> None:
+        for request in [w for w in model.waiting if not w.will_answer]:
+            if not model.stopping and model.serves(request):
+                self._grant(model, request)
+        if model.unloads or (model.waiting and not model.serves(model.queue[0])):
             if not model.users:
                 model.ending.set()
             return
         while model.has_room and (granted := self._next_of(model)) is not None:
             self._grant(model, granted)
 
-    def _next_of(self, model: ManagedModel) -> Waiter | None:
-        """The first waiter that overtakes no load, of those before one that needs another load; None: all do. Turns may
-        have put one that came before the load behind one that came after it."""
+    def _next_of(self, model: ManagedModel) -> LeaseRequest | None:
+        """Returns the first request that overtakes no load, among the requests before one that needs another load;
+        None: all do. Turns may have put one that came before the load behind one that came after it."""
         since = math.inf  # a load that has waited for memory for long is not overtaken
         if self._short is not None:
-            due = (waiter for waiter in self._short.waiters if not waiter.comes_last)
-            oldest = min(due, key=lambda waiter: waiter.ticket, default=None)
-            if oldest is not None and self._now() - oldest.since_s > OVERTAKE_S:
+            due = (request for request in self._short.waiting if not request.comes_last)
+            oldest = min(due, key=lambda request: request.ticket, default=None)
+            if oldest is not None and time.monotonic() - oldest.since_s > OVERTAKE_S:
                 since = oldest.ticket
-        for waiter in model.queue:
-            if not model.serves(waiter):
+        for request in model.queue:
+            if not model.serves(request):
                 return None
-            if waiter.ticket <= since:
-                return waiter
+            if request.ticket <= since:
+                return request
         return None
 
-    def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
-        self._use(model, waiter)
-        model.last_used_s = self._now()
-        model.grant(waiter)
+    def _grant(self, model: ManagedModel, request: LeaseRequest) -> None:
+        self._use(model, request)
+        model.last_used_s = time.monotonic()
+        model.grant(request)
 
-    def _use(self, model: ManagedModel, waiter: Waiter) -> None:
-        """Notes that the name of `waiter` uses `model`, and no other one: that of its options before may end."""
+    def _use(self, model: ManagedModel, request: LeaseRequest) -> None:
+        """Notes that the name of `request` uses `model`, and no other one: that of its options before may end."""
         for other in self._models.values():
             if other is not model:
-                other.uses.pop(waiter.name, None)
-        waiter.last_used_s = self._now()
-        model.uses[waiter.name] = waiter
+                other.uses.pop(request.name, None)
+        request.last_used_s = time.monotonic()
+        model.uses[request.name] = request
 
     def _used(self, place: str) -> int:
         return sum(model.used.get(place, 0) for model in self._models.values())
@@ -386,8 +404,8 @@ class ModelManager:
     def _update_expiry(self, model: ManagedModel) -> None:
         """Drops the names whose keep-alive time is over, ends an idle model without names, and sets the next timer."""
         expires_s = {name: model.expires_s(name) for name in model.uses}
-        expired = [name for name, at_s in expires_s.items() if at_s <= self._now()]
-        if len(expired) == len(model.uses) and not model.users and not model.waiters:
+        expired = [name for name, at_s in expires_s.items() if at_s <= time.monotonic()]
+        if len(expired) == len(model.uses) and not model.users and not model.waiting:
             model.ending.set()
             return
         for name in expired:
@@ -398,43 +416,43 @@ class ModelManager:
 
     async def _live(self, model: ManagedModel) -> None:
         """Loads a model, and unloads it when it is to end, while requests wait for it."""
-        while model.waiters:
-            waiter = None
+        while model.waiting:
+            request = None
             try:
                 async with self._admission:
-                    if not model.waiters:
+                    if not model.waiting:
                         break
-                    waiter = model.queue[0]
-                    size = await self._measure_model(model, waiter)
-                    if not await self._reserve(model, waiter, size):
+                    request = model.queue[0]
+                    size = await self._measure_model(model, request)
+                    if not await self._reserve(model, request, size):
                         continue
-                await self._run(model, waiter, size)
+                await self._run(model, request, size)
             except Exception as error:  # also a fault of ours: nobody waits for ever
-                for failed in [w for w in model.waiters if waiter is not None and w.same_load(waiter)]:
-                    model.waiters.remove(failed)  # a load with other options is still tried
+                for failed in [w for w in model.waiting if request is not None and w.same_load(request)]:
+                    model.waiting.remove(failed)  # a load with other options is still tried
                     failed.end(error)
             finally:
                 model.reset()
                 self._dispatch()
         del self._models[model.key]
 
-    async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> memory_budget.ModelSize:
+    async def _measure_model(self, model: ManagedModel, request: LeaseRequest) -> memory_budget.ModelSize:
         used = {place: self._used(place) for other in self._models.values() for place in other.used}
-        model.files = tuple(filter(None, map(FileVersion.now, waiter.entry.all_files)))
+        model.files = tuple(filter(None, map(FileVersion.now, request.entry.all_files)))
         model.look_at_files()
         memory = self._limits.ram(self._used(RAM))
-        arguments = waiter.entry, waiter.overrides, self.settings, memory
+        arguments = request.entry, request.overrides, self.settings, memory
         try:
             size = await asyncio.to_thread(self.measure, *arguments, lambda: self._limits.gpus(self.devices(), used))
         except BudgetError as error:
-            raise error if waiter.overrides.expert_cache is None else OptionError(str(error)) from None
-        model.entry, model.overrides, model.default_n_ctx = waiter.entry, waiter.overrides, size.default_n_ctx
+            raise error if request.overrides.expert_cache is None else OptionError(str(error)) from None
+        model.entry, model.overrides, model.default_n_ctx = request.entry, request.overrides, size.default_n_ctx
         return size
 
-    async def _reserve(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> bool:
+    async def _reserve(self, model: ManagedModel, request: LeaseRequest, size: memory_budget.ModelSize) -> bool:
         """Waits for memory, for which idle models end; False once the next request needs another load."""
         try:
-            while model.waiters and model.queue[0].same_load(waiter):
+            while model.waiting and model.queue[0].same_load(request):
                 others = sorted((m for m in self._models.values() if m.used), key=lambda m: m.last_used_s)
                 in_memory = [
                     memory_budget.MemoryUse(m.key, m.used, m.ending.is_set() or (m.is_ready and not m.users))
@@ -454,22 +472,31 @@ class ModelManager:
             self._short = None
             self._dispatch()
 
-    async def _run(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
-        """A process with the model, from its load to its end."""
-        start_s = self._now()
+    async def _run(self, model: ManagedModel, request: LeaseRequest, size: memory_budget.ModelSize) -> None:
+        """Runs a process with the model, from its load to its end."""
+        start_s = time.monotonic()
         plan = await asyncio.to_thread(size.plan_within, model.used)
         if model.devices:
             model.used = memory_budget.bytes_of(plan)
-        process = await self._take_process()
-        process.on_warning = functools.partial(self._log_warning, model)
+        process = await self._workers.take()
+        process.on_warning = functools.partial(self._warn, model)
+        grace_s = 0.0
+
+        model.load_share = 0.0
+
+        def on_progress(share: float) -> None:
+            model.load_share = share
+            self.on_load(model.entry, share, time.monotonic() - start_s)
+
         try:
-            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
+            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s, on_progress)
+            grace_s = CLOSE_GRACE_S
             model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model)
             model.process = process
-            self._use(model, waiter)
-            for waiting in model.waiters:
-                waiting.load_s = self._now() - start_s
+            self._use(model, request)
+            for waiting in model.waiting:
+                waiting.load_s = time.monotonic() - start_s
             async with model.changing_budget:
                 for name, cache in dict(model.asked_budgets).items():  # a person needs that memory
                     try:
@@ -478,42 +505,21 @@ class ModelManager:
                         model.asked_budgets.pop(name, None)
             self._dispatch()
             await model.ending.wait()
-            self._prepare_process(str(model.entry.path))
+            await self._workers.prepare(str(model.entry.path))
         finally:
-            await process.close()
+            await process.close(grace_s)
             if isinstance(process.exited.result(), DeviceLostError):
                 self._limits.lost.update(model.devices)
 
-    def _log_warning(self, model: ManagedModel, text: str) -> None:
-        """Logs a warning of a model's process, unless a process of that model has had it before."""
-        line = f"{model.name}: {text}"
-        if line not in self._warned:
-            self._warned.add(line)
-            log.warning("%s", line)
+    def _warn(self, model: ManagedModel, text: str) -> None:
+        """Passes on a warning of a model's process, unless a process of that model has had it before."""
+        if (model.name, text) not in self._warned:
+            self._warned.add((model.name, text))
+            self.on_warning(model.name, text)
 
     def _on_process_exit(self, model: ManagedModel) -> None:
         model.process = None
         model.ending.set()
-
-    def _prepare_process(self, *expected: str) -> None:
-        """Starts a process for the next model, whose modules are imported then. expected: its file, if that is one that
-        was used before."""
-        if self._spare is None and not self._closed:
-            self._spare = asyncio.get_running_loop().create_task(self._new_process(*expected))
-
-    async def _take_process(self) -> WorkerProcess:
-        """The spare process, or a new one where that has ended. Raises WorkerError, OptionError."""
-        spare, self._spare = self._spare, None
-        with suppress(WorkerError, OptionError):
-            if spare is not None and not (process := await spare).exited.done():
-                return process
-        return await self._new_process()
-
-    async def _new_process(self, *expected: str) -> WorkerProcess:
-        return await WorkerProcess.start(*expected, command=self.command, echo_stderr=self.settings.debug)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 def _shutting_down() -> BusyError:

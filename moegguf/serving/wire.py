@@ -4,9 +4,9 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (generation,
-stream), embed (inputs, truncate, normalize, num_ctx, asker), rank (query, documents, asker), tokenize (text, special),
-pieces (tokens), count and render (generation), budget (bytes by the name of a budget), experts (watch_s, asker: None
+To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (request, stream),
+embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents, client_key), tokenize (text, special),
+pieces (tokens), count and render (request), budget (bytes by the name of a budget), experts (watch_s, client_key: None
 sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value
 or error; stats and decisions once there is a model), warning (text).
 """
@@ -43,7 +43,6 @@ class LoadConfig:
     path: str
     plan: Plan  # which memory has what
     options: Mapping[str, Any] = field(default_factory=dict)  # keywords of `Llama`
-    silent: bool = False  # not even errors of llama.cpp are written
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Ready:
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)
     n_parallel: int = 1
-    reads_images: bool = False
 
 
 EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}
@@ -121,7 +119,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         names: dict[str, Any] = {}
-        if hint is LoadConfig:  # by a worker only: it takes a tenth of a second, which `moegguf run` does without
+        if hint is LoadConfig:  # in a worker only: the import would delay the start of `moegguf run`'s worker
             from moegguf.engine.plan import Plan
 
             names = {"Plan": Plan}

@@ -9,7 +9,6 @@ the budget waits for a pass to end. Which requests are sent is model_manager.py'
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import signal
@@ -19,7 +18,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,13 +27,13 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import MoeggufError
-from moegguf.generate import limited
-from moegguf.generate.answer import BatchedAnswer, Task
+from moegguf.generate import sandbox_pool
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.call_format import answer_format
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt, template_of
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, join
+from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request, join
+from moegguf.generate.sequence import Sequence, Task
 from moegguf.generate.template_forms import forms_of
 from moegguf.gguf.experts import read_layout
 from moegguf.serving import wire
@@ -92,7 +91,7 @@ class Events:
 
     stream: bool
     send: Callable[[Delta | PromptProgress], None]
-    end: Callable[[Timing, Exception | None], object]
+    end: Callable[[AnswerSummary, Exception | None], object]
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -111,11 +110,11 @@ class Events:
         if self.stream and self._delta_is_due():
             self._flush()
 
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
+    def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
         """Sends what is left, and the end."""
         if error is None:
             self._flush()
-        self.end(timing, error)
+        self.end(summary, error)
 
     def _flush(self) -> None:
         if self._pending:
@@ -141,17 +140,9 @@ def _tokenize(llm: Llama, text: str, special: bool) -> list[int]:
     return llm.tokenize(to_utf8(text), add_bos=special, special=special)
 
 
-def _pieces(llm: Llama, tokens: Sequence[int]) -> list[bytes]:
+def _pieces(llm: Llama, tokens: list[int]) -> list[bytes]:
     llm.vocabulary.check(tokens)
     return [llm.vocabulary.piece(token, special=True) for token in tokens]
-
-
-def _count(llm: Llama, generation: wire.Message) -> int:
-    return count_prompt(llm, wire.build(GenerationRequest, generation))
-
-
-def _render(llm: Llama, generation: wire.Message) -> str:
-    return render_prompt(llm, wire.build(GenerationRequest, generation))
 
 
 def _learn_forms(path: str) -> None:
@@ -159,14 +150,14 @@ def _learn_forms(path: str) -> None:
     layout = read_layout(path)
     for with_tools in (False, True):
         template = template_of(layout, with_tools=with_tools)
-        with suppress(limited.LimitedError):
+        with suppress(sandbox_pool.LimitedError):
             forms_of(template)
             answer_format(template).learn()
 
 
 VALUES: Mapping[str, Callable[..., Any]] = {
-    "tokenize": _tokenize, "pieces": _pieces, "count": _count, "render": _render, "budget": Llama.set_budget,
-    "embed": embed, "rank": rank,
+    "tokenize": _tokenize, "pieces": _pieces, "count": count_prompt, "render": render_prompt,
+    "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: what makes its value of the model and the other fields}"""
 COMPUTED = ("embed", "rank")  # of these, who need the model for themselves
@@ -179,8 +170,8 @@ class Worker:
         self._connection = connection
         self._outbox = Outbox(connection)
         self._replies = ThreadPoolExecutor(MAX_REPLIES, "moegguf-reply")
-        self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
-        self._jobs_lock = threading.RLock()
+        self._work: dict[int, Sequence | Task] = {}  # by the id of the message, until it ends
+        self._work_lock = threading.RLock()
         self._closing = False
         self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
@@ -188,11 +179,11 @@ class Worker:
         self._name = ""
         self._start_s = self._watched_until_s = time.monotonic()
 
-    def run(self, expected: Sequence[str] = ()) -> None:
+    def run(self, expected: Iterable[str] = ()) -> None:
         """Loads the model of the first message, then runs requests until the socket closes. expected: files whose
         headers are read before, while nobody waits."""
         lines = self._connection.makefile("rb")
-        limited.start()
+        sandbox_pool.start()
         for path in expected:
             with suppress(MoeggufError):
                 read_layout(path)
@@ -240,22 +231,22 @@ class Worker:
     def _on_message(self, message: wire.Message) -> None:
         kind, number = message.pop("kind"), message.pop("id")
         if kind == "cancel":
-            with self._jobs_lock:
-                job = self._jobs.get(number)
-            if job is not None:
-                self._answers.cancel(job)
+            with self._work_lock:
+                work = self._work.get(number)
+            if work is not None:
+                self._answers.cancel(work)
         elif kind == "generate":
             self._generate(number, **message)
         elif kind in COMPUTED:
-            asker = message.pop("asker", "")
+            client_key = message.pop("client_key", "")
             compute = functools.partial(self._reply, number, kind, message)
-            with self._jobs_lock:  # it may end at once
-                fail = functools.partial(self._end, number, None)
-                self._jobs[number] = self._answers.submit_task(compute, self._model.cancel, fail, asker)
+            task = Task(compute, self._model.cancel, functools.partial(self._end, number, None), client_key)
+            with self._work_lock:  # it may end at once
+                self._work[number] = self._answers.submit_task(task)
         else:
             self._replies.submit(self._reply, number, kind, message)
 
-    def _generate(self, number: int, generation: wire.Message, stream: bool) -> None:
+    def _generate(self, number: int, request: wire.Message, stream: bool) -> None:
         """Begins to answer."""
 
         def send(event: Delta | PromptProgress) -> None:
@@ -263,14 +254,14 @@ class Worker:
 
         events = Events(stream, send, functools.partial(self._end, number))
         try:
-            with self._jobs_lock:  # it may end at once
-                self._jobs[number] = self._answers.submit(wire.build(GenerationRequest, generation), events)
+            with self._work_lock:  # it may end at once
+                self._work[number] = self._answers.submit(wire.build(Request, request), events)
         except MoeggufError as error:
             self._end(number, None, error)
 
-    def _experts(self, watch_s: float, asker: str | None = None) -> Snapshot:
-        """The experts as they are now, as `asker` may see them. For `watch_s` uses count also where that makes layers
-        slower: of a model that is in memory as a whole."""
+    def _experts(self, watch_s: float, client_key: str | None = None) -> Snapshot:
+        """Returns the experts as they are now, as the client may see them. For `watch_s` uses count also where counting
+        makes layers slower: of a model that is in memory as a whole."""
         llm, loop, now_s = self._model, self._answers, time.monotonic()
         layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
         if llm.session is None or self._uses is None:
@@ -279,7 +270,7 @@ class Worker:
             if watch_s:
                 self._watched_until_s = max(self._watched_until_s, now_s + watch_s)
                 llm.session.store.watch(True)
-            state, uses, loads = self._uses.maps(asker)
+            state, uses, loads = self._uses.maps(client_key)
             maps = state[layers].tobytes(), uses[layers].tobytes(), loads[layers].tobytes()
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
@@ -306,10 +297,10 @@ class Worker:
                 raise
             return False
         self._uses = ExpertUses(llm.session) if llm.session is not None else None
-        on_pass = self._uses.begin_pass if self._uses is not None else lambda asker: None
+        on_pass = self._uses.begin_pass if self._uses is not None else lambda client_key: None
         self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
-        self._end(number, wire.Ready(llm.n_ctx(), llm.plan.facts(), llm.n_seq_max, llm.reads_images), None)
+        self._end(number, wire.Ready(llm.n_ctx(), llm.plan.facts(), llm.n_seq_max), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -320,6 +311,8 @@ class Worker:
     def _reply(self, number: int, kind: str, fields: wire.Message) -> None:
         value, failure = None, None
         try:
+            if "request" in fields:
+                fields["request"] = wire.build(Request, fields["request"])
             value = self._experts(**fields) if kind == "experts" else VALUES[kind](self._model, **fields)
         except Exception as error:
             failure = error
@@ -330,8 +323,8 @@ class Worker:
         if error is not None and not isinstance(error, MoeggufError):
             traceback.print_exception(error)
         outcome = {"value": value} if error is None else {"error": wire.encode_error(error)}
-        with self._jobs_lock:
-            self._jobs.pop(request_id, None)
+        with self._work_lock:
+            self._work.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
 
     def _statistics(self) -> wire.Message:
@@ -343,17 +336,7 @@ class Worker:
 def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config` with its plan. `progress` gets the share that was read; False ends the load. Raises
     what `Llama` raises."""
-    if config.silent:
-        _silence_log()  # before llama.cpp's first line
-    llm = Llama(config.path, plan=config.plan, progress=progress, **{"verbose": False, **config.options})
-    if config.silent:
-        _silence_log()  # the bindings have set the level again
-    return llm
-
-
-def _silence_log() -> None:
-    """Turns off llama.cpp's log, which the bindings filter by this logger's level."""
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
+    return Llama(config.path, plan=config.plan, progress=progress, **{"verbose": False, **config.options})
 
 
 def main() -> None:

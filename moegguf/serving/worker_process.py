@@ -19,8 +19,8 @@ from typing import Any
 
 from moegguf.child import child_command, child_environment
 from moegguf.engine.stats import Stats
-from moegguf.errors import DeviceLostError, MoeggufError, WorkerError
-from moegguf.generate.request import Timing
+from moegguf.errors import DeviceLostError, MoeggufError, OptionError, WorkerError
+from moegguf.generate.request import AnswerSummary
 from moegguf.serving import wire
 from moegguf.settings import read_environment
 
@@ -44,7 +44,7 @@ def _ignore(*_: object) -> None:
     pass
 
 
-class PendingRequest:
+class SentRequest:
     """A request sent to a worker, and its events. `on_end` is called once, when `ended` becomes True."""
 
     def __init__(self, process: WorkerProcess, number: int, on_end: Callable[[], object]) -> None:
@@ -56,9 +56,11 @@ class PendingRequest:
         self._kill_timer: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[Any]:
-        """Events in order, then the final value. Raises the worker's error, or WorkerError."""
+        """Yields events in order, then the final value. Raises the worker's error, or WorkerError."""
         while True:
             kind, value = await self._events.get()
+            if kind != "event":
+                self._events.put_nowait((kind, value))  # for who reads again after an interrupt
             if kind == "error":
                 raise value
             yield value
@@ -113,27 +115,22 @@ def device_failure(text: str) -> str:
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it.
 
-    `stats` and `decisions`: as last reported; `last_timings`: of each owner, that of the answer that ended last.
+    `stats` and `decisions`: as last reported; `last_summaries`: of each owner, that of the answer that ended last.
     `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called then, before its
     requests get the error. `on_warning` gets each warning of the process, as one line. `requests`: by id, until they
     end. `cancel_grace_s`: how long a cancelled request may take to end.
     """
 
-    def __init__(
-        self,
-        echo_stderr: bool = False,
-        on_warning: Callable[[str], object] = log.warning,
-        cancel_grace_s: float = CANCEL_GRACE_S,
-    ) -> None:
+    def __init__(self, echo_stderr: bool = False, cancel_grace_s: float = CANCEL_GRACE_S) -> None:
         self._echo_stderr = echo_stderr
-        self.on_warning = on_warning
         self.cancel_grace_s = cancel_grace_s
+        self.on_warning: Callable[[str], object] = log.warning
         self.stats = Stats()
-        self.last_timings: dict[str, Timing] = {}
+        self.last_summaries: dict[str, AnswerSummary] = {}
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
-        self.requests: dict[int, PendingRequest] = {}
+        self.requests: dict[int, SentRequest] = {}
         self._last_id = 0
         self._kill_reason = ""
         self._stderr_tail = bytearray()
@@ -142,9 +139,11 @@ class WorkerProcess:
         self._supervisor: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, *expected: str, command: Sequence[str] = COMMAND, **options: Any) -> WorkerProcess:
-        """Starts a worker, which waits for `load`. expected: files of models, whose headers it reads meanwhile.
-        options: of the constructor.
+    async def start(cls, *expected: str, command: Sequence[str] | None = None, **options: Any) -> WorkerProcess:
+        """Starts a worker, which waits for `load`.
+
+        expected: files of models; the worker reads their headers while it waits. command: the worker's program; None:
+        COMMAND. options: keywords of the constructor.
 
         Raises WorkerError when the system cannot start a process, OptionError for a variable that it could not read.
         """
@@ -154,7 +153,7 @@ class WorkerProcess:
         try:
             with theirs:
                 self._child = await asyncio.create_subprocess_exec(
-                    *command,
+                    *(command or COMMAND),
                     str(theirs.fileno()),
                     *expected,
                     pass_fds=(theirs.fileno(),),
@@ -194,13 +193,13 @@ class WorkerProcess:
                 " a longer time."
             ) from None
 
-    def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> PendingRequest:
+    def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> SentRequest:
         """Sends a request. Raises OptionError when it cannot be encoded, WorkerError when the process has ended."""
         if self.exited.done():
             raise self.exited.result()
         number = self._last_id = self._last_id + 1
         self._writer.write(wire.encode({"kind": kind, "id": number, **fields}))
-        request = self.requests[number] = PendingRequest(self, number, on_end)
+        request = self.requests[number] = SentRequest(self, number, on_end)
         return request
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -296,3 +295,34 @@ class WorkerProcess:
         requests, self.requests = self.requests, {}
         for request in requests.values():
             request.put("error", error)
+
+
+class Workers:
+    """Starts worker processes, and keeps one without a model ready, so that the next load need not wait for its
+    modules."""
+
+    def __init__(self, **options: Any) -> None:
+        """options: keywords of `WorkerProcess.start`."""
+        self._options = options
+        self._spare: asyncio.Task[WorkerProcess] | None = None
+
+    async def prepare(self, *expected: str) -> None:
+        """Starts the spare process, unless there is one. expected: files that it will probably load."""
+        if self._spare is None:
+            self._spare = asyncio.create_task(WorkerProcess.start(*expected, **self._options))
+            await asyncio.wait({self._spare})
+
+    async def take(self) -> WorkerProcess:
+        """Returns the spare process, or a new one where there is none that lives. Raises WorkerError, OptionError."""
+        spare, self._spare = self._spare, None
+        with contextlib.suppress(WorkerError, OptionError):
+            if spare is not None and not (process := await spare).exited.done():
+                return process
+        return await WorkerProcess.start(**self._options)
+
+    async def close(self) -> None:
+        """Ends the spare process."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            with contextlib.suppress(WorkerError, OptionError):
+                await (await spare).close(0)

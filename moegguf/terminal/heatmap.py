@@ -16,7 +16,8 @@ from rich.text import Text
 Counts = npt.NDArray[np.unsignedinteger]
 
 ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
-SOME_IN_RAM, ALL_IN_RAM = ":", "%"  # in RAM, where layers compute in VRAM
+SOME_IN_RAM = ":"  # of a cell's experts, where layers compute in VRAM
+ALL_IN_RAM = "%"
 IN_RAM, IN_VRAM = 2, 3  # states
 
 STYLES = {
@@ -78,9 +79,13 @@ def heatmap(
     def total(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
         return np.add.reduceat(np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1)
 
-    is_resident, is_used, n_all = state >= (IN_VRAM if vram else IN_RAM), uses > 0, total(np.ones(state.shape, bool))
-    n_resident, n_in_ram = total(is_resident), total((state == IN_RAM) & vram)
-    every, used = n_resident == n_all, total(is_resident & is_used) > 0
+    is_resident = state >= (IN_VRAM if vram else IN_RAM)
+    is_used = uses > 0
+    n_all = total(np.ones(state.shape, bool))
+    n_resident = total(is_resident)
+    n_in_ram = total((state == IN_RAM) & vram)
+    every = n_resident == n_all
+    used = total(is_resident & is_used) > 0
     letters = np.select(
         [
             total(is_resident & (loads > 0)) > 0, used & every, used, every, n_resident > 0, total(state == 1) > 0,
@@ -101,7 +106,8 @@ def heatmap(
 
 def legend(width: int, vram: bool = False) -> Text:
     """The meaning of the letters, wrapped to `width` cells; `vram`: also where layers compute in VRAM."""
-    text, column = Text(end=""), 0
+    text = Text(end="")
+    column = 0
     for letters, meaning in VRAM_LEGEND if vram else LEGEND:
         part = f"{letters} {meaning}"
         if column and column + 3 + len(part) > width:
@@ -116,7 +122,7 @@ def legend(width: int, vram: bool = False) -> Text:
 
 
 def tiers_line(state: Counts, vram: bool) -> str:
-    """How many experts are in which tier: "5 of 8 experts in memory", "3 of 8 in VRAM, 2 in RAM only"; with
+    """Returns the number of experts in each tier: "5 of 8 experts in memory", "3 of 8 in VRAM, 2 in RAM only"; with
     whole layers in VRAM "5 of 16 experts in RAM, 8 in VRAM"."""
     n_ram, n_vram = (int((state == tier).sum()) for tier in (IN_RAM, IN_VRAM))
     if vram:
@@ -127,5 +133,5 @@ def tiers_line(state: Counts, vram: bool) -> str:
 
 
 def group_size(n: int, n_cells: int) -> int:
-    """How many of `n` items share a cell when there are `n_cells`."""
+    """Returns how many of `n` items share a cell when there are `n_cells`."""
     return -(-n // max(1, n_cells))

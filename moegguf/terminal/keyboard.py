@@ -1,4 +1,4 @@
-"""Terminal mode between prompts, and Ctrl-C during an answer.
+"""Terminal mode between prompts, and the end of a process that cannot be interrupted.
 
 Input typed during an answer is not echoed and stays in the terminal's queue for the next prompt. In the default mode it
 would be echoed into the answer, and Enter would arrive as a line feed, which is Ctrl-J.
@@ -10,8 +10,7 @@ import os
 import signal
 import sys
 import termios
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -55,39 +54,14 @@ def keyboard_echo_off() -> Iterator[None]:
 
 def _restore() -> None:
     global _saved_attributes
-    saved, _saved_attributes = _saved_attributes, None
+    saved = _saved_attributes
+    _saved_attributes = None
     if saved is not None:
         with suppress(termios.error, OSError, ValueError):
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, saved)
 
 
-def _exit_now() -> NoReturn:
-    """While other threads still compute."""
+def exit_now() -> NoReturn:
+    """Ends the process as Ctrl-C does, without waiting for anything."""
     _restore()
     os._exit(EXIT_INTERRUPTED)
-
-
-@contextmanager
-def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | None = None) -> Iterator[threading.Event]:
-    """Ctrl-C calls `cancel` on another thread, and sets the event that is yielded; a second Ctrl-C ends the process.
-    With `exit_timeout_s` the process ends that many seconds after the first one, unless the block has ended."""
-    interrupted = threading.Event()
-    timer = None if exit_timeout_s is None else threading.Timer(exit_timeout_s, _exit_now)
-
-    def interrupt(*_: Any) -> None:
-        if interrupted.is_set():
-            _exit_now()
-        interrupted.set()
-        # Not on this thread: the interrupted code may hold the lock that `cancel` needs.
-        threading.Thread(target=cancel, name="moegguf-cancel", daemon=True).start()
-        if timer is not None:
-            timer.daemon = True
-            timer.start()
-
-    handler = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if timer is not None:
-            timer.cancel()

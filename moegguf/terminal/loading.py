@@ -1,14 +1,18 @@
-"""What commands do before a model is loaded: parse values, find or pull it."""
+"""Steps of commands before a model is loaded: they parse values, and find or pull the model."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from moegguf.errors import LibraryError
 from moegguf.generate.request import THINK_LEVELS
 from moegguf.terminal.messages import print_message
 from moegguf.text import decode_text
@@ -62,6 +66,26 @@ def find_or_pull(name: str) -> ModelEntry:
 
     with PullProgress() as progress:
         return pull(name, catalog, progress.report)
+
+
+def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
+    """Returns the model with another projector, or with an adapter. Raises ModelFormatError, ModelNotFoundError."""
+    from moegguf.gguf.projector import read_projector
+    from moegguf.models.catalog import with_adapter
+
+    if mmproj is not None:
+        entry = replace(entry, mmproj=read_projector(os.path.expanduser(mmproj)).path.absolute())
+    return entry if lora_path is None else with_adapter(entry, lora_path)
+
+
+def print_card_note(loading: Mapping[str, Any]) -> None:
+    """Prints why a card of this machine does not compute, unless the options of loading choose the CPU."""
+    from moegguf.engine.cards import card_note
+
+    chosen = "cpu" if loading.get("n_gpu_layers") == 0 else loading.get("placement")
+    with suppress(LibraryError):  # the load raises it
+        if note := card_note(chosen):
+            print_message(note)
 
 
 def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:

@@ -20,7 +20,7 @@ STDOUT = 1  # its descriptor
 
 
 def _is_ansi_terminal() -> bool:
-    """Whether stderr is a terminal with cursor control."""
+    """Returns whether stderr is a terminal with cursor control."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -49,7 +49,8 @@ class _Display:
 
     def close(self) -> None:
         """Ends the display. A second call does nothing."""
-        live, self._live = self._live, None
+        live = self._live
+        self._live = None
         if live is not None:
             live.stop()
 

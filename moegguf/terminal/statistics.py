@@ -7,7 +7,7 @@ from typing import Any
 
 from moegguf.engine.cost import Placement, format_speed, is_off
 from moegguf.engine.stats import Stats, TierStats
-from moegguf.generate.request import Timing
+from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
@@ -18,7 +18,10 @@ Line = tuple[str, str]
 
 
 def statistics(
-    timing: Timing, load_s: float, decisions: Mapping[str, Any] | None = None, predicted: Placement | None = None
+    summary: AnswerSummary,
+    load_s: float,
+    decisions: Mapping[str, Any] | None = None,
+    predicted: Placement | None = None,
 ) -> list[str]:
     """Lines for stderr. Per-token figures are of decode only; the others include the prompt. predicted: the placement
     of experts that was chosen.
@@ -26,37 +29,37 @@ def statistics(
     The eval rate is the count by the duration, as llama.cpp and clients of the APIs compute it, although the first
     token comes out of the prompt's last pass.
     """
-    lines = [("total duration", duration(timing.total_s + load_s))]
+    lines = [("total duration", duration(summary.total_s + load_s))]
     if load_s:
         lines.append(("load duration", duration(load_s)))
-    if timing.prompt_tokens:
+    if summary.prompt_tokens:
         lines += [
-            ("prompt eval count", f"{timing.prompt_tokens} token(s)"),
-            ("prompt eval duration", duration(timing.prompt_s)),
-            ("prompt eval rate", f"{timing.prompt_tokens / timing.prompt_s:.2f} tokens/s"),
+            ("prompt eval count", f"{summary.prompt_tokens} token(s)"),
+            ("prompt eval duration", duration(summary.prompt_s)),
+            ("prompt eval rate", f"{summary.prompt_tokens / summary.prompt_s:.2f} tokens/s"),
         ]
-    speed = timing.answer_tokens / timing.answer_s if timing.answer_s else 0.0
-    if timing.answer_tokens:
-        lines.append(("eval count", f"{timing.answer_tokens} token(s)"))
-        if timing.answer_tokens > 1:
-            lines += [("eval duration", duration(timing.answer_s)), ("eval rate", f"{speed:.2f} tokens/s")]
-        lines.append(("time to first token", duration(timing.prompt_s)))
-    if timing.cached_tokens:
-        from_disk = f", {timing.disk_tokens} from disk" if timing.disk_tokens else ""
-        lines.append(("prompt cached", f"{timing.cached_tokens} token(s){from_disk}"))
-    if timing.stats.n_threads:
-        lines.append(("threads", str(timing.stats.n_threads)))
-    if (stats := timing.answer_stats).draft_passes:
+    speed = summary.answer_tokens / summary.answer_s if summary.answer_s else 0.0
+    if summary.answer_tokens:
+        lines.append(("eval count", f"{summary.answer_tokens} token(s)"))
+        if summary.answer_tokens > 1:
+            lines += [("eval duration", duration(summary.answer_s)), ("eval rate", f"{speed:.2f} tokens/s")]
+        lines.append(("time to first token", duration(summary.prompt_s)))
+    if summary.cached_tokens:
+        from_disk = f", {summary.disk_tokens} from disk" if summary.disk_tokens else ""
+        lines.append(("prompt cached", f"{summary.cached_tokens} token(s){from_disk}"))
+    if summary.stats.n_threads:
+        lines.append(("threads", str(summary.stats.n_threads)))
+    if (stats := summary.answer_stats).draft_passes:
         accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} token(s) accepted ({stats.draft_acceptance:.0%})"
         passes = f"{stats.draft_passes} pass" + "es" * (stats.draft_passes > 1)
         lines.append(("drafts", f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}"))
         if stats.n_experts:
             lines.append(("read per token kept", format_bytes(round(stats.bytes_per_accepted_token))))
-    lines += expert_lines(timing.stats, timing.answer_stats)
-    lines += policy_lines(decisions or {}, timing.stats)
+    lines += expert_lines(summary.stats, summary.answer_stats)
+    lines += policy_lines(decisions or {}, summary.stats)
     if predicted is not None:
         lines.append(("placement", str(predicted)))
-        if timing.answer_tokens > LEAST_TOKENS and speed and is_off(speed, predicted.tokens_per_s):
+        if summary.answer_tokens > LEAST_TOKENS and speed and is_off(speed, predicted.tokens_per_s):
             differs = f"this answer differs by {speed / predicted.tokens_per_s - 1:+.0%}"
             lines.append(("predicted", f"{format_speed(predicted.tokens_per_s)} tokens/s; {differs}"))
     return _aligned(lines)
@@ -102,8 +105,8 @@ def _slots(of: Stats | TierStats, n_experts: int) -> str:
 
 
 def staged(stats: Stats) -> str:
-    """What prompts copied into staging tensors, and how much of these copies' time no layer waited:
-    "12.30 MB through 48 MiB, 93% of the time while computing"."""
+    """Returns the bytes that prompts copied into staging tensors, and the share of copying during
+    which no layer waited: "12.30 MB through 48 MiB, 93% of the time while computing"."""
     text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
     return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
 
@@ -111,8 +114,10 @@ def staged(stats: Stats) -> str:
 def lookup_shares(stats: Stats) -> str:
     """Shares of lookups by where the expert was: "ram 97.3% in flight 0.4% disk 2.3%"; "vram 80.1% ram 15.0% in flight
     0.4% disk 4.5%"."""
-    ram, cpu = stats.below or TierStats("RAM"), stats.on_cpu or TierStats("CPU")
-    n_late, n_disk = stats.hits_late + ram.hits_late, stats.misses - ram.hits
+    ram = stats.below or TierStats("RAM")
+    cpu = stats.on_cpu or TierStats("CPU")
+    n_late = stats.hits_late + ram.hits_late
+    n_disk = stats.misses - ram.hits
     n_ram = ram.hits_ready + cpu.hits_ready if stats.in_vram else stats.hits_ready
     shares = [("vram", stats.hits_ready - cpu.hits_ready)] if stats.in_vram else []
     shares += [("ram", n_ram)] if stats.below or stats.on_cpu or not stats.in_vram else []
@@ -135,7 +140,8 @@ def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
         return []
     lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]
     if decisions["prefetch"] != "off":
-        used, late = stats.prefetch_useful + stats.prefetch_late, stats.prefetch_late
+        used = stats.prefetch_useful + stats.prefetch_late
+        late = stats.prefetch_late
         useful = f"{used} of {stats.prefetch_started} used" + (f", {late} of them late" if late else "")
         saved = decisions.get("time_saved_by_prefetch")
         measured = "" if saved is None else f"; saved {saved:.0%} of the time when measured"

@@ -74,9 +74,11 @@ def print_model_list(entries: Iterable[ModelEntry]) -> None:
     """The table of `moegguf list` and the chat's /list."""
     rows = []
     for entry in entries:
-        size, modified = human_bytes(entry.size_bytes), human_time(entry.modified)
+        size = human_bytes(entry.size_bytes)
+        modified = human_time(entry.modified)
         if entry.missing:
-            size, modified = "missing", f"{modified}: {', '.join(map(str, entry.missing))} is no longer there"
+            size = "missing"
+            modified = f"{modified}: {', '.join(map(str, entry.missing))} is no longer there"
         rows.append((entry.name, entry.digest[:12], size, modified))
     print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows)
 
@@ -86,9 +88,11 @@ def print_library(facts: Iterable[Facts]) -> None:
     rows = []
     for each in facts:
         sizes = (human_bytes(each[key]) for key in ("size_bytes", "least_bytes", "all_bytes"))
-        share, speed = "-", "too little memory"
+        share = "-"
+        speed = "too little memory"
         if each["tokens_per_s"]:
-            speed, share = f"{two_digits(*each['tokens_per_s'])} t/s", f"{each['expert_share']:.0%}"
+            speed = f"{two_digits(*each['tokens_per_s'])} t/s"
+            share = f"{each['expert_share']:.0%}"
         rows.append((each["name"] + " (here)" * each["here"], *sizes, share, speed, each["hub_name"]))
     print_columns(("NAME", "SIZE", "NEEDS", "FOR ALL", "EXPERTS IN MEMORY", "SPEED HERE", "MODEL"), rows)
 
@@ -109,7 +113,8 @@ def print_model(facts: Facts) -> None:
     """The output of `moegguf show`: the model, its experts, tensor types, what budgets would mean, and what the catalog
     entry adds to the files; of long texts the first lines."""
     print_renderable(Text(facts["title"], style="bold"))
-    n_parameters, n_active = human_number(facts["parameters"]), facts["active_parameters"]
+    n_parameters = human_number(facts["parameters"])
+    n_active = facts["active_parameters"]
     if n_active != facts["parameters"]:
         n_parameters += f", {human_number(n_active)} active for a token"
     files = format_bytes(facts["file_bytes"])
@@ -194,8 +199,10 @@ def print_estimate(facts: Facts) -> None:
 
 
 def _memory_rows(facts: Facts) -> Iterator[Row]:
-    plan, total = facts["plan"], facts["n_expert_total"]
-    device, layers_on = plan["device"], plan["layers_on"]
+    plan = facts["plan"]
+    total = facts["n_expert_total"]
+    device = plan["device"]
+    layers_on = plan["layers_on"]
     if total:
         slots = f"{plan['n_slots']:,} of {total:,} experts at a time ({plan['n_slots'] / total:.0%})"
         yield f"experts on {device}" if device else "experts in memory", format_bytes(plan["budget_bytes"]), slots
@@ -210,7 +217,8 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
     if n := plan["n_staging"]:
         tensors = f"{n} tensors of a layer's experts" if n > 1 else "a tensor of a layer's experts"
         yield "staging prompts", format_bytes(plan["staging_bytes"]), tensors
-    n, left = plan["n_ubatch"], plan["available_bytes"] - plan["total_bytes"]
+    n = plan["n_ubatch"]
+    left = plan["available_bytes"] - plan["total_bytes"]
     yield "buffers", format_bytes(plan["compute_bytes"]), f"for {n:,} token{'s' * (n != 1)} of a prompt at a time"
     yield "all of it", format_bytes(plan["total_bytes"]), ""
     rest = f"{format_bytes(left)} stay free" if left >= 0 else f"{format_bytes(-left)} too few"
@@ -239,7 +247,9 @@ def _placement_rows(placement: Facts) -> Iterator[Row]:
 
 def _expectation_rows(facts: Facts) -> Iterator[Row]:
     """The hit rate, what is read, and a range of tokens per second with what it rests on."""
-    expected, disk, resident = facts["expected"], facts["disk"], facts["plan"]["resident"]
+    expected = facts["expected"]
+    disk = facts["disk"]
+    resident = facts["plan"]["resident"]
     yield "hit rate", _range(f"{expected['hit_low']:.0%}", f"{expected['hit_high']:.0%}"), expected["basis"]
     if not resident:
         read = _range(*(format_bytes(round(expected[f"missed_bytes_{end}"])) for end in ("low", "high")))
@@ -283,4 +293,6 @@ def _flatten(facts: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:
 def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None or value == []:
+        return "none"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -58,7 +58,8 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
     The first request of every kind is among them.
     """
     decoded_tokens = Counter(trace.sequence_of[trace.phase_of == Phase.DECODE].tolist())
-    chosen, n_chosen_tokens = list[int](), 0
+    chosen = list[int]()
+    n_chosen_tokens = 0
     for index, sequences in enumerate(itertools.zip_longest(*_by_kind(trace))):
         for sequence in filter(lambda s: s is not None, sequences):
             if index == 0 or n_chosen_tokens < n_tokens:
@@ -193,7 +194,7 @@ class TraceAnalysis:
 
     @staticmethod
     def why_not(make: Callable[[str], object], name: str) -> str:
-        """Why `make` (`policy` or `predictor`) does not accept this name; "" when it does."""
+        """Returns the reason why `make` (`policy` or `predictor`) does not accept this name; "" when it does."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -214,7 +215,7 @@ class TraceAnalysis:
         return predictor
 
     def new_predictor(self, name: str) -> Predictor:
-        """The same, whatever inputs the trace has."""
+        """Returns a new predictor of this name, whatever inputs the trace has. Raises OptionError."""
         return make_predictor(name, self.trace.shape, self.artifacts)
 
     def simulate(
@@ -230,8 +231,10 @@ class TraceAnalysis:
         Raises OptionError for unknown names, and for prefetching without a link or a predictor.
         """
         _check_prefetching(options, options.timed, predictors)
-        policies, predictors = self.policies(policies), self.predictors(predictors)
-        rows, step = list[Row](), step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares))
+        policies = self.policies(policies)
+        predictors = self.predictors(predictors)
+        rows = list[Row]()
+        step = step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares))
         for share in shares:
             n_slots = slots_of(self.trace.shape, share)
             for policy, ahead in itertools.product(policies, predictors):
@@ -275,8 +278,10 @@ class TraceAnalysis:
         by_tier = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
         for name in {vram for vram, _ in by_tier.values()} - {AUTO}:
             self.policy(name)
-        named, shape = self.predictors(predictors), self.trace.shape
-        rows, pairs = list[Row](), list(itertools.product(budgets.items(), ram_shares))
+        named = self.predictors(predictors)
+        shape = self.trace.shape
+        rows = list[Row]()
+        pairs = list(itertools.product(budgets.items(), ram_shares))
         step = step_reporter(progress, "hit rates", len(pairs) * len(by_tier) * len(named))
         for ((share, devices), ram_share), (label, (vram, ram)), ahead in itertools.product(
             pairs, by_tier.items(), named
@@ -322,7 +327,8 @@ class TraceAnalysis:
                 f"{', '.join(ahead_of)} prefetches, which needs a modelled link (without one, transfers take no time):"
                 " --link, or --no-prefetch."
             )
-        rows, step = list[Row](), step_reporter(progress, "hit rates", len(strategies) * len(shares))
+        rows = list[Row]()
+        step = step_reporter(progress, "hit rates", len(strategies) * len(shares))
         for share in shares:
             n_slots = slots_of(self.trace.shape, share)
             for strategy in strategies:
@@ -332,7 +338,8 @@ class TraceAnalysis:
                 if fetched is None:
                     fetched = found.prefetch and options.timed
                 fetched = PrefetchOptions() if fetched is True else fetched or None
-                how, ahead = replace(options, prefetch=fetched, store=strategy.store), ahead or found.predictor
+                how = replace(options, prefetch=fetched, store=strategy.store)
+                ahead = ahead or found.predictor
                 rows.append(self._replayed(found.policy, ahead, n_slots, how, share, strategy=strategy.name))
             rows.append(self._bound(share))
         return rows

@@ -64,17 +64,20 @@ class Lookups:
     @classmethod
     def of(cls, trace: Trace) -> Lookups:
         """Events in live order: pass by pass, layer by layer."""
-        n_row, n_expert = len(trace.shape.layers), trace.shape.n_expert
+        n_row = len(trace.shape.layers)
+        n_expert = trace.shape.n_expert
         pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
         ids = trace.expert_ids.astype(np.int64)
         event = np.broadcast_to((pass_of * n_row)[:, None] + np.arange(n_row)[:, None, None], ids.shape)
         keys = ids + np.arange(n_row)[:, None, None] * n_expert
         present = ids >= 0
         order = np.argsort(event[present], kind="stable")  # within an event: tokens in order, choices in order
-        events, keys = event[present][order], keys[present][order]
+        events = event[present][order]
+        keys = keys[present][order]
         _, first = np.unique(events * (n_row * n_expert) + keys, return_index=True)
         first.sort()
-        events, keys = events[first], keys[first]
+        events = events[first]
+        keys = keys[first]
         used, start = np.unique(events, return_index=True)
         ordinals = np.repeat(np.arange(len(used)), np.diff(np.append(start, len(keys))))
         return cls(
@@ -97,16 +100,20 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     Experts of the current event are due now, so they are never the farthest. Raises OptionError when an event does not
     fit.
     """
-    looked_up, decode = np.diff(lookups.start), lookups.decode
+    looked_up = np.diff(lookups.start)
+    decode = lookups.decode
     widest = int(looked_up.max(initial=0))
     if n_slots < max(1, widest):
         raise OptionError(f"a pass of this trace needs {widest} experts of a layer at once, of {n_slots} slots.")
-    keys, start, next_use = lookups.keys.tolist(), lookups.start.tolist(), lookups.next_use.tolist()
+    keys = lookups.keys.tolist()
+    start = lookups.start.tolist()
+    next_use = lookups.next_use.tolist()
     due: dict[int, int] = {}  # key -> event of its next use, of residents
     farthest: list[tuple[int, int]] = []  # (-due, key); outdated entries are skipped
     hits = np.zeros(len(looked_up), np.int64)
     for event in range(len(hits)):
-        n_hits, span = 0, range(start[event], start[event + 1])
+        n_hits = 0
+        span = range(start[event], start[event + 1])
         for i in span:
             n_hits += keys[i] in due
         for i in span:

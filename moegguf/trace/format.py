@@ -144,8 +144,11 @@ _DAMAGE = (
 
 def check(trace: Trace) -> None:
     """Raises TraceError for the first rule that the values break; types and shapes must be right."""
-    starts, tokens, ids = trace.pass_start, trace.tokens, trace.expert_ids
-    n_vocab, n_expert = trace.shape.n_vocab or np.iinfo(np.int32).max, trace.shape.n_expert
+    starts = trace.pass_start
+    tokens = trace.tokens
+    ids = trace.expert_ids
+    n_vocab = trace.shape.n_vocab or np.iinfo(np.int32).max
+    n_expert = trace.shape.n_expert
     chosen: npt.NDArray[np.bool_] = ids >= 0
     used = np.asarray(chosen.any(axis=1, keepdims=True))
     uniform = (used[:, :, 1:] <= used[:, :, :-1]).all() and (chosen == (chosen[:, :, :1] & used)).all()
@@ -170,7 +173,7 @@ def _require(holds: Any, name: str, rule: str) -> None:
 
 
 def _computes_last_tokens(trace: Trace) -> bool:
-    """Whether, within a pass of one request and phase, the tokens that a layer was computed for are the last ones."""
+    """Returns whether, in passes of one request and phase, a layer was computed for the last tokens."""
     lengths = np.diff(trace.pass_start)
     of_pass = np.repeat(np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1)
     other = (of_pass != np.stack([trace.sequence_of, trace.phase_of])).any(axis=0)
@@ -231,7 +234,9 @@ class TraceWriter:
     def __init__(self, path: str | os.PathLike[str], shape: MoeShape, *, weights: bool, inputs: bool) -> None:
         self.path = Path(path)
         self.partial = partial_of(self.path)
-        self.shape, self.weights, self.inputs = shape, weights, inputs
+        self.shape = shape
+        self.weights = weights
+        self.inputs = inputs
         self._blocks: list[Block] = []
         if not can_be_replaced(self.path):
             raise TraceError(f"a trace is a file, which {str(self.path)!r} is not; name a file in a folder.")
@@ -251,7 +256,8 @@ class TraceWriter:
                 raise TraceError(f"{self.path.name}: {name} must be {np.dtype(dtype)} {shape}; give a whole block.")
         with self._writing():
             for name in spec:
-                member, array = _member(name, len(self._blocks)), getattr(block, name)
+                member = _member(name, len(self._blocks))
+                array = getattr(block, name)
                 # A ZipInfo is stored, a name is deflated.
                 target: str | zipfile.ZipInfo = zipfile.ZipInfo(member) if name == "inputs" else member
                 with self._zip.open(target, "w", force_zip64=array.nbytes > 1 << 30) as file:
@@ -328,7 +334,8 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
             _copy_block(arrays[name], name, part, first_pass, slice(first_token, first_token + block.n_tokens))
         if batches and not block.batches:
             _fill_in(arrays, slice(first_pass, first_pass + block.n_pass))
-        first_pass, first_token = first_pass + block.n_pass, first_token + block.n_tokens
+        first_pass = first_pass + block.n_pass
+        first_token = first_token + block.n_tokens
     trace = Trace(moe, header.about, **arrays)
     check(trace)
     return trace
@@ -341,7 +348,8 @@ def _read_header(archive: zipfile.ZipFile) -> FileHeader:
 
 
 def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    n_bytes, found_bytes = _array_bytes(dtype, shape), archive.getinfo(member).file_size
+    n_bytes = _array_bytes(dtype, shape)
+    found_bytes = archive.getinfo(member).file_size
     if not n_bytes < found_bytes <= n_bytes + _NPY_BYTES:
         raise TraceError(
             f"{member} has {found_bytes} bytes, but {n_bytes} and a header are expected; record the trace again."

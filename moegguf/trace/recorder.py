@@ -46,7 +46,7 @@ class _Pass:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it has tokens of several requests or phases."""
+        """Returns whether the pass has tokens of several requests or phases."""
         return self.first.first_token >= 0 and self.announced is not None and self.announced.sequences is not None
 
     def of_tokens(self, name: str, unknown: int) -> Int32s:
@@ -85,7 +85,8 @@ class Recorder:
         self, path: str | os.PathLike[str], shape: MoeShape, header: TraceHeader, *, inputs: bool = False
     ) -> None:
         encode(shape, header, weights=True, inputs=inputs, blocks=[])  # raises now rather than at close()
-        self.shape, self.header = shape, header
+        self.shape = shape
+        self.header = header
         self._labels = dict(header.labels)
         self._inputs = inputs
         self._rows = shape.row_of
@@ -163,7 +164,9 @@ class Recorder:
 
     def _flush(self) -> None:
         """Writes all finished passes, those with inputs apart from those without."""
-        passes, self._finished, self._pending_bytes = self._finished, [], 0
+        passes = self._finished
+        self._finished = []
+        self._pending_bytes = 0
         for inputs, group in groupby(passes, key=lambda one: one.has_inputs):
             if self._error is not None:
                 return
@@ -179,7 +182,7 @@ class Recorder:
 
 
 def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, inputs: bool) -> Trace:
-    """These passes as arrays."""
+    """Returns the passes as arrays."""
 
     def joined(name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -190,7 +193,9 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, inputs:
     def by_token(name: str, unknown: Callable[[_Pass], int]) -> Int32s:
         return np.concatenate([one.of_tokens(name, unknown(one)) for one in passes])
 
-    mixed, k, none = any(one.is_mixed for one in passes), shape.n_expert_used, np.float16(0)
+    mixed = any(one.is_mixed for one in passes)
+    k = shape.n_expert_used
+    none = np.float16(0)
     return Trace(
         shape=shape,
         header=header,

@@ -54,7 +54,7 @@ class SimOptions:
 
     @property
     def timed(self) -> bool:
-        """Whether reads take time."""
+        """Returns whether reads take time."""
         return self.link_bytes_per_s > 0
 
     @property
@@ -163,7 +163,9 @@ class SimResult:
 
 def layout_of(shape: MoeShape) -> ExpertLayout:
     """A layout with this shape and no files, for a simulated store. Experts have shape.expert_bytes each."""
-    third, n, k = max(1, shape.expert_bytes // 3), shape.n_layer, shape.n_expert_used
+    third = max(1, shape.expert_bytes // 3)
+    n = shape.n_layer
+    k = shape.n_expert_used
     sizes: dict[Kind, int] = {"gate": third, "up": third, "down": max(1, shape.expert_bytes - 2 * third)}
     layers = tuple(
         MoeLayer(il, shape.n_expert, k, tuple(
@@ -197,7 +199,8 @@ def fitted(trace: Trace, n_slots: int) -> Trace:
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
     """The most tokens of a pass with so many slots for so many layers; slot_tokens where not every expert has one."""
-    shape, longest = trace.shape, int(np.diff(trace.pass_start).max(initial=0))
+    shape = trace.shape
+    longest = int(np.diff(trace.pass_start).max(initial=0))
     if n_slots >= n_layers * shape.n_expert:
         return NO_LIMIT
     k = shape.n_expert_used
@@ -236,7 +239,8 @@ class Simulation:
         n_slots: int | Sequence[DeviceSlots],
         options: SimOptions | None = None,
     ) -> None:
-        self.options, on_devices = options or SimOptions(), not isinstance(n_slots, int)
+        self.options = options or SimOptions()
+        on_devices = not isinstance(n_slots, int)
         devices = [DeviceSlots(None, n_slots, trace.shape.layers)] if isinstance(n_slots, int) else n_slots
         for device in devices:
             if device.n_slots < trace.shape.n_expert_used:
@@ -250,8 +254,10 @@ class Simulation:
         most = min(_most_tokens(trace, d.n_slots, len(d.layers), slot_tokens(d.name)) for d in devices)
         self.trace = trace if any_pass else _cut(trace, most)
         self._timed = self.options.timed or any(device.link for device in devices)
-        self.policy, self.predictor = policy, predictor
-        self.slots, self.n_slots = n_slots, sum(device.n_slots for device in devices)
+        self.policy = policy
+        self.predictor = predictor
+        self.slots = n_slots
+        self.n_slots = sum(device.n_slots for device in devices)
 
     def run(self) -> SimResult:
         """Replays all passes. Raises CallbackError when the policy or predictor fails."""
@@ -265,14 +271,16 @@ class Simulation:
             store.close()
 
     def _controller(self, store: Store) -> Controller | None:
-        """The same as live; None where the store needs none. A policy or predictor that fails ends the simulation."""
+        """Returns the controller that a live run would have; None where the store needs none. A
+        policy or predictor that fails ends the simulation."""
         acting = ActingOptions(
             self.options.prefetch, strict=True, clock_ns=lambda: store.counters()["sim_clock_ns"],
         )  # fmt: skip
         return build_controller(self.trace.shape, self.policy, self.predictor, store, acting)
 
     def _replay(self, store: Store) -> SimResult:
-        controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
+        controller = self._controller(store)
+        meter = _Meter(store, self.trace.shape.expert_bytes)
         if controller is None and self.trace.token_sequence is None and not self._is_staged:
             self._replay_passes(store.context, meter)
         else:  # where prompts are staged, their end counts
@@ -284,21 +292,26 @@ class Simulation:
 
     def _replay_passes(self, context: StoreContext, meter: _Meter) -> None:
         """The events of a pass at once, without announcements."""
-        trace, layers = self.trace, np.array(self.trace.shape.layers, np.int32)
-        used, starts = np.array(trace.used(), np.int32), trace.pass_start
+        trace = self.trace
+        layers = np.array(self.trace.shape.layers, np.int32)
+        used = np.array(trace.used(), np.int32)
+        starts = trace.pass_start
         for p, computed in enumerate(np.array(trace.computed(), np.int32).reshape(-1, len(layers))):
-            rows, phase = np.flatnonzero(computed), Phase(int(trace.pass_phase[p]))
+            rows = np.flatnonzero(computed)
+            phase = Phase(int(trace.pass_phase[p]))
             if rows.size == 0:
                 continue
-            n_tokens, ids = computed[rows], trace.expert_ids[:, starts[p] : starts[p + 1]]
+            n_tokens = computed[rows]
+            ids = trace.expert_ids[:, starts[p] : starts[p + 1]]
             n_decoded = int(n_tokens[0]) * (phase == Phase.DECODE)
             meter.begin(int(trace.pass_sequence[p]), phase, int(n_tokens[0]), n_decoded)
             layer_ns = self._layer_ns(n_tokens.astype(np.uint64))
             context.replay(layers[rows], n_tokens, used[rows], ids[ids >= 0].astype(np.int32), layer_ns)
 
     def _layer_ns(self, n_tokens: Any) -> Any:
-        """What layers of so many tokens take (a number, or uint64); None where they take no time."""
-        token_us, pass_us = self.options.layer_compute_us, self.options.layer_pass_us
+        """Returns the ns that layers take for `n_tokens` (a number, or uint64); None where they take no time."""
+        token_us = self.options.layer_compute_us
+        pass_us = self.options.layer_pass_us
         return round(token_us * 1000) * n_tokens + round(pass_us * 1000) if token_us or pass_us else None
 
     def _replay_events(self, store: Store, controller: Controller | None, meter: _Meter) -> None:
@@ -323,7 +336,8 @@ class Simulation:
 
     def _result(self, meter: _Meter) -> SimResult:
         meter.end()
-        decode, total = meter.decode, len(self.trace.shape.layers) * self.trace.shape.n_expert
+        decode = meter.decode
+        total = len(self.trace.shape.layers) * self.trace.shape.n_expert
         counters = {name: n for name, n in meter.counters.items() if name not in REAL_TIME}
         timed = self._timed and decode.clock_ns > 0
         return SimResult(
@@ -348,11 +362,13 @@ class _Meter:
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
-        self._store, self._expert_bytes = store, expert_bytes
+        self._store = store
+        self._expert_bytes = expert_bytes
         self._now: tuple[int, Phase] | None = None
         self._tokens = self._n_read = 0  # n_read: of prompts, in passes that decode
         self._parts: dict[tuple[int, Phase], Span] = {}
-        self.counters, self.tiers = store.counters(), _tier_spans(store)
+        self.counters = store.counters()
+        self.tiers = _tier_spans(store)
         self.decode_tiers: dict[str, TierSpan] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
@@ -366,8 +382,10 @@ class _Meter:
 
     def end(self) -> None:
         """Adds the counters since the last call to the current phase and request."""
-        before, self.counters = self.counters, self._store.counters()
-        earlier, self.tiers = self.tiers, _tier_spans(self._store)
+        before = self.counters
+        self.counters = self._store.counters()
+        earlier = self.tiers
+        self.tiers = _tier_spans(self._store)
         if self._now is None:
             return
         grown: dict[str, Any] = {name: self.counters[name] - before[name] for name in before}
@@ -384,12 +402,12 @@ class _Meter:
 
     @property
     def decode(self) -> Span:
-        """Of the passes that decode."""
+        """Returns the counters of passes that decode."""
         return sum((span for (_, phase), span in self._parts.items() if phase == Phase.DECODE), Span())
 
     @property
     def whole(self) -> Span:
-        """Of all passes."""
+        """Returns the counters of all passes."""
         return sum(self._parts.values(), Span(self._n_read))
 
     def requests(self) -> dict[int, Span]:
@@ -401,7 +419,7 @@ class _Meter:
 
 
 def _tier_spans(store: Store) -> dict[str, TierSpan]:
-    """What each of a device's tiers has counted since the store was opened; empty with one tier."""
+    """Returns the counters of each tier since the store was opened; empty with one tier."""
     if len(store.tiers) == 1:
         return {}
     found = {name: store.tier(tier) for name, tier in ((VRAM, Tier.COMPUTE), (RAM, Tier.RAM))}

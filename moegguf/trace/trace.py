@@ -124,7 +124,7 @@ class Trace:
         passes: npt.NDArray[np.int64],
         announcements: npt.NDArray[np.int64],
     ) -> Trace:
-        """These tokens, in passes that begin at `starts` of them and were part of `passes`.
+        """Returns these tokens in passes that begin at `starts` of them and were part of `passes`.
 
         announcements (len(tokens),): equal for tokens that are announced together.
         """
@@ -143,7 +143,7 @@ class Trace:
         )
 
     def take(self, passes: npt.NDArray[np.int64]) -> Trace:
-        """These passes, in this order."""
+        """Returns these passes, in this order."""
         lengths = np.diff(self.pass_start)[passes]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         tokens = np.repeat(self.pass_start[passes] - starts[:-1], lengths) + np.arange(starts[-1])
@@ -170,24 +170,29 @@ class Trace:
         Announcements are rebuilt from the passes they became; a pass whose announcement is not wholly in
         the trace is unannounced (first_token -1). The arrays of an event may be views: copy what you keep.
         """
-        used, computed = self.used(), self.computed()
+        used = self.used()
+        computed = self.computed()
         announcements = self._announcements()
         announced: dict[int, int] = {}  # sequence -> last pass of its last announcement
         several = False
         for p in range(self.n_pass):
-            sequence, phase, time_ns = int(self.pass_sequence[p]), Phase(int(self.pass_phase[p])), int(self.pass_ns[p])
+            sequence = int(self.pass_sequence[p])
+            phase = Phase(int(self.pass_phase[p]))
+            time_ns = int(self.pass_ns[p])
             if p in announcements:
                 last, announcement = announcements[p]
                 announced[sequence] = last
                 several = announcement.sequences is not None
                 yield announcement
             first = int(self.pass_first_token[p]) if p <= announced.get(sequence, -1) else -1
-            start, end = int(self.pass_start[p]), int(self.pass_start[p + 1])
+            start = int(self.pass_start[p])
+            end = int(self.pass_start[p + 1])
             expert_ids = self.expert_ids[:, start:end].astype(np.int32)
             weights = None if self.weights is None else self.weights[:, start:end].astype(np.float32)
             sequences, phases = (self.sequence_of, self.phase_of) if several and first >= 0 else (None, None)
             for row, il in enumerate(self.shape.layers):
-                n, k = computed[p][row], used[row]
+                n = computed[p][row]
+                k = used[row]
                 if n == 0:
                     continue
                 here: Any = slice(end - start - n, end - start)  # the last ones, except among several sequences
@@ -234,13 +239,15 @@ class Trace:
         return {begun: (passes[-1], self._announcement(passes)) for begun, passes in parts.items()}
 
     def _announcement(self, passes: list[int]) -> Announcement:
-        """What announced the tokens of these passes."""
+        """Returns the announcement of the tokens of these passes."""
         at = np.concatenate([np.arange(self.pass_start[p], self.pass_start[p + 1]) for p in passes])
-        sequence, phase = int(self.pass_sequence[passes[0]]), Phase(int(self.pass_phase[passes[0]]))
+        sequence = int(self.pass_sequence[passes[0]])
+        phase = Phase(int(self.pass_phase[passes[0]]))
         announcement = Announcement(sequence, phase, self.tokens[at])
         if self.token_sequence is None:
             return announcement
-        sequences, phases = self.sequence_of[at], self.phase_of[at].astype(np.int32)
+        sequences = self.sequence_of[at]
+        phases = self.phase_of[at].astype(np.int32)
         if (sequences == sequences[0]).all() and (phases == phases[0]).all():
             return announcement
         outputs = (self.expert_ids[-1, at, 0] >= 0).astype(np.int32)

@@ -1,1 +1,1 @@
-"""Laboratory models: the demo model's training, and a dense model that is cut into experts."""
+"""Questions to the demo model: `quiz_demo.py` counts right answers. `recipes/` holds the training."""

@@ -54,7 +54,8 @@ def long_talk(known: Mapping[str, str], n_words: int, seed: int) -> list[Message
 
 def starter_cases() -> Iterator[Case]:
     """Each starter in each situation."""
-    known, starters = questions.answers(), questions.starters()
+    known = questions.answers()
+    starters = questions.starters()
     text = (ROOT / "LICENSE").read_text(encoding="utf-8") + (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
     befores: list[tuple[str, list[Message]]] = [
         ("alone", []),
@@ -88,7 +89,8 @@ def heldout_cases() -> Iterator[Case]:
 
 def tool_cases() -> Iterator[Case]:
     """Starters beside made-up tools, and questions that need one, which it is too small to call."""
-    rng, known = random.Random("quiz"), questions.answers()
+    rng = random.Random("quiz")
+    known = questions.answers()
     for _ in range(N_TOOL_QUESTIONS):
         question = rng.choice(questions.starters())
         plain = questions.exchange(question, known[question])
@@ -118,7 +120,8 @@ def text_of(answer: EngineAnswer) -> str:
 
 def count(cases: Sequence[Case], answers: Sequence[str]) -> dict[str, tuple[int, int]]:
     """{situation: (right, asked)}."""
-    asked, right = Counter[str](), Counter[str]()
+    asked = Counter[str]()
+    right = Counter[str]()
     for case, answer in zip(cases, answers, strict=True):
         asked[case.where] += 1
         right[case.where] += answer in case.right

@@ -49,7 +49,9 @@ class LinkModel:
         when a layer begins is dropped. Layers compute without stalls and none of the experts is resident: demand on
         the same link fetches less, a warm cache needs less.
         """
-        expert_us, free_us, rates = expert_bytes / self.bytes_per_s * 1e6, -math.inf, list[float]()
+        expert_us = expert_bytes / self.bytes_per_s * 1e6
+        free_us = -math.inf
+        rates = list[float]()
         for row in range(n_rows):
             predicted_at = max(row - distance, 0) if row else -1
             begins_us = row * self.layer_compute_us
@@ -127,7 +129,8 @@ class Tally:
     """
 
     def __init__(self, shape: MoeShape, distances: tuple[int, ...]) -> None:
-        self.shape, self.distances = shape, distances
+        self.shape = shape
+        self.distances = distances
         self.n_rank = min(shape.n_expert, 2 * shape.n_expert_used)
         n_row = len(shape.layers)
         self.tokens: Ids = np.zeros((len(distances), n_row, 4), np.int64)
@@ -144,7 +147,8 @@ class Tally:
 
         used (n_used,): those experts. absent (n_expert,): whether the LRU cache lacks an expert.
         """
-        kind, n_used = self._kind, len(used)
+        kind = self._kind
+        n_used = len(used)
         experts = kind[:-PADDING]
         experts.fill(WRONG)
         experts[used] = RIGHT
@@ -175,9 +179,11 @@ class Tally:
         """Figures of one distance (by its position in `distances`), pooled over these MoE layers."""
         used, right, all_right, any_right = self.tokens[column, rows].T
         ranks = self.ranks[column, rows].sum(axis=0)
-        due, predicted = int(ranks[0, 1:].sum()), int(ranks[0, WRONG:].sum())
+        due = int(ranks[0, 1:].sum())
+        predicted = int(ranks[0, WRONG:].sum())
         fetched = self._fetch_rates(self.distances[column], rows, link)
-        n_requested, n_right = np.cumsum(ranks[:, WRONG:].sum(axis=1)), np.cumsum(ranks[:, RIGHT:].sum(axis=1))
+        n_requested = np.cumsum(ranks[:, WRONG:].sum(axis=1))
+        n_right = np.cumsum(ranks[:, RIGHT:].sum(axis=1))
         n_moved = np.cumsum(ranks[:, WRONG + ABSENT] + ranks[:, RIGHT + ABSENT])
         n_useful = np.cumsum(ranks[:, RIGHT + ABSENT])
         n_used = int(used.sum())

@@ -53,8 +53,10 @@ def grouped(trace: Trace, passes: Sequence[Indices]) -> Trace:
     lengths = [len(tokens) for tokens in passes]
     tokens = np.concatenate([np.empty(0, np.int64), *passes])
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    firsts, pass_of = tokens[starts[:-1]], np.repeat(np.arange(len(passes)), lengths)
-    phases, known = np.full(len(passes), Phase.PREFILL, np.uint8), np.ones(len(passes), np.bool_)
+    firsts = tokens[starts[:-1]]
+    pass_of = np.repeat(np.arange(len(passes)), lengths)
+    phases = np.full(len(passes), Phase.PREFILL, np.uint8)
+    known = np.ones(len(passes), np.bool_)
     np.maximum.at(phases, pass_of, trace.phase_of[tokens])
     np.logical_and.at(known, pass_of, trace.tokens[tokens] >= 0)
     by_token = {"token_sequence": trace.sequence_of[tokens], "token_phase": trace.phase_of[tokens]}
@@ -77,7 +79,8 @@ def shuffled(trace: Trace, seed: int) -> Trace:
     as a whole tells. Weights are permuted with their experts.
     """
     rng = np.random.default_rng(seed)
-    decode, sequence = trace.phase_of == Phase.DECODE, trace.sequence_of
+    decode = trace.phase_of == Phase.DECODE
+    sequence = trace.sequence_of
     expert_ids = trace.expert_ids.copy()
     weights = None if trace.weights is None else trace.weights.copy()
     for row in range(len(trace.shape.layers)):
@@ -92,7 +95,9 @@ def shuffled(trace: Trace, seed: int) -> Trace:
 
 def answered(trace: Trace, n_prompt: Mapping[int, int]) -> Trace:
     """Requests computed in one pass each, as if all after the first n_prompt[sequence] tokens had been decoded."""
-    starts, phases, sequences = list[int](), list[Phase](), list[int]()
+    starts = list[int]()
+    phases = list[Phase]()
+    sequences = list[int]()
     for sequence, start, end in zip(
         trace.pass_sequence.tolist(), trace.pass_start[:-1].tolist(), trace.pass_start[1:].tolist(), strict=True
     ):

@@ -25,7 +25,8 @@ class Asked(Predictor):
         super().__init__(inner.shape, inner.reach)
         # ClassVars of each class, here those of what is asked:
         self.name, self.needs_inputs = inner.name, inner.needs_inputs  # type: ignore[misc]
-        n_layer, options = len(self.shape.layers), StoreOptions(repack=False, simulate=True)
+        n_layer = len(self.shape.layers)
+        options = StoreOptions(repack=False, simulate=True)
         self._store = Store(layout_of(self.shape), n_layer * self.shape.n_expert - 1, options)
         acting = ActingOptions(PrefetchOptions(n_layer, budget_bytes=0, watchdog=False), strict=True, lockstep=True)
         self._controller = build_controller(self.shape, LRU, inner, self._store, acting)

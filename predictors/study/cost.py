@@ -31,8 +31,15 @@ from moegguf.native.store import NativePolicy, Store, StoreOptions
 from moegguf.trace.simulate import layout_of
 from predictors.study.papers import strategy
 
-N_WARM, N_TOKENS = 4, 24
-HIDDEN, N_HIDDEN, N_EMBD, N_HEAD, N_FF, N_RECENT, N_CHUNK = (512, 256, 128, 64, 64, 64), 128, 128, 4, 256, 64, 16
+N_WARM = 4
+N_TOKENS = 24
+HIDDEN = (512, 256, 128, 64, 64, 64)
+N_HIDDEN = 128
+N_EMBD = 128
+N_HEAD = 4
+N_FF = 256
+N_RECENT = 64
+N_CHUNK = 16
 SHAPES = {
     "laboratory, 30 x 64": MoeShape(30, 64, 8, tuple(range(30)), 576, 49152, 31104),
     "Qwen3-30B-A3B, 48 x 128": MoeShape(48, 128, 8, tuple(range(48)), 2048, 151936, 2654208),
@@ -83,7 +90,8 @@ def _expert_mlp(shape: MoeShape, rng: Random) -> Predictor:
 
 
 def _routing_path(shape: MoeShape, rng: Random) -> Predictor:
-    n, ones = N_EMBD, np.ones(N_EMBD, np.float32)
+    n = N_EMBD
+    ones = np.ones(N_EMBD, np.float32)
     arrays = {
         "embedding": _floats(rng, shape.n_vocab + 1, n), "window": _floats(rng, N_RECENT, n),
         "chunk": _floats(rng, N_CHUNK, n), "memory_norm": ones, "output_norm": ones,
@@ -126,9 +134,11 @@ PREDICTORS: Mapping[str, tuple[Callable[[MoeShape, Random], Predictor], str]] = 
 def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
     """Of a predictor as the strategy of this name uses it, with a quarter of the experts in memory and routing drawn at
     random."""
-    rng, n_slots = np.random.default_rng(0), len(shape.layers) * shape.n_expert // 4
+    rng = np.random.default_rng(0)
+    n_slots = len(shape.layers) * shape.n_expert // 4
     options = StoreOptions(repack=False, simulate=True, link_bytes_per_s=2e10)
-    before, of_layer = [], []
+    before = []
+    of_layer = []
     with closing(Store(layout_of(shape), n_slots, options)) as store:
         acting = ActingOptions(prefetch=strategy(name).prefetch)
         build_controller(shape, NativePolicy("lru"), predictor, store, acting)

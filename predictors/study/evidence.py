@@ -32,7 +32,7 @@ from moegguf.controller.policies import native_policies
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import Chunk
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.generate.request import Sampling
 from moegguf.native.events import Phase
 from moegguf.trace.belady import Lookups, belady
@@ -72,14 +72,16 @@ class Batch:
             self.model, self.batch, schedule=SCHEDULES[self.schedule], context_store=0, draft="off", **options
         ) as engine:
             prompts = list(itertools.islice(itertools.cycle(_asked()), self.n_requests))
-            start_s, before = time.perf_counter(), engine.stats()
+            start_s = time.perf_counter()
+            before = engine.stats()
             answers = engine.generate(
                 prompts, [Sampling(max_tokens=self.n_tokens, seed=i) for i in range(len(prompts))]
             )
-            seconds, stats = time.perf_counter() - start_s, engine.stats() - before
+            seconds = time.perf_counter() - start_s
+            stats = engine.stats() - before
             n_layers = len(engine.llm.layout.layers)
         return {
-            "ts": sum(answer.timing.answer_tokens for answer in answers) / seconds,
+            "ts": sum(answer.summary.answer_tokens for answer in answers) / seconds,
             "experts": stats.lookups / stats.passes / n_layers,
             "hit_rate": stats.hit_rate,
             "mb_per_token": stats.bytes_per_token / 1e6,
@@ -152,7 +154,8 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
     made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))  # known, so that passes are announced
     if routing != RANDOM:
         return made
-    random, size = np.random.default_rng(0), (made.n_tokens, shape.n_expert)
+    random = np.random.default_rng(0)
+    size = (made.n_tokens, shape.n_expert)
     ids = [random.random(size).argsort(axis=1)[:, : shape.n_expert_used] for _ in shape.layers]
     return replace(made, expert_ids=np.stack(ids).astype(np.int16))
 
@@ -173,7 +176,8 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
     for bound in bounds:
         found = bound.figures(shape)
         base = first.setdefault(bound.routing, found)
-        least, own = found["mb_per_token"], found["own_mb_per_token"]
+        least = found["mb_per_token"]
+        own = found["own_mb_per_token"]
         lines.append(
             f"| {bound.routing} | {bound.batch} | {found['experts']:.1f} | {found['hit_rate']:.1%} | {least:.0f} |"
             f" {least / base['mb_per_token']:.2f} | {own:.0f} | {own / base['own_mb_per_token']:.2f} |"
@@ -186,11 +190,14 @@ def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> st
     turns."""
     options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}
     found: dict[int, list[float]] = {batch: [] for batch in batches}
-    n_past, random = [0] * max(batches), np.random.default_rng(0)
+    n_past = [0] * max(batches)
+    random = np.random.default_rng(0)
 
     def compute(llm: Llama, batch: int) -> None:
         tokens = random.integers(llm.n_vocab(), size=batch).tolist()
-        llm.context.eval_chunks([Chunk(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)])
+        llm.context.eval_sequences(
+            [SequenceTokens(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)]
+        )
         n_past[:batch] = [n + 1 for n in n_past[:batch]]
 
     with Llama(model, expert_cache="100%", n_seq_max=max(batches), context_store=0, **options) as llm:

@@ -134,7 +134,8 @@ def _tail(step: str, keys: Sequence[str]) -> float:
 
 def _less(step: str, keys: Sequence[str]) -> float:
     """The second of two figures, less the first."""
-    half, found = len(keys) // 2, figures(step)
+    half = len(keys) // 2
+    found = figures(step)
     return float(_at(found, keys[half:]) - _at(found, keys[:half]))
 
 

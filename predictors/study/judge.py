@@ -52,7 +52,8 @@ class Judge:
         self.distances = tuple(sorted({int(distance) for distance in distances if distance > 0}))
         shape = predictor.shape
         self.shape = shape
-        self.tally, self.fresh = Tally(shape, self.distances), Tally(shape, (0,))
+        self.tally = Tally(shape, self.distances)
+        self.fresh = Tally(shape, (0,))
         self._lru = LayerLru(shape, lru_share)
         self._plans = self._make_plans()
         self._pending: Ids = np.full((len(shape.layers), len(self.distances), self.tally.n_rank), NOT_DUE)

@@ -65,7 +65,9 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
     llm.reset()
     start = time.perf_counter()
     llm.eval(prompt)
-    prompt_ms, before, times = (time.perf_counter() - start) * 1e3, llm.stats(), []
+    prompt_ms = (time.perf_counter() - start) * 1e3
+    before = llm.stats()
+    times = []
     for token in answer:
         start = time.perf_counter()
         llm.eval([token])
@@ -114,7 +116,8 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
     """Those to warm up with, then those that are counted, as in the simulation."""
-    trace, counted = bench.reporting.trace, bench.workload.counted
+    trace = bench.reporting.trace
+    counted = bench.workload.counted
     chosen = [*[s for s in trace.sequences() if s not in counted][:N_WARM], *counted[:N_COUNTED]]
     phases = [
         [trace.tokens[(trace.sequence_of == s) & (trace.phase_of == phase)].tolist() for phase in Phase] for s in chosen
@@ -130,7 +133,8 @@ def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int
 
 def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
     """Every system on every request, in turns."""
-    requests, shape = requests_of(bench), bench.reporting.trace.shape
+    requests = requests_of(bench)
+    shape = bench.reporting.trace.shape
     n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
     models = {name: _model(bench, trained=name in LINKS) for name in systems}
     if "moe-infinity" in systems:  # it has learned the requests that were measured last

@@ -34,7 +34,8 @@ def main(
     as_json: AsJson = False,
 ) -> None:
     """Replay TRACE without a predictor and with the oracle, on a modelled link prefetching what it predicts."""
-    full, modelled = Study.load(file, None, None), link_model(link, latency, layer_compute)
+    full = Study.load(file, None, None)
+    modelled = link_model(link, latency, layer_compute)
     part = full.limited(tokens)
     options = replace(sim_options(modelled), prefetch=PrefetchOptions()) if modelled else SimOptions()
     with showing_progress() as progress:

@@ -120,8 +120,10 @@ class Workload:
     @classmethod
     def of(cls, study: Study, n_warm: int, n_counted: int) -> Workload:
         """The first requests of the trace; of those counted equally many of each kind, in order of arrival."""
-        sequences, labels = study.trace.sequences(), study.trace.header.labels
-        warm, rest = sequences[:n_warm], sequences[n_warm:]
+        sequences = study.trace.sequences()
+        labels = study.trace.header.labels
+        warm = sequences[:n_warm]
+        rest = sequences[n_warm:]
         kinds = sorted({labels[sequence] for sequence in rest})
         of_each = -(-n_counted // len(kinds))
         chosen = sorted(s for kind in kinds for s in [s for s in rest if labels[s] == kind][:of_each])
@@ -131,7 +133,9 @@ class Workload:
     def together(cls, study: Study, n_together: int, n_warm: int = 1) -> Workload:
         """All requests of the trace, so many at once: their prompts one after another, then a token of each in a pass,
         as long as all decode. The first `n_warm` groups are not counted."""
-        trace, firsts, passes = study.trace, list[int](), list[npt.NDArray[np.int64]]()
+        trace = study.trace
+        firsts = list[int]()
+        passes = list[npt.NDArray[np.int64]]()
         sequences = trace.sequences()
         for at in range(0, len(sequences) - n_together + 1, n_together):
             group = sequences[at : at + n_together]
@@ -168,8 +172,10 @@ class Workload:
         answers = [replay.passes(sequence, Phase.DECODE) for sequence in self.counted]
         decoding = np.any(answers, axis=0)
         of = {name: int(values[decoding].sum()) for name, values in counted.items()}
-        n_passes, started = int(decoding.sum()), of["prefetch_started"]
-        in_time, late = of["prefetch_useful"], of["prefetch_late"]
+        n_passes = int(decoding.sum())
+        started = of["prefetch_started"]
+        in_time = of["prefetch_useful"]
+        late = of["prefetch_late"]
         moved = of["bytes_missed"] + of["bytes_prefetched"]
         return {
             "token_ms": [round(float(ms[passes].mean()), 3) for passes in answers],
@@ -190,7 +196,9 @@ Eams = list[npt.NDArray[np.float32]]
 def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
     """Of each request its EAMs of one phase: (n_layer, n_expert) counts of tokens, of so many windows of its tokens,
     each half of them, evenly spaced; of one: of all its tokens."""
-    of, phases, layers = trace.sequence_of, trace.phase_of, list(trace.shape.layers)
+    of = trace.sequence_of
+    phases = trace.phase_of
+    layers = list(trace.shape.layers)
     found = []
     for sequence in trace.sequences():
         tokens = np.flatnonzero((of == sequence) & (phases == phase))

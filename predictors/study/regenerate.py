@@ -41,9 +41,13 @@ from predictors.study.synthesize import shape_of
 
 LIST = re.compile(r"\[[^][{}]*\]")  # of numbers, on one line
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
-N_WARM, N_COUNTED = 4, 12
-N_ENTRIES, SCORED_TOKENS = 120, 900
-N_GROUPS, BATCHES, SCHEDULED = 9, (1, 2, 4, 8), (4, 8, 16)
+N_WARM = 4
+N_COUNTED = 12
+N_ENTRIES = 120
+SCORED_TOKENS = 900
+N_GROUPS = 9
+BATCHES = (1, 2, 4, 8)
+SCHEDULED = (4, 8, 16)
 N_SHIFTED = 12  # requests after a change of the kind
 TRAINING = {
     "popularity": (),
@@ -109,7 +113,7 @@ class Bench:
         """Makes what is missing. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
-            run("predictors.models.make_lab_model", "-o", str(self.model))
+            run("recipes.make_lab_model", "-o", str(self.model))
             shutil.copy(self.model.with_suffix(".json"), RESULTS / "laboratory-model.json")
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
@@ -162,7 +166,8 @@ def hit_curve(bench: Bench) -> dict[str, Any]:
 def accuracies(bench: Bench) -> dict[str, Any]:
     """Of each predictor at each distance what it is right about, by the papers' measures, and shuffled."""
     bench.learn(N_ENTRIES)
-    times, expert_bytes = LINKS["promoe"], bench.reporting.trace.shape.expert_bytes
+    times = LINKS["promoe"]
+    expert_bytes = bench.reporting.trace.shape.expert_bytes
     link = LinkModel(expert_bytes / times.expert_us * 1e6, layer_compute_us=times.layer_us)
     table = score_named(bench.reporting.limited(SCORED_TOKENS), SCORED, link)
     controls = {one.name: one for one in table.controls}
@@ -191,7 +196,8 @@ def at_link(paper: str, share: float) -> Step:
         if paper == "moe-infinity":
             bench.learn(N_ENTRIES)
         baselines = BASELINES.get(paper, {})
-        link, names = LINKS[paper], (*BASES, paper)
+        link = LINKS[paper]
+        names = (*BASES, paper)
         found = bench.workload.strategies(names, share, link) | bench.workload.systems(baselines, share, link)
         return {"share": share, "source": link.source, "requests": len(bench.workload.counted), "systems": found}
 
@@ -202,7 +208,8 @@ def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
     """The same with {name: (share of the experts in memory, part of the paper's time that an expert takes)}."""
 
     def step(bench: Bench) -> dict[str, Any]:
-        found, base = {}, LINKS[paper]
+        found = {}
+        base = LINKS[paper]
         for name, (share, part) in settings.items():
             link = replace(base, expert_us=base.expert_us * part)
             of = bench.workload.strategies(("none", "moegguf", paper), share, link)
@@ -229,7 +236,8 @@ def batches(paper: str) -> Step:
 
 def scheduler(bench: Bench) -> dict[str, Any]:
     """Experts of a pass, by who shares it: ExpertFlow's scheduler by its network's paths, and bounds."""
-    study, found = bench.reporting, {}
+    study = bench.reporting
+    found = {}
     slots = {share: slots_of(study.trace.shape, share) for share in (0.25, 0.5)}
     for n in SCHEDULED:
         effects = compare(study.trace, n, partial(study.paths, "routing-path"), slots, partial(study.policy, "lru"))
@@ -271,7 +279,8 @@ def capacity(bench: Bench) -> dict[str, Any]:
 
 def look_up(bench: Bench) -> dict[str, Any]:
     """Microseconds of one query of the collection, at each layer: the median, and the 99th percentile."""
-    found, trace = {}, bench.learning.trace
+    found = {}
+    trace = bench.learning.trace
     for n in (120, 1000):
         eamc = collection(trace, n)
         of_layer = cost(trace.shape, EamcPredictor(trace.shape, eamc), "moe-infinity")
@@ -281,7 +290,9 @@ def look_up(bench: Bench) -> dict[str, Any]:
 
 def shift(bench: Bench) -> dict[str, Any]:
     """MoE-Infinity after the kind of text has changed, beside itself with a collection that knew the kind already."""
-    learning, link, found = bench.learning, LINKS["moe-infinity"], {}
+    learning = bench.learning
+    link = LINKS["moe-infinity"]
+    found = {}
     labels = learning.trace.header.labels
     for kind in sorted(set(labels.values())):
         others = [s for s in learning.trace.sequences() if labels[s] != kind]

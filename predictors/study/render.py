@@ -165,7 +165,9 @@ def model_table() -> str:
 
 def routing_table() -> str:
     """Statistics of routing beside those published."""
-    reuse, hits, accuracy = figures("reuse"), figures("hits")["lru"], figures("accuracy")["skip"]
+    reuse = figures("reuse")
+    hits = figures("hits")["lru"]
+    accuracy = figures("accuracy")["skip"]
     known = LOCALITIES["qwen3-30b"]
     windows = reuse["windows"]
     rows = [

@@ -28,7 +28,8 @@ class NextLayer(Controller):
     predicted. The first layer follows the last."""
 
     def __init__(self, shape: MoeShape, store: Store) -> None:
-        self._store, self._experts = store, np.arange(shape.n_expert, dtype=np.int32)
+        self._store = store
+        self._experts = np.arange(shape.n_expert, dtype=np.int32)
         self._following = dict(zip(shape.layers, np.roll(shape.layers, -1).tolist(), strict=True))
 
     def announce(self, announcement: Announcement) -> None:

@@ -27,7 +27,8 @@ from predictors import texts
 from predictors.study.arrange import answered
 
 MANIFEST = Path(__file__).parents[1] / "results" / "requests.json"
-OPENING_CHARS, REQUEST_CHARS = 160, 480
+OPENING_CHARS = 160
+REQUEST_CHARS = 480
 ROLES = {"learning": 180, "choosing": 40, "reporting": 80}
 N_CTX = 512
 
@@ -65,7 +66,8 @@ def manifest(requests: Sequence[Request]) -> dict[str, object]:
 
 def checked(folder: Path) -> list[Request]:
     """`load`; raises ValueError where a request is not the manifest's."""
-    requests, known = load(folder), json.loads(MANIFEST.read_text("utf-8"))["requests"]
+    requests = load(folder)
+    known = json.loads(MANIFEST.read_text("utf-8"))["requests"]
     for number, (own, other) in enumerate(zip(manifest(requests)["requests"], known, strict=True)):  # type: ignore[call-overload]
         if own != other:
             raise ValueError(f"request {number} is {own}, but the manifest has {other}")
@@ -106,7 +108,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     """Does what was asked; returns the exit status."""
-    args, folder = arguments(given), texts.cache_folder()
+    args = arguments(given)
+    folder = texts.cache_folder()
     try:
         if args.command == "manifest":
             MANIFEST.write_text(json.dumps(manifest(load(folder)), indent=1) + "\n", encoding="utf-8")

@@ -139,7 +139,8 @@ def _reuse_distances(paths: list[Used]) -> dict[int, float]:
 
 
 def _next_token(paths: list[Used], n_row: int) -> Floats:
-    used, kept = np.zeros(n_row), np.zeros(n_row)
+    used = np.zeros(n_row)
+    kept = np.zeros(n_row)
     for path in paths:
         used += path[:-1].sum(axis=(0, 2))
         kept += (path[:-1] & path[1:]).sum(axis=(0, 2))

@@ -38,7 +38,8 @@ def compare_orders(
     few requests for."""
     study.paths(paths)  # before any work
     slots = {share: slots_of(study.trace.shape, share) for share in shares}
-    step, found = step_reporter(progress, "batches", len(batch_sizes)), Effects()
+    step = step_reporter(progress, "batches", len(batch_sizes))
+    found = Effects()
     for size in batch_sizes:
         step(f"of {size} requests")
         found[size] = compare(study.trace, size, partial(study.paths, paths), slots, partial(study.policy, policy))
@@ -64,7 +65,8 @@ def schedule(
 
     Batches by oracle (by what was recorded), by predicted paths, at random, and first in, first out.
     """
-    sizes, shares = list(dict.fromkeys(parse_ints([batch], "--batch"))), parse_shares(expert_cache)
+    sizes = list(dict.fromkeys(parse_ints([batch], "--batch")))
+    shares = parse_shares(expert_cache)
     full = Study.load(file, model, predictors)
     part = full.limited(tokens)
     with showing_progress() as progress:

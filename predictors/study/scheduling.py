@@ -60,7 +60,8 @@ def compare(
             f"batch_size must leave two batches of requests decoding at the same time, but is {batch_size} with "
             f"{len(trace.sequences())} requests; record more requests or take smaller batches."
         )
-    rng, predicted = np.random.default_rng(seed), _Predicted(trace, paths, batch_size)
+    rng = np.random.default_rng(seed)
+    predicted = _Predicted(trace, paths, batch_size)
     splits: dict[str, Split] = {
         "oracle": lambda tokens: [tokens[group] for group in balanced_groups(used_experts(trace, tokens), 2, seed)],
         "predicted": predicted,
@@ -130,7 +131,8 @@ class _Predicted:
         return self._spent_s / max(1, self._n_steps) * 1e6
 
     def __call__(self, tokens: Indices) -> Round:
-        trace, requests = self._trace, self._trace.sequence_of[tokens].tolist()
+        trace = self._trace
+        requests = self._trace.sequence_of[tokens].tolist()
         if requests != self._requests:
             self._begin(requests, tokens)
         start_s = time.perf_counter()
@@ -147,7 +149,8 @@ class _Predicted:
 
     def _begin(self, requests: list[int], tokens: Indices) -> None:
         """Other requests decode from here on; of their prompts the last token is known."""
-        self._requests, self._scheduler = requests, self._make()
+        self._requests = requests
+        self._scheduler = self._make()
         before = tokens - 1
         for request, token in zip(requests, before.tolist(), strict=True):
             if token >= 0 and self._trace.sequence_of[token] == request:
@@ -155,7 +158,8 @@ class _Predicted:
 
     def _observe(self, tokens: Indices) -> None:
         trace = self._trace
-        sequences, phases = trace.sequence_of[tokens], np.full(len(tokens), Phase.DECODE, np.int32)
+        sequences = trace.sequence_of[tokens]
+        phases = np.full(len(tokens), Phase.DECODE, np.int32)
         for row, il in enumerate(trace.shape.layers):
             ids = trace.expert_ids[row, tokens].astype(np.int32)
             first = int(sequences[0])

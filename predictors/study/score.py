@@ -34,7 +34,8 @@ def score_named(
     """Every predictor named by every paper's measure, at distances that lie within the model. Raises OptionError."""
     names = study.predictors(names)
     distances = [distance for distance in DISTANCES if distance < max(2, len(study.trace.shape.layers))]
-    tables, step = [], step_reporter(progress, "scores", len(names))
+    tables = []
+    step = step_reporter(progress, "scores", len(names))
     for name in names:
         step(name)
         tables.append(scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link))
@@ -85,7 +86,8 @@ def print_score(scores: ScoreTable, used: str) -> None:
 def _lines(scores: ScoreTable) -> Iterable[list[str]]:
     for found in scores.scores:
         control = scores.control_of(found.name)
-        fresh, has_predictions = found.fresh, any(figures.coverage for figures in found.means.values())
+        fresh = found.fresh
+        has_predictions = any(figures.coverage for figures in found.means.values())
         if fresh is not None:
             yield [found.name, "0", _share(fresh.accuracy), *[""] * 7]
         for k, figures in found.means.items():

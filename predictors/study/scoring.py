@@ -76,7 +76,8 @@ def score(
     by `batch_accuracy` where all were predicted. A pass of several requests is scored as one pass of each. Raises what
     a predictor raises.
     """
-    trace, controls = separated(trace), copy.deepcopy(list(predictors))
+    trace = separated(trace)
+    controls = copy.deepcopy(list(predictors))
 
     def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
         judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences) for predictor in measured]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +14,8 @@ from moegguf.controller.shape import MoeShape
 from moegguf.engine.llama import Llama
 from moegguf.engine.session import RoutingListener, Session
 from moegguf.errors import OptionError
-from moegguf.generate.answer import BatchedAnswer
-from moegguf.generate.kv_slots import Schedule, Step
+from moegguf.generate.kv_sequences import Schedule, Step
+from moegguf.generate.sequence import Sequence
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
 from predictors.study.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths, statuses
@@ -113,7 +113,7 @@ class ExpertFlow:
     def __init__(self, groups: SequenceGroups) -> None:
         self._groups = groups
 
-    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+    def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
         """Those of `running` that compute next."""
         decoding = [answer for answer in running if answer.decodes]
         tokens = {answer.number: NextToken(answer.context[-1], len(answer.context)) for answer in decoding}

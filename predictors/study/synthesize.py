@@ -33,7 +33,8 @@ def shape_of(
 ) -> MoeShape:
     """A shape with experts in every layer; as many as that model has where None. Raises OptionError."""
     locality = find_locality(name)
-    n_expert, n_expert_used = n_expert or locality.n_expert, n_expert_used or locality.n_expert_used
+    n_expert = n_expert or locality.n_expert
+    n_expert_used = n_expert_used or locality.n_expert_used
     if n_expert_used > n_expert:
         raise OptionError(f"a token can use at most all {n_expert} experts of a layer, but not {n_expert_used}.")
     return MoeShape(n_layer, n_expert, n_expert_used, tuple(range(n_layer)), expert_bytes=expert_bytes)
@@ -46,7 +47,8 @@ def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_reque
     other experts than the model's takes the same process: about the same hit rates at the same share of experts, as far
     as a token uses the same share of them. Raises OptionError.
     """
-    locality, rng = find_locality(name), np.random.default_rng(seed)
+    locality = find_locality(name)
+    rng = np.random.default_rng(seed)
     layers = [_choices(locality, shape, n_tokens, n_requests, rng) for _ in shape.layers]
     n_all = n_tokens * n_requests
     return Trace(
@@ -66,7 +68,9 @@ def _choices(
     locality: Locality, shape: MoeShape, n_tokens: int, n_requests: int, rng: np.random.Generator
 ) -> npt.NDArray[np.int16]:
     """(n_requests * n_tokens, n_expert_used): the experts of one layer, the largest logits first."""
-    popular, size, found = sqrt(locality.constant) * popularity(shape.n_expert, rng), (n_tokens, shape.n_expert), []
+    popular = sqrt(locality.constant) * popularity(shape.n_expert, rng)
+    size = (n_tokens, shape.n_expert)
+    found = []
     for _ in range(n_requests):
         logits = popular + sqrt(locality.own) * rng.standard_normal(size, np.float32)
         logits += sqrt(locality.slow) * _slow(locality.memory_tokens, size, rng)

@@ -53,7 +53,9 @@ def train(trace: Trace, options: Options | None = None) -> dict[str, Floats]:
 
 def _samples(trace: Trace, popularity: Floats, affinity: Floats, validation: npt.NDArray[np.bool_]) -> Samples:
     """A sample per token and layer but the first, where every layer up to it was computed."""
-    inputs, chosen, used = [], [], []
+    inputs = []
+    chosen = []
+    used = []
     ids = trace.expert_ids
     computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
     for row in range(1, len(trace.shape.layers)):
@@ -81,10 +83,12 @@ def folded(network: nn.Sequential) -> dict[str, Floats]:
     norms: list[nn.BatchNorm1d | None] = [module for module in network if isinstance(module, nn.BatchNorm1d)]
     arrays: dict[str, Floats] = {}
     for i, (layer, norm) in enumerate(zip(linear, [*norms, None], strict=True)):
-        weight, bias = layer.weight, layer.bias
+        weight = layer.weight
+        bias = layer.bias
         if norm is not None:
             gain = norm.weight / torch.sqrt(norm.running_var + norm.eps)
-            weight, bias = weight * gain[:, None], (bias - norm.running_mean) * gain + norm.bias
+            weight = weight * gain[:, None]
+            bias = (bias - norm.running_mean) * gain + norm.bias
         arrays[f"layers.{i}.weight"] = weight.numpy().astype(np.float16)
         arrays[f"layers.{i}.bias"] = bias.numpy().astype(np.float16)
     return arrays

@@ -54,7 +54,9 @@ def fit(
     steps = schedule.epochs * (len(train) // batch)
     optimizer = torch.optim.AdamW(network.parameters(), lr=schedule.lr, weight_decay=schedule.weight_decay)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.lr, total_steps=steps + 1)
-    best, best_epoch, state = -1.0, 0, network.state_dict()
+    best = -1.0
+    best_epoch = 0
+    state = network.state_dict()
     for epoch in range(schedule.epochs):
         network.train()
         order = train[torch.randperm(len(train), generator=generator)]
@@ -65,7 +67,9 @@ def fit(
             rates.step()
         found = validate(network, samples)
         if found > best:
-            best, best_epoch, state = found, epoch, copy.deepcopy(network.state_dict())
+            best = found
+            best_epoch = epoch
+            state = copy.deepcopy(network.state_dict())
         elif schedule.patience and epoch - best_epoch >= schedule.patience:
             break
     network.load_state_dict(state)

@@ -55,7 +55,8 @@ def train(trace: Trace, options: Options | None = None) -> dict[str, npt.NDArray
 
 def train_pair(samples: Samples, options: Options) -> tuple[dict[str, npt.NDArray[np.float16]], float, int]:
     """One MLP's arrays, its validation accuracy, and how many epochs it took."""
-    mean, spread = samples.inputs.mean(dim=0), samples.inputs.std(dim=0) + 1e-6
+    mean = samples.inputs.mean(dim=0)
+    spread = samples.inputs.std(dim=0) + 1e-6
     scaled = Samples((samples.inputs - mean) / spread, samples.chosen, samples.validation)
     hidden = nn.Linear(samples.inputs.shape[1], options.n_hidden)
     out = nn.Linear(options.n_hidden, samples.chosen.shape[1])

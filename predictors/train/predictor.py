@@ -91,7 +91,8 @@ def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
 
 def train(args: argparse.Namespace, training: Trace) -> Weights:
     """Trains; returns the arrays with facts about the training."""
-    chosen, count = options(args.predictor, args.set), COUNTED.get(args.predictor)
+    chosen = options(args.predictor, args.set)
+    count = COUNTED.get(args.predictor)
     start = time.monotonic()
     arrays = count(training).arrays if count else trainer(args.predictor).train(training, chosen)
     facts = {

@@ -62,7 +62,8 @@ class Attention(nn.Module):
 
     def __init__(self, options: Options) -> None:
         super().__init__()
-        n_embd, n_head = options.n_embd, options.n_head
+        n_embd = options.n_embd
+        n_head = options.n_head
         size = n_embd, n_head, n_embd // n_head
         self.norm = nn.Parameter(torch.ones(n_embd))
         self.q, self.k, self.v = (matrix(*size, fan_in=n_embd) for _ in "qkv")
@@ -150,7 +151,8 @@ class Samples:
     """
 
     def __init__(self, trace: Trace, window: int, chunk: int) -> None:
-        self.window, self.chunk = window, chunk
+        self.window = window
+        self.chunk = chunk
         places = [np.flatnonzero(trace.sequence_of == sequence) for sequence in trace.sequences()]
         places = [
             place
@@ -164,7 +166,9 @@ class Samples:
         self.starts = self.ends - lengths
         here = np.concatenate([np.arange(start, end) for start, end in zip(self.starts, self.ends, strict=True)])
         there = np.concatenate(places)
-        n, n_layer, n_expert = self.ends[-1] + chunk, len(trace.shape.layers), trace.shape.n_expert
+        n = self.ends[-1] + chunk
+        n_layer = len(trace.shape.layers)
+        n_expert = trace.shape.n_expert
         tokens = np.full(n, trace.shape.n_vocab, np.int64)
         tokens[here] = trace.tokens[there]
         ids = trace.expert_ids[:, there].transpose(1, 0, 2).astype(np.int64)

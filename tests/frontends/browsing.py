@@ -1,11 +1,49 @@
 """What is done on the page, for tests in a browser."""
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 PATIENCE_MS = 60_000
+OUTLIVED = "ERR_CONNECTION_REFUSED"  # pages are closed after the server that they look at
+DESKTOP = {"width": 1280, "height": 800}
 Look = Callable[..., Any]
+
+
+@contextmanager
+def looking(chromium: Any) -> Iterator[Look]:
+    """`look(url, viewport=..., expected=...)`: the page, ready to be written to. Whatever its console complains of
+    (besides `expected`), and whatever it requests from others, is a fault."""
+    faults: list[str] = []
+    contexts = []
+
+    def open_page(url: str, expected: str = "$^", **options: Any) -> Any:
+        context = chromium.new_context(**{"viewport": DESKTOP, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+
+        def complain(text: str) -> None:
+            if not re.search(f"{expected}|{OUTLIVED}", text):
+                faults.append(text)
+
+        page.on("console", lambda message: complain(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complain(str(error)))
+        page.on("request", lambda request: None if is_own(request.url, url) else complain(request.url))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+def is_own(requested: str, url: str) -> bool:
+    """Returns whether a request goes to the page's server, or to a file that the page itself has made."""
+    return requested.startswith((url, f"blob:{url}"))
 
 
 def until(page: Any, expression: str) -> None:

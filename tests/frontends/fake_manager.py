@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.embedding import Embeddings
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
 from moegguf.server.app import make_app
@@ -42,7 +42,7 @@ TEMPLATE = (
     "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
 )
 STATS = Stats(tokens=3, lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=3000, stall_s=0.5, eval_s=1.0)
-TIMING = Timing(
+TIMING = AnswerSummary(
     prompt_tokens=5, cached_tokens=2, answer_tokens=3, prompt_s=0.25, answer_s=0.5, total_s=0.75, stats=STATS,
     answer_stats=STATS, context=(1, 2, 3),
 )  # fmt: skip
@@ -78,8 +78,8 @@ class FakeLease:
     entry: ModelEntry
     load_s: float = 0.125
 
-    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncIterator[Event]:
-        self.manager.requests.append(generation)
+    async def answer(self, request: Request, *, stream: bool = True) -> AsyncIterator[Event]:
+        self.manager.requests.append(request)
         self.manager.n_running += 1
         try:
             for step in self.manager.script:
@@ -90,7 +90,7 @@ class FakeLease:
                 else:
                     await asyncio.sleep(0)
                     yield step
-            yield Done(self.manager.timing, self.load_s)
+            yield Done(self.manager.summary, self.load_s)
         finally:
             self.manager.n_running -= 1
             self.manager.n_ended += 1
@@ -108,8 +108,8 @@ class FakeLease:
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
 
-    async def value(self, kind: str, generation: GenerationRequest) -> Any:
-        self.manager.requests.append(generation)
+    async def value(self, kind: str, request: Request) -> Any:
+        self.manager.requests.append(request)
         return {"count": 42, "render": "rendered"}[kind]
 
     async def pieces(self, tokens: Sequence[int]) -> list[bytes]:
@@ -125,14 +125,15 @@ class FakeManager:
     def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
         self.catalog = catalog
         self.script: Sequence[Any] = script or (PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), Delta(text="lo"))
-        self.timing = TIMING
+        self.summary = TIMING
         self.enter_error: Exception | None = None
-        self.requests: list[GenerationRequest] = []
+        self.requests: list[Request] = []
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
         self.num_ctx: int | None = None  # of the last texts that became vectors
         self.there: dict[str, ModelEntry] = {}
         self.now: dict[str, Snapshot] = {}  # the experts of each model, with counts since it was loaded
+        self.shares: dict[str, float] = {}  # of models that are being loaded
         self.n_running = 0
         self.n_ended = 0
 
@@ -180,6 +181,9 @@ class FakeManager:
 
     def loaded(self) -> list[LoadedModel]:
         return [self.status(entry) for entry in self.there.values()]
+
+    def loading(self) -> dict[str, float]:
+        return self.shares
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
         return [snapshot for name, snapshot in self.now.items() if entry is None or entry.name == name]
@@ -269,6 +273,6 @@ def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[s
     return running(make_app(cast(Any, manager), cast(Any, manager.catalog), Settings(**settings)))
 
 
-def changed(timing: Timing = TIMING, **changes: Any) -> Timing:
-    """`timing` with other figures."""
-    return replace(timing, **changes)
+def changed(summary: AnswerSummary = TIMING, **changes: Any) -> AnswerSummary:
+    """`summary` with other figures."""
+    return replace(summary, **changes)

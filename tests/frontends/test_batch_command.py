@@ -16,7 +16,7 @@ from batch_files import CHAT, entries, jsonl, request, requests_in
 from servers import Command, Server, TinyModel, serving, started
 from waiting import until
 
-from moegguf.serving.batch.answers import open_journal, response_entry
+from moegguf.serving.batch.answers import Requests, open_journal, response_entry
 
 N = 60  # requests that take longer than a test to notice the first answers
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
@@ -36,9 +36,14 @@ def texts(found: list[Any]) -> list[str]:
     return [entry["response"]["body"]["choices"][0]["message"]["content"] for entry in found]
 
 
-def wait_for(process: subprocess.Popen[str], path: Path, n_lines: int) -> None:
-    """Returns when so many lines are there, and the process has not ended."""
-    until(lambda: process.poll() is not None or (path.exists() and path.read_bytes().count(b"\n") >= n_lines), 60)
+def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> None:
+    """Returns when the log of the database has another one than `n_answers`, and the process has not ended."""
+    log = Path(f"{database}-wal")
+
+    def has_more() -> bool:
+        return log.exists() and len(set(re.findall(rb"batch_req_\w+", log.read_bytes()))) > n_answers
+
+    until(lambda: process.poll() is not None or has_more(), 60)
     assert process.poll() is None, process.communicate()
 
 
@@ -56,7 +61,7 @@ def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:
                      done.stderr, re.MULTILINE)  # fmt: skip
     before = (tmp_path / "requests.answers.jsonl").read_bytes()
     partial = tmp_path / "requests.answers.jsonl.partial"
-    partial.write_bytes(before)  # of a process that was killed between its last two steps
+    partial.write_bytes(before)  # of an older version that was killed between its last two steps
     again = moegguf("batch", path, "-m", "demo", **ALONE)
     assert again.returncode == 1 and "nothing to do" in again.stderr
     assert (tmp_path / "requests.answers.jsonl").read_bytes() == before and not partial.exists()
@@ -165,7 +170,7 @@ def test_only_the_user_may_read_answers_under_a_umask(tmp_path: Path, here: Comm
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_it_goes_on(tmp_path: Path, moegguf: Command, number: signal.Signals) -> None:
     path = written(tmp_path, [question(i, max_tokens=10) for i in range(N)])
-    partial, target = tmp_path / "answers.partial", tmp_path / "answers"
+    partial, target = tmp_path / "answers.partial.db", tmp_path / "answers"
     with started("batch", path, "-o", target, "--parallel", 2, **ALONE) as process:
         wait_for(process, partial, 3)
         process.send_signal(number)
@@ -174,14 +179,15 @@ def test_stopped_in_the_middle_it_goes_on(tmp_path: Path, moegguf: Command, numb
     if number == signal.SIGINT:
         assert re.search(rf"stopped: \d+ of {N} are answered; the same command goes on\n", stderr)
         assert "Traceback" not in stderr
-    seen = entries(partial.read_bytes().rpartition(b"\n")[0])
+    with path.open("rb") as file, open_journal(partial, Requests(file, (CHAT,))) as journal:
+        seen = entries(b"".join(journal.lines()))
     assert len(seen) >= 3
     done = moegguf("batch", path, "-o", target, **ALONE)
     assert done.returncode == 0 and f"going on: {len(seen)} of {N} are answered" in done.stderr
     found = entries(target)
     assert [entry["custom_id"] for entry in found] == [f"q{i}" for i in range(N)]
     assert all(entry in found for entry in seen)
-    assert not partial.exists()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["answers", "requests.jsonl"]
 
 
 def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf: Command) -> None:
@@ -190,7 +196,7 @@ def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf
         serving(tmp_path / "first") as server,
         started("batch", path, "-o", target, "--parallel", 2, MOEGGUF_HOST=server.url) as process,
     ):
-        wait_for(process, tmp_path / "answers.partial", 3)
+        wait_for(process, tmp_path / "answers.partial.db", 3)
         os.killpg(server.pid, signal.SIGKILL)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1 and "the same command goes on" in stderr and "error: " in stderr
@@ -200,14 +206,13 @@ def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf
 
 
 def test_a_file_in_use_or_changed_is_refused(tmp_path: Path, here: Command) -> None:
-    target, partial = tmp_path / "answers", tmp_path / "answers.partial"
+    target, partial = tmp_path / "answers", tmp_path / "answers.partial.db"
     with requests_in(tmp_path / "requests.jsonl", [question(i) for i in range(4)]) as requests:
-        journal = open_journal(partial, requests)
-        journal.append(1, response_entry(requests, requests.lines[0], 200, {}))
-        second = here("batch", tmp_path / "requests.jsonl", "-o", target, **ALONE)
-        assert second.returncode == 1 and "another process answers these requests" in second.stderr
-        journal.close()
-    kept = partial.read_bytes()
-    changed = here("batch", written(tmp_path, [question(i) for i in range(5)]), "-o", target, **ALONE)
-    assert changed.returncode == 1 and "has changed since" in changed.stderr
-    assert partial.read_bytes() == kept
+        with open_journal(partial, requests) as journal:
+            journal.append(1, response_entry(requests, requests.lines[0], 200, {}))
+            second = here("batch", tmp_path / "requests.jsonl", "-o", target, **ALONE)
+            assert second.returncode == 1 and "another process answers these requests" in second.stderr
+        changed = here("batch", written(tmp_path, [question(i) for i in range(5)]), "-o", target, **ALONE)
+        assert changed.returncode == 1 and "has changed since" in changed.stderr
+        with open_journal(partial, requests) as journal:
+            assert list(journal.answered) == [1]

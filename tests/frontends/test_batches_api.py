@@ -236,7 +236,7 @@ def test_forms(http: httpx.Client, home: Path, status: int, body: bytes, headers
     response = http.post("/v1/files", content=body, headers=headers)
     assert response.status_code == status, response.text
     folder = home / "batches" / "files"
-    assert len(list(folder.iterdir())) == (2 if status == 200 else 0)
+    assert len(list(folder.iterdir())) == (1 if status == 200 else 0)
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http: httpx.Client) -> None:
@@ -262,6 +262,17 @@ def test_a_full_disk_is_a_507(http: httpx.Client, monkeypatch: pytest.MonkeyPatc
         assert response.status_code == 507 and "No space left" in response.json()["error"]["message"]
     assert list((home / "batches" / "files").iterdir()) == []
     assert http.post("/v1/files", content=PURPOSE + FILE + END, headers=FORM).status_code == 200
+
+
+def test_a_damaged_database_is_a_507_and_chats_are_answered(manager: FakeManager, home: Path) -> None:
+    (home / "batches").mkdir(parents=True)
+    (home / "batches" / "batches.db").write_bytes(b"no database " * 1000)
+    with server_of(manager) as url, httpx.Client(base_url=url) as http:
+        for response in (http.get("/v1/files"), http.get("/v1/batches"), http.post("/v1/files", content=b"")):
+            assert response.status_code == 507, response.text
+        message = http.get("/v1/batches").json()["error"]["message"]
+        assert "is damaged (file is not a database)" in message and "to start anew" in message
+        assert http.post(CHAT, json=request("a")["body"]).status_code == 200
 
 
 def test_files_and_batches_are_their_keys_own(manager: FakeManager) -> None:

@@ -15,10 +15,8 @@ from servers import Server, TinyModel, environment, serving
 from terminal import Terminal, control, moegguf_command
 
 from moegguf.chat.conversation import Conversation
-from moegguf.chat.model import OwnWorker, messages_to_server
-from moegguf.models.catalog import Catalog
+from moegguf.chat.served import messages_to_server
 from moegguf.models.entry import NamedModel
-from moegguf.terminal.progress import Spinner
 
 
 def test_statistics_and_the_map_of_the_experts(tmp_path: Path) -> None:
@@ -59,15 +57,13 @@ def test_load_parameters_reload_the_model(tmp_path: Path) -> None:
 
 def test_a_model_whose_file_was_written_to_is_loaded_again(tiny: TinyModel, tmp_path: Path) -> None:
     path = Path(shutil.copy(tiny(), tmp_path / "a.gguf"))
-    worker = OwnWorker()
-    try:
-        for _ in range(2):
-            worker.load(Catalog().find(path), {"n_ctx": 256, "n_threads": 1}, Spinner())
-            assert not worker.ended
-            path.write_bytes(path.read_bytes())
-            assert worker.ended
-    finally:
-        worker.close()
+    command = moegguf_command("run", path, "-t", 1, "-c", 256, "-n", 4, "-v")
+    with Terminal(command, environment(MOEGGUF_HOME=str(tmp_path)), columns=110) as chat:
+        chat.prompt()
+        assert "load duration:" in chat.ask("hello")
+        assert "load duration:" not in chat.ask("hello")
+        path.write_bytes(path.read_bytes())
+        assert "load duration:" in chat.ask("hello")
 
 
 def test_a_model_whose_worker_ends_is_loaded_again(tmp_path: Path) -> None:

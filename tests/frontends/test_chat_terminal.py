@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from chat_terminal import ECHO, echo_chat
 from servers import environment
@@ -86,6 +87,32 @@ def test_a_second_ctrl_c_ends_a_chat_that_cannot_stop_its_model(chat: Terminal, 
     chat.send(control("c"))
     assert chat.exit_code() == 130
     assert history(tmp_path) == ["stubborn mule"]
+
+
+def test_ctrl_c_during_a_load_ends_it_and_its_worker_and_not_the_chat(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    go.touch()
+    with echo_chat(tmp_path, FAKE_WORKER_WAIT=str(go)) as chat:
+        chat.prompt()
+        go.unlink()
+        assert "Set parameter" in chat.ask("/set parameter num_ctx 256")
+        chat.enter("hello")
+        chat.expect("starting a worker")
+        chat.send(control("c"))
+        chat.prompt()
+        assert psutil.Process(chat.child.pid).children() == []
+        go.touch()
+        assert "\nworld" in chat.ask("world")
+        assert "[user: world] [assistant: world]" in chat.ask("messages").replace("\n", " ")
+
+
+def test_ctrl_c_during_the_load_of_a_command_ends_it(tmp_path: Path) -> None:
+    with echo_chat(tmp_path, "hello", FAKE_WORKER_WAIT=str(tmp_path / "go")) as command:
+        command.expect("starting a worker")
+        (worker,) = psutil.Process(command.child.pid).children()
+        command.send(control("c"))
+        assert command.exit_code() == 130
+        assert psutil.wait_procs([worker], timeout=30)[1] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

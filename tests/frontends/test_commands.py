@@ -1,10 +1,9 @@
-"""Commands: help, those that only read headers, models by name, old names of options, and errors of all."""
+"""Commands: help, those that only read headers, models by name, and errors of all."""
 
 import json
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import split
@@ -16,11 +15,8 @@ from fake_hub import FakeHub, running_hub
 from servers import ROOT, Command, Server, TinyModel, completed, serving
 
 import moegguf
-from moegguf.errors import OptionError
 from moegguf.models.catalog import Catalog
 from moegguf.native.abi import ABI_VERSION
-from moegguf.options import with_new_flags
-from moegguf.settings import read_environment
 
 
 def test_help_lists_the_commands_and_is_the_default(here: Command) -> None:
@@ -65,9 +61,8 @@ def test_bench_of_the_demo_alone_is_a_table_of_its_tests(here: Command) -> None:
     assert [(row["n_prompt"], row["n_gen"]) for row in json.loads(done.stdout)] == [(4, 0), (0, 2)], done.stderr
 
 
-def test_help_is_grouped_and_has_no_old_name(here: Command) -> None:
+def test_help_is_grouped(here: Command) -> None:
     text = here("run", "--help").stdout
-    assert "--strategy" in text and "--system " not in text
     titles = re.findall(r"^(\w+):$", text, re.MULTILINE)
     assert titles == ["Arguments", "Options", "Model", "Memory", "Sampling", "Output", "Research"]
 
@@ -124,13 +119,23 @@ def test_estimate_counts_the_types_of_the_kv_cache(here: Command, tiny: TinyMode
 
 def test_doctor_states_every_section(here: Command, tiny: TinyModel) -> None:
     facts = json.loads(here("doctor", tiny(), "--json").stdout)
-    assert list(facts) == ["moegguf", "build", "devices", "machine", "disk", "environment"]
+    assert list(facts) == ["moegguf", "build", "devices", "cards", "machine", "disk", "environment"]
     assert facts["machine"]["cpus_allowed"] >= 1
     assert facts["machine"]["memory"]["available_bytes"] > 0
     assert facts["disk"]["bytes_per_s"] > 0
     assert facts["build"]["abi"] == ABI_VERSION
     assert f"llama_cpp_commit = {facts['build']['llama.cpp pin']}" in (ROOT / "patches/UPSTREAM").read_text()
     assert facts["devices"]["CPU"]["total_bytes"] > 0
+    assert list(facts["cards"]) == ["found", "plugins", "problems", "note"]
+
+
+def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:
+    done = here("doctor", "--check")
+    assert re.fullmatch(
+        r"The expert store's bookkeeping is right after 16 tokens of the demo model with 30% of its experts:"
+        r" [\d,]+ look-ups, [1-9][\d,]* evictions\.\n",
+        done.stdout,
+    )
 
 
 def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path) -> None:
@@ -363,30 +368,12 @@ def test_the_shell_completes_commands_options_and_names(mine: Mine, words: str, 
     assert expected in done.stdout.split()
 
 
-def test_words_after_two_dashes_are_kept() -> None:
-    assert with_new_flags(["--", "--system"], set()) == ["--", "--system"]
-    with pytest.warns(FutureWarning, match="--system is called --strategy now"):
-        assert with_new_flags(["--system=nine", "x"], set()) == ["--strategy=nine", "x"]
-
-
-def test_an_old_variable_works_with_a_hint() -> None:
-    with pytest.warns(FutureWarning, match="MOEGGUF_SYSTEM is called MOEGGUF_STRATEGY now"):
-        assert read_environment({"MOEGGUF_SYSTEM": "lru"}).strategy == "lru"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert read_environment({"MOEGGUF_SYSTEM": "lru", "MOEGGUF_STRATEGY": "promoe"}).strategy == "promoe"
-
-
-def test_an_old_keyword_works_with_a_hint() -> None:
-    with pytest.warns(FutureWarning, match="system= is called strategy= now"), pytest.raises(OptionError, match="nine"):
-        moegguf.Llama("demo", system="nine")
-
-
 # Command, exit code, and words of the one sentence on stderr. TMP has `empty` and `one.jsonl`.
-OLD_FLAG = ("serve", "batch TMP/one.jsonl", "bench -m demo", "trace simulate TRACE")
+STRATEGIC = ("serve", "batch TMP/one.jsonl", "bench -m demo", "trace simulate TRACE")
 ERRORS = [
-    ("run demo hi --system nine", 2, "no strategy 'nine'; known are"),
-    *((f"{command} --system nine", 1, "no strategy 'nine'; known are") for command in OLD_FLAG),
+    ("run demo hi --strategy nine", 2, "no strategy 'nine'; known are"),
+    *((f"{command} --strategy nine", 1, "no strategy 'nine'; known are") for command in STRATEGIC),
+    ("serve --system nine", 2, "--system"),
     ("run demmo hi", 1, "did you mean 'demo'"),
     ("run no/such/folder.gguf hi", 1, "there is no file 'no/such/folder.gguf'; check the path"),
     ("run demo hi --expert-cash 1GiB", 2, "--expert-cache"),
@@ -463,7 +450,6 @@ def test_an_error_is_one_sentence_and_an_exit_code_and_leaves_nothing(
     extra = dict(word.split("=") for word in given if word.startswith("MOEGGUF_"))
     done = mine(*(word for word in given if not word.startswith("MOEGGUF_")), **extra)
     assert (done.returncode, done.stdout) == (code, "")
-    hint = "warning: --system is called --strategy now; .+\n" if " --system " in command else ""
-    assert re.fullmatch(hint + r"error: .+[.?']\n", done.stderr)
+    assert re.fullmatch(r"error: .+[.?']\n", done.stderr)
     assert words in done.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["empty", "one.jsonl"]

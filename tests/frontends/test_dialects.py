@@ -32,11 +32,11 @@ from moegguf import errors
 from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
 from moegguf.generate.request import (
+    AnswerSummary,
     Delta,
-    GenerationRequest,
     PromptProgress,
+    Request,
     Sampling,
-    Timing,
     TokenChance,
     TokenLogprob,
     ToolCall,
@@ -283,8 +283,8 @@ THINKING = (Delta(thinking="hm"), Delta(thinking="!"))
 CUT: dict[str, Any] = {
     "finish": "length", "answer_tokens": 63, "cached_tokens": 0, "cut_messages": 2, "cut_tokens": 90, "n_shifts": 3,
 }  # fmt: skip
-# Name of the case: the script of the answer, and its timing.
-CASES: dict[str, tuple[tuple[Any, ...], Timing]] = {
+# Name of the case: the script of the answer, and its summary.
+CASES: dict[str, tuple[tuple[Any, ...], AnswerSummary]] = {
     "text": ((*PROGRESS, Delta(text="Hel"), Delta(text='lo "é"\n')), changed()),
     "calls": ((*THINKING, Delta(text="I look."), Delta(tool_calls=CALLS)), changed(thinking_tokens=2)),
     "calls alone": ((Delta(tool_calls=CALLS[:1]), Delta(tool_calls=CALLS[1:])), changed()),
@@ -293,7 +293,7 @@ CASES: dict[str, tuple[tuple[Any, ...], Timing]] = {
     "cut": ((Delta(text="Hel"),), changed(**CUT)),
     "full": ((Delta(text="Hel"),), changed(finish="length", answer_tokens=63)),
     "stopped": ((Delta(text="Hel"),), changed(stop_string="END")),
-    "nothing": (PROGRESS[:1], Timing(stats=Stats())),
+    "nothing": (PROGRESS[:1], AnswerSummary(stats=Stats())),
     "error": ((Delta(text="Hel"), ExpertIOError("the disk is gone.")), changed()),
 }
 CLAUDE = {"anthropic-version": "2023-06-01"}
@@ -319,7 +319,7 @@ def test_answers_are_encoded_as_recorded_and_by_the_types_of_the_clients(
     ask: Ask, manager: FakeManager, dialect: Dialect
 ) -> None:
     told, thinks = "", {"think": True} if dialect.name == "ollama-chat" else {}
-    for case, (manager.script, manager.timing) in CASES.items():
+    for case, (manager.script, manager.summary) in CASES.items():
         more = {"model": "able", **dialect.tools, **thinks, **dialect.cases.get(case, {})}
         whole, streamed = (ask(dialect, **more, stream=stream) for stream in (False, True))
         told += f"# {case}: {shown(whole)}# {case}, streamed: {shown(streamed)}"
@@ -424,7 +424,7 @@ def asked(manager: FakeManager) -> Iterator[str]:
     """What reached the model."""
     for request in manager.requests:
         sampling = changes(request.sampling, Sampling())
-        told = changes(request, GenerationRequest()) | ({"sampling": sampling} if sampling else {})
+        told = changes(request, Request()) | ({"sampling": sampling} if sampling else {})
         yield json.dumps(told, ensure_ascii=False)
     for inputs, truncate, normalize in manager.embedded:
         within = {"num_ctx": manager.num_ctx} if manager.num_ctx else {}

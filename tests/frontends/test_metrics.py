@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from recorded_texts import check_recorded
 
 from moegguf.engine.stats import Stats, TierStats
-from moegguf.generate.request import Timing
+from moegguf.generate.request import AnswerSummary
 from moegguf.server.metrics import COUNTS, TIER_COUNTS, CounterSpec, Totals, exposition
 from moegguf.serving.events import LoadedModel
 
@@ -45,7 +45,7 @@ def test_every_figure_has_its_name_help_and_labels() -> None:
     totals = Totals()
     for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):
         counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}
-        totals.add(name, Timing(prompt_s=n, answer_s=2 * n, **counts))
+        totals.add(name, AnswerSummary(prompt_s=n, answer_s=2 * n, **counts))
     slots = ("n_slots", "slots_used", "pool_bytes")
     vram, ram = (numbered([*fields_of(TIER_COUNTS), *slots], first) for first in (200, 300))
     tiers = (TierStats("VRAM", "CUDA0", **vram), TierStats("RAM", "CUDA0", **ram))

@@ -75,7 +75,7 @@ def test_several_choices_have_seeds_that_follow_and_one_prompt(client: openai.Op
 
 
 def test_metrics_count_answers(http: httpx.Client, manager: FakeManager) -> None:
-    manager.timing = changed(prompt_tokens=10, answer_tokens=4)
+    manager.summary = changed(prompt_tokens=10, answer_tokens=4)
     for stream in (False, True):
         http.post("/v1/chat/completions", json={"model": "demo", "messages": HI, "stream": stream})
     http.post("/v1/completions", json={"model": "demo", "prompt": "a"})

@@ -22,7 +22,13 @@ from moegguf.server import live, page
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 FILES = sorted(path for path in page.FOLDER.rglob("*") if path.is_file())
 VENDOR = page.FOLDER / "vendor"
-OWN = [path for path in FILES if path.parent != VENDOR]
+OWN = [path for path in FILES if VENDOR not in path.parents]
+PERMISSIONS = {
+    "MIT": "Permission is hereby granted, free of charge",
+    "BSD-3-Clause": "BSD 3-Clause License",
+    "OFL-1.1": "SIL OPEN FONT LICENSE Version 1.1",
+}
+TEXTS = [path for path in FILES if path.suffix != ".woff2"]
 
 
 @pytest.mark.parametrize("accept", ["*/*", "", "application/json"])
@@ -56,7 +62,13 @@ def test_all_responses_of_the_page_have_security_headers(http: httpx.Client, pat
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_has_its_media_type(http: httpx.Client, path: Path) -> None:
     response = http.get(f"/page/{path.relative_to(page.FOLDER).as_posix()}")
-    kinds = {".html": "text/html", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
+    kinds = {
+        ".html": "text/html",
+        ".css": "text/css",
+        ".svg": "image/svg+xml",
+        ".txt": "text/plain",
+        ".woff2": "font/woff2",
+    }
     kind = kinds.get(path.suffix, "javascript")
     assert response.status_code == 200 and response.content == path.read_bytes()
     assert kind in response.headers["content-type"]
@@ -71,7 +83,7 @@ def test_other_paths_are_not_found(http: httpx.Client, path: str) -> None:
     assert response.json() == {"error": "not found"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_the_page_requests_no_other_server_and_parses_no_text_as_html(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, not an address
     assert path not in OWN or not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
@@ -89,31 +101,36 @@ def test_the_files_and_ids_the_page_uses_exist() -> None:
     text = (page.FOLDER / "index.html").read_text()
     referred = set(re.findall(r'(?:href|src)="page/([^"#]+)', text))
     for script in page.FOLDER.glob("*.js"):
-        referred |= set(re.findall(r'(?:from |import\()"\./([^"]+)"', script.read_text()))
+        referred |= set(re.findall(r'(?:from |import\(|href: )"(?:\./|page/)([^"]+)"', script.read_text()))
     ids = set(re.findall(r'\bid="([^"]+)"', text))
     used = {
         name for script in page.FOLDER.glob("*.js") for name in re.findall(r'\bat\("([^"]+)"\)', script.read_text())
     }
     assert {"app.js", "map.js", "style.css"} <= referred
-    used_files = {path.relative_to(page.FOLDER).as_posix() for path in FILES if path.suffix != ".txt"}
+    used_files = {path.relative_to(page.FOLDER).as_posix() for path in TEXTS if path.suffix != ".txt"}
     assert referred == used_files - {"index.html"}
+    fonts = set(re.findall(r"fonts/[\w-]+\.woff2", (VENDOR / "katex.min.css").read_text()))
+    assert fonts == {path.relative_to(VENDOR).as_posix() for path in FILES if path not in TEXTS}
     assert used <= ids
 
 
 def test_vendored_files_are_the_published_ones_beside_their_licences() -> None:
     lines = [line for line in (VENDOR / "UPSTREAM.txt").read_text().splitlines() if not line.startswith("#")]
     noted = [dict(line.split(" = ") for line in block.splitlines()) for block in "\n".join(lines).split("\n\n")]
-    names = {Path(each["from"]).name for each in noted}
-    assert {path.name for path in FILES if path not in OWN} == {"LICENSE.txt", "UPSTREAM.txt", *names}
     license_text = (VENDOR / "LICENSE.txt").read_text()
+    kept = {"LICENSE.txt", "UPSTREAM.txt"}
     for each in noted:
-        content = (VENDOR / Path(each["from"]).name).read_bytes()
+        pattern = each["from"].rpartition("/")[2]
+        files = sorted(path for path in VENDOR.rglob(pattern) if path.name not in kept)
+        kept |= {path.name for path in files}
+        content = b"".join(path.read_bytes() for path in files)
         assert hashlib.sha256(content).hexdigest() == each["sha256"]
-        assert re.search(rf"[ v]{re.escape(each['version'])} ", content[:100].decode())
-        permission = {"MIT": "Permission is hereby granted, free of charge", "BSD-3-Clause": "BSD 3-Clause License"}
-        assert permission[each["license"]] in license_text
-        bundled = set(re.findall(r"node_modules/([^/]+)/", content.decode()))
-        assert all(f"parts of {name}," in license_text for name in bundled)
+        assert PERMISSIONS[each["license"]] in license_text
+        if "*" not in pattern:
+            assert re.search(rf"[ v:\"]{re.escape(each['version'])}[ \"]", content.decode())
+            bundled = set(re.findall(r"node_modules/([^/]+)/", content.decode()))
+            assert all(f"parts of {name}," in license_text for name in bundled)
+    assert {path.name for path in FILES if path not in OWN} == kept
 
 
 # /live
@@ -160,6 +177,17 @@ async def test_watching_loads_nothing_and_ends_with_the_client() -> None:
     await asyncio.sleep(0.1)
     assert manager.n_asked == 1
     assert manager.leases == []
+
+
+async def test_the_share_of_a_model_that_is_being_loaded_is_sent_at_each_change() -> None:
+    manager = FedManager()
+    async with aclosing(lines_of(manager, "demo:latest")) as lines:
+        assert await next_line(lines) == {"loaded_models": []}
+        manager.shares = {"demo:latest": 0.4321}
+        assert await next_line(lines) == {"loaded_models": [], "loading": {"demo:latest": 0.43}}
+        manager.shares = {}
+        manager.put_in_memory()
+        assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
 
 
 async def test_without_a_name_all_loaded_models_are_watched() -> None:

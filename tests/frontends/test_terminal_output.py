@@ -23,7 +23,7 @@ from moegguf.chat.session import Wrapper
 from moegguf.cli.top import apply_line
 from moegguf.cli.top_screen import ModelView, Screen
 from moegguf.engine.stats import Stats, TierStats
-from moegguf.generate.request import Timing
+from moegguf.generate.request import AnswerSummary
 from moegguf.models.entry import PullStatus
 from moegguf.terminal import progress
 from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend, tiers_line
@@ -153,11 +153,11 @@ DECODE = Stats(tokens=9, stall_s=0.09, eval_s=0.5, bytes_missed=18_000_000, n_sl
 
 
 def test_the_expert_caches_lines_follow_ollamas() -> None:
-    timing = Timing(
+    summary = AnswerSummary(
         prompt_tokens=3, cached_tokens=7, answer_tokens=10, prompt_s=0.25, answer_s=0.5, total_s=0.75,
         stats=WHOLE, answer_stats=DECODE,
     )  # fmt: skip
-    assert statistics(timing, 0.25) == [
+    assert statistics(summary, 0.25) == [
         "total duration:       1s",
         "load duration:        250ms",
         "prompt eval count:    3 token(s)",

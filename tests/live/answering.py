@@ -4,7 +4,7 @@ what happens does not depend on time."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any
 from waiting import until
 
 from moegguf.engine.llama import Llama
-from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
-from moegguf.generate.kv_slots import Schedule, Step
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob
+from moegguf.generate.kv_sequences import Schedule, Step
+from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request, Sampling, TokenLogprob
+from moegguf.generate.sequence import Sequence
 
 DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
 QUESTION = "What does moegguf do?"
@@ -25,12 +25,12 @@ Load = Callable[..., Llama]  # the fixtures of conftest.py
 TinyModel = Callable[..., Path]
 
 
-def ask(*messages: str, **options: Any) -> GenerationRequest:
-    """A request at temperature 0: user and assistant messages in turn, options of GenerationRequest and Sampling."""
+def ask(*messages: str, **options: Any) -> Request:
+    """A request at temperature 0: user and assistant messages in turn, options of Request and Sampling."""
     sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
     turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
     options.setdefault("return_context", not messages)
-    return GenerationRequest(messages=turns or None, sampling=Sampling(**{"temperature": 0.0, **sampling}), **options)
+    return Request(messages=turns or None, sampling=Sampling(**{"temperature": 0.0, **sampling}), **options)
 
 
 def text_of(deltas: list[Delta]) -> str:
@@ -41,20 +41,20 @@ class Answer:
     """One answer, by a loop that computes no other, on this thread. What is wrong with the request is raised at
     construction."""
 
-    def __init__(self, llm: Llama, request: GenerationRequest) -> None:
+    def __init__(self, llm: Llama, request: Request) -> None:
         self.reports: list[PromptProgress] = []
         self._loop, self._deltas = BatchLoop(llm), list[Delta]()
         self._error: Exception | None = None
         self._then: Callable[[], object] = lambda: None
-        self._answer = self._loop.submit(request, self)
+        self._sequence = self._loop.submit(request, self)
         until(lambda: self._loop._arrived)
-        if self._answer.error is not None:
-            raise self._answer.error
-        self.prompt = self._answer.prompt
+        if self._sequence.error is not None:
+            raise self._sequence.error
+        self.prompt = self._sequence.prompt
 
     @property
-    def timing(self) -> Timing:
-        return self._answer.timing
+    def summary(self) -> AnswerSummary:
+        return self._sequence.summary
 
     def deltas(self, then: Callable[[], object] = lambda: None) -> list[Delta]:
         """All of them; `then` is called after each delta and each report of progress."""
@@ -65,7 +65,7 @@ class Answer:
         return self._deltas
 
     def cancel(self) -> None:
-        self._loop.cancel(self._answer)
+        self._loop.cancel(self._sequence)
 
     def on_progress(self, progress: PromptProgress) -> None:
         self.reports.append(progress)
@@ -75,15 +75,15 @@ class Answer:
         self._deltas.append(delta)
         self._then()
 
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
+    def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
         self._error = error
         self._loop.close()
 
 
-def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
+def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, AnswerSummary]:
     """The text and the timing of an answer."""
     answer = Answer(llm, ask(*messages, **options))
-    return text_of(answer.deltas()), answer.timing
+    return text_of(answer.deltas()), answer.summary
 
 
 def endless(llm: Llama, bias: float = -1000.0) -> dict[int, float]:
@@ -101,7 +101,7 @@ class Received:
         self.text = ""
         self.logprobs: list[TokenLogprob] = []
         self.progress: list[PromptProgress] = []
-        self.timing = Timing()
+        self.summary = AnswerSummary()
         self.error: Exception | None = None
         self.ended = threading.Event()
 
@@ -113,9 +113,9 @@ class Received:
         self.text += delta.text
         self.logprobs += delta.logprobs
 
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
+    def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
         assert not self.ended.is_set(), "an answer ends once"
-        self.timing, self.error = timing, error
+        self.summary, self.error = summary, error
         self.ended.set()
 
     def wait(self) -> Received:
@@ -132,7 +132,7 @@ class Scripted:
         self.steps: list[Step] = []
         self.n_asked = 0
 
-    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+    def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
         self.n_asked += 1
         self._before(self.n_asked)
         return running if self._inner is None else self._inner.choose(running)
@@ -163,7 +163,7 @@ def started(loop: BatchLoop) -> Iterator[BatchLoop]:
         assert not thread.is_alive(), "the loop hangs"
 
 
-def answers_of(loop: BatchLoop, requests: Sequence[GenerationRequest]) -> list[Received]:
+def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
     """All of them, submitted at once."""
     received = [Received() for _ in requests]
     for request, events in zip(requests, received, strict=True):
@@ -172,7 +172,7 @@ def answers_of(loop: BatchLoop, requests: Sequence[GenerationRequest]) -> list[R
 
 
 def answers_together(
-    llm: Llama, requests: Sequence[GenerationRequest], schedule: Schedule | None = None, step_tokens: int | None = None
+    llm: Llama, requests: list[Request], schedule: Schedule | None = None, step_tokens: int | None = None
 ) -> list[Received]:
     """All of them; each has arrived, in this order, before the first step: steps do not depend on when threads run."""
     loop, received = BatchLoop(llm, schedule, step_tokens), [Received() for _ in requests]

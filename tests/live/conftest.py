@@ -80,11 +80,11 @@ def own(tiny: TinyModel, tmp_path: Path) -> Own:
 @pytest.fixture(autouse=True)
 def no_faults() -> Iterator[None]:
     """Every test ends with every fault disarmed."""
-    from moegguf.native import library
+    from moegguf.testing.library import FAULT, arm_fault
 
     yield
-    for kind in library.FAULT:
-        library.arm_fault(kind, 0)
+    for kind in FAULT:
+        arm_fault(kind, 0)
 
 
 @pytest.fixture(scope="module")

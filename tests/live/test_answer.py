@@ -1,4 +1,4 @@
-"""Answers while they are generated: text, timing, reuse of the context, cancelling, and the end of the context."""
+"""Answers while they are generated: text, summary, reuse of the context, cancelling, and the end of the context."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,9 +10,9 @@ from running import random_prompt
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import CapabilityError, ContextError, OptionError
-from moegguf.generate import answer as answers
+from moegguf.generate import sequence
 from moegguf.generate.prompt import count_prompt, n_after_shift, render_prompt
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from tools.mutants import read_header, write_file
 from tools.mutants.header import STRING, KeyValue
 
@@ -24,22 +24,22 @@ def shared() -> Iterator[Llama]:
 
 
 def test_the_answer_is_the_models_and_the_timing_counts_it(demo: Llama) -> None:
-    text, timing = reply(demo, QUESTION)
+    text, summary = reply(demo, QUESTION)
     assert text.startswith("moegguf runs Mixture-of-Experts models")
-    assert timing.finish == "stop"
-    assert (timing.prompt_tokens, timing.cached_tokens) == (20, 0)
-    assert timing.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # and the one that ends it
-    assert timing.stats.tokens == timing.prompt_tokens + timing.answer_tokens - 1
-    assert timing.answer_stats.tokens == timing.answer_tokens - 1
-    assert 0 < timing.prompt_s < timing.total_s
-    assert timing.prompt_s + timing.answer_s == pytest.approx(timing.total_s)
-    assert timing.context == ()
+    assert summary.finish == "stop"
+    assert (summary.prompt_tokens, summary.cached_tokens) == (20, 0)
+    assert summary.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # and the one that ends it
+    assert summary.stats.tokens == summary.prompt_tokens + summary.answer_tokens - 1
+    assert summary.answer_stats.tokens == summary.answer_tokens - 1
+    assert 0 < summary.prompt_s < summary.total_s
+    assert summary.prompt_s + summary.answer_s == pytest.approx(summary.total_s)
+    assert summary.context == ()
 
 
 def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
     def drawn() -> str:
-        text, timing = reply(demo, prompt="Once upon", temperature=1.5, seed=7, max_tokens=60)
-        assert timing.cached_tokens == 0
+        text, summary = reply(demo, prompt="Once upon", temperature=1.5, seed=7, max_tokens=60)
+        assert summary.cached_tokens == 0
         return text
 
     fresh = drawn()
@@ -53,7 +53,7 @@ def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
 def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
     answer = Answer(demo, ask("word " * 150, max_tokens=2))
     answer.deltas()
-    n_tokens, reports = answer.timing.prompt_tokens, answer.reports
+    n_tokens, reports = answer.summary.prompt_tokens, answer.reports
     assert {report.n_tokens for report in reports} == {n_tokens}
     assert [report.n_done for report in reports] == [*range(0, n_tokens, 64), n_tokens]
     assert [report.seconds for report in reports] == sorted(report.seconds for report in reports)
@@ -61,9 +61,9 @@ def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
 
 def test_cancelling_stops_within_one_token(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION))
-    deltas = answer.deltas(lambda: answer.timing.answer_tokens == 5 and answer.cancel())
-    assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 5)
-    assert answer.timing.answer_s > 0
+    deltas = answer.deltas(lambda: answer.summary.answer_tokens == 5 and answer.cancel())
+    assert (answer.summary.finish, answer.summary.answer_tokens) == ("cancelled", 5)
+    assert answer.summary.answer_s > 0
     assert reply(demo, QUESTION)[0].startswith(text_of(deltas))
 
 
@@ -82,7 +82,7 @@ def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) 
 def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> None:
     turns = [f"{'question' if i % 2 == 0 else 'answer'} number {i} " * 6 for i in range(21)]
     messages = ({"role": "system", "content": "Be kind."}, *ask(*turns).messages)  # type: ignore[misc]
-    answer = Answer(demo, GenerationRequest(messages=messages))
+    answer = Answer(demo, Request(messages=messages))
     cut = answer.prompt.cut_messages
     assert 0 < cut < 21
     assert cut % 2 == 0, "what is left begins with the assistant"
@@ -92,21 +92,19 @@ def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> No
     assert turns[-1].strip() in prompt
     assert len(answer.prompt.tokens) <= 512 - 512 // 8
     with pytest.raises(ContextError):
-        Answer(demo, GenerationRequest(messages=messages, truncate=False))
+        Answer(demo, Request(messages=messages, truncate=False))
 
 
 def test_what_may_not_be_left_out_never_is(demo: Llama) -> None:
     system = {"role": "system", "content": "word " * 600}
     with pytest.raises(ContextError):
-        Answer(demo, GenerationRequest(messages=(system, *ask("a", "b", "c").messages)))  # type: ignore[misc]
+        Answer(demo, Request(messages=(system, *ask("a", "b", "c").messages)))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    "nothing",
-    [ask(prompt=""), GenerationRequest(), GenerationRequest(messages=())],
-    ids=["empty", "none", "no messages"],
+    "nothing", [ask(prompt=""), Request(), Request(messages=())], ids=["empty", "none", "no messages"]
 )
-def test_nothing_asked_is_refused(demo: Llama, nothing: GenerationRequest) -> None:
+def test_nothing_asked_is_refused(demo: Llama, nothing: Request) -> None:
     with pytest.raises(OptionError):
         Answer(demo, nothing)
 
@@ -136,7 +134,7 @@ def test_a_model_without_a_template_gets_chatml(
     answer = Answer(llm, ask("one", "two", "one", format={"const": "ab<|im_end|>c"}))
     assert answer.prompt.end == "".join([*turns, turns[0]]) + "<|im_start|>assistant\n"
     assert text_of(answer.deltas()) == '"ab'
-    assert (answer.timing.finish, answer.timing.stop_string) == ("stop", "")
+    assert (answer.summary.finish, answer.summary.stop_string) == ("stop", "")
     with pytest.raises(CapabilityError, match="does not support tools"):
         Answer(llm, ask("one", tools=TOOLS))
 
@@ -203,9 +201,7 @@ def test_a_template_that_writes_without_end_is_never_tokenized(demo: Llama, monk
 
 def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> None:
     words = " ".join(f"w{i}" for i in range(900))
-    request = GenerationRequest(
-        messages=({"role": "system", "content": "Be kind."}, {"role": "user", "content": words})
-    )
+    request = Request(messages=({"role": "system", "content": "Be kind."}, {"role": "user", "content": words}))
     one = Answer(demo, request)
     prompt = demo.detokenize(one.prompt.tokens, special=True).decode()
     assert prompt.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
@@ -230,18 +226,18 @@ def test_a_chat_goes_on_after_its_context_was_full_and_reuses_what_stays(demo: L
     turns, cached = list[str](), list[int]()
     for i in range(14):
         turns.append(f"Question number {i}: " + "tell me more " * 12)
-        text, timing = reply(demo, *turns, max_tokens=20)
+        text, summary = reply(demo, *turns, max_tokens=20)
         turns.append(text)
-        cached.append(timing.cached_tokens)
-    assert timing.cut_messages > 0
+        cached.append(summary.cached_tokens)
+    assert summary.cut_messages > 0
     in_full_context = cached[8:]
     assert sum(n > 60 for n in in_full_context) >= len(in_full_context) // 2, cached
 
 
 @pytest.mark.parametrize(("n_keep", "n_shifts"), [(4, 1), (-1, 1)])
 def test_an_answer_goes_on_in_a_full_context(demo: Llama, n_keep: int, n_shifts: int) -> None:
-    text, timing = reply(demo, QUESTION, max_tokens=560, num_keep=n_keep, logit_bias=endless(demo))
-    assert (timing.answer_tokens, timing.finish, timing.n_shifts) == (560, "length", n_shifts)
+    text, summary = reply(demo, QUESTION, max_tokens=560, num_keep=n_keep, logit_bias=endless(demo))
+    assert (summary.answer_tokens, summary.finish, summary.n_shifts) == (560, "length", n_shifts)
     first, n_first = demo.input_ids[: demo.n_tokens].tolist(), 20 if n_keep < 0 else n_keep
     assert first == Answer(demo, ask(QUESTION)).prompt.tokens[:n_first], "only these are as if nothing had shifted"
     assert text.startswith(reply(demo, QUESTION, max_tokens=20)[0])
@@ -260,10 +256,10 @@ def test_what_stays_after_a_shift_is_computed_again_before_it_is_continued(demo:
 
 
 def test_an_answer_without_end_has_one(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "MAX_CONTEXTS", 2)
+    monkeypatch.setattr(sequence, "MAX_CONTEXTS", 2)
     llm = load(DEMO, n_ctx=256, logits_all=False)
-    _, timing = reply(llm, QUESTION, logit_bias=endless(llm))
-    assert (timing.answer_tokens, timing.finish) == (512, "length")
+    _, summary = reply(llm, QUESTION, logit_bias=endless(llm))
+    assert (summary.answer_tokens, summary.finish) == (512, "length")
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
@@ -275,9 +271,9 @@ def test_a_shift_and_the_expert_cache_do_not_disturb_each_other(preset: str, tin
         request = ask(prompt="", context=prompt, max_tokens=300, return_context=True, logit_bias=endless(llm))
         one = Answer(llm, request)
         one.deltas()
-        assert one.timing.n_shifts == 1
+        assert one.summary.n_shifts == 1
         assert (llm.stats().evictions > 0) == (share == "30%")
-        contexts.append(one.timing.context)
+        contexts.append(one.summary.context)
     assert contexts[0] == contexts[1]
     assert len(contexts[0]) == 360
 
@@ -285,20 +281,20 @@ def test_a_shift_and_the_expert_cache_do_not_disturb_each_other(preset: str, tin
 def test_a_recurrent_model_cannot_shift_and_ends(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_is_hybrid", True)
     assert not demo.context.can_shift
-    _, timing = reply(demo, QUESTION, logit_bias=endless(demo))
-    assert (timing.finish, timing.n_shifts) == ("length", 0)
+    _, summary = reply(demo, QUESTION, logit_bias=endless(demo))
+    assert (summary.finish, summary.n_shifts) == ("length", 0)
 
 
 def test_the_assistants_last_message_is_continued(demo: Llama, whole: str) -> None:
     begin = whole[: whole.index(" that")]
-    text, timing = reply(demo, QUESTION, begin)
+    text, summary = reply(demo, QUESTION, begin)
     assert begin + text == whole
-    assert timing.finish == "stop"
+    assert summary.finish == "stop"
     other, _ = reply(demo, QUESTION, begin, continue_final_message=False)
     assert begin + other != whole
 
 
 def test_a_continued_format_is_completed(demo: Llama) -> None:
     form = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
-    text, timing = reply(demo, QUESTION, '{"name": "ä', format=form)
-    assert timing.finish == "stop" and len(text) < 12 and text.rstrip().endswith("}") and "{" not in text
+    text, summary = reply(demo, QUESTION, '{"name": "ä', format=form)
+    assert summary.finish == "stop" and len(text) < 12 and text.rstrip().endswith("}") and "{" not in text

@@ -38,8 +38,8 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_returned(demo: Llama, whole: str, stop: str) -> None:
     answer = Answer(demo, ask(QUESTION, stop=("not there at all", stop)))
     assert text_of(answer.deltas()) == whole[: whole.index(stop)]
-    assert answer.timing.finish == "stop" and answer.timing.stop_string == stop
-    assert answer.timing.answer_tokens <= len(demo.tokenize(whole.encode(), False))
+    assert answer.summary.finish == "stop" and answer.summary.stop_string == stop
+    assert answer.summary.answer_tokens <= len(demo.tokenize(whole.encode(), False))
 
 
 def test_code_points_split_over_tokens_come_whole(demo: Llama) -> None:
@@ -71,7 +71,7 @@ def test_probabilities_add_up_and_the_likeliest_token_is_taken_at_temperature_0(
     answer = Answer(demo, ask(QUESTION, max_tokens=12, n_logprobs=20))
     deltas = answer.deltas()
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
-    assert len(logprobs) == answer.timing.answer_tokens == 12
+    assert len(logprobs) == answer.summary.answer_tokens == 12
     for logprob in logprobs:
         chances = [each.logprob for each in logprob.top]
         likeliest = logprob.top[0]
@@ -113,10 +113,10 @@ def test_logprobs_of_a_stop_string_are_not_returned(demo: Llama, whole: str) -> 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, 1), (5, 5), (None, 508), (0, 508), (-1, 508)])
 def test_the_limit_of_tokens(demo: Llama, n: int | None, expected: int) -> None:
-    _, timing = reply(demo, prompt="What does moegguf", max_tokens=n, logit_bias=endless(demo), shift=False)
-    room = 512 - timing.prompt_tokens - timing.cached_tokens
-    assert (timing.answer_tokens, timing.finish) == (min(expected, room), "length")
-    assert len(timing.context) == timing.prompt_tokens + timing.cached_tokens + timing.answer_tokens
+    _, summary = reply(demo, prompt="What does moegguf", max_tokens=n, logit_bias=endless(demo), shift=False)
+    room = 512 - summary.prompt_tokens - summary.cached_tokens
+    assert (summary.answer_tokens, summary.finish) == (min(expected, room), "length")
+    assert len(summary.context) == summary.prompt_tokens + summary.cached_tokens + summary.answer_tokens
 
 
 def test_a_prompt_goes_on_where_an_earlier_answer_ended(demo: Llama) -> None:
@@ -165,10 +165,10 @@ def test_bytes_of_tokens_join_to_the_characters_of_a_text(demo: Llama) -> None:
 
 def test_an_answer_that_ignores_its_end_goes_on_to_the_limit_unless_a_format_ends_it(demo: Llama) -> None:
     assert reply(demo, "Hi", max_tokens=100)[1].finish == "stop"
-    text, timing = reply(demo, "Hi", max_tokens=100, ignore_eos=True)
-    assert (timing.answer_tokens, timing.finish) == (100, "length")
-    text, timing = reply(demo, "Hi", max_tokens=100, ignore_eos=True, format={"const": 7})
-    assert (text, timing.finish) == ("7", "stop")
+    text, summary = reply(demo, "Hi", max_tokens=100, ignore_eos=True)
+    assert (summary.answer_tokens, summary.finish) == (100, "length")
+    text, summary = reply(demo, "Hi", max_tokens=100, ignore_eos=True, format={"const": 7})
+    assert (text, summary.finish) == ("7", "stop")
 
 
 def test_a_bias_of_a_text_is_that_of_each_of_its_tokens(demo: Llama) -> None:
@@ -196,7 +196,7 @@ def test_a_request_for_less_context_is_answered_as_by_a_model_with_that_context(
         assert texts[0] == texts[1]
         assert answers[0].prompt.tokens == answers[1].prompt.tokens
         for name in ("cut_messages", "cut_tokens", "n_shifts", "answer_tokens", "finish"):
-            assert getattr(answers[0].timing, name) == getattr(answers[1].timing, name)
+            assert getattr(answers[0].summary, name) == getattr(answers[1].summary, name)
     with pytest.raises(ContextError, match="context window of 256"):
         Answer(large, ask(prompt=long, truncate=False, num_ctx=256))
 
@@ -241,7 +241,7 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
     deltas = answer.deltas()
     assert text_of(deltas) == ""
     assert "".join(piece.thinking for piece in deltas)
-    assert 0 < answer.timing.thinking_tokens <= answer.timing.answer_tokens
+    assert 0 < answer.summary.thinking_tokens <= answer.summary.answer_tokens
 
 
 def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
@@ -354,6 +354,6 @@ def test_without_a_token_for_the_end_an_answer_stops_where_its_form_is_complete(
     monkeypatch.setattr(type(demo.vocabulary), "is_end", lambda self, token: False)
     monkeypatch.setattr(type(demo.vocabulary), "end_tokens", lambda self: [])
     monkeypatch.setattr(sampler, "_matcher_tokens", WeakKeyDictionary())
-    text, timing = reply(demo, QUESTION, format={"properties": {"n": {"const": 7}}, "required": ["n"]}, max_tokens=50)
+    text, summary = reply(demo, QUESTION, format={"properties": {"n": {"const": 7}}, "required": ["n"]}, max_tokens=50)
     assert json.loads(text) == {"n": 7}
-    assert timing.finish == "stop"
+    assert summary.finish == "stop"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,14 @@ from answering import (
 )
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import Chunk, has_kernels
+from moegguf.engine.sequences import SequenceTokens, has_kernels
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError, SchemaError, TemplateError
-from moegguf.generate.answer import BatchedAnswer
-from moegguf.generate.request import GenerationRequest, PromptProgress, TokenLogprob
-from moegguf.native import library
+from moegguf.generate.request import PromptProgress, Request, TokenLogprob
+from moegguf.generate.sequence import Sequence, Task
 from moegguf.native.events import Phase
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
+from moegguf.testing.library import arm_fault
 
 BOUND = 1.0  # of a logprob of the tiny models, whose random routers amplify last bits most
 PER_BLOCK = 25
@@ -66,7 +66,7 @@ def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
         yield many, one
 
 
-def of_tokens(llm: Llama, tokens: Sequence[int], **options: Any) -> GenerationRequest:
+def of_tokens(llm: Llama, tokens: list[int], **options: Any) -> Request:
     """A request for a prompt of these tokens, answered up to its limit."""
     options = {"max_tokens": 8, "n_logprobs": 2, "logit_bias": endless(llm), "return_context": False, **options}
     return ask(prompt="", context=tuple(tokens), **options)
@@ -76,12 +76,12 @@ def random_tokens(llm: Llama, random: Random, n_tokens: int) -> list[int]:
     return [int(token) for token in random.integers(0, llm.n_vocab(), n_tokens)]
 
 
-def solo(llm: Llama, request: GenerationRequest) -> list[TokenLogprob]:
+def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
     llm.reset()
     return [logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs]
 
 
-def assert_same(received: Sequence[TokenLogprob], alone: Sequence[TokenLogprob]) -> None:
+def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None:
     """Equal, where kernels are batch-invariant; else the same text up to a token that two logits decide within BOUND,
     and logprobs within BOUND up to there."""
     if BATCH_INVARIANT:
@@ -102,7 +102,7 @@ class RandomSubset:
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+    def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
         return [answer for answer in running if self._random.random() < 0.7]
 
     def ran(self, step: object) -> None:
@@ -114,8 +114,8 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
     many, one = pair
     random = np.random.default_rng(block)
     shared = random_tokens(one, random, 40)
-    requests, received, cancelled, poisoned = list[GenerationRequest](), list[Received](), set[int](), set[int]()
-    submitted: list[BatchedAnswer] = []
+    requests, received, cancelled, poisoned = list[Request](), list[Received](), set[int](), set[int]()
+    submitted: list[Sequence] = []
     for i in range(PER_BLOCK):
         tokens = shared[: int(random.integers(0, 40))] + random_tokens(one, random, int(random.integers(1, 60)))
         options: dict[str, Any] = {"max_tokens": int(random.integers(1, 12))}
@@ -142,14 +142,14 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             cancelled.add(i)
             loop.cancel(submitted[i])
         if random.random() < 0.05:
-            library.arm_fault("read", 1)  # once: those that need the expert read it again
+            arm_fault("read", 1)  # once: those that need the expert read it again
 
     schedule = Scripted(meddle, RandomSubset(random))
     with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:
         for events in received:
             while not events.ended.wait(0.01):
                 submit_one()
-    library.arm_fault("read", 0)
+    arm_fault("read", 0)
     for i, events in enumerate(received):
         if i in poisoned:
             assert isinstance(events.error, OptionError) or i in cancelled
@@ -157,8 +157,8 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
         assert events.error is None
         assert_same(events.logprobs, solo(one, requests[i]))
         if i not in cancelled:
-            assert events.timing.answer_tokens == requests[i].sampling.max_tokens
-            assert events.timing.finish == "length"
+            assert events.summary.answer_tokens == requests[i].sampling.max_tokens
+            assert events.summary.finish == "length"
 
 
 def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama, Llama]) -> None:
@@ -190,7 +190,7 @@ def test_a_request_without_others_has_the_bits_of_a_solo_one(pair: tuple[Llama, 
     with running(many) as loop:
         [received] = answers_of(loop, [request])
     assert received.logprobs == solo(one, request)
-    assert received.timing.prompt_tokens == 70
+    assert received.summary.prompt_tokens == 70
     assert received.progress[-1].n_done == 70
 
 
@@ -218,8 +218,8 @@ def test_a_prefix_that_all_share_is_computed_once(pair: tuple[Llama, Llama], opt
     with running(many) as loop:
         received = answers_of(loop, requests)
         later = answers_of(loop, requests[:1])
-    assert sorted(events.timing.prompt_tokens for events in received) == [5] * 5 + [125]
-    assert later[0].timing.cached_tokens == 124, "what has ended is kept"
+    assert sorted(events.summary.prompt_tokens for events in received) == [5] * 5 + [125]
+    assert later[0].summary.cached_tokens == 124, "what has ended is kept"
     for events, request in zip(received, requests, strict=True):
         assert_same(events.logprobs, solo(one, request))
 
@@ -231,7 +231,7 @@ def test_the_prompt_of_another_owner_is_not_waited_for(pair: tuple[Llama, Llama]
         many.context.clear()
         stream = Scripted()
         answers_together(many, [of_tokens(one, prompt, owner=owner) for owner in owners], stream)
-        assert len(stream.steps[0].answers) == n_first
+        assert len(stream.steps[0].sequences) == n_first
 
 
 def test_answers_take_turns_where_passes_are_shorter_than_they_are_many(load: Load) -> None:
@@ -242,10 +242,10 @@ def test_answers_take_turns_where_passes_are_shorter_than_they_are_many(load: Lo
     many.n_batch, stream = 2, Scripted()
     received = answers_together(many, requests, stream)
     assert {step.n_tokens for step in stream.steps} == {1, 2}
-    answering = [len(step.answers) for step in stream.steps]
+    answering = [len(step.sequences) for step in stream.steps]
     assert answering.count(2) > len(answering) // 2
     for events, request in zip(received, requests, strict=True):
-        assert (events.error, events.timing.answer_tokens) == (None, 8)
+        assert (events.error, events.summary.answer_tokens) == (None, 8)
         assert_same(events.logprobs, solo(one, request))
 
 
@@ -256,7 +256,7 @@ def test_steps_in_which_sequences_decode_have_128_tokens_at_most(load: Load) -> 
     late = [of_tokens(llm, random_tokens(llm, random, 100)) for _ in range(4)]
     received = answers_together(llm, [*early, *late], script)
     assert [events.error for events in received] == [None] * len(received)
-    n_tokens = [step.n_tokens for step in script.steps if len(step.answers) < step.n_tokens < 200]
+    n_tokens = [step.n_tokens for step in script.steps if len(step.sequences) < step.n_tokens < 200]
     assert max(n_tokens) == 128
 
 
@@ -273,9 +273,9 @@ def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(
     requests = [of_tokens(one, random_tokens(one, random, 150), max_tokens=60, **options) for _ in range(8)]
     stream = Scripted()
     received = answers_together(many, requests, stream)
-    assert max(len(step.answers) for step in stream.steps) >= 3
+    assert max(len(step.sequences) for step in stream.steps) >= 3
     for events, request in zip(received, requests, strict=True):
-        assert (events.error, events.timing.answer_tokens) == (None, 60)
+        assert (events.error, events.summary.answer_tokens) == (None, 60)
         assert_same(events.logprobs, solo(one, request))
 
 
@@ -298,7 +298,7 @@ def test_poisoned_requests_end_alone(load: Load) -> None:
         broken = loop.submit(good, failing)
         beside = Received()
         loop.submit(ask("Who are you?", max_tokens=30), beside)
-        while broken.slot is None:
+        while broken.kv is None:
             pass
         broken.sampler = None  # type: ignore[assignment]
         assert isinstance(failing.wait().error, AttributeError)
@@ -328,10 +328,10 @@ def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama],
     many, one = pair
     random = np.random.default_rng(9)
     requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=20) for _ in range(4)]
-    evaluate = many.context.eval_chunks
-    victims: list[BatchedAnswer] = []
+    evaluate = many.context.eval_sequences
+    victims: list[Sequence] = []
 
-    def fail_for_the_victim(chunks: Sequence[Chunk]) -> list[int] | None:
+    def fail_for_the_victim(chunks: list[SequenceTokens]) -> list[int] | None:
         if any(chunk.request == victim.number for chunk in chunks for victim in victims):
             raise ExpertIOError("expert 3 of layer 1 cannot be read")
         return evaluate(chunks)
@@ -340,7 +340,7 @@ def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama],
         if step == 5:
             victims.append(loop._running[2])
 
-    monkeypatch.setattr(many.context, "eval_chunks", fail_for_the_victim)
+    monkeypatch.setattr(many.context, "eval_sequences", fail_for_the_victim)
     with running(many, Scripted(choose_a_victim)) as loop:
         received = answers_of(loop, requests)
     assert [type(events.error) for events in received].count(ExpertIOError) == 1
@@ -356,12 +356,12 @@ def test_a_disk_that_fails_ends_the_step_and_the_loop_goes_on(pair: tuple[Llama,
 
     def fail(step: int) -> None:
         if step == 5:
-            library.arm_fault("read", 1, errno=5, sticky=True)
+            arm_fault("read", 1, errno=5, sticky=True)
 
     with running(many, Scripted(fail)) as loop:
         received = answers_of(loop, requests)
         assert all(isinstance(events.error, ExpertIOError) for events in received)
-        library.arm_fault("read", 0)
+        arm_fault("read", 0)
         [again] = answers_of(loop, requests[:1])
     assert_same(again.logprobs, solo(one, requests[0]))
 
@@ -378,17 +378,17 @@ def test_cancelling_ends_one_normally_and_all_at_once(pair: tuple[Llama, Llama])
 
     with running(many, Scripted(cancel)) as loop:
         submitted = [loop.submit(*each) for each in zip(requests, received, strict=True)]
-        assert [events.wait().timing.finish for events in received] == ["length", "cancelled", "length"]
+        assert [events.wait().summary.finish for events in received] == ["length", "cancelled", "length"]
         assert all(events.error is None for events in received)
-        assert 0 < received[1].timing.answer_tokens < 100
-        library.arm_fault("slow_read", 1, sticky=True)
+        assert 0 < received[1].summary.answer_tokens < 100
+        arm_fault("slow_read", 1, sticky=True)
         received = [Received() for _ in requests]
         submitted = [loop.submit(*each) for each in zip(requests, received, strict=True)]
         for answer in submitted:
             loop.cancel(answer)
-        assert all(events.wait().timing.finish == "cancelled" for events in received)
-        library.arm_fault("slow_read", 0)
-        assert answers_of(loop, requests[:1])[0].timing.finish == "length"
+        assert all(events.wait().summary.finish == "cancelled" for events in received)
+        arm_fault("slow_read", 0)
+        assert answers_of(loop, requests[:1])[0].summary.finish == "length"
 
 
 def test_a_full_context_shifts_in_each_sequence(load: Load) -> None:
@@ -398,8 +398,8 @@ def test_a_full_context_shifts_in_each_sequence(load: Load) -> None:
             loop, [ask(QUESTION, max_tokens=300 + 50 * i, logit_bias=endless(many)) for i in range(3)]
         )
     for i, events in enumerate(received):
-        assert (events.error, events.timing.answer_tokens) == (None, 300 + 50 * i)
-        assert events.timing.n_shifts >= 1
+        assert (events.error, events.summary.answer_tokens) == (None, 300 + 50 * i)
+        assert events.summary.n_shifts >= 1
 
 
 @pytest.mark.parametrize("n_seq_max", [1, 3])
@@ -414,17 +414,17 @@ def test_a_cancel_within_a_pass_of_a_prompt_keeps_the_passes_before(
         def on_progress(self, progress: PromptProgress) -> None:
             super().on_progress(progress)
             if progress.n_done == 32:
-                library.arm_fault("slow_read", 1, sticky=True)
+                arm_fault("slow_read", 1, sticky=True)
                 timers.append(threading.Timer(0.1, lambda: loop.cancel(submitted)))
                 timers[0].start()
 
     with running(llm) as loop:
         received = Interrupted()
         submitted = loop.submit(request, received)
-        assert received.wait().timing.finish == "cancelled" and received.progress[-1].n_done == 32
-        library.arm_fault("slow_read", 0)
+        assert received.wait().summary.finish == "cancelled" and received.progress[-1].n_done == 32
+        arm_fault("slow_read", 0)
         (again,) = answers_of(loop, [request])
-    assert (again.timing.cached_tokens, again.timing.prompt_tokens) == (32, 28)
+    assert (again.summary.cached_tokens, again.summary.prompt_tokens) == (32, 28)
     assert_same(again.logprobs, solo(llm, request))
 
 
@@ -439,12 +439,14 @@ def test_tasks_wait_for_the_answers_before_them(pair: tuple[Llama, Llama]) -> No
         failed: list[Exception] = []
         while not loop.n_running:
             pass
-        loop.submit_task(lambda: (first_done.append(first.ended.is_set()), ended.set()), lambda: None, failed.append)
+        loop.submit_task(
+            Task(lambda: (first_done.append(first.ended.is_set()), ended.set()), lambda: None, failed.append)
+        )
         loop.submit(request, second)
         assert ended.wait(60) and first_done == [True]
         assert second.wait().error is None
         assert loop.n_answer_tokens == 40 and loop.n_running == 0
-    late = loop.submit_task(lambda: None, lambda: None, failed.append)
+    late = loop.submit_task(Task(lambda: None, lambda: None, failed.append))
     assert [type(error) for error in failed] == [ClosedError] and not late.cancelled
 
 
@@ -456,7 +458,7 @@ def test_what_is_left_when_the_loop_closes_ends_as_cancelled(pair: tuple[Llama, 
             loop.submit(of_tokens(one, [1, 2, 3], max_tokens=200), events)
         while not loop.n_answer_tokens:
             pass
-    assert all(events.wait().timing.finish == "cancelled" or events.error for events in received)
+    assert all(events.wait().summary.finish == "cancelled" or events.error for events in received)
     late = Received()
     loop.submit(of_tokens(one, [1]), late)
     assert late.wait().error is not None
@@ -478,6 +480,6 @@ def test_memory_stays_flat_over_many_requests(pair: tuple[Llama, Llama]) -> None
 
 def test_a_prefix_that_was_copied_equals_no_prompt_of_the_models_own_methods(load: Load) -> None:
     llm = load(DEMO, n_seq_max=2, logits_all=False)
-    llm.context.eval_chunks([Chunk(1, [5, 6, 7], 0, 1, Phase.PREFILL)])
+    llm.context.eval_sequences([SequenceTokens(1, [5, 6, 7], 0, 1, Phase.PREFILL)])
     assert llm.context.copy(1, 0, 3)
     assert (llm.n_tokens, llm.input_ids[:3].tolist()) == (3, [-1] * 3)

@@ -20,8 +20,8 @@ from moegguf.controller.policies import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.engine.recording import TraceOptions
 from moegguf.gguf.experts import read_layout
-from moegguf.native.link_device import add_link_device
 from moegguf.quantities import MIB, Link
+from moegguf.testing.link_device import add_link_device
 from moegguf.trace.format import read
 from moegguf.trace.prompts import Prompt
 from moegguf.trace.simulate import Simulation, slots_of

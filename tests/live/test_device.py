@@ -21,15 +21,14 @@ from moegguf.engine.session import Place
 from moegguf.engine.warm_start import most_used
 from moegguf.errors import AllocationError, BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
-from moegguf.native import library
-from moegguf.native.link_device import add_link_device
 from moegguf.native.slot_sizes import padded, slot_sizes
 from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
+from moegguf.testing.library import arm_fault
+from moegguf.testing.link_device import add_link_device
 from tools.models import PRESETS
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
-ALLOC = 3  # enum moegguf_fault_kind
 LINK = Link(8e9, 5e-6)
 DEVICE_BYTES = 256 << 20
 WEIGHED_AT = WatchdogOptions().warm_tokens + WatchdogOptions().weighed_tokens  # tokens
@@ -197,18 +196,17 @@ def test_a_budget_that_changes_holds_what_prompts_are_staged_in_as_at_load(path:
 @on_servers()
 def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> None:
     """For a moment, and for good."""
-    arm = library.load().moegguf_fault_arm
     with behind_a_link(path, 40, 30) as llm:
         expected = greedy_logits(llm)
-        arm(ALLOC, 1, 0, 12)  # too little for both pools at once: slots are emptied first
+        arm_fault("alloc", 1, errno=12)  # too little for both pools at once: slots are emptied first
         llm.set_budget(vram_cache=share_of(path, 20))
         assert llm.stats().tiers[0].n_slots == 20 and llm.stats().tiers[0].slots_used == 0
         assert np.array_equal(greedy_logits(llm), expected)
-        arm(ALLOC, 2, 1, 12)  # the second arena, and everything after it
+        arm_fault("alloc", 2, sticky=True, errno=12)  # the second arena, and everything after it
         with pytest.raises(AllocationError, match="refused memory for 40 expert slots; there are 20 as before"):
             llm.set_budget(vram_cache="auto")
         assert llm.stats().tiers[0].n_slots == 20
-        arm(ALLOC, 0, 0, 0)
+        arm_fault("alloc", 0)
         assert np.array_equal(greedy_logits(llm), expected)
         with pytest.raises(BudgetError, match="holds no expert"):
             llm.set_budget(vram_cache="auto", expert_cache=1024)

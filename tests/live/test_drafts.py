@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Load, Received, TinyModel, answers_together, ask, endless
+from eager import WIDTH, Eager
 
 from moegguf.engine.drafts import Draft, Drafts, Source
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import has_kernels
 from moegguf.errors import ExpertIOError, MoeggufError, OptionError
 from moegguf.generate import drafting
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.gguf.experts import read_layout
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
-from tools.draft_check import WIDTH, Eager
 
 pytestmark = pytest.mark.skipif(
     not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
@@ -80,12 +80,12 @@ def llm() -> Iterator[Llama]:
         yield llm
 
 
-def request(number: int = 0, **options: Any) -> GenerationRequest:
+def request(number: int = 0, **options: Any) -> Request:
     options = {"max_tokens": 40, **options}
     return ask(prompt=f"{number} {CODE * 2}", return_context=True, **options)
 
 
-def answered(llm: Llama, requests: Sequence[GenerationRequest], drafts: Drafts | None) -> list[Received]:
+def answered(llm: Llama, requests: Sequence[Request], drafts: Drafts | None) -> list[Received]:
     """From an empty context."""
     llm.context.clear()
     llm.drafts, before = drafts, llm.drafts
@@ -97,14 +97,14 @@ def answered(llm: Llama, requests: Sequence[GenerationRequest], drafts: Drafts |
 
 def facts(received: Received) -> tuple[Any, ...]:
     """All of an answer but times, and counters of the whole model."""
-    timing = received.timing
-    return received.text, received.logprobs, timing.context, timing.finish, timing.stop_string, timing.answer_tokens
+    summary = received.summary
+    return received.text, received.logprobs, summary.context, summary.finish, summary.stop_string, summary.answer_tokens
 
 
-def check_recalled(llm: Llama, requests: Sequence[GenerationRequest]) -> None:
+def check_recalled(llm: Llama, requests: Sequence[Request]) -> None:
     """Answers with drafts that are right and wrong are those without."""
     undrafted = answered(llm, requests, None)
-    Recalled.known = [received.timing.context for received in undrafted]
+    Recalled.known = [received.summary.context for received in undrafted]
     Recalled.random, Recalled.n_accepted = np.random.default_rng(1), 0
     before = llm.stats()
     drafted = answered(llm, requests, Recalled(llm.n_seq_max))
@@ -140,7 +140,7 @@ def test_a_full_kv_cache_gives_up_drafts_before_answers(load: Load, tiny: TinyMo
 
 
 def test_an_expert_only_a_draft_needs_fails_nothing(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = type(llm.context).eval_chunks
+    evaluate = type(llm.context).eval_sequences
 
     def fail_drafts(context: Any, chunks: Any) -> Any:
         if any(chunk.draft for chunk in chunks):
@@ -149,8 +149,8 @@ def test_an_expert_only_a_draft_needs_fails_nothing(llm: Llama, eager: None, mon
 
     requests = [request(number, temperature=1.0, seed=number) for number in range(2)]
     undrafted = answered(llm, requests, None)
-    monkeypatch.setattr(type(llm.context), "eval_chunks", fail_drafts)
-    Recalled.known = [received.timing.context for received in undrafted]
+    monkeypatch.setattr(type(llm.context), "eval_sequences", fail_drafts)
+    Recalled.known = [received.summary.context for received in undrafted]
     drafted = answered(llm, requests, Recalled(llm.n_seq_max))
     assert [facts(received) for received in drafted] == [facts(received) for received in undrafted]
 

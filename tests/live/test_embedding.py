@@ -11,7 +11,7 @@ from moegguf.engine.llama import Llama
 from moegguf.errors import CapabilityError, ContextError, ExpertIOError, OptionError
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
-from moegguf.native import library
+from moegguf.testing.library import arm_fault
 
 TEXTS = ["a cat sat on the mat", "moegguf keeps experts in a cache", "x"]
 LONG = "word " * 600
@@ -156,9 +156,9 @@ def test_a_model_is_usable_after_a_fault_while_embedding(tiny: TinyModel, load: 
     path: Path = tiny("tiny-mix")
     llm = load(path, expert_cache="25%")
     expected = embed(llm, TEXTS).vectors
-    library.arm_fault("read", 1, errno=5, sticky=True)
+    arm_fault("read", 1, errno=5, sticky=True)
     with pytest.raises(ExpertIOError):
         embed(llm, ["something else altogether, which needs other experts"])
-    library.arm_fault("read", 0)
+    arm_fault("read", 0)
     assert embed(llm, TEXTS).vectors == expected
     assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3

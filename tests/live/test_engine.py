@@ -57,7 +57,7 @@ def test_fields_of_sampling_are_keywords(engine: Engine) -> None:
     assert engine.generate("moegguf runs", max_tokens=8, temperature=0)[0].text == expected[0].text
     assert engine.generate("moegguf runs", GREEDY, max_tokens=8)[0].text == expected[0].text
     until = expected[0].text[3]
-    assert engine.generate("moegguf runs", GREEDY, stop=until)[0].timing.stop_string == until
+    assert engine.generate("moegguf runs", GREEDY, stop=until)[0].summary.stop_string == until
     with pytest.raises(OptionError, match="max_tokens"):
         engine.generate("a", max_token=8)
 
@@ -131,7 +131,7 @@ def test_starters_are_answered_right_wherever_they_are_asked(quizzed: Engine) ->
     assert not wrong
     longest = [case.messages for case in cases if case.where.endswith("1,500 tokens of conversation")]
     (read,) = quizzed.chat([longest[0]], max_tokens=1)
-    assert read.timing.prompt_tokens + read.timing.cached_tokens > 1000
+    assert read.summary.prompt_tokens + read.summary.cached_tokens > 1000
 
 
 def test_much_of_what_it_cannot_know_it_does_not_tell(quizzed: Engine) -> None:

@@ -20,13 +20,14 @@ from moegguf.engine.upstream import UpstreamLlama
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
+from moegguf.testing.library import arm_fault, count_operations
 
 N_PROMPT, N_NEW = 20, 12
 
 
 def operations(kind: str) -> int:
     """Operations of a kind since the fault was armed."""
-    return library.load().moegguf_fault_count(library.FAULT[kind])
+    return count_operations(kind)
 
 
 def faults(*kinds: str) -> list[Any]:
@@ -62,13 +63,13 @@ def test_the_nth_operation_fails_for_every_n(
     llm = load(tiny(), expert_cache="40%", store=StoreOptions(**store))
     n_failed = 0
     for n in growing():
-        library.arm_fault(kind, n, sticky=sticky)
+        arm_fault(kind, n, sticky=sticky)
         try:
             assert np.array_equal(short_run(llm), clean)
         except errors.ExpertIOError:
             n_failed += 1
         met = operations(kind) >= n
-        library.arm_fault(kind, 0)
+        arm_fault(kind, 0)
         assert np.array_equal(short_run(llm), clean), f"the run after operation {n} failed"
         if not met:
             break
@@ -89,7 +90,7 @@ def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: 
     before = n_files()
     n_failed = n_smaller = 0
     for n in growing():
-        library.arm_fault(kind, n, sticky=sticky)
+        arm_fault(kind, n, sticky=sticky)
         llm = None
         try:
             with warnings.catch_warnings(record=True) as given:
@@ -98,7 +99,7 @@ def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: 
         except (errors.ExpertIOError, errors.AllocationError):
             n_failed += 1
         met = operations(kind) >= n
-        library.arm_fault(kind, 0)
+        arm_fault(kind, 0)
         if llm is None:
             llm = load(path, expert_cache="40%")
         elif llm.stats().n_slots < llm.plan.n_slots:
@@ -149,14 +150,14 @@ def cancel_in_a_read(llm: Llama, moments: list[float]) -> threading.Thread:
 
 def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference: Reference) -> None:
     llm = load(tiny(), expert_cache="40%")
-    library.arm_fault("slow_read", 5, sticky=True)
+    arm_fault("slow_read", 5, sticky=True)
     moments: list[float] = []
     thread = cancel_in_a_read(llm, moments)
     with pytest.raises(errors.GenerationCancelled):
         greedy_logits(llm)
     assert time.perf_counter() - moments[0] < 1.0
     thread.join()
-    library.arm_fault("slow_read", 0)
+    arm_fault("slow_read", 0)
     with pytest.raises(errors.GenerationCancelled):
         llm.eval([1])
     llm.resume()
@@ -165,7 +166,7 @@ def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference
 
 def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
-    library.arm_fault("slow_read", 5, sticky=True)
+    arm_fault("slow_read", 5, sticky=True)
     ended: list[BaseException] = []
 
     def run() -> None:
@@ -177,7 +178,7 @@ def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) ->
     thread = threading.Thread(target=run)
     thread.start()
     wait_for_a_read(llm)
-    library.arm_fault("slow_read", 0)
+    arm_fault("slow_read", 0)
     llm.close()
     thread.join(10)
     assert isinstance(ended[0], errors.GenerationCancelled)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from moegguf.generate.constraint import constraint_for
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.generate.sampler import Matcher, matcher_tokens
 from moegguf.native import library
 from tools import vendor
@@ -62,7 +62,7 @@ class Upstream:
 def test_the_tokens_that_a_grammar_allows_are_those_of_llama_cpp(name: str, demo: Llama) -> None:
     for seed in range(3):
         dice, upstream = random.Random(seed), Upstream(demo, GRAMMARS[name])
-        constraint = constraint_for(GenerationRequest(messages=(), grammar=GRAMMARS[name]), None)
+        constraint = constraint_for(Request(messages=(), grammar=GRAMMARS[name]), None)
         assert constraint is not None
         matcher = Matcher(constraint, matcher_tokens(demo.vocabulary))
         for _ in range(25):

@@ -1,7 +1,7 @@
 """Passes of several requests on a running model: told apart in events, replayed exactly, and grouped by schedule."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.llama import Llama
 from moegguf.engine.recording import TraceOptions
-from moegguf.engine.sequences import Chunk
-from moegguf.generate.answer import BatchedAnswer
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.generate.engine import Engine
-from moegguf.generate.kv_slots import Step
+from moegguf.generate.kv_sequences import Step
 from moegguf.generate.request import Sampling
+from moegguf.generate.sequence import Sequence
 from moegguf.native.events import Phase
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
@@ -36,10 +36,12 @@ def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lamb
     tokens = random.integers(0, llm.n_vocab(), (N_SEQUENCES, N_PROMPT + N_DECODE)).tolist()
     requests = [llm.context.begin_request() for _ in range(N_SEQUENCES)]
     for half in (range(2), range(2, N_SEQUENCES)):
-        llm.context.eval_chunks([Chunk(s, tokens[s][:N_PROMPT], 0, requests[s], Phase.PREFILL) for s in half])
+        llm.context.eval_sequences(
+            [SequenceTokens(s, tokens[s][:N_PROMPT], 0, requests[s], Phase.PREFILL) for s in half]
+        )
     for at in range(N_PROMPT, N_PROMPT + N_DECODE):
-        chunks = [Chunk(s, [tokens[s][at]], at, requests[s], Phase.DECODE) for s in range(N_SEQUENCES)]
-        after_each(llm.context.eval_chunks(chunks) or [])
+        chunks = [SequenceTokens(s, [tokens[s][at]], at, requests[s], Phase.DECODE) for s in range(N_SEQUENCES)]
+        after_each(llm.context.eval_sequences(chunks) or [])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ class Counted:
         self.inner = inner
         self.counts: list[tuple[int, int]] = []
 
-    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+    def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
         chosen = self.inner.choose(running)
         n_chosen, n_running = (sum(answer.decodes for answer in answers) for answers in (chosen, running))
         self.counts.append((n_chosen, n_running))

@@ -12,16 +12,16 @@ from hybrid_model import write_hybrid
 from pictures import message, png
 from rpc_device import on_servers
 
-from moegguf.engine import kept_contexts
-from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
-from moegguf.engine.kept_contexts import BLOCK_TOKENS, KeptContexts
+from moegguf.engine import prefix_cache
+from moegguf.engine.kv_block_store import About, KvBlockStore, default_folder, stored_blocks
 from moegguf.engine.llama import Llama
+from moegguf.engine.prefix_cache import BLOCK_TOKENS, PrefixCache
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
 from moegguf.gguf.reader import read_gguf
-from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import GIB, Link
+from moegguf.testing.link_device import add_link_device
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {
@@ -59,7 +59,7 @@ def answer(engine: Engine, prompt: Sequence[int], owner: str = "", **sampling: A
 
 
 def computed(found: EngineAnswer) -> tuple[int, int]:
-    return found.timing.prompt_tokens, found.timing.disk_tokens
+    return found.summary.prompt_tokens, found.summary.disk_tokens
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_restored_context_goes_on_with_the_same_bits(
             found = answer(first, prompt)
             assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
             assert computed(found) == (n_computed, n_disk)
-    longer = [*expected.timing.context, *prompt_of(70, seed=1)]  # the next turn
+    longer = [*expected.summary.context, *prompt_of(70, seed=1)]  # the next turn
     expected = unkept(model, longer)
     with engine(model, parallel=n_parallel) as later:
         found = answer(later, longer)
@@ -105,7 +105,7 @@ def test_another_question_computes_the_rest(name: str, tiny: TinyModel, unkept: 
         for other, wanted in zip(others, expected, strict=True):
             found = answer(later, other)
             assert (found.text, found.logprobs) == (wanted.text, wanted.logprobs)
-            assert found.timing.cached_tokens >= 4 * BLOCK_TOKENS
+            assert found.summary.cached_tokens >= 4 * BLOCK_TOKENS
 
 
 def test_whole_states_are_kept_of_what_cannot_be_cut(tmp_path: Path, unkept: Callable[..., EngineAnswer]) -> None:
@@ -113,7 +113,7 @@ def test_whole_states_are_kept_of_what_cannot_be_cut(tmp_path: Path, unkept: Cal
     with engine(model, context_store=0) as never_stopped:
         assert never_stopped.llm.n_seq_max == 1
         first_turn = answer(never_stopped, prompt)
-        longer = [*first_turn.timing.context, *prompt_of(70, seed=1)]
+        longer = [*first_turn.summary.context, *prompt_of(70, seed=1)]
         expected = answer(never_stopped, longer)
         assert computed(expected) == (71, 0)  # the last token of the answer was not evaluated
     with engine(model) as first:
@@ -210,7 +210,7 @@ def block_paths() -> list[Path]:
 
 def crafted(path: Path, index: int) -> None:
     """With the right checksum: another type of K, more rows than there are, positions of another block."""
-    store = ContextStore(default_folder(), GIB)
+    store = KvBlockStore(default_folder(), GIB)
     data = store.read(path.name)
     words = np.frombuffer(data, np.int32).copy()
     words[{0: 4 + 3 * BLOCK_TOKENS + 2, 1: 3, 2: 4}[index]] += 1
@@ -241,7 +241,7 @@ def test_what_cannot_be_used_is_computed(
     with engine(DEMO) as later:
         found = answer(later, prompt)
         assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
-        assert found.timing.disk_tokens == (2 * BLOCK_TOKENS if n_damaged == 1 else 0)
+        assert found.summary.disk_tokens == (2 * BLOCK_TOKENS if n_damaged == 1 else 0)
     with engine(DEMO) as again:  # what was computed took its place
         found = answer(again, prompt)
         assert found.logprobs == expected.logprobs
@@ -249,9 +249,9 @@ def test_what_cannot_be_used_is_computed(
 
 
 def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_contexts, "MOST_QUEUED_BYTES", 1)  # one block at a time
-    prompt, kept, keep = prompt_of(10 * BLOCK_TOKENS), [], KeptContexts._keep_state
-    monkeypatch.setattr(KeptContexts, "_keep_state", lambda *given: kept.append(keep(*given)) or kept[-1])
+    monkeypatch.setattr(prefix_cache, "MOST_QUEUED_BYTES", 1)  # one block at a time
+    prompt, kept, keep = prompt_of(10 * BLOCK_TOKENS), [], PrefixCache._keep_state
+    monkeypatch.setattr(PrefixCache, "_keep_state", lambda *given: kept.append(keep(*given)) or kept[-1])
     with engine(DEMO) as first:
         answer(first, prompt, max_tokens=1)
     assert not all(kept)
@@ -266,14 +266,14 @@ def test_old_sequences_give_way_to_what_is_restored(unkept: Callable[..., Engine
         with engine(DEMO, parallel=4, n_ctx=512, kv_tokens=1024) as small:
             found = [answer(small, prompt) for prompt in prompts]
         assert [each.logprobs for each in found] == expected
-        assert [each.timing.prompt_tokens for each in found] == [n_computed] * 4
+        assert [each.summary.prompt_tokens for each in found] == [n_computed] * 4
 
 
 def test_what_was_computed_with_dropped_tokens_is_not_kept(unkept: Callable[..., EngineAnswer]) -> None:
     prompt, sampling = prompt_of(200), {"max_tokens": 300}
     with engine(DEMO, parallel=1, n_ctx=256, context_store=0) as alone:
         expected = answer(alone, prompt, **sampling)
-        assert expected.timing.n_shifts
+        assert expected.summary.n_shifts
     for _ in range(2):
         with engine(DEMO, parallel=1, n_ctx=256) as kept:
             assert answer(kept, prompt, **sampling).logprobs == expected.logprobs

@@ -17,13 +17,13 @@ from tools.models.vocabulary import SPECIALS, build_vocabulary
 torch = pytest.importorskip("torch", reason="the tool needs torch (the extra `lab`), which is not installed")
 pytest.importorskip("tokenizers", reason="the tool needs tokenizers (the extra `lab`), which is not installed")
 
-from predictors.models.moefication import clustering, convert, distil, export, source  # noqa: E402
-from predictors.models.moefication.card import unevenness  # noqa: E402
-from predictors.models.moefication.network import Network, Shape  # noqa: E402
 from predictors.study.controls import probabilities  # noqa: E402
+from recipes.moefication import clustering, convert, distil, export, source  # noqa: E402
+from recipes.moefication.card import unevenness  # noqa: E402
+from recipes.moefication.network import Network, Shape  # noqa: E402
 
 if TYPE_CHECKING:
-    from predictors.models.moefication.convert import Split
+    from recipes.moefication.convert import Split
 
 N_VOCAB, N_EXPERT, N_SHARED, N_FF_EXP = 320, 6, 2, 32
 SHAPE = Shape(N_VOCAB, 2, 64, N_FF_EXP * (N_EXPERT + N_SHARED), 2, 1, 256, 10_000.0, 1e-5)

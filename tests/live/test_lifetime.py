@@ -23,6 +23,7 @@ from waiting import status_of
 
 from moegguf import errors
 from moegguf.native import library
+from moegguf.testing.library import FAULT, arm_fault
 
 CHILD_TIMEOUT_S = 30
 
@@ -123,13 +124,13 @@ def test_a_load_that_fails_leaves_nothing(tiny: TinyModel, tmp_path: Path, fault
         options["type_v"] = 2  # Q4_0, which llama.cpp refuses without flash attention
 
     def fail() -> None:
-        if fault in library.FAULT:
-            library.arm_fault(fault, 1, sticky=True)
+        if fault in FAULT:
+            arm_fault(fault, 1, sticky=True)
         expected = (OSError, errors.AllocationError, errors.GenerationCancelled, errors.ModelFormatError)
         with pytest.raises((*expected, errors.BudgetError)):
             Llama(path, **options)
-        if fault in library.FAULT:
-            library.arm_fault(fault, 0)
+        if fault in FAULT:
+            arm_fault(fault, 0)
 
     Llama(tiny(), expert_cache="40%", verbose=False).close()
     fail()

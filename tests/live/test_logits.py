@@ -10,14 +10,15 @@ import pytest
 from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, endless, reply
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import Chunk
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError, SchemaError
-from moegguf.generate.kv_slots import MAX_LOGITS_BYTES
+from moegguf.generate.kv_sequences import MAX_LOGITS_BYTES
 from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler, logprob_of
 from moegguf.native import library
 from moegguf.native.events import Phase
+from moegguf.testing.library import arm_fault
 
 EMPTY = "{{ '' }}"  # a template that renders no text
 WITH_BOS = {"kv_overrides": {"tokenizer.ggml.add_bos_token": True}}
@@ -51,7 +52,7 @@ def test_an_empty_prompt_begins_with_bos(load: Load, options: dict[str, Any]) ->
         answer = Answer(llm, request)
         assert answer.prompt.tokens == expected
         answer.deltas()
-        assert answer.timing.prompt_tokens == 1
+        assert answer.summary.prompt_tokens == 1
 
 
 def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
@@ -59,17 +60,17 @@ def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
     reply(llm, "Who are you?", max_tokens=1)
     answer = Answer(llm, ask("word " * 100))
     answer.deltas(answer.cancel)
-    assert answer.timing.finish == "cancelled" and answer.timing.answer_tokens == 0
+    assert answer.summary.finish == "cancelled" and answer.summary.answer_tokens == 0
     assert_no_logits(llm)
 
 
 def test_a_prompt_that_fails_leaves_no_logits(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%", logits_all=False)
     llm.eval([1, 2, 3])
-    library.arm_fault("stat", 1, sticky=True)
+    arm_fault("stat", 1, sticky=True)
     with pytest.raises(ExpertIOError):
         llm.eval([4, 5, 6])
-    library.arm_fault("stat", 0)
+    arm_fault("stat", 0)
     assert_no_logits(llm)
     llm.cancel()
     with pytest.raises(GenerationCancelled):
@@ -111,14 +112,18 @@ def test_a_state_that_is_loaded_has_no_logits(load: Load) -> None:
 
 def test_a_pass_of_several_gives_only_its_own_rows(load: Load) -> None:
     llm = load(DEMO, n_seq_max=2, logits_all=False)
-    rows = llm.context.eval_chunks([Chunk(0, [5, 6], 0, 1, Phase.PREFILL), Chunk(1, [7], 0, 2, Phase.PREFILL, False)])
+    rows = llm.context.eval_sequences(
+        [SequenceTokens(0, [5, 6], 0, 1, Phase.PREFILL), SequenceTokens(1, [7], 0, 2, Phase.PREFILL, False)]
+    )
     assert rows == [1, 2]
     llm.context.logits(1)
     for row in (-1, 0, 2, 3):
         with pytest.raises(OptionError, match="no logits of this request"):
             llm.context.logits(row)
     with pytest.raises(OptionError, match="has no tokens"):
-        llm.context.eval_chunks([Chunk(0, [8], 2, 1, Phase.DECODE), Chunk(1, [], 1, 2, Phase.DECODE)])
+        llm.context.eval_sequences(
+            [SequenceTokens(0, [8], 2, 1, Phase.DECODE), SequenceTokens(1, [], 1, 2, Phase.DECODE)]
+        )
     with pytest.raises(OptionError, match="no logits of this request"):
         llm.context.logits(1)
 
@@ -134,12 +139,12 @@ def test_prompt_logprobs_are_those_of_the_logits(load: Load, n_seq_max: int, mon
     scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, prompt_only=True)
     reply(llm, prompt="", context=tuple(tokens), max_tokens=2)  # a prefix that could be reused
     for max_rows in (MAX_LOGITS_BYTES // (4 * llm.n_vocab()), 5):
-        monkeypatch.setattr("moegguf.generate.kv_slots.MAX_LOGITS_BYTES", 4 * llm.n_vocab() * max_rows)
+        monkeypatch.setattr("moegguf.generate.kv_sequences.MAX_LOGITS_BYTES", 4 * llm.n_vocab() * max_rows)
         answer = Answer(llm, scored)
         (delta,) = answer.deltas()
-        timing = answer.timing
-        assert (timing.prompt_tokens, timing.cached_tokens, timing.answer_tokens) == (len(tokens), 0, 0)
-        assert timing.finish == "length" and not delta.text and not delta.logprobs
+        summary = answer.summary
+        assert (summary.prompt_tokens, summary.cached_tokens, summary.answer_tokens) == (len(tokens), 0, 0)
+        assert summary.finish == "length" and not delta.text and not delta.logprobs
         assert [each.token for each in delta.prompt] == tokens
         found = [each.logprob for each in delta.prompt[1:]]
         assert found == pytest.approx([expected[n, token] for n, token in enumerate(tokens[1:])], abs=0.05)

@@ -20,17 +20,18 @@ from scripted_manager import n_files
 
 from moegguf.engine.machine import Device, Memory
 from moegguf.errors import BudgetError, DeviceLostError, ExpertIOError, ModelNotFoundError
-from moegguf.generate.request import Delta, GenerationRequest, Sampling
+from moegguf.generate.request import Delta, Request, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.model_manager import ModelManager
+from moegguf.serving.worker_process import Workers
 from moegguf.settings import Settings
 from tools.models import PRESETS, write_model
 
 ONE_THREAD = LoadOverrides(n_threads=1)
-ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
+ENDLESS = Request(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
 class Files:
@@ -68,15 +69,13 @@ async def running_manager(files: Files, **settings: Any) -> AsyncIterator[ModelM
     assert n_files() <= n_before
 
 
-def story(seed: int, n_tokens: int = 16) -> GenerationRequest:
-    return GenerationRequest(prompt=f"story {seed}:", sampling=Sampling(seed=seed, max_tokens=n_tokens))
+def story(seed: int, n_tokens: int = 16) -> Request:
+    return Request(prompt=f"story {seed}:", sampling=Sampling(seed=seed, max_tokens=n_tokens))
 
 
-async def generate(
-    manager: ModelManager, name: str, generation: GenerationRequest, overrides: LoadOverrides = ONE_THREAD
-) -> str:
+async def generate(manager: ModelManager, name: str, request: Request, overrides: LoadOverrides = ONE_THREAD) -> str:
     async with manager.lease(name, overrides) as lease:
-        return "".join([event.text async for event in lease.answer(generation) if isinstance(event, Delta)])
+        return "".join([event.text async for event in lease.answer(request) if isinstance(event, Delta)])
 
 
 async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(files: Files, tmp_path: Path) -> None:
@@ -229,7 +228,7 @@ except OSError:
 sys.argv[1:] = sys.argv[5:]
 worker.main()
 """
-QUESTION = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=24))
+QUESTION = Request(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=24))
 GPU = Device("RPC0", 0, 6 << 30, 8 << 30)
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -240,7 +239,8 @@ async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[
     with server() as (rpc, port):
         command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
         settings = Settings(memory_bytes=4 << 30, loading={"n_ctx": 512, "n_parallel": n_parallel})
-        async with ModelManager(Files(a=path), settings, command=command, devices=lambda: [GPU]) as manager:
+        workers = Workers(command=command)
+        async with ModelManager(Files(a=path), settings, workers=workers, devices=lambda: [GPU]) as manager:
             yield manager
 
 

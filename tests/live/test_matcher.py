@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 
 from moegguf.generate.constraint import Constraint, constraint_for
 from moegguf.generate.parsing import answer_parser
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.generate.sampler import Matcher, matcher_tokens
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def walk(llm: Llama) -> Callable[[Constraint | None], Walk]:
 
 
 def schema_constraint(schema: Any, template: str | None = None, **options: Any) -> Constraint | None:
-    return constraint_for(GenerationRequest(messages=(), format=schema, **options), template)
+    return constraint_for(Request(messages=(), format=schema, **options), template)
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
@@ -203,7 +203,7 @@ def test_integers_between_bounds(llm: Llama, low: int | None, high: int | None, 
 def test_a_thinking_model_may_think_first(walk: Callable[..., Walk]) -> None:
     def accepts(text: str, *, think: bool | None = None, prompt_end: str = "") -> bool:
         return walk(
-            constraint_for(GenerationRequest(messages=(), format="json", think=think), templates.QWEN, prompt_end)
+            constraint_for(Request(messages=(), format="json", think=think), templates.QWEN, prompt_end)
         ).accepts(text)
 
     assert accepts('<think>\nA <tag>, a <</think>\n\n{"a": 1}')
@@ -247,7 +247,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_forced_call_is_one_that_the_parser_finds(kind: str, walk: Callable[..., Walk]) -> None:
-    ask = GenerationRequest(messages=(), tools=TOOLS, tool_choice="get_weather", think=False)
+    ask = Request(messages=(), tools=TOOLS, tool_choice="get_weather", think=False)
     answers = [walk(constraint_for(ask, FAMILIES[kind])).random(seed) for seed in range(6)]
     finished = [answer for answer in answers if answer is not None]
     assert finished
@@ -261,7 +261,7 @@ def test_a_forced_call_is_one_that_the_parser_finds(kind: str, walk: Callable[..
 
 
 def test_a_required_call_may_be_any_of_the_tools(walk: Callable[..., Walk]) -> None:
-    constraint = constraint_for(GenerationRequest(messages=(), tools=TOOLS, tool_choice="required"), templates.QWEN)
+    constraint = constraint_for(Request(messages=(), tools=TOOLS, tool_choice="required"), templates.QWEN)
     assert walk(constraint).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     assert walk(constraint).accepts('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>')
     assert not walk(constraint).accepts('<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>')

@@ -192,10 +192,7 @@ def test_a_name_has_its_adapter_and_its_draft_model(tuned: SimpleNamespace) -> N
 def test_a_worker_loads_both_within_the_plan(tuned: SimpleNamespace) -> None:
     plain = tuned.catalog.find(str(tuned.path))
     memory = Memory(1 << 32, 1 << 32, "a test", 0)
-    sizes = [
-        measure(entry, LoadOverrides(), read_settings(), memory)
-        for entry in (tuned.entry, plain)
-    ]
+    sizes = [measure(entry, LoadOverrides(), read_settings(), memory) for entry in (tuned.entry, plain)]
     config = sizes[0].load_config(sizes[0].plan_within(sizes[0].wanted))
     assert (config.options["lora_path"], config.options["draft"]) == (str(tuned.adapter), str(tuned.path))
     assert sizes[0].wanted["RAM"] - sizes[1].wanted["RAM"] == read_adapter(tuned.adapter).n_bytes

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from eager import Eager
 from rpc_device import in_child
 from running import Llama, Load, Own, Reference, TinyModel, greedy_logits, random_prompt, share_for
 
@@ -27,12 +28,12 @@ from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import DeviceSlots, StoreOptions
 from moegguf.quantities import Link
+from moegguf.testing.library import arm_fault
 from moegguf.trace.format import read
 from moegguf.trace.prompts import Prompt
 from moegguf.trace.recorder import Recorder
 from moegguf.trace.simulate import RAM, STAGING, VRAM, SimOptions, SimResult, Simulation, TierSpan
 from moegguf.trace.trace import Trace
-from tools.draft_check import Eager
 
 COUNTED = ("lookups", "misses", "evictions")
 PAIRS = [
@@ -236,10 +237,10 @@ def test_a_failed_or_cancelled_pass_does_not_break_the_file(tiny: TinyModel, loa
     llm = load(tiny(), trace=tmp_path / "t", **TIGHT)
     prompt = random_prompt(llm, 12)
     greedy_logits(llm, prompt, 2)
-    library.arm_fault("read", 1, sticky=True)
+    arm_fault("read", 1, sticky=True)
     with pytest.raises(Exception, match="read"):
         greedy_logits(llm, random_prompt(llm, 12, seed=1), 2)
-    library.arm_fault("read", 0)
+    arm_fault("read", 0)
     llm.cancel()
     with pytest.raises(GenerationCancelled):
         llm.eval([1])

@@ -44,11 +44,11 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.native import library
-from moegguf.native.link_device import add_link_device, link_device
 from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
 from moegguf.settings import cache_folder
 from moegguf.terminal.statistics import expert_lines
+from moegguf.testing.link_device import add_link_device, link_device
 from moegguf.trace.format import read
 from moegguf.trace.simulate import SimOptions, Simulation, TierSpan
 

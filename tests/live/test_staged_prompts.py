@@ -13,9 +13,9 @@ from test_identity import MODELS
 
 from moegguf.engine.devices import gpus
 from moegguf.gguf.experts import read_layout
-from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions, Tier
 from moegguf.quantities import Link
+from moegguf.testing.link_device import add_link_device
 
 OPTIONS: dict[str, Any] = {"n_ctx": 320, "n_threads": 1, "logits_all": True, "verbose": False}
 PROMPTS = (1, 2, 3, 4, 8, 9, 32, 33, 128)

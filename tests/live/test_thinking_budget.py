@@ -13,7 +13,7 @@ from answering import DEMO, QUESTION, Answer, answers_together, ask, endless, te
 from moegguf.engine.llama import Llama
 from moegguf.generate.continuation import Continuation
 from moegguf.generate.prompt import Prompt
-from moegguf.generate.request import GenerationRequest, Sampling
+from moegguf.generate.request import Request, Sampling
 from moegguf.generate.thinking_budget import thinking_budget_of
 
 TURNS = "{{ tools or '' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -33,7 +33,7 @@ TO_SELF, TO_USER = " to=self<|message|>", "<|eom|><|start|>assistant to=user<|me
 def written(llm: Llama, text: str, prompt: Prompt, **options: Any) -> str:
     """The answer of a model that writes `text`, token by token, wherever nothing is forced, and `...` at its end."""
     sampling = Sampling(**{name: options.pop(name) for name in list(options) if name.startswith("reasoning")})
-    budget = thinking_budget_of(llm, GenerationRequest(prompt="", sampling=sampling, **options), prompt)
+    budget = thinking_budget_of(llm, Request(prompt="", sampling=sampling, **options), prompt)
     vocabulary = llm.vocabulary
     wanted, answer = deque(vocabulary.tokens(text)), b""
     while wanted or (budget is not None and budget.forced is not None):
@@ -156,7 +156,7 @@ def test_an_answer_thinks_as_long_as_it_may_and_goes_on_freely(demo: Llama) -> N
     whole, _, _ = answered(demo, template=OPENED, max_tokens=12)
     thinking, text, answer = answered(demo, template=OPENED, max_tokens=40, reasoning_budget_tokens=5)
     assert thinking and whole.startswith(thinking) and text
-    tokens = answer._answer.generated
+    tokens = answer._sequence.generated
     end = demo.vocabulary.tokens("</think>")
     assert tokens[5 : 5 + len(end)] == end
     free = demo.create_completion(
@@ -193,12 +193,12 @@ def test_a_stop_string_ends_the_answer_within_forced_tokens(demo: Llama) -> None
     thinking, text, answer = answered(
         demo, template=OPENED, reasoning_budget_tokens=5, reasoning_budget_message=" Enough of it.", stop=("Enough",)
     )
-    assert thinking and not text and answer.timing.stop_string == "Enough"
+    assert thinking and not text and answer.summary.stop_string == "Enough"
 
 
 def test_the_limit_of_the_answer_counts_forced_tokens(demo: Llama) -> None:
     _, text, answer = answered(demo, template=OPENED, reasoning_budget_tokens=5, max_tokens=7)
-    assert (text, answer.timing.finish, answer.timing.answer_tokens) == ("", "length", 7)
+    assert (text, answer.summary.finish, answer.summary.answer_tokens) == ("", "length", 7)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +212,6 @@ def test_answers_together_have_each_their_own_budget(many: Llama) -> None:
         ask(QUESTION, template=OPENED, max_tokens=30, reasoning_budget_tokens=n, return_context=True)
         for n in (0, 3, 8, None, 5, 1)
     ]
-    alone = [answers_together(many, [request])[0].timing.context for request in requests]
-    assert [received.timing.context for received in answers_together(many, requests)] == alone
+    alone = [answers_together(many, [request])[0].summary.context for request in requests]
+    assert [received.summary.context for received in answers_together(many, requests)] == alone
     assert len(set(alone)) == len(requests)

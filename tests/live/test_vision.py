@@ -24,7 +24,7 @@ from moegguf.engine.llama import Llama
 from moegguf.errors import BudgetError, CapabilityError, ContextError, ModelFormatError, OptionError
 from moegguf.generate.images import INTERLACED_BYTES, PLAIN_BYTES, WIDE_BYTES, read_image
 from moegguf.generate.prompt import read_prompt
-from moegguf.generate.request import GenerationRequest, Message, Sampling, Timing
+from moegguf.generate.request import AnswerSummary, Message, Request, Sampling
 from moegguf.gguf.projector import DECODED_BYTES
 from moegguf.native.store import StoreOptions
 from tools.models import write_projector
@@ -34,12 +34,12 @@ Projector = Callable[..., Path]
 KINDS = [("mlp", "tiny-qwen2moe"), ("gemma3", "tiny-qwen3moe"), ("qwen2vl_merger", "tiny-qwen3vlmoe")]
 
 
-def answer(llm: Llama, messages: Sequence[Message], **options: Any) -> tuple[str, Timing]:
-    request = GenerationRequest(
+def answer(llm: Llama, messages: Sequence[Message], **options: Any) -> tuple[str, AnswerSummary]:
+    request = Request(
         messages=tuple(messages), sampling=Sampling(temperature=0, max_tokens=6), truncate=False, **options
     )
     running = Answer(llm, request)
-    return "".join(delta.text for delta in running.deltas()), running.timing
+    return "".join(delta.text for delta in running.deltas()), running.summary
 
 
 def last_logits(llm: Llama) -> np.ndarray:
@@ -52,8 +52,8 @@ def test_no_logit_depends_on_the_cache(
 ) -> None:
     def run(budget: str) -> tuple[str, np.ndarray, int]:
         llm = load(tiny(preset), mmproj=projector(kind), expert_cache=budget, n_ubatch=64, logits_all=False)
-        text, timing = answer(llm, [message("look ", png(120, 64), "what is it?")])
-        return text, last_logits(llm), timing.stats.misses
+        text, summary = answer(llm, [message("look ", png(120, 64), "what is it?")])
+        return text, last_logits(llm), summary.stats.misses
 
     text, logits, misses = run("30%")
     all_text, all_logits, all_misses = run("100%")
@@ -67,12 +67,12 @@ def test_a_conversation_goes_on_from_what_is_in_the_context(
 ) -> None:
     llm = load(tiny(preset), mmproj=projector(kind), logits_all=False)
     first = message("look ", png(128, 96, seed=1), "what is it?")
-    text, timing = answer(llm, [first])
+    text, summary = answer(llm, [first])
     logits = last_logits(llm)
     turns = [first, {"role": "assistant", "content": text}, message("and ", png(64, 64, seed=2), "this?")]
     _, timing_2 = answer(llm, turns)
     reused, n_tokens = timing_2.cached_tokens, llm.n_tokens
-    assert reused >= timing.prompt_tokens  # the first image is not evaluated again
+    assert reused >= summary.prompt_tokens  # the first image is not evaluated again
     continued = last_logits(llm)
     llm.reset()
     _, timing_3 = answer(llm, turns)
@@ -85,8 +85,8 @@ def test_a_conversation_goes_on_from_what_is_in_the_context(
 def test_image_tokens_count_and_share_positions(tiny: TinyModel, projector: Projector, load: Load) -> None:
     llm = load(tiny("tiny-qwen3vlmoe"), mmproj=projector("qwen2vl_merger"), n_ctx=256)
     texts = answer(llm, [message("look ", "what is it?")])[1].prompt_tokens
-    _, timing = answer(llm, [message("look ", png(128, 128), "what is it?")])
-    n_image = timing.prompt_tokens + timing.cached_tokens - texts
+    _, summary = answer(llm, [message("look ", png(128, 128), "what is it?")])
+    n_image = summary.prompt_tokens + summary.cached_tokens - texts
     assert n_image > 64  # 8 x 8 tokens and the marks around them
     assert llm.n_tokens - llm.context.images.position(llm.n_tokens) == 64 - 8
     with pytest.raises(ContextError, match="num_ctx"):
@@ -203,7 +203,7 @@ def test_a_cut_conversation_counts_its_images(tiny: TinyModel, projector: Projec
     messages, cut = list[Message](), list[int]()
     for turn in range(12):
         messages.append(message(png(seed=turn), "and this?"))
-        request = GenerationRequest(messages=tuple(messages), sampling=Sampling(max_tokens=1), truncate=True)
+        request = Request(messages=tuple(messages), sampling=Sampling(max_tokens=1), truncate=True)
         cut.append(read_prompt(llm, request).cut_messages)
         messages.append({"role": "assistant", "content": "x"})
     assert len(set(cut)) < 6 and cut == sorted(cut)

@@ -49,6 +49,7 @@ def test_the_wheel_holds_libraries_bindings_and_demo_but_no_sources(wheel: Path)
     names = zipfile.ZipFile(wheel).namelist()
     libraries = {Path(name).name for name in names if name.startswith("moegguf/lib/")}
     assert {"libmoegguf.so", "libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"} <= libraries
+    assert not any("testing" in name for name in names), "a wheel has no test equipment"
     assert any(name.startswith("moegguf/demo/") and name.endswith(".gguf") for name in names)
     assert not any(name.endswith((".cpp", ".cmake", "CMakeLists.txt")) for name in names)
     assert {name.split("/")[2] for name in names if name.startswith("moegguf/predictors/")} == {"demo"}
@@ -72,19 +73,28 @@ def test_the_source_distribution_holds_what_the_build_needs_and_no_more(tmp_path
     assert not any("__pycache__" in name for name in names)
 
 
-def test_without_the_source_tree_the_wheel_runs_a_model(wheel: Path, tmp_path: Path, tiny: TinyModel) -> None:
-    target = tmp_path / "site"
+def run_installed(wheel: Path, folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script where the wheel is installed in `folder`/site."""
+    target = folder / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     # -S keeps the editable install's import hook out; dependencies come from this environment.
     environment = {"PYTHONPATH": f"{target}{os.pathsep}{sysconfig.get_path('purelib')}", "PATH": os.environ["PATH"]}
-    command = [sys.executable, "-S", "-c", SCRIPT, str(tiny())]
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+    command = [sys.executable, "-S", "-c", script, *arguments]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_a_simulated_link_in_a_wheel_names_the_build_that_has_it(wheel: Path, tmp_path: Path) -> None:
+    done = run_installed(wheel, tmp_path, "from moegguf.bench import measure; measure._simulation()")
+    assert "LibraryError: --simulate-link needs moegguf's test equipment" in done.stderr
+    assert "run `make` there" in done.stderr
+
+
+def test_without_the_source_tree_the_wheel_runs_a_model(wheel: Path, tmp_path: Path, tiny: TinyModel) -> None:
+    done = run_installed(wheel, tmp_path, SCRIPT, str(tiny()))
     assert done.returncode == 0, done.stderr
     folder, lookups, bindings, pin = done.stdout.split()
+    target = tmp_path / "site"
     assert Path(folder) == target / "moegguf" / "lib"
     assert int(lookups) > 0
     assert Path(bindings) == target / "moegguf" / "bindings" / "llama_cpp" / "__init__.py"

@@ -11,7 +11,7 @@ from running import Llama, Logits, greedy_logits, hooks_off, random_prompt
 
 from moegguf.engine import threadpool
 from moegguf.engine.machine import ProcessorUse
-from moegguf.engine.sequences import Chunk
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.native import library
 from moegguf.native.events import Phase
 from tools.models import PRESETS, QUANTS
@@ -37,7 +37,7 @@ def logits(llm: Llama) -> bytes:
 
 def computed(llm: Llama, tokens: list[int], n_past: int, sequence: int = 0) -> bytes:
     phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL
-    llm.context.eval_chunks([Chunk(sequence, tokens, n_past, sequence, phase)])
+    llm.context.eval_sequences([SequenceTokens(sequence, tokens, n_past, sequence, phase)])
     return logits(llm)
 
 
@@ -85,14 +85,14 @@ def test_other_sequences_in_the_pass_and_in_the_cache_change_no_bit(llm: Llama, 
     tokens, others = tokens_of(llm, 1, N_TOKENS), tokens_of(llm, 2, 80)
     computed(llm, others[:50], 0, sequence=1)
     for n in range(0, 30, 3):  # two sequences in each pass
-        llm.context.eval_chunks(
+        llm.context.eval_sequences(
             [
-                Chunk(1, others[50 + n : 52 + n], 50 + n, 1, Phase.PREFILL, wants_logits=False),
-                Chunk(0, tokens[n : n + 3], n, 0, Phase.PREFILL),
+                SequenceTokens(1, others[50 + n : 52 + n], 50 + n, 1, Phase.PREFILL, wants_logits=False),
+                SequenceTokens(0, tokens[n : n + 3], n, 0, Phase.PREFILL),
             ]
         )
         assert logits(llm) == alone[n + 3]
-        llm.context.eval_chunks([Chunk(1, others[52 + n : 53 + n], 52 + n, 1, Phase.DECODE)])
+        llm.context.eval_sequences([SequenceTokens(1, others[52 + n : 53 + n], 52 + n, 1, Phase.DECODE)])
     llm.context.truncate(0, sequence=1)  # frees cells before and between those of sequence 0
     for n in range(30, N_TOKENS):
         assert computed(llm, tokens[n : n + 1], n) == alone[n + 1], f"after {n + 1} tokens"

@@ -23,14 +23,14 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.plan import MemoryPlan, Plan
 from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
+from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request, Sampling
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker import Worker
 from moegguf.serving.worker_process import WorkerProcess
 
-REQUEST = GenerationRequest(prompt="once upon a time", return_context=True, sampling=Sampling(seed=7, max_tokens=24))
-ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
+REQUEST = Request(prompt="once upon a time", return_context=True, sampling=Sampling(seed=7, max_tokens=24))
+ENDLESS = Request(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
 def plan_of(path: Path, options: dict[str, Any]) -> Plan:
@@ -53,15 +53,11 @@ async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
         assert not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def answer_of(
-    process: WorkerProcess, generation: GenerationRequest, stream: bool = True
-) -> tuple[str, Timing, int]:
-    """Text, timing, and the number of deltas."""
-    *deltas, last = [
-        event async for event in process.request("generate", generation=generation, stream=stream).events()
-    ]
+async def answer_of(process: WorkerProcess, request: Request, stream: bool = True) -> tuple[str, AnswerSummary, int]:
+    """Text, summary, and the number of deltas."""
+    *deltas, last = [event async for event in process.request("generate", request=request, stream=stream).events()]
     deltas = [delta for delta in deltas if isinstance(delta, Delta)]
-    return "".join(delta.text for delta in deltas), build(Timing, last), len(deltas)
+    return "".join(delta.text for delta in deltas), build(AnswerSummary, last), len(deltas)
 
 
 async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Load) -> None:
@@ -70,21 +66,21 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
     expected = "".join(delta.text for delta in answer.deltas())
     async with worker_of(tiny()) as process:
         for stream in (True, False):
-            text, timing, n_deltas = await answer_of(process, REQUEST, stream)
-            assert text == expected and timing.answer_tokens == answer.timing.answer_tokens
-            assert timing.context == answer.timing.context
+            text, summary, n_deltas = await answer_of(process, REQUEST, stream)
+            assert text == expected and summary.answer_tokens == answer.summary.answer_tokens
+            assert summary.context == answer.summary.context
             assert stream or n_deltas == 1
         assert process.stats.tokens > 0
 
 
 async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        request = process.request("generate", generation=ENDLESS, stream=True)
+        request = process.request("generate", request=ENDLESS, stream=True)
         events = request.events()
         assert isinstance(await anext(events), PromptProgress) and isinstance(await anext(events), Delta)
         request.cancel()
-        timing = build(Timing, [event async for event in events][-1])
-        assert timing.finish == "cancelled" and timing.answer_tokens < 200
+        summary = build(AnswerSummary, [event async for event in events][-1])
+        assert summary.finish == "cancelled" and summary.answer_tokens < 200
         assert (await answer_of(process, REQUEST))[1].finish == "length"
 
 
@@ -94,10 +90,10 @@ async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n
     async with worker_of(tiny(), n_seq_max=n_seq_max) as process:
 
         async def reuses(owner: str, text: str) -> bool:
-            generation = GenerationRequest(prompt=text, owner=owner, sampling=Sampling(temperature=0, max_tokens=4))
-            timing = (await answer_of(process, generation))[1]
-            assert timing.prompt_tokens + timing.cached_tokens > 100 and timing.cached_tokens not in range(1, 100)
-            return timing.cached_tokens > 0
+            request = Request(prompt=text, owner=owner, sampling=Sampling(temperature=0, max_tokens=4))
+            summary = (await answer_of(process, request))[1]
+            assert summary.prompt_tokens + summary.cached_tokens > 100 and summary.cached_tokens not in range(1, 100)
+            return summary.cached_tokens > 0
 
         async def reuse_together(text: str, *owners: str) -> int:
             return sum(await asyncio.gather(*(reuses(owner, text) for owner in owners)))
@@ -114,7 +110,7 @@ async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n
 async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) -> None:
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
-        running = process.request("generate", generation=ENDLESS, stream=True)
+        running = process.request("generate", request=ENDLESS, stream=True)
         tokens = await process.request("tokenize", text="ein Wörtchen", special=True).value()
         assert tokens == expected and not running.ended
         bare = await process.request("tokenize", text="ein Wörtchen", special=False).value()
@@ -126,17 +122,15 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
 
 async def test_prompts_are_counted_also_beyond_the_context(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        few = await process.request("count", generation=request_of("word")).value()
-        once, twice = [
-            await process.request("count", generation=request_of("word " * 3000 * n)).value() for n in (1, 2)
-        ]
+        few = await process.request("count", request=request_of("word")).value()
+        once, twice = [await process.request("count", request=request_of("word " * 3000 * n)).value() for n in (1, 2)]
         assert 3000 < once < twice - 3000
-        _, timing, _ = await answer_of(process, request_of("word"))
-        assert few == timing.prompt_tokens + timing.cached_tokens
+        _, summary, _ = await answer_of(process, request_of("word"))
+        assert few == summary.prompt_tokens + summary.cached_tokens
 
 
-def request_of(text: str) -> GenerationRequest:
-    return GenerationRequest(messages=({"role": "user", "content": text},), sampling=Sampling(max_tokens=1))
+def request_of(text: str) -> Request:
+    return Request(messages=({"role": "user", "content": text},), sampling=Sampling(max_tokens=1))
 
 
 @pytest.mark.parametrize(("name", "error"), [("no.gguf", ModelNotFoundError), ("bad.gguf", ModelFormatError)])
@@ -147,8 +141,8 @@ async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, nam
             pass
 
 
-async def experts_of(process: WorkerProcess, watch_s: float, asker: str | None = None) -> Snapshot:
-    return build(Snapshot, await process.request("experts", watch_s=watch_s, asker=asker).value())
+async def experts_of(process: WorkerProcess, watch_s: float, client_key: str | None = None) -> Snapshot:
+    return build(Snapshot, await process.request("experts", watch_s=watch_s, client_key=client_key).value())
 
 
 async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: TinyModel) -> None:
@@ -175,8 +169,8 @@ async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: Ti
 
 
 async def test_each_client_sees_the_experts_of_its_own_requests_only(tiny: TinyModel) -> None:
-    def of(asker: str, prompt: str) -> GenerationRequest:
-        return replace(ENDLESS, prompt=prompt, asker=asker, sampling=Sampling(seed=7, max_tokens=8))
+    def of(client_key: str, prompt: str) -> Request:
+        return replace(ENDLESS, prompt=prompt, client_key=client_key, sampling=Sampling(seed=7, max_tokens=8))
 
     def maps(snapshot: Snapshot) -> list[npt.NDArray[Any]]:
         kinds = {"state": np.uint8, "uses": np.uint32, "loads": np.uint32}
@@ -184,19 +178,22 @@ async def test_each_client_sees_the_experts_of_its_own_requests_only(tiny: TinyM
 
     async with worker_of(tiny(), expert_cache="40%", n_seq_max=2) as process:
         await answer_of(process, of("ann", "one upon a time"))
-        anns, bobs, all_ = [maps(await experts_of(process, 60, asker)) for asker in ("ann", "bob", None)]
+        anns, bobs, all_ = [maps(await experts_of(process, 60, client_key)) for client_key in ("ann", "bob", None)]
         assert all(each.any() for each in anns) and not any(each.any() for each in bobs)
         assert (anns[1] == all_[1]).all(), "nobody else has used any"
         await answer_of(process, of("bob", "another thing"))
-        await process.request("generate", generation=of("bob", "and again"), stream=False).value()
-        again, bobs, all_ = [maps(await experts_of(process, 60, asker)) for asker in ("ann", "bob", None)]
+        await process.request("generate", request=of("bob", "and again"), stream=False).value()
+        again, bobs, all_ = [maps(await experts_of(process, 60, client_key)) for client_key in ("ann", "bob", None)]
         assert all((now == before).all() for now, before in zip(again, anns, strict=True))
         assert (again[1] + bobs[1] == all_[1]).all() and (bobs[0] <= all_[0]).all()
         assert not bobs[2][bobs[1] == 0].any() and not bobs[0][bobs[1] == 0].any()
-        both = [process.request("generate", generation=of(asker, asker), stream=False) for asker in ("ann", "bob")]
+        both = [
+            process.request("generate", request=of(client_key, client_key), stream=False)
+            for client_key in ("ann", "bob")
+        ]
         for request in both:
             await request.value()
-        last, _, all_ = [maps(await experts_of(process, 60, asker)) for asker in ("ann", "bob", None)]
+        last, _, all_ = [maps(await experts_of(process, 60, client_key)) for client_key in ("ann", "bob", None)]
         assert (last[1] >= again[1]).all() and last[1].sum() < all_[1].sum()
 
 
@@ -204,7 +201,7 @@ async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None
     async with worker_of(tiny()) as process:
         os.kill(process.pid, signal.SIGINT)
         assert (await answer_of(process, REQUEST))[0]
-        running = process.request("generate", generation=ENDLESS, stream=True)
+        running = process.request("generate", request=ENDLESS, stream=True)
         os.kill(process.pid, signal.SIGTERM)
         with pytest.raises(WorkerError, match="SIGTERM"):
             await running.value()
@@ -212,7 +209,7 @@ async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None
 
 async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        running = process.request("generate", generation=ENDLESS, stream=True)
+        running = process.request("generate", request=ENDLESS, stream=True)
         assert isinstance(await anext(running.events()), PromptProgress)
         await process.close()
         assert process._child.returncode == 0
@@ -221,13 +218,13 @@ async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyM
 async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
     async with worker_of(tiny(), n_seq_max=4) as process:
         answers = await asyncio.gather(*(answer_of(process, REQUEST) for _ in range(8)))
-        assert all(timing.answer_tokens == 24 or timing.finish == "stop" for _, timing, _ in answers)
-        bad = GenerationRequest(prompt="a", sampling=Sampling(logit_bias={1 << 20: 1.0}))
-        running = [process.request("generate", generation=ENDLESS, stream=True) for _ in range(3)]
+        assert all(summary.answer_tokens == 24 or summary.finish == "stop" for _, summary, _ in answers)
+        bad = Request(prompt="a", sampling=Sampling(logit_bias={1 << 20: 1.0}))
+        running = [process.request("generate", request=ENDLESS, stream=True) for _ in range(3)]
         with pytest.raises(OptionError):
-            await process.request("generate", generation=bad, stream=False).value()
+            await process.request("generate", request=bad, stream=False).value()
         running[1].cancel()
-        finishes = [build(Timing, await request.value()).finish for request in running]
+        finishes = [build(AnswerSummary, await request.value()).finish for request in running]
         assert finishes[1] == "cancelled" and "cancelled" not in (finishes[0], finishes[2])
         vectors = process.request("embed", inputs=["a text"], truncate=True, normalize=True)
         assert build(Embeddings, await vectors.value()).n_tokens > 0

@@ -9,8 +9,8 @@ from fake_model import FakeModel, Open, make_model
 from hypothesis import Phase, settings
 from product import Product
 
-from moegguf.native import library
 from moegguf.native.store import Store, StoreContext, StoreOptions
+from moegguf.testing.library import FAULT, arm_fault
 
 # Any failing example will do for tools/fault_check.py.
 settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.generate])
@@ -20,8 +20,8 @@ settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.generate
 def no_faults() -> Iterator[None]:
     """Every test ends with every fault disarmed."""
     yield
-    for kind in library.FAULT:
-        library.arm_fault(kind, 0)
+    for kind in FAULT:
+        arm_fault(kind, 0)
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from product import Product, aborts, check_failure
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError
-from moegguf.native import abi, library
+from moegguf.native import abi
 from moegguf.native.store import Store, StoreContext, StoreOptions
+from moegguf.testing.library import arm_fault
 from moegguf.trace.simulate import layout_of
 
 Late = tuple[Store, StoreContext, Product]
@@ -51,7 +52,7 @@ def test_what_is_computed_while_experts_arrive_has_the_same_bits(
     store.drain(10)
     product = Product(store, context, fake, ids)
     products.append(product)
-    library.arm_fault("slow_read", slow)
+    arm_fault("slow_read", slow)
     product.acquire()
     assert store.counters()["queue_needed"] > 0, "a slow read takes two seconds, and nothing waits for it here"
     assert product.compute() == expected
@@ -82,12 +83,12 @@ def test_a_failed_read_ends_the_pass_not_the_kernel(
     n_slots, readers, ids, nth = ROUTED[how]
     store, context = open_store(fake, n_slots, readers=readers)
     products.append(Product(store, context, fake, ids))
-    library.arm_fault("read", nth, sticky=True)
+    arm_fault("read", nth, sticky=True)
     products[-1].acquire()
     products[-1].compute()
     assert not asks or aborts(context)
     check_failure(context, abi.IO)
-    library.arm_fault("read", 0)
+    arm_fault("read", 0)
     fake.token(store, context, [3, 4])
     assert context.take_failure() is None
 
@@ -99,7 +100,7 @@ def test_cancelling_ends_a_kernel_that_waits(
     n_slots, _, ids, _ = ROUTED[how]
     store, context = open_store(fake, n_slots, readers=1)
     products.append(Product(store, context, fake, ids))
-    library.arm_fault("slow_read", 2, sticky=True)
+    arm_fault("slow_read", 2, sticky=True)
     products[-1].acquire()
     timer = threading.Timer(0.2, store.cancel)
     timer.start()
@@ -109,7 +110,7 @@ def test_cancelling_ends_a_kernel_that_waits(
     timer.join()
     store.cancel(False)
     check_failure(context, abi.CANCELLED)
-    library.arm_fault("slow_read", 0)
+    arm_fault("slow_read", 0)
     fake.token(store, context, [3, 4])
 
 
@@ -117,36 +118,36 @@ def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed
     fake: FakeModel, late: Late
 ) -> None:
     store, context, product = late
-    library.arm_fault("slow_read", 1, sticky=True)
+    arm_fault("slow_read", 1, sticky=True)
     product.acquire()
     store.cancel()
     product.compute()
     store.cancel(False)
     assert aborts(context), "it left out what was not there"
     check_failure(context, abi.CANCELLED)
-    library.arm_fault("slow_read", 0)
+    arm_fault("slow_read", 0)
     fake.token(store, context, [3, 4])
     assert context.take_failure() is None
 
 
 def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failure(fake: FakeModel, late: Late) -> None:
     store, context, product = late
-    library.arm_fault("slow_read", 2)
-    library.arm_fault("read", 1, sticky=True)
+    arm_fault("slow_read", 2)
+    arm_fault("read", 1, sticky=True)
     product.acquire()
     while not aborts(context):
         time.sleep(0.001)
     check_failure(context, abi.IO)
     store.drain(10)  # the second read takes two seconds, and fails then
-    library.arm_fault("read", 0)
+    arm_fault("read", 0)
     fake.token(store, context, [3, 4])
     assert context.take_failure() is None
 
 
 def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(fake: FakeModel, late: Late) -> None:
     store, context, product = late
-    library.arm_fault("slow_read", 1)
-    library.arm_fault("stat", 1)
+    arm_fault("slow_read", 1)
+    arm_fault("stat", 1)
     product.acquire()  # the first read takes two seconds, and fails then
     fake.acquire(store, context, 0, [3, 4])
     assert store.counters()["read_errors"] == 1
@@ -155,11 +156,11 @@ def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(fake:
 
 def test_what_failed_in_a_pass_is_read_again_while_the_rest_still_comes(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, readers=2)
-    library.arm_fault("slow_read", 2)  # takes two seconds
-    library.arm_fault("read", 1, sticky=True)
+    arm_fault("slow_read", 2)  # takes two seconds
+    arm_fault("read", 1, sticky=True)
     with pytest.raises(ExpertIOError):
         context.acquire(0, [[3, 4]])
-    library.arm_fault("read", 0)
+    arm_fault("read", 0)
     check_failure(context, abi.IO)
     assert store.counters()["chunks_reading"] > 0, "its slot is not free yet"
     fake.acquire(store, context, 0, [3, 4])
@@ -172,13 +173,13 @@ def test_slot_ids_of_a_failed_pass_are_not_waited_for(
 ) -> None:
     store, context = open_store(fake, 8, readers=1)
     if prefetching:
-        library.arm_fault("slow_read", 1, sticky=True)
+        arm_fault("slow_read", 1, sticky=True)
         store.prefetch([2], [0])
     products.append(Product(store, context, fake, [[3, 99]]))  # no such expert: every slot id is 0, which nobody pins
     products[-1].acquire()
     products[-1].compute()
     assert not prefetching or store.counters()["queue_wanted"] > 0, "these reads take six seconds"
-    library.arm_fault("slow_read", 0)
+    arm_fault("slow_read", 0)
     assert aborts(context)
     check_failure(context, abi.ROUTING)
 
@@ -189,7 +190,7 @@ def test_more_late_experts_than_a_thread_remembers(tmp_path: Path, open_store: O
     expected = resident(fake, open_store, products, ids)
     store, context = open_store(fake, 700, fill=False, readers=2)
     products.append(Product(store, context, fake, ids))
-    library.arm_fault("slow_read", 1)
+    arm_fault("slow_read", 1)
     products[-1].acquire()
     assert products[-1].compute() == expected
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from fake_model import FakeModel, Open, check_counters, make_model
 
-from moegguf.native import library
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import Store
+from moegguf.testing.library import arm_fault
 
 WHOLE_LAYER = [[0, 1], [2, 3], [4, 5], [6, 7]] * 4  # a prompt of 16 tokens that touches every expert
 
@@ -103,7 +103,7 @@ def test_a_prompt_waits_on_the_modelled_link_for_a_slot_that_is_being_filled(fak
 
 def test_a_pool_shrinks_once_nothing_is_read_into_it(layer: FakeModel, open_store: Open) -> None:
     store, _ = open_store(layer, 8, fill=False)
-    library.arm_fault("slow_read", 1)
+    arm_fault("slow_read", 1)
     store.prefetch([0], [4])
     while not store.counters()["chunks_reading"]:
         time.sleep(0.001)

@@ -6,6 +6,7 @@ from product import Product, aborts, check_failure
 from moegguf.native import abi, library
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreContext
+from moegguf.testing.library import arm_fault
 
 ASK, DO = True, False
 
@@ -45,11 +46,11 @@ def test_reads_that_fail_while_others_compute_end_the_pass(
 ) -> None:
     store, context = open_store(fake, 4, readers=1)
     products.append(node := Product(store, context, fake, [[0, 1]]))
-    library.arm_fault("read", 5, sticky=True)
+    arm_fault("read", 5, sticky=True)
     call(context, node.ids, DO)
     store.drain(10)
     assert not call(context, node.out, ASK), "kernels wait, not the callback"
     assert aborts(context)
     check_failure(context, abi.IO)
-    library.arm_fault("read", 0)
+    arm_fault("read", 0)
     fake.token(store, context, [0, 1])

@@ -14,10 +14,10 @@ import pytest
 from own_process import in_own_process
 from product import F32, InitParams, load
 
-from moegguf.engine.context_store import About, ContextStore, KVBlocks
+from moegguf.engine.kv_block_store import About, KVBlocks, KvBlockStore
 from moegguf.native import library
-from moegguf.native.link_device import add_link_device
 from moegguf.quantities import GIB, Link
+from moegguf.testing.link_device import add_link_device
 
 N_BLOCKS, HEAD_BYTES = 66, 12
 SIZES = [128] * 1030 + [300_000, 4]  # of the parts of a state; a call of the system takes 1,024 parts and 256 KiB
@@ -63,7 +63,7 @@ def take_state(address: int, tensor: int, block: int) -> list[bytes]:
 
 def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
     """Fills a tensor from files, `wrong` ones of which are damaged or cut, and compares."""
-    store, random = ContextStore(folder, GIB), np.random.default_rng(0)
+    store, random = KvBlockStore(folder, GIB), np.random.default_rng(0)
     states = random.integers(0, 256, (N_BLOCKS, STATE_BYTES), np.uint8)
     names = [f"{block:04x}" for block in range(N_BLOCKS)]
     for name, state in zip(names, states, strict=True):
@@ -97,7 +97,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 def test_what_is_no_regular_file_of_this_user_is_a_wrong_state(tmp_path: Path, put: Callable[[Path], object]) -> None:
     if os.geteuid() != 0 and put is FOREIGN["another user's"]:
         pytest.skip("only root gives a file to another user")
-    store = ContextStore(tmp_path / "contexts", GIB)
+    store = KvBlockStore(tmp_path / "contexts", GIB)
     store.write("0000", About("", 0, 0), [bytes(STATE_BYTES)])
     file = store.open("0000")
     assert file is not None
@@ -123,7 +123,7 @@ def test_on_a_device_too(tmp_path: Path) -> None:
 
 
 def test_what_is_added_and_not_read_ends_with_it(tmp_path: Path) -> None:
-    store = ContextStore(tmp_path / "contexts", GIB)
+    store = KvBlockStore(tmp_path / "contexts", GIB)
     store.write("0000", About("", 0, 0), [bytes(STATE_BYTES)])
     file = store.open("0000")
     assert file is not None

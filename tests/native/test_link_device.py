@@ -17,10 +17,10 @@ from own_process import in_own_process
 from product import InitParams, load
 
 from moegguf.errors import AllocationError, OptionError
-from moegguf.native.link_device import add_link_device, link_device
 from moegguf.native.slot_sizes import matrices_of, most_slots, padded, slot_sizes
 from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
+from moegguf.testing.link_device import add_link_device, link_device
 
 F32 = 0
 FREE = Link(1e12)  # copies take what memory takes

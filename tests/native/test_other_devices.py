@@ -12,10 +12,10 @@ from rpc_device import in_child
 from test_staging import N_TOKENS, check_staged, routed
 from test_tiers import check_tiers
 
-from moegguf.native import abi
-from moegguf.native.link_device import add_link_device
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 from moegguf.quantities import Link
+from moegguf.testing.library import ABI
+from moegguf.testing.link_device import add_link_device
 
 Size = tuple[int, int, int]  # slots of each device, slots in RAM below, staging tensors
 Figures = tuple[list[dict[str, Any]], dict[str, Any]]  # of each device, of RAM
@@ -100,7 +100,7 @@ def behind_two_links(fake: FakeModel, pinned: int) -> tuple[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize(
-    ("pinned", "why"), [(abi.PINNED_NOT, "was refused pinned memory"), (abi.PINNED_FIRST, "offers no pinned memory")]
+    ("pinned", "why"), [(ABI.PINNED_NOT, "was refused pinned memory"), (ABI.PINNED_FIRST, "offers no pinned memory")]
 )
 def test_memory_pinned_for_the_first_device_is_not_for_others(mixed: FakeModel, pinned: int, why: str) -> None:
     note, alone = in_own_process(behind_two_links, mixed, pinned)

@@ -12,14 +12,15 @@ from fake_model import FakeModel, Open
 from waiting import status_of, until
 
 from moegguf.errors import ClosedError, ForkError, GenerationCancelled
-from moegguf.native import abi, library
+from moegguf.native import abi
+from moegguf.testing.library import arm_fault
 
 CHILD_TIMEOUT_S = 10
 
 
 def test_cancelling_in_a_slow_read_ends_the_event_soon_and_the_next_works(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
-    library.arm_fault("slow_read", 1, sticky=True)
+    arm_fault("slow_read", 1, sticky=True)
     with ThreadPoolExecutor(1) as pool:
         event = pool.submit(context.acquire, 0, [0, 1])
         until(lambda: store.counters()["chunks_reading"])
@@ -28,7 +29,7 @@ def test_cancelling_in_a_slow_read_ends_the_event_soon_and_the_next_works(fake: 
         with pytest.raises(GenerationCancelled):
             event.result(5)
         assert time.monotonic() - start < 1
-    library.arm_fault("slow_read", 0)
+    arm_fault("slow_read", 0)
     with pytest.raises(GenerationCancelled):
         context.acquire(1, [0, 1])
     store.cancel(False)
@@ -40,7 +41,7 @@ def test_cancelling_in_a_slow_read_ends_the_event_soon_and_the_next_works(fake: 
 
 def test_an_event_that_waits_for_a_slot_can_be_cancelled(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 2)
-    library.arm_fault("slow_read", 1, sticky=True)
+    arm_fault("slow_read", 1, sticky=True)
     store.prefetch([0], [0])
     until(lambda: store.counters()["chunks_reading"])
     with ThreadPoolExecutor(1) as pool:
@@ -50,7 +51,7 @@ def test_an_event_that_waits_for_a_slot_can_be_cancelled(fake: FakeModel, open_s
         store.cancel()
         with pytest.raises(GenerationCancelled):
             waiting.result(1)
-    library.arm_fault("slow_read", 0)
+    arm_fault("slow_read", 0)
     store.cancel(False)
     assert context.take_failure() is not None
     assert (store.residency()[1] == 0).all(), "the slot that it had taken is free"

@@ -13,8 +13,9 @@ from fake_model import FakeModel, Open, make_model
 from waiting import until
 
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError
-from moegguf.native import abi, library
+from moegguf.native import abi
 from moegguf.native.store import Store, StoreOptions
+from moegguf.testing.library import arm_fault, count_operations
 
 TYPED = {
     "open": ExpertIOError, "read": ExpertIOError, "stat": ExpertIOError, "alloc": AllocationError,
@@ -33,7 +34,7 @@ def n_threads() -> int:
 
 
 def n_seen(kind: str) -> int:
-    return int(library.load().moegguf_fault_count(library.FAULT[kind]))
+    return count_operations(kind)
 
 
 def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:
@@ -56,7 +57,7 @@ def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufErr
             failed = error
         store.drain(10)
         seen = n_seen(kind)
-        library.arm_fault(kind, 0)
+        arm_fault(kind, 0)
         taken = context.take_failure()
         assert (taken is None) == (failed is None)
         for first in range(0, 8, 2):
@@ -74,7 +75,7 @@ def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct
     options = StoreOptions(repack=False, readers=2, direct=direct)
     files, threads, errors = n_files(), n_threads(), 0
     for nth in count(1):
-        library.arm_fault(kind, nth, sticky=sticky)
+        arm_fault(kind, nth, sticky=sticky)
         failed, seen = story(fake, options, kind)
         errors += failed is not None
         assert failed is None or isinstance(failed, TYPED[kind]), repr(failed)
@@ -89,7 +90,7 @@ def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct
 
 def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
-    library.arm_fault("read", 1, sticky=True, errno=errno.EIO)
+    arm_fault("read", 1, sticky=True, errno=errno.EIO)
     with pytest.raises(ExpertIOError, match="Input/output error"):
         context.acquire(2, [0, 1])
     failure = context.take_failure()
@@ -100,17 +101,17 @@ def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel
 def test_where_direct_reads_end_later_the_cache_is_read(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     was_direct = store.info()["direct"]
-    library.arm_fault("read", 1, errno=errno.EINVAL)
+    arm_fault("read", 1, errno=errno.EINVAL)
     fake.token(store, context, [0, 1])
     assert was_direct == 0 or store.info()["direct"] == 0
 
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "sticky"])
 def test_a_fill_goes_on_behind_what_cannot_be_read(fake: FakeModel, open_store: Open, sticky: bool) -> None:
-    library.arm_fault("stat", 5, sticky=sticky)
+    arm_fault("stat", 5, sticky=sticky)
     store, context = open_store(fake, 32)
     store.drain(5)
-    library.arm_fault("stat", 0)
+    arm_fault("stat", 0)
     n_there = int((store.residency() == 2).sum())
     assert n_there < 5 if sticky else n_there == 31
     for first in range(0, 8, 2):

@@ -34,8 +34,8 @@ from reference_store import POLICIES, VALUES, ReferenceStore
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native import library
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
+from moegguf.testing.library import arm_fault
 
 EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
 Ids = npt.NDArray[np.int32]
@@ -304,11 +304,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.end_pass()
         if self.exact:
             kind, nth = "read", 1
-        library.arm_fault(kind, nth, sticky=True)
+        arm_fault(kind, nth, sticky=True)
         with suppress(ExpertIOError):
             self.acquire(il, ids)
         self.store.drain(10)
-        library.arm_fault(kind, 0)
+        arm_fault(kind, 0)
         self.model.acquire(il, ids, reads_fail=True)
         if self.exact:
             assert (self.failed is not None) == any(slot and slot.broken for slot in self.model.slots)
@@ -319,10 +319,10 @@ class StoreMachine(RuleBasedStateMachine):
     def failing_prefetch(self, of: tuple[int, int], warms: bool) -> None:
         of = self.expert(of)
         self.store.drain(10)
-        library.arm_fault("read", 1, sticky=True)
+        arm_fault("read", 1, sticky=True)
         (self.store.warm if warms else self.store.prefetch)([of[0]], [of[1]])
         self.store.drain(10)
-        library.arm_fault("read", 0)
+        arm_fault("read", 0)
         self.model.warm([of], reads_fail=True) if warms else self.model.prefetch(of, reads_fail=True)
 
     # What holds after each of them.
@@ -372,8 +372,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted")) <= counters["prefetch_started"]
 
     def teardown(self) -> None:
-        library.arm_fault("read", 0)
-        library.arm_fault("copy", 0)
+        arm_fault("read", 0)
+        arm_fault("copy", 0)
         if not hasattr(self, "store"):
             return
         try:

@@ -10,9 +10,9 @@ import pytest
 from fake_model import FakeModel, Open, check_counters, make_model
 
 from moegguf.errors import AllocationError, OptionError
-from moegguf.native import library
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 from moegguf.quantities import Link
+from moegguf.testing.library import arm_fault
 
 EVENT = tuple[int, list[int]]
 
@@ -129,7 +129,7 @@ def test_without_a_tier_below_none_is_named_and_memory_that_is_not_pinned_says_w
 
 @pytest.mark.parametrize("nth", [1, 4])
 def test_memory_that_is_refused_to_either_tier_is_an_allocation_error(fake: FakeModel, nth: int) -> None:
-    library.arm_fault("alloc", nth)
+    arm_fault("alloc", nth)
     with pytest.raises(AllocationError, match="refused"):
         Store(fake.layout, 8, StoreOptions(repack=False), n_ram_slots=8)
 

@@ -2,7 +2,7 @@
 
 import errno
 import json
-import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,22 @@ from moegguf.serving.batch.answers import (
     finished_counts,
     open_journal,
     response_entry,
+    to_line,
 )
 
 
-def journal_of(tmp_path: Path, requests: Requests) -> Journal:
-    return open_journal(tmp_path / "answers.partial", requests)
+def journal_of(tmp_path: Path, requests: Requests) -> AbstractContextManager[Journal]:
+    return open_journal(tmp_path / "answers.partial.db", requests)
 
 
-async def answered(tmp_path: Path, lines: list[Any], endpoint: Any, n_parallel: int = 4) -> list[Any]:
-    """The objects in the finished file."""
-    with requests_in(tmp_path / "requests", lines) as requests:
-        journal = journal_of(tmp_path, requests)
-        try:
-            await answer_requests(requests, journal, endpoint, n_parallel, lambda entry: None)
-            journal.finish(tmp_path / "answers")
-        finally:
-            journal.close()
+async def answered(
+    tmp_path: Path, lines: list[Any], endpoint: Any, n_parallel: int = 4, *, disk_bytes: int = 1 << 30
+) -> list[Any]:
+    """The objects in the finished file. The journal may take `disk_bytes`."""
+    with requests_in(tmp_path / "requests", lines) as requests, journal_of(tmp_path, requests) as journal:
+        journal.database.execute(f"PRAGMA max_page_count = {disk_bytes // 4096}")
+        await answer_requests(requests, journal, endpoint, n_parallel, lambda entry: None)
+        journal.finish(tmp_path / "answers")
     return entries(tmp_path / "answers")
 
 
@@ -68,64 +68,60 @@ async def test_models_are_not_swapped_and_few_requests_run_at_once(tmp_path: Pat
     assert endpoint.most == 4
 
 
-async def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path: Path) -> None:
-    lines = [request(f"{i}") for i in range(3)]
-    with requests_in(tmp_path / "requests", lines) as requests:
-        journal = journal_of(tmp_path, requests)
-        for line in requests.lines:
-            journal.append(line.number, response_entry(requests, line, 200, {"text": "ü"}))
-        journal.close()
-        whole = journal.path.read_bytes()
-        ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-        for n_bytes in range(len(whole) + 1):
-            journal.path.write_bytes(whole[:n_bytes])
-            again = journal_of(tmp_path, requests)
+def test_a_journal_of_lines_is_taken_over_wherever_its_last_line_was_torn(tmp_path: Path) -> None:
+    old = tmp_path / "answers.partial"
+    with requests_in(tmp_path / "requests", [request(f"{i}") for i in range(3)]) as requests:
+        found = [to_line(response_entry(requests, line, 200, {"text": "ü"})) for line in requests.lines]
+        whole = b"".join(found)
+        ends = [len(b"".join(found[:n])) for n in range(1, 4)]
+        for n_bytes in {0, 1, len(whole) // 2, *ends, *(end - 1 for end in ends), *(end + 1 for end in ends[:2])}:
+            old.write_bytes(whole[:n_bytes])
             n_whole = sum(end <= n_bytes for end in ends)
-            assert list(again.answered) == [1, 2, 3][:n_whole]
-            assert journal.path.stat().st_size == ([0, *ends][n_whole])
-            again.close()
+            for _ in range(2):
+                with journal_of(tmp_path, requests) as journal:
+                    assert list(journal.answered) == [1, 2, 3][:n_whole]
+                    assert list(journal.lines()) == found[:n_whole]
+                    assert not old.exists()
+            with journal_of(tmp_path, requests) as journal:
+                journal.remove()
+            assert [path.name for path in tmp_path.iterdir()] == ["requests"]
 
 
 def test_answers_to_other_requests_are_refused_and_kept(tmp_path: Path) -> None:
-    partial, target = tmp_path / "answers.partial", tmp_path / "answers"
-    with requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests:
-        journal = journal_of(tmp_path, requests)
+    old, target = tmp_path / "answers.partial", tmp_path / "answers"
+    with (
+        requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests,
+        journal_of(tmp_path, requests) as journal,
+    ):
         journal.append(1, response_entry(requests, requests.lines[0], 200, {}))
-        journal.close()
-    kept = partial.read_bytes()
+        kept = list(journal.lines())
     with requests_in(tmp_path / "requests", [request("a"), request("c")]) as changed:
-        with pytest.raises(BatchFileError, match="has changed since"):
-            journal_of(tmp_path, changed)
-        assert partial.read_bytes() == kept
-        for text in (b"hello\n", b"[]\n", b'{"id": 3}\n', b'{"id": "batch_req_0_1"}\n', kept + kept):
-            partial.write_bytes(text)
+        with pytest.raises(BatchFileError, match="has changed since"), journal_of(tmp_path, changed):
+            pass
+        for text in (b"hello\n", b"[]\n", b'{"id": 3}\n', b'{"id": "batch_req_0_1"}\n', kept[0] + b"hello\n"):
+            old.write_bytes(text)
             target.write_bytes(text)
-            for check in (lambda: journal_of(tmp_path, changed), lambda: finished_counts(target, changed)):
-                with pytest.raises(BatchFileError):
-                    check()
-            assert partial.read_bytes() == target.read_bytes() == text
+            with pytest.raises(BatchFileError, match="remove that file"), journal_of(tmp_path, changed):
+                pass
+            with pytest.raises(BatchFileError):
+                finished_counts(target, changed)
+            assert old.read_bytes() == target.read_bytes() == text
+    old.unlink()
+    with (
+        requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests,
+        journal_of(tmp_path, requests) as journal,
+    ):
+        assert list(journal.lines()) == kept
 
 
 async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, room = os.write, [2500]
-
-    def limited(handle: int, data: Any) -> int:
-        n_bytes = min(len(data), room[0])
-        if not n_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        room[0] -= n_bytes
-        return write(handle, data[:n_bytes])
-
-    lines = [request(f"{i}", "x" * 500) for i in range(10)]
-    with monkeypatch.context() as patch:
-        patch.setattr(answers.os, "write", limited)
-        with pytest.raises(StorageError, match=r"No space left.*kept"):
-            await answered(tmp_path, lines, Endpoint())
-    kept = entries(tmp_path / "answers.partial")
+    lines = [request(f"{i}", "x" * 5000) for i in range(10)]
+    with pytest.raises(StorageError, match=r"disk is full.*kept"):
+        await answered(tmp_path, lines, Endpoint(), disk_bytes=64 << 10)
+    with requests_in(tmp_path / "requests", lines) as requests, journal_of(tmp_path, requests) as journal:
+        kept = entries(b"".join(journal.lines()))
     assert 1 <= len(kept) < 10
     with monkeypatch.context() as patch:  # full again when all is answered
-        room[0] = 100_000
-        patch.setattr(answers.os, "write", limited)
         patch.setattr(atomic_write, "locked_temporary", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(StorageError, match="full"):
             await answered(tmp_path, lines, Endpoint())
@@ -133,6 +129,7 @@ async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkey
     found = await answered(tmp_path, lines, endpoint)
     assert not endpoint.calls and [entry["custom_id"] for entry in found] == [f"{i}" for i in range(10)]
     assert {json.dumps(entry) for entry in kept} <= {json.dumps(entry) for entry in found}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "requests"]
 
 
 BAD: list[tuple[str, Any]] = [

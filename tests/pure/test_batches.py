@@ -1,7 +1,6 @@
 """Batches of a server over a scripted endpoint: every status, a restart in each, cancels, full disks, limits."""
 
 import asyncio
-import errno
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -15,9 +14,10 @@ from batch_files import CHAT, Endpoint, entries, jsonl, request
 from scripted_manager import until
 
 from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
-from moegguf.serving.batch import answers, batches
+from moegguf.serving.batch import batches
 from moegguf.serving.batch.answers import Journal, Requests
-from moegguf.serving.batch.batches import FINAL, Batch, Batches
+from moegguf.serving.batch.batches import Batch, Batches
+from moegguf.serving.batch.database import FINAL, Database
 from moegguf.serving.batch.files import DESCRIPTION_BYTES
 from moegguf.serving.clients import current_owner
 
@@ -46,9 +46,20 @@ async def ended(found: Batches, batch: Batch) -> Batch:
     return found.get(batch.id)
 
 
-def left_in(folder: Path) -> list[str]:
-    """Names beside files and descriptions: nothing that was needed meanwhile."""
-    return [path.name for path in (folder / "batches").iterdir() if path.is_dir() and path.name != "files"]
+def left_in(found: Batches) -> list[Any]:
+    """Returns what is needed only until a batch has ended: answers, and contents of deleted files."""
+    contents = {path.stem for path in (found.folder / "files").iterdir()}
+    return found.files.database.execute("SELECT * FROM answer") + sorted(
+        contents - {file.id for file in found.files.all()}
+    )
+
+
+def fill_disk(database: Database) -> int:
+    """Lets the database grow no more. Returns the limit that it had."""
+    ((most,),) = database.execute("PRAGMA max_page_count")
+    ((n_pages,),) = database.execute("PRAGMA page_count")
+    database.execute(f"PRAGMA max_page_count = {n_pages}")
+    return most
 
 
 async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
@@ -68,7 +79,7 @@ async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
         assert [entry["custom_id"] for entry in content(found, batch.error_file_id)] == ["b"]
         output = found.files.get(batch.output_file_id or "")
         assert (output.purpose, output.expires_at) == ("batch_output", output.created_at + 7200)
-        assert left_in(tmp_path) == []
+        assert left_in(found) == []
 
 
 async def test_lines_that_are_no_requests_fail_the_batch(tmp_path: Path) -> None:
@@ -84,7 +95,7 @@ async def test_lines_that_are_no_requests_fail_the_batch(tmp_path: Path) -> None
         assert empty.status == "failed" and "no requests" in empty.errors[0]["message"]
         many = await ended(found, found.create(CHAT, stored(found, [b"x\n"] * 500)))
         assert len(many.errors) == 100
-        assert left_in(tmp_path) == []
+        assert left_in(found) == []
 
 
 async def test_a_cancelled_batch_has_what_was_answered(tmp_path: Path) -> None:
@@ -158,18 +169,20 @@ async def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, st
         assert again.status == ("cancelled" if status == "cancelling" else "completed")
         assert content(found, again.output_file_id)[0]["custom_id"] == "a"
         assert "hi" not in endpoint.texts
-        assert left_in(tmp_path) == []
+        assert left_in(found) == []
 
 
 async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
-        batch = found.create(CHAT, stored(found, [request("a"), request("b")]))
-        with monkeypatch.context() as full:
-            full.setattr(answers.os, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-            await until(lambda: len(endpoint.calls) > 4)
-            assert batch.status == "in_progress"
+        batch = found.create(CHAT, stored(found, [request("a", "y" * 9000), request("b", "y" * 9000)]))
+        most = fill_disk(found.files.database)
+        await until(lambda: len(endpoint.calls) > 4)
+        assert batch.status == "in_progress"
+        with pytest.raises(StorageError, match=r"disk is full.*make room"):
+            found.create(CHAT, batch.input_file_id, {"key": "z" * 9000})
+        found.files.database.execute(f"PRAGMA max_page_count = {most}")
         await ended(found, batch)
         assert (batch.status, batch.counts.completed) == ("completed", 2)
         assert len(content(found, batch.output_file_id)) == 2
@@ -251,16 +264,12 @@ async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> 
             found.files.get(short.id)
         assert [file.id for file in found.files.all()] == [long]
     folder = tmp_path / "batches" / "files"
-    assert sorted(path.suffix for path in folder.iterdir()) == [".data", ".json"]
-    (folder / "file-0.json").write_text("{")
-    (folder / "file-1.data").write_text("without a description")
-    (folder / ".upload.x").write_text("of a killed process")
-    (folder.parent / "batch_0.json").write_text("[]")
-    (folder.parent / "batch_1").mkdir()
+    assert [path.name for path in folder.iterdir()] == [f"{long}.data"]
+    (folder / "file-1.data").write_text("of a killed process")
+    (folder / ".file-2.data.x").write_text("of a killed process")
     async with batches_in(tmp_path, Endpoint()) as found:
         assert [file.id for file in found.files.all()] == [long]
-        assert found.all() == [] and left_in(tmp_path) == []
-        assert not (folder / "file-1.data").exists() and not (folder / ".upload.x").exists()
+        assert found.all() == [] and left_in(found) == []
 
 
 async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> None:
@@ -276,12 +285,12 @@ async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> 
         assert [path.stem for path in (tmp_path / "batches" / "files").glob("*.data")] == [long]
 
 
-async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
         input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
         batches_of_it = [found.create(CHAT, input_id) for _ in range(2)]
-        stored(found, [b"y" * 2000])  # a file and its links take their bytes once
+        stored(found, [b"y" * 2000])  # a file that two batches use takes its bytes once
         await until(lambda: endpoint.running == 1)
         found.files.delete(input_id)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
@@ -293,13 +302,6 @@ async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, m
             found.cancel(found.get(batch.id))
             await ended(found, batch)
         stored(found, [b"y" * 10_000])
-
-    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links")))
-    async with batches_in(tmp_path / "other", endpoint, max_bytes=40_000) as found:
-        input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
-        with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
-            found.create(CHAT, input_id)
-        assert found.all() == [] and left_in(tmp_path / "other") == []
 
 
 async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +330,7 @@ async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-async def test_only_the_user_may_read_files_and_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
-) -> None:
+async def test_only_the_user_may_read_files_and_batches(tmp_path: Path, umask: int) -> None:
     endpoint, folder = Endpoint(), tmp_path / "batches"
 
     def rights_of_others() -> list[str]:
@@ -341,16 +341,13 @@ async def test_only_the_user_may_read_files_and_batches(
     try:
         async with batches_in(tmp_path, endpoint) as found:
             input_id = stored(found, [request("a", "hold"), request("b", "fail"), request("c")])
-            linked = found.create(CHAT, input_id)
-            monkeypatch.setattr(os, "link", Mock(side_effect=OSError))
-            copied = found.create(CHAT, input_id)
+            batch = found.create(CHAT, input_id)
             with found.files.new() as upload:
                 upload.write(b"x")
-                await until(lambda: linked.counts.done == 2)
+                await until(lambda: batch.counts.done == 2)
                 assert rights_of_others() == []
             endpoint.released.set()
-            await ended(found, linked)
-            await ended(found, copied)
+            await ended(found, batch)
             assert rights_of_others() == []
         for path in (folder, *folder.rglob("*")):  # as older versions have left them
             path.chmod(0o777 if path.is_dir() else 0o666)
@@ -358,7 +355,7 @@ async def test_only_the_user_may_read_files_and_batches(
         outside.touch()
         outside.chmod(0o644)
         async with batches_in(tmp_path, endpoint) as found:
-            assert len(found.all()) == 2
+            assert len(found.all()) == 1
             (folder / "link").unlink()
             assert rights_of_others() == []
             assert outside.stat().st_mode & 0o777 == 0o644

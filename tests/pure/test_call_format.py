@@ -16,7 +16,7 @@ from moegguf.errors import TemplateError
 from moegguf.generate.call_format import answer_format
 from moegguf.generate.constraint import constraint_for
 from moegguf.generate.parsing import answer_parser
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.generate.sampler import Matcher, MatcherTokens
 from moegguf.generate.template import render
 from moegguf.gguf.chat_template import capabilities_of
@@ -173,7 +173,7 @@ TEMPLATES_OF_CALLS = [name for name in WITH_TOOLS if name not in NO_CALLS]
 
 
 def forced(name: str, tools: Sequence[Mapping[str, Any]], prompt_end: str = "") -> Matcher:
-    request = GenerationRequest(messages=(), tools=tuple(tools), tool_choice="required", think=False)
+    request = Request(messages=(), tools=tuple(tools), tool_choice="required", think=False)
     found = constraint_for(request, TEMPLATES[name], prompt_end)
     assert found is not None
     return Matcher(found, BYTES)
@@ -325,7 +325,7 @@ def test_template_that_cannot_be_rendered_has_the_known_formats() -> None:
 def test_strict_tool_restricts_calls_and_no_text(name: str) -> None:
     form = answer_format(TEMPLATES[name])
     tools = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in tools_for(name)]
-    request = GenerationRequest(messages=(), tools=tuple(tools), think=False)
+    request = Request(messages=(), tools=tuple(tools), think=False)
     found = constraint_for(request, TEMPLATES[name])
     assert found is not None
     text = '<|channel|>final<|message|>A <b> & "c".' if form.is_harmony else 'A <b> & "c".'
@@ -373,5 +373,5 @@ def test_any_template_has_a_format(seed: int) -> None:
     form.learn()
     parser = answer_parser(template, tools_for(""), prompt_end="<a>")
     assert parser.feed("text") is not None and parser.end(cut=True) is not None
-    request = GenerationRequest(messages=(), tools=tuple(tools_for("")), tool_choice="required")
+    request = Request(messages=(), tools=tuple(tools_for("")), tool_choice="required")
     assert constraint_for(request, template) is not None

@@ -18,7 +18,7 @@ from llguidance import LLTokenizer
 
 from moegguf.errors import CapabilityError, SchemaError
 from moegguf.generate.constraint import Constraint, constraint_for
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.generate.sampler import Matcher, MatcherTokens, matcher_tokens
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -31,7 +31,7 @@ def every_byte() -> MatcherTokens:
 
 
 def constraint(form: Any = None, template: str | None = None, **options: Any) -> Constraint | None:
-    return constraint_for(GenerationRequest(messages=(), format=form, **options), template)
+    return constraint_for(Request(messages=(), format=form, **options), template)
 
 
 def matcher(form: Any = None, template: str | None = None, **options: Any) -> Matcher:
@@ -60,7 +60,7 @@ def test_nothing_is_demanded_of_an_ordinary_answer_and_llguidance_is_not_importe
     assert constraint(tools=(TOOL,)) is None
     assert constraint(tools=(TOOL,), tool_choice="none") is None
     assert constraint(tool_choice="required") is None
-    code = "import sys, moegguf.generate.answer; print('llguidance' in sys.modules)"
+    code = "import sys, moegguf.generate.sequence; print('llguidance' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "False"
 

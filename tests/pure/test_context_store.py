@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from moegguf.engine import context_store
-from moegguf.engine.context_store import About, ContextStore, stored_blocks
+from moegguf.engine import kv_block_store
+from moegguf.engine.kv_block_store import About, KvBlockStore, stored_blocks
 from moegguf.quantities import GIB, MIB
 
 ABOUT = About("demo", 128, 64)
@@ -23,18 +23,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(folder: Path) -> ContextStore:
-    return ContextStore(folder, GIB)
+def store(folder: Path) -> KvBlockStore:
+    return KvBlockStore(folder, GIB)
 
 
 def path_of(folder: Path, name: str) -> Path:
     return folder / name[:2] / name
 
 
-def test_a_block_is_read_as_it_was_written_also_by_another_process(store: ContextStore, folder: Path) -> None:
+def test_a_block_is_read_as_it_was_written_also_by_another_process(store: KvBlockStore, folder: Path) -> None:
     data = os.urandom(100_000)
     assert store.write(NAMES[0], ABOUT, [data[:10], data[10:]])
-    for each in (store, ContextStore(folder, GIB)):
+    for each in (store, KvBlockStore(folder, GIB)):
         assert each.holds(NAMES[0])
         assert bytes(each.read(NAMES[0]) or b"") == data
         assert [(block.path.name, block.about) for block in stored_blocks(folder)] == [(NAMES[0], ABOUT)]
@@ -45,10 +45,10 @@ def test_a_block_is_read_as_it_was_written_also_by_another_process(store: Contex
     assert not store.holds(NAMES[0])
 
 
-def test_only_the_user_may_read_it(store: ContextStore, folder: Path) -> None:
+def test_only_the_user_may_read_it(store: KvBlockStore, folder: Path) -> None:
     store.write(NAMES[0], ABOUT, [b"secret"])
     folder.chmod(0o755)
-    ContextStore(folder, GIB)
+    KvBlockStore(folder, GIB)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
     assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
     assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
@@ -67,7 +67,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_block_is_deleted(store: ContextStore, folder: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_block_is_deleted(store: KvBlockStore, folder: Path, damage: Callable[[bytes], bytes]) -> None:
     store.write(NAMES[0], ABOUT, [os.urandom(10_000)])
     path = path_of(folder, NAMES[0])
     path.write_bytes(damage(path.read_bytes()))
@@ -86,7 +86,7 @@ STRANGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
 def test_what_is_no_regular_file_counts_as_missing_and_is_replaced(
-    store: ContextStore, folder: Path, make: Callable[[Path], object]
+    store: KvBlockStore, folder: Path, make: Callable[[Path], object]
 ) -> None:
     store.write(NAMES[0], ABOUT, [b"one"])
     path = path_of(folder, NAMES[0])
@@ -98,19 +98,19 @@ def test_what_is_no_regular_file_counts_as_missing_and_is_replaced(
     make(path)
     (folder / ".block.x").unlink(missing_ok=True)
     os.mkfifo(folder / ".block.x")
-    again = ContextStore(folder, None)
+    again = KvBlockStore(folder, None)
     assert again.write(NAMES[0], ABOUT, [b"two"]) and again.read(NAMES[0]) == b"two"
 
 
 def test_another_users_block_counts_as_missing(
-    store: ContextStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    store: KvBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write(NAMES[0], ABOUT, [b"one"])
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert store.open(NAMES[0]) is None and store.read(NAMES[0]) is None
 
 
-def test_a_block_of_another_name_is_missing(store: ContextStore, folder: Path) -> None:
+def test_a_block_of_another_name_is_missing(store: KvBlockStore, folder: Path) -> None:
     store.write(NAMES[1], ABOUT, [b"two"])
     path_of(folder, NAMES[2]).parent.mkdir()
     path_of(folder, NAMES[1]).rename(path_of(folder, NAMES[2]))
@@ -118,7 +118,7 @@ def test_a_block_of_another_name_is_missing(store: ContextStore, folder: Path) -
 
 
 def test_what_was_used_longest_ago_leaves_first(folder: Path) -> None:
-    store, part = ContextStore(folder, 10 * MIB), os.urandom(MIB)
+    store, part = KvBlockStore(folder, 10 * MIB), os.urandom(MIB)
     for name in NAMES[:9]:
         store.write(name, ABOUT, [part])
         os.utime(path_of(folder, name), (0, 0))
@@ -136,7 +136,7 @@ def test_what_was_used_longest_ago_leaves_first(folder: Path) -> None:
 
 
 def test_several_processes_stay_below_the_limit_together(folder: Path) -> None:
-    stores, part = [ContextStore(folder, 20 * MIB) for _ in range(2)], os.urandom(MIB)
+    stores, part = [KvBlockStore(folder, 20 * MIB) for _ in range(2)], os.urandom(MIB)
     for i, name in enumerate(NAMES):
         stores[i % 2].write(name, ABOUT, [part])
     left = list(stored_blocks(folder))
@@ -150,18 +150,18 @@ def test_several_processes_stay_below_the_limit_together(folder: Path) -> None:
 def test_auto_is_a_tenth_of_the_free_disk_and_16_gib_at_most(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = os.statvfs_result((4096, 4096, 10**9, 10**6, 10**6, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: free)
-    ContextStore(folder, GIB).write(NAMES[0], ABOUT, [bytes(10 * MIB)])
-    assert ContextStore(folder, None).limit_bytes // MIB == (4096 * 10**6 + 10 * MIB) // 10 // MIB
+    KvBlockStore(folder, GIB).write(NAMES[0], ABOUT, [bytes(10 * MIB)])
+    assert KvBlockStore(folder, None).limit_bytes // MIB == (4096 * 10**6 + 10 * MIB) // 10 // MIB
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 0, 10**9, 10**9, 0, 0, 0, 0, 255)))
-    assert ContextStore(folder, None).limit_bytes == 16 * GIB
+    assert KvBlockStore(folder, None).limit_bytes == 16 * GIB
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
 def test_a_disk_that_refuses_turns_it_off_with_one_warning(
-    store: ContextStore, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    store: KvBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     store.write(NAMES[0], ABOUT, [b"one"])
-    monkeypatch.setattr(context_store.os, "replace", Mock(side_effect=OSError(code, os.strerror(code))))
+    monkeypatch.setattr(kv_block_store.os, "replace", Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.warns(UserWarning, match=f"not kept on disk: .*{os.strerror(code)}") as warned:
         assert not any(store.write(name, ABOUT, [b"two"]) for name in NAMES[1:3])
     assert len(warned) == 1
@@ -175,15 +175,15 @@ def test_a_folder_that_cannot_be_made_or_is_anothers_turns_it_off(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="not kept on disk"):
-        assert ContextStore(tmp_path / "file" / "contexts", GIB).is_off
-    ContextStore(folder, GIB)
+        assert KvBlockStore(tmp_path / "file" / "contexts", GIB).is_off
+    KvBlockStore(folder, GIB)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.warns(UserWarning, match="belongs to another user"):
-        assert ContextStore(folder, GIB).is_off
+        assert KvBlockStore(folder, GIB).is_off
 
 
 def test_what_a_killed_writer_has_left_is_removed(folder: Path) -> None:
     folder.mkdir()
     (folder / ".block.x").write_bytes(b"half of one")
-    ContextStore(folder, GIB)
+    KvBlockStore(folder, GIB)
     assert not list(folder.glob(".block.*"))

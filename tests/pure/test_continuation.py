@@ -12,7 +12,7 @@ from moegguf.generate.constraint import constraint_for
 from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.parsing import answer_parser
 from moegguf.generate.prompt import Conversation, cut_middle, longest, n_after_shift
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 
 QUESTION = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "function": {"name": "f", "arguments": {}}}
@@ -90,13 +90,13 @@ def test_the_answer_is_only_what_is_new_with_its_blanks() -> None:
 
 
 def test_a_format_goes_on_and_a_call_cannot() -> None:
-    ask = GenerationRequest(messages=(), format="json")
+    ask = Request(messages=(), format="json")
     begun = constraint_for(ask, templates.QWEN, BEGUN, Continuation('{"a', '{"a'))
     assert begun is not None and begun.begun == '{"a' and "start: answer\n" in begun.lark
     thinking = constraint_for(ask, templates.QWEN, "hm", Continuation("hm", in_thinking=True))
     assert thinking is not None and "start: thought" in thinking.lark
     tool = {"type": "function", "function": {"name": "f"}}
-    forced = GenerationRequest(messages=(), tools=(tool,), tool_choice="required")
+    forced = Request(messages=(), tools=(tool,), tool_choice="required")
     with pytest.raises(OptionError, match="cannot be a tool call"):
         constraint_for(forced, templates.QWEN, "", Continuation("so", "so"))
 

@@ -188,6 +188,6 @@ def test_the_template_of_the_file_is_the_recipe_s() -> None:
     pytest.importorskip("tokenizers", reason="needs tokenizers of the laboratory")
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details
-    from predictors.models.demo.tokenizer import CHAT_TEMPLATE
+    from recipes.demo.tokenizer import CHAT_TEMPLATE
 
     assert details(Catalog().find("demo")).template == CHAT_TEMPLATE

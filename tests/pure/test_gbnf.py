@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 
 from moegguf.errors import SchemaError
 from moegguf.generate.constraint import constraint_for
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.generate.sampler import Matcher, MatcherTokens
 from tools import vendor
 
@@ -19,7 +19,7 @@ BYTES = MatcherTokens(LLTokenizer("byte"), 256, frozenset())
 
 
 def matcher(grammar: str, **options: Any) -> Matcher:
-    request = GenerationRequest(messages=(), grammar=grammar, **options)
+    request = Request(messages=(), grammar=grammar, **options)
     constraint = constraint_for(request, None, token_of=lambda text: {"<x>": ord("x")}.get(text))
     assert constraint is not None
     return Matcher(constraint, BYTES)

@@ -140,9 +140,12 @@ def test_a_broken_measurement_is_no_outcome_but_a_misfit_is(tmp_path: Path, monk
 
 def test_cublas_is_found_in_a_wheel_where_the_toolkit_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, wheel = tmp_path / "cuda/bin/nvcc", tmp_path / "site/nvidia/cu13"
-    for file in (compiler, wheel / "lib/libcublas.so.13", wheel / "include/cublas_v2.h"):
+    of_another_version = tmp_path / "site/nvidia/a/lib/libcublas.so.12"
+    for file in (compiler, wheel / "lib/libcublas.so.13", wheel / "include/cublas_v2.h", of_another_version):
         file.parent.mkdir(parents=True)
         file.touch()
+    compiler.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    compiler.chmod(0o755)
     monkeypatch.setenv("CUDACXX", str(compiler))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     backend = build.cuda("90")

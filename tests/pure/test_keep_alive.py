@@ -15,7 +15,7 @@ from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_
 from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.lease import ManagedModel, Waiter
+from moegguf.serving.lease import LeaseRequest, ManagedModel
 from moegguf.serving.model_manager import ModelManager
 
 LOOP = asyncio.new_event_loop()  # of requests that no manager has
@@ -142,9 +142,9 @@ class Queue:
         self.tickets: list[int] = []
 
     def add(self, client: str) -> None:
-        waiter = Waiter(cast(Any, None), LoadOverrides(), 0.0, client=client, granted=asyncio.Future(loop=LOOP))
-        self.model.waiters.append(waiter)
-        self.tickets.append(waiter.ticket)
+        request = LeaseRequest(cast(Any, None), LoadOverrides(), 0.0, client=client, granted=asyncio.Future(loop=LOOP))
+        self.model.waiting.append(request)
+        self.tickets.append(request.ticket)
 
     def serve(self) -> tuple[int, str]:
         """The number and the client of the request whose turn it is, from its beginning to its end."""
@@ -167,7 +167,7 @@ def test_idle_clients_save_no_turns_and_cancelled_requests_cost_none() -> None:
     for _ in range(500):
         queue.add("hasty")
     queue.serve()
-    queue.model.waiters.clear()
+    queue.model.waiting.clear()
     for client in ("hasty", "other", "hasty"):
         queue.add(client)
     assert [queue.serve()[1] for _ in range(3)] == ["hasty", "other", "hasty"], "cancelled requests cost nothing"
@@ -178,13 +178,13 @@ def test_idle_clients_save_no_turns_and_cancelled_requests_cost_none() -> None:
 def test_nobody_waits_for_more_than_one_request_of_each_other_client_per_own(steps: list[tuple[int, int]]) -> None:
     queue, n_overtaken = Queue(), dict[int, dict[str, int]]()
     for number, (client, n_served) in enumerate(steps):
-        own = sum(waiter.client == str(client) for waiter in queue.model.waiters)
+        own = sum(request.client == str(client) for request in queue.model.waiting)
         queue.add(str(client))
         n_overtaken[number] = dict.fromkeys(map(str, range(5)), own + 1)
-        for _ in range(min(n_served, len(queue.model.waiters))):
+        for _ in range(min(n_served, len(queue.model.waiting))):
             _, served = queue.serve()
-            for waiter in queue.model.waiters:
-                if waiter.client != served:
-                    left = n_overtaken[queue.tickets.index(waiter.ticket)]
+            for request in queue.model.waiting:
+                if request.client != served:
+                    left = n_overtaken[queue.tickets.index(request.ticket)]
                     left[served] -= 1
                     assert left[served] >= -1

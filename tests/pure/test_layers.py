@@ -15,12 +15,13 @@ ALLOWED: dict[str, set[str]] = {
     "floor": set(),
     "gguf": set(),
     "native": {"gguf"},
+    "testing": {"native", "gguf"},
     "controller": {"native", "gguf"},
     "trace": {"controller", "native", "gguf"},
     "models": {"gguf"},
     "engine": {"models", "trace", "controller", "native", "gguf"},
     "generate": {"engine", "native", "gguf"},
-    "bench": {"generate", "engine", "trace", "controller", "native", "gguf"},
+    "bench": {"generate", "engine", "trace", "controller", "testing", "native", "gguf"},
     "serving": {"generate", "engine", "models", "gguf"},
     "terminal": {"generate", "engine", "models", "gguf"},
     "chat": {"terminal", "serving", "generate", "engine", "models", "gguf"},
@@ -37,7 +38,7 @@ APART = {name: DIALECTS - {name} for name in (*DIALECTS, "common")} | {"llama_se
 
 # Libraries that belong to some packages only.
 OWNED: dict[str, set[str]] = {
-    "ctypes": {"native", "engine", "generate", "bench"},
+    "ctypes": {"native", "testing", "engine", "generate", "bench"},
     "llama_cpp": {"native", "engine"},
     "typer": {"cli", "chat", "terminal", "server"},
     "rich": {"cli", "chat", "terminal"},
@@ -56,7 +57,7 @@ OWNED: dict[str, set[str]] = {
 }
 
 # Folders beside the package: the laboratory imports it and never the other way round.
-BESIDE = ("predictors", "tools", "tests")
+BESIDE = ("predictors", "recipes", "tools", "tests")
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 

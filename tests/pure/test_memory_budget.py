@@ -22,7 +22,6 @@ from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.sources import file_entry
-from moegguf.native.link_device import add_link_device
 from moegguf.native.slot_sizes import padded
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving import memory_budget
@@ -30,6 +29,7 @@ from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import RAM, Admission, MemoryUse, ModelSize, admit, expert_cache_within, measure
 from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings
+from moegguf.testing.link_device import add_link_device
 
 GIB = 1 << 30
 

@@ -14,7 +14,7 @@ import pytest
 from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_of, until
 
 from moegguf.errors import BudgetError, BusyError, ModelFormatError, ModelNotFoundError, OptionError, WorkerError
-from moegguf.generate.request import Delta, GenerationRequest
+from moegguf.generate.request import Delta, Request
 from moegguf.serving import lease as lease_module
 from moegguf.serving import worker_process
 from moegguf.serving.clients import BACKGROUND, current_client
@@ -39,9 +39,9 @@ async def test_the_last_event_has_the_timing_and_the_manager_the_state(catalog: 
         for first in (True, False):
             async with manager.lease("a") as lease:
                 assert lease.entry.name == "a:latest" and manager.loaded()[0].n_ctx == 4096
-                events = [event async for event in lease.answer(GenerationRequest(prompt="say x"))]
+                events = [event async for event in lease.answer(Request(prompt="say x"))]
             assert [type(event) for event in events] == [Delta, Done]
-            assert isinstance(events[-1], Done) and events[-1].timing.finish == "stop"
+            assert isinstance(events[-1], Done) and events[-1].summary.finish == "stop"
             assert (events[-1].load_s > 0) is first
         (model,) = manager.loaded()
         assert (model.name, model.digest, model.n_ctx, model.size_bytes) == ("a:latest", "a" * 64, 4096, 100 << 20)
@@ -119,11 +119,31 @@ async def test_a_request_cancelled_during_a_load_leaves_the_model_loaded(catalog
     assert len(catalog.loads("a")) == 1
 
 
+async def test_a_load_reports_its_progress(catalog: FakeCatalog) -> None:
+    catalog.add("d", fractions=4)
+    seen = list[tuple[str, float, float]]()
+    async with manager_of(catalog) as manager:
+        manager.on_load = lambda entry, share, seconds: seen.append((entry.name, share, seconds))
+        await manager.load("d")
+    assert [(name, share) for name, share, _ in seen] == [("d:latest", part / 4) for part in (1, 2, 3, 4)]
+    assert all(0 <= seconds < 60 for *_, seconds in seen)
+
+
+async def test_the_rest_of_an_interrupted_answer_can_be_read(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager, manager.lease("a") as lease:
+        answer = lease.answer(Request(prompt="slowly tick"))
+        assert isinstance(await anext(answer), Delta)
+        await answer.aclose()
+        for _ in range(2):
+            *_, last = await lease.rest()
+            assert isinstance(last, Done) and last.summary.finish == "cancelled"
+
+
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
 async def test_closing_the_events_stops_the_answer(catalog: FakeCatalog, tmp_path: Path, ending: str) -> None:
     async def stop_reading(manager: ModelManager) -> None:
         async with manager.lease("a") as lease:
-            answer = lease.answer(GenerationRequest(prompt=f"hold {tmp_path / 'never'}"))
+            answer = lease.answer(Request(prompt=f"hold {tmp_path / 'never'}"))
             async for _ in answer:
                 if ending == "break":
                     break
@@ -148,7 +168,7 @@ async def test_a_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monke
     monkeypatch.setattr(worker_process, "CANCEL_GRACE_S", 0.02)
     async with manager_of(catalog) as manager:
         async with manager.lease("a") as lease:
-            async for _ in lease.answer(GenerationRequest(prompt="hang")):
+            async for _ in lease.answer(Request(prompt="hang")):
                 break
         assert await generate(manager, "a", "say next") == "next"
     assert len(catalog.loads("a")) == 2
@@ -161,7 +181,7 @@ async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(
     async with manager_of(catalog, debug=debug) as manager:
         async with manager.lease("a") as lease:
             second = asyncio.create_task(generate(manager, "a", "say queued"))
-            answer = aiter(lease.answer(GenerationRequest(prompt="die")))
+            answer = aiter(lease.answer(Request(prompt="die")))
             assert await anext(answer) == Delta("last")
             with pytest.raises(
                 WorkerError, match=r"model's worker process.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads it again"
@@ -321,7 +341,7 @@ async def test_shared_leases_do_not_wait_for_answers_and_cannot_generate(catalog
 
 async def test_the_model_is_released_when_it_is_done_not_when_the_reader_is(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager, manager.lease("a") as lease:
-        answer = lease.answer(GenerationRequest(prompt="count 100"))
+        answer = lease.answer(Request(prompt="count 100"))
         assert await anext(aiter(answer)) == Delta("0 ")
         assert await generate(manager, "a", "say next") == "next"
         rest = [event async for event in answer]

@@ -374,12 +374,12 @@ def test_commands_and_llama_make_the_same_plan(
     given_machine(row)
     expected = of_llama(path, row, files)
     assert of_serve(path, row, files, monkeypatch, nothing_loads) == expected, "serve"
-    if takes(run_command.run, row, files):
-        assert of_run(path, row, files, monkeypatch, nothing_loads) == expected, "run"
+    alone = of_llama(path, row, files, n_seq_max=1, kv_tokens=None)
+    if takes(run_command.run, row, files):  # for one person, who needs one sequence
+        assert of_run(path, row, files, monkeypatch, nothing_loads) == alone, "run"
     if takes(estimate_command, row, files):
         same(expected, of_estimate(path, row, files, capsys))
     if takes(batch_command, row, files):  # which has one request, and so needs one sequence
-        alone = of_llama(path, row, files, n_seq_max=1)
         assert of_batch(path, row, tmp_path, nothing_loads) == alone, "batch"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.models.catalog import demo_path
 from moegguf.serving.ray.config import ConfiguredCatalog, ModelConfig, read_config
 from moegguf.serving.ray.preference import BEGINNING, MAX_IMBALANCE, conversation_of, rank
@@ -15,11 +15,11 @@ from moegguf.serving.ray.preference import BEGINNING, MAX_IMBALANCE, conversatio
 WITHOUT_RAY = ("config", "preference")
 
 
-def talk(*contents: str, **fields: Any) -> GenerationRequest:
+def talk(*contents: str, **fields: Any) -> Request:
     system, *turns = contents
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-    return GenerationRequest(messages=tuple(messages), **fields)
+    return Request(messages=tuple(messages), **fields)
 
 
 def test_preference_needs_no_ray() -> None:
@@ -31,9 +31,9 @@ def test_preference_needs_no_ray() -> None:
 def test_the_turns_of_a_conversation_have_its_first_question_in_common() -> None:
     first = conversation_of(talk("", "What is an expert?"))
     assert conversation_of(talk("", "What is an expert?", "A matrix.", "Why?")) == first
-    prompts = [GenerationRequest(prompt="x" * n + "?") for n in (BEGINNING, BEGINNING + 1, BEGINNING - 1)]
+    prompts = [Request(prompt="x" * n + "?") for n in (BEGINNING, BEGINNING + 1, BEGINNING - 1)]
     assert [conversation_of(each) == conversation_of(prompts[0]) for each in prompts] == [True, True, False]
-    turns = [GenerationRequest(prompt="Why?", context=tuple(range(n))) for n in (BEGINNING, BEGINNING + 9, 9)]
+    turns = [Request(prompt="Why?", context=tuple(range(n))) for n in (BEGINNING, BEGINNING + 9, 9)]
     assert [conversation_of(each) == conversation_of(turns[0]) for each in turns] == [True, True, False]
 
 
@@ -48,7 +48,7 @@ def test_the_turns_of_a_conversation_have_its_first_question_in_common() -> None
         talk("", "What is an expert?", owner="another"),
     ],
 )
-def test_its_owner_and_what_is_before_the_first_answer_tell_one_from_another(other: GenerationRequest) -> None:
+def test_its_owner_and_what_is_before_the_first_answer_tell_one_from_another(other: Request) -> None:
     assert conversation_of(other) != conversation_of(talk("", "What is an expert?"))
 
 

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
-LABORATORY = (ROOT / "predictors/README.md", *sorted((ROOT / "docs/evidence").glob("*.md")))
+LABORATORY = (ROOT / "predictors/README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs/evidence").glob("*.md")))
 ALL_TEXT = "\n".join((TEXT, *(page.read_text(encoding="utf-8") for page in LABORATORY)))
-TRAINING = ("predictors.models.make_lab_model", "predictors.models.train_demo")  # import torch at once
+TRAINING = ("recipes.make_lab_model", "recipes.train_demo")  # import torch at once
 GROUPS = ("trace", "contexts")  # commands that have commands of their own
 
 
@@ -58,7 +58,10 @@ def help_of_module(module: str, *command: str) -> str:
     return subprocess.check_output([sys.executable, "-m", module, *command, "--help"], text=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("words", commands("python -m predictors."), ids=lambda words: words[2])
+LABORATORY_COMMANDS = [*commands("python -m predictors."), *commands("python -m recipes.")]
+
+
+@pytest.mark.parametrize("words", LABORATORY_COMMANDS, ids=lambda words: words[2])
 def test_every_command_and_option_of_the_laboratory_exists(words: tuple[str, ...]) -> None:
     module, *rest = words[2:]
     assert find_spec(module)

@@ -20,8 +20,8 @@ from waiting import until
 
 from moegguf.child import child_command
 from moegguf.errors import TemplateError
-from moegguf.generate import limited
-from moegguf.generate.limited import MAX_S
+from moegguf.generate import sandbox_pool
+from moegguf.generate.sandbox_pool import MAX_S
 from moegguf.generate.template import render
 from moegguf.gguf.chat_template import capabilities_of
 
@@ -183,7 +183,7 @@ def test_lists_can_be_built_and_neither_the_callers_nor_the_next_template_sees_t
     template = "{% set _ = messages[0].parts.append('b') %}{{ messages[0].parts | join(',') }}"
     assert render(template, messages) == "a,b"
     assert messages[0]["parts"] == ["a"]
-    limited.close()
+    sandbox_pool.close()
     render("{% set x = 1 %}{% set _ = messages.append(2) %}", CHAT)
     assert render("{{ x is defined }}{{ messages | length }}", CHAT) == f"False{len(CHAT)}"
 
@@ -276,7 +276,7 @@ ATTACKS = {
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "MAX_S", 0.5)
+    monkeypatch.setattr(sandbox_pool, "MAX_S", 0.5)
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
@@ -304,7 +304,7 @@ def test_a_stopped_template_says_which_limit(template: str, limit: str, impatien
 
 
 def sandboxes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if limited.COMMAND[-1] in child.cmdline()]
+    return [child for child in psutil.Process().children() if sandbox_pool.COMMAND[-1] in child.cmdline()]
 
 
 def test_rendering_goes_on_when_the_process_was_killed_and_few_processes_are_waited_for() -> None:
@@ -314,18 +314,18 @@ def test_rendering_goes_on_when_the_process_was_killed_and_few_processes_are_wai
         process.kill()
         process.wait(5)
     assert render("{{ 2 }}", CHAT) == "2"
-    limited.close()
+    sandbox_pool.close()
     assert not sandboxes()
     assert render("{{ 3 }}", CHAT) == "3"
-    limited.close()
+    sandbox_pool.close()
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda i: render(f"{{{{ {i} }}}}", CHAT), range(32))) == [str(i) for i in range(32)]
-    assert len(sandboxes()) <= limited.MAX_PROCESSES
+    assert len(sandboxes()) <= sandbox_pool.MAX_PROCESSES
 
 
 def test_behind_a_slow_template_another_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited.close()
-    monkeypatch.setattr(limited, "MAX_S", 60.0)
+    sandbox_pool.close()
+    monkeypatch.setattr(sandbox_pool, "MAX_S", 60.0)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(render, ATTACKS["nested loops"], CHAT)
         (busy,) = until(sandboxes)
@@ -341,13 +341,13 @@ def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # a mistake that Python leaves out
-    limited.close()
+    sandbox_pool.close()
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", "")
         assert child_command("elsewhere")[0] == "python3"
-    monkeypatch.setattr(limited, "COMMAND", child_command("elsewhere"))
+    monkeypatch.setattr(sandbox_pool, "COMMAND", child_command("elsewhere"))
     assert render("{{ 4 }}", CHAT) == "4"
-    limited.close()
+    sandbox_pool.close()
 
 
 def test_work_may_grow_with_the_conversation_but_output_and_depth_have_limits() -> None:

@@ -16,11 +16,11 @@ from moegguf.engine.plan import MemoryPlan, PlacementPlan, Plan
 from moegguf.engine.stats import Stats
 from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import (
+    AnswerSummary,
     Delta,
-    GenerationRequest,
     PromptProgress,
+    Request,
     Sampling,
-    Timing,
     TokenChance,
     TokenLogprob,
     ToolCall,
@@ -44,9 +44,9 @@ PLAN = Plan(
 )  # fmt: skip
 LIKELY = TokenLogprob(7, b"t", -0.5, (TokenChance(8, b"\xe6\x97", -1.0), TokenChance(9, b"v", -2.0)))
 OBJECTS = [
-    GenerationRequest(prompt="hi"),
-    GenerationRequest(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
-    GenerationRequest(
+    Request(prompt="hi"),
+    Request(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
+    Request(
         messages=(), context=(1, "a", 3), suffix="s",
         tools=({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},),
         tool_choice="required", format={"type": "object", "properties": {}}, think="high", template="{{ x }}",
@@ -54,16 +54,16 @@ OBJECTS = [
         sampling=Sampling(temperature=0.0, seed=2**63, stop=("a", "\n"), logit_bias={5: -1.5, 7: 2.0},
                           text_bias=(("a", 1.5),)),
     ),
-    GenerationRequest(prompt="", think=False, format="json"),
+    Request(prompt="", think=False, format="json"),
     Delta("text"),
     Delta(thinking="hm"),
     Delta("t", "h", (ToolCall("1", "f", {"x": 1.5}),), (LIKELY,), tokens=(7, 8)),
     PromptProgress(10, 2, 5, 0.5),
-    Timing(
+    AnswerSummary(
         1, 2, 3, prompt_s=0.1, answer_s=0.2, total_s=0.3, finish="length", stop_string="END", cut_messages=4,
         cut_tokens=5, n_shifts=6, context=(1, 2), stats=STATS, answer_stats=STATS,
     ),
-    Timing(),
+    AnswerSummary(),
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
     LoadConfig("a", "/a b", PLAN, {"n_ctx": 4096}),
@@ -86,8 +86,8 @@ def test_any_text_survives_a_round_trip(text: str, thinking: str) -> None:
 
 def test_only_what_differs_from_the_defaults_is_sent_and_mappings_of_any_kind() -> None:
     assert json.loads(encode({"kind": "event", "Delta": Delta("a")})) == {"kind": "event", "Delta": {"text": "a"}}
-    line = encode({"kind": "x", "item": GenerationRequest(prompt="", template_options=MappingProxyType({"a": 1}))})
-    assert build(GenerationRequest, decode(line)["item"]).template_options == {"a": 1}
+    line = encode({"kind": "x", "item": Request(prompt="", template_options=MappingProxyType({"a": 1}))})
+    assert build(Request, decode(line)["item"]).template_options == {"a": 1}
 
 
 @pytest.mark.parametrize("name", sorted(name for name, kind in vars(moegguf.errors).items() if isinstance(kind, type)))
@@ -122,7 +122,7 @@ def test_an_invalid_delta_is_refused(data: Any) -> None:
 def test_what_is_too_long_or_json_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(OptionError, match=r"\d{4} bytes.*at most 1000"):
-        encode({"kind": "generate", "generation": GenerationRequest(prompt="x" * 2000)})
+        encode({"kind": "generate", "request": Request(prompt="x" * 2000)})
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -181,7 +181,7 @@ def sent(texts_and_waits: list[tuple[str, float]], *, stream: bool = True) -> tu
         events.on_delta(Delta(text))
         now_s += wait_s
     before = list(found)
-    events.on_end(Timing(), None)
+    events.on_end(AnswerSummary(), None)
     return before, "".join(found[len(before) :])
 
 

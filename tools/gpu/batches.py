@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import Chunk
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
 from tools.gpu.case import Case, read_parts
@@ -31,11 +31,11 @@ N_PROMPT, LONGER = 20, 7  # tokens of the first prompt, and those that each next
 N_GUESSED = 4  # tokens of a sequence in every third pass, as where a draft was right
 
 
-def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Iterator[list[Chunk]]:
+def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Iterator[list[SequenceTokens]]:
     """Yields the passes. Every second pass a sequence joins. The first one leaves halfway, and another one follows."""
     length = [0] * n_sequences
     for n in range(N_PASSES):
-        chunks = list[Chunk]()
+        chunks = list[SequenceTokens]()
         for sequence in range(min(n_sequences, n // 2 + 1)):
             if sequence == 0 and n == N_PASSES // 2:
                 length[0] = 0
@@ -44,7 +44,7 @@ def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Ite
                 n_tokens = N_PROMPT + LONGER * sequence
             phase = Phase.DECODE if length[sequence] else Phase.PREFILL
             tokens = random.integers(0, n_vocab, n_tokens).tolist()
-            chunks.append(Chunk(sequence, tokens, length[sequence], sequence, phase))
+            chunks.append(SequenceTokens(sequence, tokens, length[sequence], sequence, phase))
             length[sequence] += n_tokens
         yield chunks
 
@@ -57,7 +57,7 @@ def digests(llm: Llama, n_sequences: int) -> list[str]:
         for chunk in chunks:
             if chunk.n_past == 0:
                 llm.context.truncate(0, chunk.sequence)
-        rows = llm.context.eval_chunks(chunks)
+        rows = llm.context.eval_sequences(chunks)
         assert rows is not None, "the context has room for all sequences"
         found.append(hashlib.sha256(b"".join(llm.context.logits(row).tobytes() for row in rows)).hexdigest())
     return found

@@ -18,19 +18,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CARRIED = ROOT / "build/cuda-carried/bin"  # libraries and programs for a machine that has a card
 VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # for releases of Vulkan's that are older than ggml's
+VULKAN_FLAGS = ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """flags: of cmake; environment: of every process that uses the build."""
+    """A build in a folder of its own."""
 
     name: str
-    flags: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...]  # of cmake
+    environment: Mapping[str, str] = field(default_factory=dict)  # of every process that uses the build
+    target: str = "moegguf_all"
 
 
 def cuda(architecture: str) -> Backend:
-    """For cards of one architecture, such as "90" for compute capability 9.0: it is built in minutes, all in hours."""
+    """Returns the build for cards of an architecture, such as "90" for compute capability 9.0, or for a list "80;90".
+
+    Each takes tens of minutes of processor time.
+    """
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
     wheel = next(_cublas_wheels(), None)
     if wheel is None:
@@ -68,13 +73,19 @@ def nvcc() -> Path:
     return Path(found)
 
 
+def cuda_version() -> int:
+    """Returns the major version of nvcc. Raises FileNotFoundError, subprocess.CalledProcessError."""
+    text = subprocess.run([nvcc(), "--version"], check=True, capture_output=True, text=True).stdout
+    return int(text.partition("release ")[2].partition(".")[0])
+
+
 def _cublas_wheels() -> Iterator[Path]:
-    """Folders of PyPI's nvidia-cublas, where the toolkit beside nvcc has no cublas of its own."""
+    """Yields the folders of PyPI's cublas, where the toolkit beside nvcc has no cublas of its own."""
     toolkit = nvcc().resolve().parents[1]
     if any(next(toolkit.glob(f"{folder}/libcublas.so"), None) for folder in ("lib*", "targets/*/lib")):
         return
     for entry in sys.path:
-        for library in sorted(Path(entry).glob("nvidia/*/lib/libcublas.so.*")):
+        for library in sorted(Path(entry).glob(f"nvidia/*/lib/libcublas.so.{cuda_version()}")):
             if (library.parents[1] / "include/cublas_v2.h").exists():
                 yield library.parents[1]
 
@@ -86,7 +97,7 @@ def vulkan(driver: Path, devices: str = "0") -> Backend:
     """
     return Backend(
         "vulkan",
-        ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}"),
+        VULKAN_FLAGS,
         {
             "VK_DRIVER_FILES": str(driver),
             "VK_ICD_FILENAMES": str(driver),
@@ -137,7 +148,7 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
         f"-DPython3_EXECUTABLE={sys.executable}", *backend.flags,
     ]  # fmt: skip
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    ninja = subprocess.Popen(["ninja", "-C", str(folder), "moegguf_all"])
+    ninja = subprocess.Popen(["ninja", "-C", str(folder), backend.target])
     try:
         status = ninja.wait(timeout_s)
     except BaseException:  # also an interrupt

@@ -29,9 +29,9 @@ from moegguf.engine.memory import kv_bytes
 from moegguf.errors import MoeggufError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native import library
-from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import parse_link
+from moegguf.testing.link_device import add_link_device
 from tools.gpu.case import N_FIRST, Case
 
 SPARE_BYTES = 1 << 30  # compute buffers, and what drivers take: for a first guess of what fits
@@ -72,7 +72,8 @@ class Held:
             "ggml_backend_buft_get_max_size": [c.c_void_p],
             "ggml_backend_buft_alloc_buffer": [c.c_void_p, c.c_size_t],
         }.items():
-            getattr(ggml, name).restype, getattr(ggml, name).argtypes = c.c_void_p, arguments
+            getattr(ggml, name).restype = c.c_void_p
+            getattr(ggml, name).argtypes = arguments
         ggml.ggml_backend_buft_get_max_size.restype = c.c_size_t
         buffer_type = ggml.ggml_backend_dev_buffer_type(ggml.ggml_backend_dev_by_name(device.name.encode()))
         largest = min(ggml.ggml_backend_buft_get_max_size(buffer_type), 16 << 30)
@@ -132,7 +133,8 @@ def read(llm: Llama, prompt: Sequence[int]) -> float:
 def decode(llm: Llama, n_tokens: int) -> tuple[list[int], float]:
     """Returns the tokens, and the seconds that they took."""
     settle(llm)
-    tokens, start = [], time.perf_counter()
+    tokens = []
+    start = time.perf_counter()
     for _ in range(n_tokens):
         tokens.append(greedy_token(llm))
         llm.eval(tokens[-1:])
@@ -201,7 +203,8 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     device = find_gpus(case.device)[0]
     if case.hold and case.limit_bytes is not None:
         Held(device, case.limit_bytes)
-    free_before, start = find_gpus(case.device)[0].free_bytes, time.perf_counter()
+    free_before = find_gpus(case.device)[0].free_bytes
+    start = time.perf_counter()
     with load(case) as llm:
         plan = llm.plan if llm.session is not None else None
         yield {
@@ -216,7 +219,8 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
         # Kernels are loaded when they are first used, and experts come into RAM.
         yield {"cold_prompt_tokens_per_s": case.n_prompt / read(llm, cold)}
         settle(llm)
-        before, is_filled = counts(llm), is_complete(llm)
+        before = counts(llm)
+        is_filled = is_complete(llm)
         speeds = [case.n_prompt / read(llm, prompt) for prompt in prompts]
         yield {
             "prompt_tokens_per_s": statistics.median(speeds),

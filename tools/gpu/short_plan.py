@@ -197,7 +197,9 @@ class _Plan:
             yield Part(type_, "micro", arguments, predicted=predicted, needs_card=True, limit_s=8)
 
     def offsets(self) -> Iterator[Part]:
-        columns, few, many = self.setting.n_columns, self.setting.n_experts, self.setting.n_slots
+        columns = self.setting.n_columns
+        few = self.setting.n_experts
+        many = self.setting.n_slots
         for type_, rows, wrong in (("f16", 768, (1, 4)), ("f16", 512, (1,)), ("bf16", 768, (1, 4)), ("q4_0", 768, ())):
             for n in (few, many):
                 overflows = wrong if n == CARD.n_slots else ()
@@ -217,7 +219,9 @@ class _Plan:
         ):
             rows = 2048
             if self.setting.is_simulated:
-                rows, n_experts, n_used = 64, self.setting.n_experts, 2
+                rows = 64
+                n_experts = self.setting.n_experts
+                n_used = 2
             predicted = {f"{type_} {rows}x{n_experts}, apart against together": (0.85, most)}
             arguments = (type_, columns, rows, n_experts, n_used, stride)
             yield self._products("strides", f"{type_} x {rows}", arguments, predicted)
@@ -235,7 +239,8 @@ class _Plan:
 
     def small_card(self) -> Iterator[Part]:
         limit = {"limit_bytes": self.setting.card_bytes, "hold": self.setting.holds}
-        slots, whole = {"placement": "slots"}, {"placement": "layers"}
+        slots = {"placement": "slots"}
+        whole = {"placement": "layers"}
         if not self.setting.is_simulated:
             whole |= {"vram_cache": "5.9GB"}
         for name, options, predicted, more in (
@@ -290,14 +295,16 @@ class _Plan:
         return {"n_ubatch": self.setting.sizes["n_ctx"]}
 
     def _case(self, model: str, options: dict[str, Any] | None, **more: Any) -> Case:
-        file, system = str(self.setting.file(model, self.models)), "llama.cpp" if options is None else "moegguf"
+        file = str(self.setting.file(model, self.models))
+        system = "llama.cpp" if options is None else "moegguf"
         common: dict[str, Any] = {"device": self.setting.device, "link": self.setting.link, **self.setting.sizes}
         return Case(model=file, system=system, options=options, n_threads=self.n_threads, **common | more)
 
     def _measured(
         self, name: str, model: str, options: dict[str, Any] | None, predicted: Predicted, **more: Any
     ) -> Part:
-        case, n_layer = self._case(model, options, **more), self.setting.models[model][2]
+        case = self._case(model, options, **more)
+        n_layer = self.setting.models[model][2]
         if (options or {}).get("placement") == "slots" and case.n_ubatch == self.setting.sizes["n_ubatch"]:
             n_tokens = N_FIRST + case.n_decode
             predicted = {**predicted, SAME: (n_tokens, n_tokens)}

@@ -276,7 +276,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0 also where steps failed, which results.txt says."""
     args = arguments(given)
-    setting, out, work = SETTINGS[args.backend], args.out.resolve(), args.work.resolve()
+    setting = SETTINGS[args.backend]
+    out = args.out.resolve()
+    work = args.work.resolve()
     for folder in (out, work):
         folder.mkdir(parents=True, exist_ok=True)
     n_threads = 1 if setting.is_simulated else count_cpus()

@@ -17,7 +17,8 @@ HERE = Path(__file__).resolve().parent
 
 def unpack(work: Path) -> None:
     """Sources and wheels, once for each archive of sources."""
-    archive, stamp = HERE / "sources.tar.xz", work / "unpacked"
+    archive = HERE / "sources.tar.xz"
+    stamp = work / "unpacked"
     made = f"{archive.stat().st_size} {archive.stat().st_mtime_ns}"
     if stamp.exists() and stamp.read_text() == made:
         return

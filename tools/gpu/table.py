@@ -50,7 +50,8 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
     """The table, and below it why a measurement is missing."""
     found = rows(outcomes)
     by_place = {(row.model, row.limit, row.system): row for row in found}
-    lines, notes = [HEAD], []
+    lines = [HEAD]
+    notes = []
     for row in found:
         if REFUSED in row.result:
             notes.append(f"- {row.model}, {row.limit}, {row.system}: {row.result[REFUSED]}")
@@ -70,7 +71,8 @@ def _line(row: Row, upstream: Row | None, resident: Row | None, predicted: float
     steady = row.result.get("steady", {}).get("VRAM") or row.result.get("steady", {}).get("RAM") or {}
     n_on_cpu = row.result.get("n_cpu_moe")
     system = f"{row.system} {n_on_cpu}" if row.system == SOME_ON_CPU else row.system
-    hit_rate, moved = steady.get("hit_rate"), steady.get("bytes_per_token")
+    hit_rate = steady.get("hit_rate")
+    moved = steady.get("bytes_per_token")
     cells = [
         row.model, row.limit, system,
         *(f"{row.result[f'{part}_tokens_per_s']:.1f}" for part in ("prompt", "first", "steady")),

@@ -147,7 +147,8 @@ def _q8_0(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 def _k_scales(rng: np.random.Generator, n_blocks: int) -> Bytes:
     """Eight 6-bit scales and eight equal 6-bit minima, packed as in get_scale_min_k4."""
     scales = _random_bytes(rng, 24, 64, (n_blocks, 8))
-    first, last = scales[:, :4], scales[:, 4:]
+    first = scales[:, :4]
+    last = scales[:, 4:]
     low = first | ((last >> FOUR) << np.uint8(6))
     return np.concatenate([low, low, _nibble_bytes(last & LOW_NIBBLE, last & LOW_NIBBLE)], axis=1)
 

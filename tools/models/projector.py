@@ -16,7 +16,8 @@ from gguf import GGUFWriter
 
 PROJECTORS = ("mlp", "gemma3", "qwen2vl_merger")
 N_EMBD, N_HEAD, N_FF, N_LAYER = 32, 2, 64, 2
-PATCH_SIZE, IMAGE_SIZE = 8, 64
+PATCH_SIZE = 8
+IMAGE_SIZE = 64
 MERGE = 2  # patches per side that become one token, of gemma3 and qwen2vl_merger
 
 Dims = tuple[int, ...]
@@ -26,7 +27,8 @@ def write_projector(path: Path | str, kind: str, n_embd_text: int, *, seed: int 
     """Writes a projector of one of PROJECTORS for a text model of width `n_embd_text`; returns its path."""
     if kind not in PROJECTORS:
         raise ValueError(f"a projector is one of {', '.join(PROJECTORS)}, but is {kind!r}")
-    writer, random = GGUFWriter(path, "clip"), np.random.default_rng(seed)
+    writer = GGUFWriter(path, "clip")
+    random = np.random.default_rng(seed)
     _add_metadata(writer, kind, n_embd_text)
     for name, dims in _names_and_dims(kind, n_embd_text):
         writer.add_tensor(name, _weights(name, dims, random))

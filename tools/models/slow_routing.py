@@ -100,9 +100,12 @@ class SlowRouting:
     def _router(self, tensor: Tensor) -> Floats:
         """Rows whose products with the three parts have the variances of `locality`."""
         rng = np.random.default_rng([self.seed, zlib.crc32(tensor.name.encode())])
-        n_expert, width, locality = tensor.shape[0], self.width, self.locality
+        n_expert = tensor.shape[0]
+        width = self.width
+        locality = self.locality
         rows = sqrt(locality.constant) * np.outer(popularity(n_expert, rng), self._shared)
-        slow, token = rows[:, width : width + self._n_slow], rows[:, 2 * width : 3 * width]
+        slow = rows[:, width : width + self._n_slow]
+        token = rows[:, 2 * width : 3 * width]
         slow += sqrt(locality.slow / self._n_slow) * rng.standard_normal(slow.shape, np.float32)
         token += sqrt(OWN_GAIN * locality.own / width) * rng.standard_normal(token.shape, np.float32)
         il = int(tensor.name.split(".")[1])
@@ -116,7 +119,8 @@ class SlowRouting:
 
     def _memory(self, tensor: Tensor) -> Floats:
         """A tensor of the first layer's attention. What is not named here is zero, such as all other heads."""
-        made, shape = np.zeros(tensor.shape, np.float32), self.shape
+        made = np.zeros(tensor.shape, np.float32)
+        shape = self.shape
         from_shared = self._length * self._rms * self._shared
         first, second = self._pair
         kept = np.arange(self._n_slow)

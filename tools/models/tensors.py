@@ -95,7 +95,8 @@ def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QT
 
 
 def _qtype_of_role(name: str, role: str, shape: Shape, quant: str) -> QType:
-    most, eight_experts = QUANTS[quant], shape.n_expert == 8
+    most = QUANTS[quant]
+    eight_experts = shape.n_expert == 8
     if quant == "mxfp4":  # MXFP4_MOE: experts, and nothing else
         return most if role.endswith("_exps") else QType.Q8_0
     if role == "output":
@@ -129,7 +130,8 @@ def _names_and_dims(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    n_q, n_kv = shape.n_head * shape.n_embd_head, shape.n_head_kv * shape.n_embd_head
+    n_q = shape.n_head * shape.n_embd_head
+    n_kv = shape.n_head_kv * shape.n_embd_head
     yield "attn_norm.weight", (shape.n_embd,)
     for letter, rows in (("q", n_q), ("k", n_kv), ("v", n_kv)):
         yield f"attn_{letter}.weight", (rows, shape.n_embd)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 ALIGNMENT = 32
 
@@ -40,7 +41,8 @@ class TensorEntry:
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.raw_type)]
         except ValueError:
-            block, block_bytes = 1, 4
+            block = 1
+            block_bytes = 4
         n_elements = 1
         for ne in self.shape:
             n_elements *= ne
@@ -65,7 +67,8 @@ class Header:
 
 class _Reader:
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0
 
     def number(self, letter: str) -> int | float:
         value: int | float = struct.unpack_from("<" + letter, self.data, self.at)[0]
@@ -84,10 +87,12 @@ class _Reader:
         return self.string() if gguf_type == STRING else self.number(FORMATS[gguf_type])
 
     def pair(self) -> KeyValue:
-        key, gguf_type = self.string().decode(), self.whole("I")
+        key = self.string().decode()
+        gguf_type = self.whole("I")
         if gguf_type != ARRAY:
             return KeyValue(key, gguf_type, self.item(gguf_type))
-        item_type, count = self.whole("I"), self.whole("Q")
+        item_type = self.whole("I")
+        count = self.whole("Q")
         return KeyValue(key, ARRAY, [self.item(item_type) for _ in range(count)], item_type)
 
 
@@ -95,7 +100,8 @@ def read_header(path: Path) -> Header:
     """The parts of a good file of one shard."""
     reader = _Reader(path.read_bytes())
     reader.at = 8
-    n_tensors, n_pairs = reader.whole("Q"), reader.whole("Q")
+    n_tensors = reader.whole("Q")
+    n_pairs = reader.whole("Q")
     pairs = tuple(reader.pair() for _ in range(n_pairs))
     infos = []
     for _ in range(n_tensors):
@@ -137,7 +143,8 @@ def _pair(pair: KeyValue) -> bytes:
 def write_file(header: Header, path: Path) -> None:
     """Writes the file; a tensor that is larger than its old bytes gets them again and again."""
     out = [b"GGUF", struct.pack("<IQQ", 3, len(header.tensors), len(header.pairs)), *map(_pair, header.pairs)]
-    offset, sizes = 0, []
+    offset = 0
+    sizes = []
     for tensor in header.tensors:
         dims = b"".join(struct.pack("<Q", ne) for ne in tensor.shape)
         out += [_string(tensor.name.encode()), struct.pack("<I", len(tensor.shape)), dims]

@@ -100,7 +100,8 @@ def change_value(header: Header, random: Random) -> Header:
 
 def _changed_array(pair: KeyValue, random: Random) -> KeyValue:
     assert isinstance(pair.value, list) and pair.item_type is not None
-    items, kind = list(pair.value), random.randrange(5)
+    items = list(pair.value)
+    kind = random.randrange(5)
     if kind == 0:
         items = items[: random.choice((0, 1, 2, len(items) // 2, max(0, len(items) - 1)))]
     elif kind == 1:
@@ -156,7 +157,8 @@ def add_pair(header: Header, random: Random) -> Header:
 
 def swap_values(header: Header, random: Random) -> Header:
     """Two keys with each other's value."""
-    first, second = header.pairs[_pick(header, random)], header.pairs[_pick(header, random)]
+    first = header.pairs[_pick(header, random)]
+    second = header.pairs[_pick(header, random)]
     names = {first.key: second, second.key: first}
     return replace(header, pairs=tuple(replace(names[p.key], key=p.key) if p.key in names else p for p in header.pairs))
 
@@ -185,7 +187,8 @@ def change_shape(header: Header, random: Random) -> Header:
     index = random.randrange(len(header.tensors))
     tensor = header.tensors[index]
     shape = list(tensor.shape)
-    at, kind = random.randrange(len(shape)), random.randrange(6)
+    at = random.randrange(len(shape))
+    kind = random.randrange(6)
     if kind < 3:
         ne = shape[at]
         shape[at] = random.choice((ne + 1, ne - 1, ne * 2, ne // 2, 1, ne + 32, max(1, ne - 32), 0, 3))
@@ -205,7 +208,8 @@ def remove_tensor(header: Header, random: Random) -> Header:
 
 def rename_tensor(header: Header, random: Random) -> Header:
     """A tensor with the name of another (which it replaces), or with one letter changed."""
-    first, second = random.randrange(len(header.tensors)), random.randrange(len(header.tensors))
+    first = random.randrange(len(header.tensors))
+    second = random.randrange(len(header.tensors))
     name = header.tensors[second].name
     if random.random() < 0.5 or first == second:
         at = random.randrange(len(name))
@@ -225,7 +229,8 @@ def mutate(header: Header, seed: int) -> tuple[Header, str]:
     """The header with one to three mutations, and what was changed in words; the same for the same seed."""
     random = Random(seed)
     mutations, weights = zip(*MUTATIONS, strict=True)
-    changed, names = header, []
+    changed = header
+    names = []
     for mutation in random.choices(mutations, weights, k=random.choice((1, 1, 1, 1, 2, 3))):
         changed = mutation(changed, random)
         names.append(mutation.__name__)

@@ -79,7 +79,8 @@ TIERS = ("vram", "ram")
 
 
 def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
-    """From the nearest popularity file of the model; LRU, after a warning, when every such file is damaged."""
+    """Returns the policy of the model's nearest popularity file; LRU, after a warning, when every
+    such file is damaged."""
     size = len(shape.layers), shape.n_expert
     try:
         static = artifacts.load("popularity", shape, lambda saved: Static(shape, saved.array("popularity", *size)))

@@ -19,7 +19,8 @@ Make = Callable[[MoeShape, Artifacts], Predictor]
 
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
-    """From the nearest usable file `NAME.safetensors`; OptionError without a file, NoPrediction if all are damaged."""
+    """Returns the predictor of the nearest usable NAME.safetensors; NoPrediction if all are
+    damaged. Raises OptionError."""
 
     def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
         try:

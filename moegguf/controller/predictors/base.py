@@ -43,7 +43,8 @@ class Predictor(ABC):
         """
 
     def native(self) -> NativePredictor | None:
-        """The same predictor as the store computes it; None where it cannot. The store then needs no controller."""
+        """Returns this predictor in the store's form; None where the store cannot compute it. It
+        then needs no controller."""
         return None
 
 

@@ -134,25 +134,6 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
     for (int i = n_group_used_; i < n_group_; i++) { std::fill_n(scores + order_[i] * size, size, -INFINITY); }
 }
 
-// Matrices one after another, with ReLU in between.
-struct Network {
-    std::vector<ByteMatrix> layers;
-
-    // What the last one gives; nullptr when numbers on the way are not finite.
-    const float * compute(const RoundedVector & x) {
-        for (size_t i = 0; i < layers.size(); i++) {
-            if (i > 0 && !rounded_.round(values_.data(), layers[i].n_cols)) { return nullptr; }
-            values_.resize(layers[i].n_rows);
-            multiply(layers[i], i > 0 ? rounded_ : x, i + 1 < layers.size(), values_.data());
-        }
-        return values_.data();
-    }
-
-  private:
-    std::vector<float> values_;
-    RoundedVector rounded_;
-};
-
 // Predicts the pairs of layers that there are networks for.
 class Mlp final : public InputPredictor {
   public:
@@ -169,19 +150,17 @@ class Mlp final : public InputPredictor {
                 throw Error(MOEGGUF_INVALID, "a network is about two layers with experts");
             }
             const std::string name = std::to_string(source) + "." + std::to_string(target) + ".";
-            networks_[{source, target}].layers = {
-                arrays.matrix(name + "hidden", n_hidden, n_embd_),
-                arrays.matrix(name + "out", layout.layers[target].n_expert, n_hidden),
-            };
+            networks_[{source, target}]
+                .dense(arrays.matrix(name + "hidden", n_hidden, n_embd_), true)
+                .dense(arrays.matrix(name + "out", layout.layers[target].n_expert, n_hidden));
         }
     }
 
     bool predict(int il, int, float * probabilities) override {
         const auto found = networks_.find({source(), il});
-        const float * logits = found == networks_.end() ? nullptr : found->second.compute(input());
-        if (!logits) { return false; }
+        if (found == networks_.end() || !found->second.run(input(), logits_)) { return false; }
         const Layer & layer = layout_.layers[il];
-        std::copy_n(logits, layer.n_expert, probabilities);
+        std::copy_n(logits_.begin(), layer.n_expert, probabilities);
         softmax(probabilities, layer.n_expert, (float)layer.n_expert_used);
         scale_probabilities(probabilities, layer.n_expert, 1.0f);
         return true;
@@ -189,6 +168,7 @@ class Mlp final : public InputPredictor {
 
   private:
     std::map<std::pair<int, int>, Network> networks_;
+    std::vector<float> logits_; // scratch
 };
 
 // DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, from all choices of the pass so far, the next
@@ -209,7 +189,7 @@ class ExpertMlp final : public Predictor {
             throw Error(MOEGGUF_INVALID, "the network's state or its output has another size than the model");
         }
         for (size_t i = 0; i + 1 < n_sizes; i++) {
-            network_.layers.push_back(arrays.matrix("layers." + std::to_string(i), sizes[i + 1], sizes[i]));
+            network_.dense(arrays.matrix("layers." + std::to_string(i), sizes[i + 1], sizes[i]), i + 2 < n_sizes);
         }
     }
 
@@ -238,9 +218,10 @@ class ExpertMlp final : public Predictor {
         for (int expert : chosen_) {
             at = std::copy_n(affinity_ + (size_t(row - 1) * n_expert_ + expert) * n_expert_, n_expert_, at);
         }
-        const float * logits = rounded_.round(state_.data(), (int)state_.size()) ? network_.compute(rounded_) : nullptr;
-        if (logits) { sigmoid(logits, layout_.layers[il].n_expert, probabilities); }
-        return logits;
+        logits_ = state_;
+        const bool is_finite = network_.run(logits_);
+        if (is_finite) { sigmoid(logits_.data(), layout_.layers[il].n_expert, probabilities); }
+        return is_finite;
     }
 
   private:
@@ -251,9 +232,9 @@ class ExpertMlp final : public Predictor {
     const float * affinity_;
     Network network_;
     std::vector<float> state_;
-    std::vector<int> chosen_; // by the last layer
-    RoundedVector rounded_;
-    int n_seen_ = -1; // layers of this pass; -1: not all
+    std::vector<int> chosen_;   // by the last layer
+    std::vector<float> logits_; // scratch
+    int n_seen_ = -1;           // layers of this pass; -1: not all
 };
 
 } // namespace

@@ -1,20 +1,8 @@
-// predictors.cpp: the table of predictors that can be chosen by name, their arrays, and how they multiply with them.
-// Makes predictors, changes none.
-//
-// A predictor's weights do not fit in cache beside the model's, so its time is their bytes over the memory's bandwidth:
-// one byte a weight takes a quarter of float32's. The vector is rounded to 16 bits once, so that the inner loop is
-// whole numbers, which compilers vectorise without being allowed to reorder floats.
+// predictors.cpp: the table of predictors that can be chosen by name, and their trained arrays. It makes predictors and
+// changes none.
 #include "predictors/predictor.h"
 
 #include <algorithm>
-#include <limits>
-
-// One binary for all x86 machines; sanitizers cannot run the resolver that picks the clone.
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define MOEGGUF_CLONES __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
-#else
-#define MOEGGUF_CLONES
-#endif
 
 namespace moegguf {
 namespace {
@@ -23,24 +11,6 @@ const PredictorType * const types[] = {
     &previous_token_predictor, &token_table_predictor,  &affinity_predictor, &skip_predictor, &mlp_predictor,
     &expert_mlp_predictor,     &routing_path_predictor, &eamc_predictor,
 };
-
-constexpr int32_t part_cols = 512;
-static_assert(INT64_C(128) * 32767 * part_cols <= INT32_MAX, "sums of parts fit");
-
-MOEGGUF_CLONES
-int64_t dot(const int8_t * w, const int16_t * x, int32_t n) {
-    int64_t total = 0;
-    for (int32_t start = 0; start < n; start += part_cols) {
-        const int32_t end = std::min(n, start + part_cols);
-        int32_t sum = 0;
-        for (int32_t i = start; i < end; i++) {
-            const int16_t wide = w[i];
-            sum += int32_t(wide) * int32_t(x[i]);
-        }
-        total += sum;
-    }
-    return total;
-}
 
 } // namespace
 
@@ -83,33 +53,6 @@ const PredictorType & predictor_type(const char * name) {
     }
     throw Error(MOEGGUF_INVALID,
                 "there is no native predictor '" + std::string(name ? name : "") + "'; known are " + known);
-}
-
-bool RoundedVector::round(const float * x, int n) {
-    values_.resize(n);
-    float peak = 0.0f, sum = 0.0f;
-    for (int i = 0; i < n; i++) {
-        peak = std::max(peak, std::fabs(x[i]));
-        sum += x[i] * 0.0f; // not a number as soon as one is not finite
-    }
-    const bool finite = sum == 0.0f;
-    if (!finite || peak < std::numeric_limits<float>::min()) {
-        std::fill(values_.begin(), values_.end(), int16_t(0));
-        step_ = 0.0f;
-        return finite;
-    }
-    const float steps = 32767.0f / peak;
-    for (int i = 0; i < n; i++) { values_[i] = int16_t(std::lrintf(x[i] * steps)); }
-    step_ = peak / 32767.0f;
-    return true;
-}
-
-void multiply(const ByteMatrix & w, const RoundedVector & x, bool relu, float * out) {
-    for (int row = 0; row < w.n_rows; row++) {
-        float y = float(dot(w.weights + size_t(row) * w.n_cols, x.values(), w.n_cols)) * (w.scale[row] * x.step());
-        y += w.bias ? w.bias[row] : 0.0f;
-        out[row] = relu ? std::max(y, 0.0f) : y;
-    }
 }
 
 } // namespace moegguf

@@ -7,112 +7,71 @@
 // It writes its own memory only.
 #include "predictors/predictor.h"
 
-#include <cmath>
+#include <list>
 
 namespace moegguf {
 namespace {
 
-constexpr float norm_eps = 1e-6f;
-
-// Scratch of products, which keeps its memory.
-class Scratch {
-  public:
-    const float * multiplied(const ByteMatrix & w, const float * x, bool relu = false) {
-        rounded_.round(x, w.n_cols);
-        out_.resize(w.n_rows);
-        multiply(w, rounded_, relu, out_.data());
-        return out_.data();
-    }
-    // The same of T5's norm of x; its gain is part of the matrix.
-    const float * of_normed(const ByteMatrix & w, const float * x, bool relu = false) {
-        float sum = 0.0f;
-        for (int i = 0; i < w.n_cols; i++) { sum += x[i] * x[i]; }
-        const float scale = 1.0f / std::sqrt(sum / w.n_cols + norm_eps);
-        normed_.resize(w.n_cols);
-        std::transform(x, x + w.n_cols, normed_.begin(), [scale](float value) { return value * scale; });
-        return multiplied(w, normed_.data(), relu);
-    }
-    std::vector<float> mixed, scores;
-
-  private:
-    RoundedVector rounded_;
-    std::vector<float> normed_, out_;
-};
-
-// Keys and values [n][n_head * n_embd_head] of positions.
-struct Memory {
-    std::vector<float> keys, values;
-    void resize(size_t n) { keys.resize(n), values.resize(n); }
-};
-
+// An attention's matrices, and the width of all its heads.
 struct Attention {
-    int n_head, width; // width: of all heads
+    int n_head, width;
     ByteMatrix projection, memory, out;
 
-    Attention(const Arrays & arrays, const std::string & name, int n_embd, bool cross)
-        : n_head(arrays.integer(name + ".n_head")) {
-        width = (int)(arrays.size(name + ".out.weights") / n_embd);
+    Attention(const Arrays & arrays, const std::string & name, int n_embd, bool is_cross)
+        : n_head(arrays.integer(name + ".n_head")),
+          width((int)(arrays.size(name + ".out.weights") / n_embd)) {
         if (n_head <= 0 || width <= 0 || width % n_head) {
             throw Error(MOEGGUF_INVALID, "the heads of an attention share its width evenly");
         }
-        projection = arrays.matrix(name + ".projection", cross ? width : 3 * width, n_embd);
-        if (cross) { memory = arrays.matrix(name + ".memory", 2 * width, n_embd); }
+        projection = arrays.matrix(name + ".projection", is_cross ? width : 3 * width, n_embd);
+        if (is_cross) { memory = arrays.matrix(name + ".memory", 2 * width, n_embd); }
         out = arrays.matrix(name + ".out", n_embd, width);
     }
-
-    void keep(Memory & of, int position, const float * key_and_value) const {
-        std::copy_n(key_and_value, width, &of.keys[size_t(position) * width]);
-        std::copy_n(key_and_value + width, width, &of.values[size_t(position) * width]);
-    }
-
-    // x += the n positions of a memory, as the query (already scaled) attends to them, projected.
-    void attend(float * x, const float * query, const Memory & to, int n, Scratch & scratch) const {
-        const int size = width / n_head;
-        scratch.mixed.assign(width, 0.0f);
-        scratch.scores.resize(n);
-        float * scores = scratch.scores.data();
-        for (int from = 0; from < width; from += size) {
-            for (int i = 0; i < n; i++) {
-                const float * key = &to.keys[size_t(i) * width + from];
-                float sum = 0.0f;
-                for (int j = 0; j < size; j++) { sum += query[from + j] * key[j]; }
-                scores[i] = sum;
-            }
-            softmax(scores, n, 1.0f);
-            for (int i = 0; i < n; i++) {
-                const float * value = &to.values[size_t(i) * width + from];
-                for (int j = 0; j < size; j++) { scratch.mixed[from + j] += scores[i] * value[j]; }
-            }
-        }
-        add(x, scratch.multiplied(out, scratch.mixed.data()), out.n_rows);
-    }
 };
 
-struct FeedForward {
-    ByteMatrix up, down;
+// x += two dense layers of its norm, with a ReLU between them.
+void add_feed_forward(Network & network, const Arrays & arrays, const std::string & name, int n_embd) {
+    const int n_ff = (int)(arrays.size(name + ".up.weights") / n_embd);
+    network.save().norm().dense(arrays.matrix(name + ".up", n_ff, n_embd), true);
+    network.dense(arrays.matrix(name + ".down", n_embd, n_ff)).add();
+}
 
-    FeedForward(const Arrays & arrays, const std::string & name, int n_embd) {
-        const int n_ff = (int)(arrays.size(name + ".up.weights") / n_embd);
-        up = arrays.matrix(name + ".up", n_ff, n_embd);
-        down = arrays.matrix(name + ".down", n_embd, n_ff);
-    }
-
-    void add_to(float * x, Scratch & scratch) const {
-        const float * found = scratch.of_normed(up, x, true);
-        scratch.mixed.assign(found, found + up.n_rows);
-        add(x, scratch.multiplied(down, scratch.mixed.data()), down.n_rows);
-    }
-};
-
+// A block of the encoder: all positions of the window are kept before any attends to them.
 struct EncoderBlock {
-    Attention self;
-    FeedForward feed;
+    Positions window;
+    Network enter, leave;
+
+    EncoderBlock(const Arrays & arrays, const std::string & name, int n_embd, int n_window)
+        : EncoderBlock(arrays, name, n_embd, n_window, {arrays, name + ".self", n_embd, false}) {}
+
+  private:
+    EncoderBlock(const Arrays & arrays, const std::string & name, int n_embd, int n_window, const Attention & self)
+        : window(n_window, self.n_head, self.width) {
+        enter.norm().dense(self.projection).keep(window);
+        leave.attend(window).dense(self.out).add();
+        add_feed_forward(leave, arrays, name + ".feed", n_embd);
+    }
 };
 
+// A block of the decoder: one position attends to those of the chunk before it, and to the window's.
 struct DecoderBlock {
-    Attention self, cross;
-    FeedForward feed;
-    Memory past, window; // keys and values of the chunk so far, and of the encoder's states
+    Positions past, window;
+    Network see_window, step;
+
+    DecoderBlock(const Arrays & arrays, const std::string & name, int n_embd, int n_window, int n_chunk)
+        : DecoderBlock(arrays, name, n_embd, n_window, n_chunk, {arrays, name + ".self", n_embd, false},
+                       {arrays, name + ".cross", n_embd, true}) {}
+
+  private:
+    DecoderBlock(const Arrays & arrays, const std::string & name, int n_embd, int n_window, int n_chunk,
+                 const Attention & self, const Attention & cross)
+        : past(n_chunk, self.n_head, self.width),
+          window(n_window, cross.n_head, cross.width) {
+        see_window.norm().dense(cross.memory).keep(window);
+        step.save().norm().dense(self.projection).keep(past).attend(past).dense(self.out).add();
+        step.save().norm().dense(cross.projection).attend(window).dense(cross.out).add();
+        add_feed_forward(step, arrays, name + ".feed", n_embd);
+    }
 };
 
 class RoutingPath final : public Predictor {
@@ -130,20 +89,14 @@ class RoutingPath final : public Predictor {
         window_positions_ = arrays.floats("window", size_t(n_window_) * n_embd_);
         chunk_positions_ = arrays.floats("chunk", size_t(n_chunk_) * n_embd_);
         for (int i = 0; i < arrays.integer("n_encoder"); i++) {
-            const std::string name = "encoder." + std::to_string(i);
-            encoder_.push_back({{arrays, name + ".self", n_embd_, false}, {arrays, name + ".feed", n_embd_}});
+            encoder_.emplace_back(arrays, "encoder." + std::to_string(i), n_embd_, n_window_);
         }
         for (int i = 0; i < arrays.integer("n_decoder"); i++) {
-            const std::string name = "decoder." + std::to_string(i);
-            decoder_.push_back({{arrays, name + ".self", n_embd_, false},
-                                {arrays, name + ".cross", n_embd_, true},
-                                {arrays, name + ".feed", n_embd_},
-                                {},
-                                {}});
-            decoder_.back().past.resize(size_t(n_chunk_) * decoder_.back().self.width);
-            decoder_.back().window.resize(size_t(n_window_) * decoder_.back().cross.width);
+            decoder_.emplace_back(arrays, "decoder." + std::to_string(i), n_embd_, n_window_, n_chunk_);
         }
-        heads_ = arrays.matrix("heads", layout.n_moe_layers * layout.n_expert_max, n_embd_);
+        heads_.norm().dense(arrays.matrix("heads", layout.n_moe_layers * layout.n_expert_max, n_embd_));
+        states_.assign(n_window_, std::vector<float>(n_embd_));
+        queries_.resize(n_window_);
         recent_.resize(n_window_);
         on_sequence();
     }
@@ -183,32 +136,30 @@ class RoutingPath final : public Predictor {
     }
 
   private:
-    void embed(int token, const float * position, float * x) const {
+    void embed(int token, const float * position, std::vector<float> & x) const {
         const int8_t * row = embedding_.weights + size_t(token) * n_embd_;
+        x.resize(n_embd_);
         for (int i = 0; i < n_embd_; i++) { x[i] = row[i] * embedding_.scale[token] + position[i]; }
     }
 
     // Begins a chunk: what its tokens attend to of the window before it.
     void encode() {
-        states_.resize(size_t(n_window_) * n_embd_);
-        for (int i = 0; i < n_window_; i++) { embed(recent_[i], window_positions_ + size_t(i) * n_embd_, state(i)); }
-        for (const EncoderBlock & block : encoder_) {
-            const int width = block.self.width;
-            around_.resize(size_t(n_window_) * width);
-            queries_.resize(size_t(n_window_) * width);
+        for (int i = 0; i < n_window_; i++) { embed(recent_[i], window_positions_ + size_t(i) * n_embd_, states_[i]); }
+        for (EncoderBlock & block : encoder_) {
             for (int i = 0; i < n_window_; i++) {
-                const float * projected = scratch_.of_normed(block.self.projection, state(i));
-                std::copy_n(projected, width, &queries_[size_t(i) * width]);
-                block.self.keep(around_, i, projected + width);
+                queries_[i] = states_[i];
+                block.enter.run(queries_[i], i);
             }
             for (int i = 0; i < n_window_; i++) {
-                block.self.attend(state(i), &queries_[size_t(i) * width], around_, n_window_, scratch_);
-                block.feed.add_to(state(i), scratch_);
+                block.leave.set_saved(states_[i]);
+                states_[i] = queries_[i];
+                block.leave.run(states_[i]);
             }
         }
         for (DecoderBlock & block : decoder_) {
             for (int i = 0; i < n_window_; i++) {
-                block.cross.keep(block.window, i, scratch_.of_normed(block.cross.memory, state(i)));
+                x_ = states_[i];
+                block.see_window.run(x_, i);
             }
         }
         position_ = 0;
@@ -216,41 +167,25 @@ class RoutingPath final : public Predictor {
 
     void step(int token) {
         if (position_ == n_chunk_) { encode(); }
-        x_.resize(n_embd_);
-        float * x = x_.data();
-        embed(token, chunk_positions_ + size_t(position_) * n_embd_, x);
-        for (DecoderBlock & block : decoder_) {
-            const int width = block.self.width;
-            const float * projected = scratch_.of_normed(block.self.projection, x);
-            block.self.keep(block.past, position_, projected + width);
-            queries_.assign(projected, projected + width);
-            block.self.attend(x, queries_.data(), block.past, position_ + 1, scratch_);
-            projected = scratch_.of_normed(block.cross.projection, x);
-            queries_.assign(projected, projected + block.cross.width);
-            block.cross.attend(x, queries_.data(), block.window, n_window_, scratch_);
-            block.feed.add_to(x, scratch_);
-        }
-        const float * found = scratch_.of_normed(heads_, x);
-        logits_.assign(found, found + heads_.n_rows);
+        embed(token, chunk_positions_ + size_t(position_) * n_embd_, logits_);
+        for (DecoderBlock & block : decoder_) { block.step.run(logits_, position_); }
+        heads_.run(logits_);
         position_ += 1;
     }
 
-    float * state(int i) { return &states_[size_t(i) * n_embd_]; }
-
     const Layout & layout_;
     const int n_embd_, n_vocab_, n_window_, n_chunk_;
-    ByteMatrix embedding_;           // [n_vocab + 1], the last row of what came before the request
-    const float * window_positions_; // [n_window][n_embd]
-    const float * chunk_positions_;  // [n_chunk][n_embd]
-    std::vector<EncoderBlock> encoder_;
-    std::vector<DecoderBlock> decoder_;
-    ByteMatrix heads_;            // [n_moe_layers * n_expert_max][n_embd]
-    std::vector<int32_t> recent_; // [n_window] tokens
-    int position_;                // of the next token in its chunk; n_chunk: one begins
-    std::vector<float> states_, queries_, x_;
-    Memory around_;
-    std::vector<float> logits_; // of this token; none: it is not known
-    Scratch scratch_;
+    ByteMatrix embedding_;            // [n_vocab + 1], the last row of what came before the request
+    const float * window_positions_;  // [n_window][n_embd]
+    const float * chunk_positions_;   // [n_chunk][n_embd]
+    std::list<EncoderBlock> encoder_; // which do not move: their networks point to their positions
+    std::list<DecoderBlock> decoder_;
+    Network heads_;                                    // [n_moe_layers * n_expert_max] logits
+    std::vector<int32_t> recent_;                      // [n_window] tokens
+    int position_;                                     // of the next token in its chunk; n_chunk: one begins
+    std::vector<std::vector<float>> states_, queries_; // [n_window]
+    std::vector<float> x_;                             // scratch
+    std::vector<float> logits_;                        // of this token; none: it is not known
 };
 
 } // namespace

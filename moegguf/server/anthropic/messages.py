@@ -19,12 +19,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moegguf.generate.request import Delta, GenerationRequest, Message, PromptProgress, Timing, ToolCall
+from moegguf.generate.request import AnswerSummary, Delta, Message, PromptProgress, Request, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, Whole
-from moegguf.server.common.conversation import EventReply, Json, Question, about_prompt, conversation
+from moegguf.server.common.conversation import EventReply, Json, RequestBody, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import ChatMessage, Tool, messages_of, own_tools, read_parts, with_entry_messages
 from moegguf.server.common.options import MAX_TOKEN, Stop, in_range, sampling_of
@@ -123,7 +123,7 @@ class _OutputConfig(Body):
     format: _OutputFormat | None = None
 
 
-class _CountBody(Question):
+class _CountBody(RequestBody):
     """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
 
     messages: Annotated[
@@ -144,13 +144,13 @@ class _CountBody(Question):
             raise ValueError(f"tool_choice names {(choice.name or '')[:80]!r}, which is not among the tools")
         return self
 
-    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+    def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         choice = self.tool_choice or _ToolChoice()
         # Without `thinking` a model does not think, as Anthropic's API says. A model that cannot think answers without,
         # as in Ollama, since clients ask every model for it.
         thinks = self.thinking and self.thinking.type != "disabled" and "thinking" in known.capabilities
         effort = self.output_config.effort if self.output_config else None
-        request = GenerationRequest(
+        request = Request(
             messages=with_entry_messages(self._messages(), entry),
             template=entry.template,
             tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
@@ -174,8 +174,8 @@ class _MessagesBody(_CountBody):
     stop_sequences: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
     exact: bool | None = None  # as in `options`
 
-    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
-        [request] = super().generations(entry, known)
+    def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
+        [request] = super().requests(entry, known)
         sampling = sampling_of(
             entry, self.options, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
             stop=self.stop_sequences, exact=self.exact, num_predict=self.max_tokens,
@@ -189,36 +189,32 @@ class _MessagesBody(_CountBody):
     def parallel_calls(self) -> bool:
         return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> _MessageReply:
-        return _MessageReply(entry.name, self.max_tokens)
 
-
-def _usage(timing: Timing) -> Json:
+def _usage(summary: AnswerSummary) -> Json:
     """Token counts. `input_tokens` are those computed for this request; the others of the prompt were cached."""
     return {
-        "input_tokens": timing.prompt_tokens,
+        "input_tokens": summary.prompt_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": timing.cached_tokens,
-        "output_tokens": timing.answer_tokens,
-        "output_tokens_details": {"thinking_tokens": timing.thinking_tokens},
+        "cache_read_input_tokens": summary.cached_tokens,
+        "output_tokens": summary.answer_tokens,
+        "output_tokens_details": {"thinking_tokens": summary.thinking_tokens},
     }
 
 
 class _MessageReply(EventReply):
     ping_line = event_line({"type": "ping"}, "ping")
 
-    def __init__(self, model: str, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+    def __post_init__(self) -> None:
         self._content: list[Json] = []  # the last block may still grow
         self._message: Json = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": self.name,
             "content": self._content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(Timing()),
+            "usage": _usage(AnswerSummary()),
         }
 
     def whole(self) -> Json:
@@ -228,9 +224,9 @@ class _MessageReply(EventReply):
         return event_line(error.body(path), "error")
 
     def _begin(self, event: Event) -> Iterator[Json]:
-        known = Timing()  # a prompt's counts are known when its progress came first
+        known = AnswerSummary()  # a prompt's counts are known when its progress came first
         if isinstance(event, PromptProgress):
-            known = Timing(prompt_tokens=event.n_tokens - event.n_cached, cached_tokens=event.n_cached)
+            known = AnswerSummary(prompt_tokens=event.n_tokens - event.n_cached, cached_tokens=event.n_cached)
         yield {"type": "message_start", "message": {**self._message, "content": [], "usage": _usage(known)}}
 
     def _begin_block(self, kind: str) -> Iterator[Json]:
@@ -261,16 +257,18 @@ class _MessageReply(EventReply):
         yield from self._end_block("tool_use")
 
     def _finish(self, done: Done) -> Iterator[Json]:
-        timing = done.timing
-        reason = "tool_use" if self.n_calls else "stop_sequence" if timing.stop_string else "end_turn"
-        if timing.finish == "length":
-            is_full = timing.answer_tokens < self._max_tokens
+        summary = done.summary
+        reason = "tool_use" if self.n_calls else "stop_sequence" if summary.stop_string else "end_turn"
+        if summary.finish == "length":
+            is_full = summary.answer_tokens < self.body.max_tokens
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
-        stop = {"stop_reason": reason, "stop_sequence": timing.stop_string or None}
-        self._message |= {**stop, "usage": _usage(timing)}
+        stop = {"stop_reason": reason, "stop_sequence": summary.stop_string or None}
+        self._message |= {**stop, "usage": _usage(summary)}
         yield {"type": "message_delta", "delta": stop, "usage": self._message["usage"]}
         yield {"type": "message_stop"}
 
+
+_MessagesBody.reply_kind = _MessageReply
 
 routes = [
     conversation("/v1/messages", _MessagesBody),

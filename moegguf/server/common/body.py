@@ -21,7 +21,8 @@ from pydantic_core import from_json
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.errors import MoeggufError
@@ -96,7 +97,7 @@ Whole = Annotated[int, BeforeValidator(integral)]
 T = TypeVar("T", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[T], limit: int = limits.BODY_BYTES) -> T:
+async def read_body(request: HttpRequest, kind: type[T], limit: int = limits.BODY_BYTES) -> T:
     """The body of `request` as a `kind`. Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large
     or compressed one, 503 while those of other requests are too much."""
     return parse_body(await read_bytes(request, limit), kind)
@@ -123,7 +124,7 @@ def explain(error: ValidationError) -> str:
     return f"{where}: {text[:1].lower()}{text[1:]}" if where else text
 
 
-async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
+async def read_bytes(request: HttpRequest, limit: int = limits.BODY_BYTES) -> bytes:
     """The whole body, at most `limit` bytes. Raises HttpError 408, 413, 415, 499, 503."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
@@ -141,7 +142,7 @@ async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
     return b"".join(parts)
 
 
-async def chunks(request: Request) -> AsyncGenerator[bytes]:
+async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
     """The body as it arrives; b"" is its end. Raises HttpError 408 when nothing of it arrives for READ_S, 415 for a
     compressed one, which could expand to any size, and 499."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -236,7 +237,7 @@ class _FormParser(MultiPartParser):
 
 
 async def read_form(
-    request: Request, write: Callable[[bytes], object], most_bytes: int
+    request: HttpRequest, write: Callable[[bytes], object], most_bytes: int
 ) -> tuple[str | None, dict[str, str]]:
     """Reads a form whose part `file` goes to `write`, at most `most_bytes`; returns its name, None without a file, and
     the fields. Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client that is still

@@ -1,6 +1,6 @@
-"""What every API does with a question: reads it, runs its generations, and sends the reply, whole or streamed.
+"""Answers requests of every API: reads a body, has a model answer its requests, sends the reply, whole or streamed.
 
-An API has bodies that make `GenerationRequest`s (`Question`) and replies that encode events (`Reply`). Neither waits:
+An API has bodies that make `Request`s (`RequestBody`) and replies that encode events (`Reply`). Neither waits:
 leases, loops, errors in mid stream, disconnects and counts for `/metrics` are here.
 """
 
@@ -10,17 +10,17 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import State
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.errors import MoeggufError
 from moegguf.generate.images import has_images
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, ToolCall, join, sampling_with
+from moegguf.generate.request import Delta, Request, Sampling, ToolCall, join, sampling_with
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
@@ -36,12 +36,24 @@ from moegguf.settings import Settings
 Json = dict[str, Any]
 
 
+@dataclass
 class Reply(ABC):
-    """The answers to one question in the form of an API."""
+    """The answers to one body in the form of an API."""
+
+    body: Any
+    entry: ModelEntry
+    requests: Sequence[Request]
 
     ping_line: ClassVar[bytes] = b": ping\n\n"  # in a stream without other events
     n_calls = 0  # of an answer
-    parallel_calls = True  # else only the first is sent
+
+    def __post_init__(self) -> None:  # noqa: B027 (not every API needs it)
+        """Prepares the state of an API's reply."""
+
+    @property
+    def name(self) -> str:
+        """Returns the model's name as the body has it; without one, its own."""
+        return self.body.model or self.entry.name
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
         """Asks the model for what the reply needs besides the answer, before it."""
@@ -65,18 +77,17 @@ class Reply(ABC):
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
         """Tool calls that are sent, with their number among all of an answer."""
         for call in calls:
-            if self.n_calls and not self.parallel_calls:
+            if self.n_calls and not self.body.parallel_calls:
                 return
             self.n_calls += 1
             yield self.n_calls - 1, call
 
 
 class EventReply(Reply):
-    """A reply in named events that tell the beginning, growth and end of each block: thinking, text or call, in the
-    order in which they come. `open`: the kind of the block that still grows."""
+    """A reply in named events for the beginning, growth and end of each block: thinking, text or call."""
 
     started = False
-    open = ""
+    open = ""  # the kind of the block that still grows
 
     # Methods of an API's reply, with the events that they make.
     _begin: Callable[[Event], Iterator[Json]]  # before all others, from the first of the answer
@@ -124,10 +135,11 @@ class EventReply(Reply):
             list(self._events(event))
 
 
-class Question(Loading):
+class RequestBody(Loading):
     """A body that asks for answers, of at most `limit` bytes."""
 
     limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
+    reply_kind: ClassVar[type[Reply]]
 
     model: ModelName
     stream: bool | None = None
@@ -143,68 +155,63 @@ class Question(Loading):
         return True
 
     @abstractmethod
-    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
-        """What the model is asked, in turn, with the entry's defaults. Raises MoeggufError."""
+    def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
+        """Returns the requests, whose answers come in this order, with the entry's defaults. Raises MoeggufError."""
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
-        """The reply to what the model is asked, before any event."""
-        raise NotImplementedError
-
-    async def respond(self, request: Request) -> Response:
+    async def respond(self, request: HttpRequest) -> Response:
         """The response to a request that has this body. Raises MoeggufError."""
-        events, reply = await _ask(request.app.state, self)
+        events, reply = await _answer(request.app.state, self)
         if not self.streams:
             return WholeResponse(_whole(events, reply))
         return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
 
     async def whole_reply(self, state: State) -> Any:
         """The object of a reply that is not streamed. Raises MoeggufError."""
-        return await _whole(*await _ask(state, self))
+        return await _whole(*await _answer(state, self))
 
 
-Kind = TypeVar("Kind", bound=Question)
+Kind = TypeVar("Kind", bound=RequestBody)
 
 
-def conversation(path: str, kind: type[Question]) -> Route:
-    """An endpoint that answers questions."""
+def conversation(path: str, kind: type[RequestBody]) -> Route:
+    """Returns an endpoint that answers requests."""
 
-    async def respond(request: Request) -> Response:
+    async def respond(request: HttpRequest) -> Response:
         body = await read_body(request, kind, kind.limit)
         return await body.respond(request)
 
     return Route(path, respond, methods=["POST"])
 
 
-def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Json]) -> Route:
-    """An endpoint that replies with what `tell` makes of an answer about a conversation's prompt, which goes through
-    the model's own template. `ask`: "count" or "render". It loads the model if needed, and does not wait for running
-    answers."""
+def about_prompt(path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]) -> Route:
+    """Returns an endpoint about the prompt of a conversation, which replies with `reply` of a value: the tokens
+    (`what`: "count") or the text ("render") that the model's own template makes. It loads the model if needed, and does
+    not wait for running answers."""
 
-    async def compute(request: Request, body: Kind) -> Json:
-        entry, generations = await _understand(request.app.state, body)
+    async def compute(request: HttpRequest, body: Kind) -> Json:
+        entry, requests = await _read_requests(request.app.state, body)
         async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-            return tell(await lease.value(ask, generation=generations[0]))
+            return reply(await lease.value(what, request=requests[0]))
 
     return computed(path, kind, compute, kind.limit)
 
 
-async def _ask(state: State, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
-    entry, generations = await _understand(state, body)
-    reply = body.reply(replace(entry, name=body.model or entry.name), generations)  # which has the name as asked
-    reply.parallel_calls = body.parallel_calls
-    return _answers(state, body, entry, generations, reply), reply
+async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event], Reply]:
+    entry, requests = await _read_requests(state, body)
+    reply = body.reply_kind(body, entry, requests)
+    return _answers(state, body, entry, requests, reply), reply
 
 
-async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
-    """The model of a question, and what it is asked, for the owner of the request. Raises MoeggufError."""
+async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
+    """Returns the model of a body, and its requests, for the owner of the HTTP request. Raises MoeggufError."""
     entry, known = await look_up(state, body.model)
-    asker = current_owner.get()
-    owner = "" if state.settings.share_contexts else asker
-    generations = [
-        replace(generation, owner=owner, asker=asker, sampling=_with_budget(generation.sampling, state.settings))
-        for generation in body.generations(entry, known)
+    client_key = current_owner.get()
+    owner = "" if state.settings.share_contexts else client_key
+    requests = [
+        replace(request, client_key=client_key, owner=owner, sampling=_with_budget(request.sampling, state.settings))
+        for request in body.requests(entry, known)
     ]
-    first = generations[0]
+    first = requests[0]
     needs = {
         "chat" if first.prompt is None else "generate": True,
         "insert": first.suffix is not None,
@@ -213,29 +220,29 @@ async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequenc
         "thinking": bool(first.think),
     }
     check_capabilities(entry, known, needs)
-    return entry, generations
+    return entry, requests
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Sampling parameters with the server's budget of thinking where they have none."""
+    """Returns sampling parameters with the server's budget of thinking where they have none."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
     defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
     return sampling_with(sampling, defaults)
 
 
 async def _answers(
-    state: State, body: Question, entry: ModelEntry, generations: Sequence[GenerationRequest], reply: Reply
+    state: State, body: RequestBody, entry: ModelEntry, requests: Sequence[Request], reply: Reply
 ) -> AsyncGenerator[Event]:
-    """The events of each generation after those of the one before; a `Done` ends each. Closing it stops the answers.
-    They are computed together, as many as the model answers at once; between two, other requests have their turn."""
-    queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in generations]
-    left = iter(zip(generations, queues, strict=True))
+    """Yields the events of each request after the events of the one before; a `Done` ends each. Closing it stops the
+    answers. As many are computed together as the model answers at once; between two, other requests have their turn."""
+    queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in requests]
+    left = iter(zip(requests, queues, strict=True))
     use = entry, body.overrides(), body.keep_alive_s()
 
     async def compute(lease: Lease) -> None:
-        for generation, queue in left:
+        for request, queue in left:
             try:
-                async with aclosing(lease.answer(generation, stream=body.streams)) as events:
+                async with aclosing(lease.answer(request, stream=body.streams)) as events:
                     async for event in events:
                         queue.put_nowait(event)
             except Exception as error:
@@ -250,7 +257,7 @@ async def _answers(
     async with state.manager.lease(*use) as lease:
         await reply.prepare(lease)
         loaded = loaded_of(state, entry)
-        n_beside = min(loaded.n_parallel if loaded else 1, len(generations)) - 1
+        n_beside = min(loaded.n_parallel if loaded else 1, len(requests)) - 1
         tasks = [asyncio.create_task(compute(lease)), *(asyncio.create_task(compute_beside()) for _ in range(n_beside))]
         try:
             for queue in queues:

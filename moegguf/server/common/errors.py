@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
@@ -69,7 +69,7 @@ class BodyRefusedError(HttpError):
     """An error that is sent while the client may still be sending its body."""
 
 
-def lists_for_anthropic(request: Request) -> bool:
+def lists_for_anthropic(request: HttpRequest) -> bool:
     """Whether a client of Anthropic's asks for models, at a path that OpenAI's API has too."""
     path = request.url.path
     return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
@@ -127,7 +127,7 @@ class LingeringResponse(JSONResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _handle(request: Request, error: Exception) -> Response:
+async def _handle(request: HttpRequest, error: Exception) -> Response:
     return error_response(error, ANTHROPIC_PATH if lists_for_anthropic(request) else request.url.path)
 
 

@@ -149,7 +149,7 @@ class ChatMessage(Body):
         return read_parts(given)
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
-        """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""
+        """The message for `Request`. `tool_names`: {id of an earlier call: name of its function}."""
         message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
         if self.role in ("tool", "function"):
             name = self.name or tool_names.get(self.tool_call_id or "")
@@ -163,7 +163,7 @@ class ChatMessage(Body):
 
 
 def messages_of(given: Sequence[ChatMessage]) -> Iterator[Message]:
-    """The messages for `GenerationRequest`; results of tools have the names of the calls before."""
+    """The messages for `Request`; results of tools have the names of the calls before."""
     names = {call.id or "": call.function.name for message in given for call in message.tool_calls or ()}
     return (message.as_message(names) for message in given)
 

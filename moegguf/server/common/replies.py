@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from moegguf.engine.stats import Stats
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import BusyError
-from moegguf.generate.request import Timing, TokenChance, TokenLogprob
+from moegguf.generate.request import AnswerSummary, TokenChance, TokenLogprob
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
@@ -136,11 +136,11 @@ class WholeResponse(LineResponse):
 
 
 def computed(
-    path: str, kind: type[Kind], compute: Callable[[Request, Kind], Awaitable[Any]], limit: int = limits.BODY_BYTES
+    path: str, kind: type[Kind], compute: Callable[[HttpRequest, Kind], Awaitable[Any]], limit: int = limits.BODY_BYTES
 ) -> Route:
     """An endpoint that replies with the object that is computed of a body, unless the client leaves before."""
 
-    async def respond(request: Request) -> Response:
+    async def respond(request: HttpRequest) -> Response:
         return WholeResponse(compute(request, await read_body(request, kind, limit)))
 
     return Route(path, respond, methods=["POST"])
@@ -173,9 +173,13 @@ def moe_object(stats: Stats) -> dict[str, Any]:
     }
 
 
-def cut_object(timing: Timing) -> dict[str, int]:
+def cut_object(summary: AnswerSummary) -> dict[str, int]:
     """What was left out to fit the context: of the prompt, and how often a full context lost its older half."""
-    counts = {"cut_messages": timing.cut_messages, "cut_tokens": timing.cut_tokens, "context_shifts": timing.n_shifts}
+    counts = {
+        "cut_messages": summary.cut_messages,
+        "cut_tokens": summary.cut_tokens,
+        "context_shifts": summary.n_shifts,
+    }
     return {name: count for name, count in counts.items() if count}
 
 
@@ -191,7 +195,7 @@ def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details
 
 
 def page(
-    request: Request, objects: Sequence[dict[str, Any]], most: int, default: int, suffix: str = ""
+    request: HttpRequest, objects: Sequence[dict[str, Any]], most: int, default: int, suffix: str = ""
 ) -> dict[str, Any]:
     """The page of `objects` that the query asks for: `limit` of them, after or before the id in `after` or `before`,
     whose names in the query end with `suffix`. Raises HttpError 400."""

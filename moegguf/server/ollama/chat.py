@@ -10,23 +10,22 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from moegguf.generate.images import MAX_IMAGES, with_images
-from moegguf.generate.request import MAX_TOP_LOGPROBS, THINK_LEVELS, Delta, GenerationRequest, Message
+from moegguf.generate.request import MAX_TOP_LOGPROBS, THINK_LEVELS, Delta, Message, Request
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import is_go_template
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits, replies
 from moegguf.server.common.body import Body, Whole
-from moegguf.server.common.conversation import Json, Question, Reply, conversation
+from moegguf.server.common.conversation import Json, Reply, RequestBody, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import Tool, ToolCall, with_entry_messages
 from moegguf.server.common.options import ModelName, check_capabilities, find, sampling_of
@@ -81,12 +80,12 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def as_message(self) -> Message:
-        """The message for `GenerationRequest`: without null fields, always with `content`. Raises OptionError."""
+        """The message for `Request`: without null fields, always with `content`. Raises OptionError."""
         fields = self.model_dump(exclude_none=True, exclude={"images", "content"})
         return {**fields, "content": with_images(self.content or "", self.images or ())}
 
 
-class _GenerationBody(ModelBody, Question):
+class _GenerationBody(ModelBody, RequestBody):
     think: Annotated[bool | str | None, AfterValidator(_level)] = None
     format: Annotated[str | dict[str, Any] | None, AfterValidator(_format)] = None
     truncate: bool | None = None
@@ -104,9 +103,9 @@ class _GenerationBody(ModelBody, Question):
     def streams(self) -> bool:
         return self.stream is not False
 
-    def request(self, entry: ModelEntry, **fields: Any) -> GenerationRequest:
+    def request(self, entry: ModelEntry, **fields: Any) -> Request:
         """The request with `fields`, and those that chat and generate share."""
-        return GenerationRequest(
+        return Request(
             format=self.format,
             think=self.think,
             truncate=self.truncate is not False,
@@ -116,10 +115,7 @@ class _GenerationBody(ModelBody, Question):
             **fields,
         )
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
-        return _Reply(self, entry.name, with_context=generations[0].return_context)
-
-    async def respond(self, request: Request) -> Response:
+    async def respond(self, request: HttpRequest) -> Response:
         """Without a question: loads the model, or unloads it with `keep_alive` 0, and replies without content."""
         if self.asks:
             return await super().respond(request)
@@ -131,7 +127,7 @@ class _GenerationBody(ModelBody, Question):
                 await state.manager.unload(entry.name)
             else:
                 await state.manager.load(entry.name, self.overrides(), keep_alive_s)
-            return _Reply(self, self.model).without_content("unload" if keep_alive_s == 0 else "load")
+            return _Reply(self, entry, ()).without_content("unload" if keep_alive_s == 0 else "load")
 
         return replies.WholeResponse(work())
 
@@ -147,7 +143,7 @@ class ChatRequest(_GenerationBody):
         """Whether there are messages."""
         return bool(self.messages)
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """The only request."""
         messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
@@ -177,7 +173,7 @@ class _GenerateRequest(_GenerationBody):
     def asks(self) -> bool:
         return bool(self.prompt or self.suffix or self.images)
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""
         check_capabilities(entry, known, {"generate": True})
         prompt = self.prompt or ""
@@ -204,18 +200,13 @@ def _present(**fields: Any) -> Json:
 
 
 class _Reply(Reply):
-    """A reply by model `name`; of /api/chat it has a message, of /api/generate a response.
-
-    `details` of the body: with lines for the progress of the prompt, and all of the timing at the end. `with_context`:
-    the last object has the tokens to continue from.
-    """
+    """A reply of /api/chat, which has a message, or of /api/generate, which has a response. With `details` of the body
+    there are lines for the progress of the prompt, and all of `timing` at the end."""
 
     ping_line = b""
 
-    def __init__(self, body: _GenerationBody, name: str, with_context: bool = False) -> None:
-        self._is_chat = isinstance(body, ChatRequest)
-        self._name, self._with_context = name, with_context
-        self._body, self._found_ns = body, body.age_ns  # the model is found
+    def __post_init__(self) -> None:
+        self._found_ns = self.body.age_ns  # until the model was found
         self._whole: Json = {}
 
     def error_line(self, error: HttpError, path: str) -> bytes:
@@ -226,11 +217,11 @@ class _Reply(Reply):
             return replies.json_line(self._object(self._delta(event) | {"done": False})) if event != Delta() else b""
         if isinstance(event, Done):
             end = self._content() | self._end(event)
-            if self._body.details:
-                end |= {"timing": asdict(event.timing), "decisions": event.decisions, "load_s": event.load_s}
+            if self.body.details:
+                end |= {"timing": asdict(event.summary), "decisions": event.decisions, "load_s": event.load_s}
             return replies.json_line(self._object(end))
         progress = {"prompt_progress": asdict(event), "done": False}
-        return replies.json_line(self._object(progress)) if self._body.details else b""
+        return replies.json_line(self._object(progress)) if self.body.details else b""
 
     def add(self, delta: Delta, done: Done) -> None:
         self._whole = self._object(self._delta(delta) | self._end(done))
@@ -242,10 +233,10 @@ class _Reply(Reply):
         return self._object(self._content() | {"done": True, "done_reason": reason})
 
     def _object(self, rest: Json) -> Json:
-        return {"model": self._name, "created_at": time_text(datetime.now(UTC)), **rest}
+        return {"model": self.name, "created_at": time_text(datetime.now(UTC)), **rest}
 
     def _content(self, text: str = "", **more: Any) -> Json:
-        if self._is_chat:
+        if isinstance(self.body, ChatRequest):
             return {"message": {"role": "assistant", "content": text, **_present(**more)}}
         return {"response": text, **_present(**more)}
 
@@ -260,23 +251,25 @@ class _Reply(Reply):
     def _end(self, done: Done) -> Json:
         """The fields of the last object: token counts, and durations in ns. That of the load is the time in which the
         model was found, and loaded where it was not in memory."""
-        timing = done.timing
+        summary = done.summary
         return {
             "done": True,
-            "done_reason": timing.finish,
-            **_present(context=list(timing.context) if self._with_context else []),
-            "total_duration": self._body.age_ns,
+            "done_reason": summary.finish,
+            **_present(context=list(summary.context) if self.requests[0].return_context else []),
+            "total_duration": self.body.age_ns,
             "load_duration": self._found_ns + replies.to_ns(done.load_s),
             **_present(
-                prompt_eval_count=timing.prompt_tokens + timing.cached_tokens,
-                prompt_cached_count=timing.cached_tokens,
-                prompt_eval_duration=replies.to_ns(timing.prompt_s),
-                eval_count=timing.answer_tokens,
-                eval_duration=replies.to_ns(timing.answer_s),
+                prompt_eval_count=summary.whole_prompt_tokens,
+                prompt_cached_count=summary.cached_tokens,
+                prompt_eval_duration=replies.to_ns(summary.prompt_s),
+                eval_count=summary.answer_tokens,
+                eval_duration=replies.to_ns(summary.answer_s),
             ),
-            **replies.cut_object(timing),
-            "moe": replies.moe_object(timing.stats),
+            **replies.cut_object(summary),
+            "moe": replies.moe_object(summary.stats),
         }
 
+
+_GenerationBody.reply_kind = _Reply
 
 routes = [conversation("/api/chat", ChatRequest), conversation("/api/generate", _GenerateRequest)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -44,11 +44,11 @@ Json = dict[str, Any]
 # Lists
 
 
-async def _version(request: Request) -> Response:
+async def _version(request: HttpRequest) -> Response:
     return JSONResponse({"version": OLLAMA_VERSION, "moegguf": __version__})
 
 
-async def _tags(request: Request) -> Response:
+async def _tags(request: HttpRequest) -> Response:
     """All models, newest first."""
     catalog: Catalog = request.app.state.catalog
     return JSONResponse({"models": await asyncio.to_thread(lambda: [_tag_object(each) for each in catalog.entries()])})
@@ -82,7 +82,7 @@ def _tag_object(entry: ModelEntry) -> Json:
     }
 
 
-async def _ps(request: Request) -> Response:
+async def _ps(request: HttpRequest) -> Response:
     """Names of the models in memory, latest expiry first."""
     state = request.app.state
 
@@ -137,7 +137,7 @@ class _ShowRequest(ModelBody):
     options: Options | None = None
 
 
-async def _show(request: Request) -> Response:
+async def _show(request: HttpRequest) -> Response:
     body = await read_body(request, _ShowRequest)
     return JSONResponse(await asyncio.to_thread(_show_object, request.app.state.catalog, body))
 
@@ -193,7 +193,7 @@ class _CopyRequest(Body):
     destination: ModelName
 
 
-async def _copy(request: Request) -> Response:
+async def _copy(request: HttpRequest) -> Response:
     body = await read_body(request, _CopyRequest)
     catalog = request.app.state.catalog
     await asyncio.to_thread(find, catalog, body.source)
@@ -201,7 +201,7 @@ async def _copy(request: Request) -> Response:
     return Response()
 
 
-async def _delete(request: Request) -> Response:
+async def _delete(request: HttpRequest) -> Response:
     body = await read_body(request, ModelBody)
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model, even_missing=True)
@@ -210,7 +210,7 @@ async def _delete(request: Request) -> Response:
     return Response()
 
 
-async def _push(request: Request) -> Response:
+async def _push(request: HttpRequest) -> Response:
     raise HttpError(501, "push is not supported")  # it needs ollama.com
 
 
@@ -236,7 +236,7 @@ def _told(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -
     return WholeResponse(last()) if body.stream is False else LineResponse(lines())
 
 
-async def _pull(request: Request) -> Response:
+async def _pull(request: HttpRequest) -> Response:
     body = await read_body(request, _PullRequest)
     return _told(body, _pulling(body.model, request.app.state.catalog))
 
@@ -298,7 +298,7 @@ class _CreateRequest(ModelBody):
     stream: bool | None = None
 
 
-async def _create(request: Request) -> Response:
+async def _create(request: HttpRequest) -> Response:
     body = await read_body(request, _CreateRequest)
     if not body.from_ and not body.files:
         raise HttpError(400, "neither 'from' or 'files' was specified")
@@ -333,14 +333,14 @@ async def _creating(body: _CreateRequest, recipe: Recipe, catalog: Catalog) -> A
     yield {"status": SUCCESS, **({"warnings": warnings} if warnings and body.stream is False else {})}
 
 
-async def _has_blob(request: Request) -> Response:
+async def _has_blob(request: HttpRequest) -> Response:
     digest = request.path_params["digest"]
     if not await asyncio.to_thread(request.app.state.catalog.blobs.has, digest):
         raise HttpError(404, f"blob {digest!r:.80} not found")
     return Response()
 
 
-async def _add_blob(request: Request) -> Response:
+async def _add_blob(request: HttpRequest) -> Response:
     """Stores the body under its digest: 201, or 200 if it exists."""
     digest, catalog = request.path_params["digest"], request.app.state.catalog
     if await asyncio.to_thread(catalog.blobs.has, digest):

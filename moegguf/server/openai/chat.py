@@ -13,27 +13,20 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import reduce
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moegguf.generate.request import (
-    MAX_TOP_LOGPROBS,
-    Delta,
-    GenerationRequest,
-    Message,
-    PromptProgress,
-    Sampling,
-    Timing,
-)
+from moegguf.generate.request import MAX_TOP_LOGPROBS, AnswerSummary, Delta, Message, PromptProgress, Request, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, Whole, without_nulls
-from moegguf.server.common.conversation import Json, Question, Reply, about_prompt, conversation
+from moegguf.server.common.conversation import Json, Reply, RequestBody, about_prompt, conversation
 from moegguf.server.common.messages import ChatMessage, Tool, messages_of, with_entry_messages
 from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, in_range, sampling_of
 from moegguf.server.common.replies import cut_object, event_line, logprob_objects, moe_object
@@ -75,11 +68,8 @@ class _StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class GenerationBody(Question, SamplingOptions):
-    """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
-    true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context.
-    `json_schema` and `grammar` (in GBNF) are llama-server's: the answer follows one of them. `ignore_eos` is
-    llama-server's and vLLM's: the answer ends at its limit only."""
+class GenerationBody(RequestBody, SamplingOptions):
+    """The fields that chat and completion share."""
 
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
@@ -89,11 +79,11 @@ class GenerationBody(Question, SamplingOptions):
     ] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
     thinking_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
-    ignore_eos: bool | None = None
+    ignore_eos: bool | None = None  # llama-server's and vLLM's: the answer ends at its limit only
     return_progress: bool | None = None
-    truncate: bool | None = None
-    shift: bool | None = None
-    json_schema: dict[str, Any] | None = None
+    truncate: bool | None = None  # a prompt longer than the context is no error
+    shift: bool | None = None  # Ollama's: a prompt loses its middle then, and an answer goes on in a full context
+    json_schema: dict[str, Any] | None = None  # llama-server's, as is the grammar (in GBNF): the answer follows it
     grammar: str | None = None
 
     @property
@@ -103,24 +93,40 @@ class GenerationBody(Question, SamplingOptions):
         return self.thinking_budget_tokens if given is None else given
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
-        """The sampling parameters: the body's own keys, then `options`, then the entry's parameters. `most`: tokens of
-        the answer, -1 for no limit, None for the default."""
+        """Returns the sampling parameters: the body's own keys, then `options`, then the entry's parameters. `most`:
+        tokens of the answer, -1 for no limit, None for the default."""
         own = self.model_dump(include=set(SamplingOptions.model_fields))
         own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
-        sampling = sampling_of(entry, self.options, **own)
         biases = self.logit_bias or {}
         return replace(
-            sampling,
+            sampling_of(entry, self.options, **own),
             logit_bias={token: bias for token, bias in biases.items() if isinstance(token, int)},
             text_bias=tuple((text, bias) for text, bias in biases.items() if isinstance(text, str)),
             ignore_eos=bool(self.ignore_eos),
         )
 
-    def repeated(self, generation: GenerationRequest, n: int | None) -> list[GenerationRequest]:
-        """The same request for each of `n` answers (None: one), with the seeds that follow its own."""
-        first = generation.sampling.seed
-        seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(n or 1)]
-        return [replace(generation, sampling=replace(generation.sampling, seed=seed)) for seed in seeds]
+    def request(self, entry: ModelEntry, most: int | None, **fields: Any) -> Request:
+        """Returns a request with the fields that all of these endpoints share, and `fields`. `most`: as of
+        `sampling`."""
+        shared = {
+            "format": self.json_schema,
+            "grammar": self.grammar or None,
+            "truncate": bool(self.truncate),
+            "shift": bool(self.shift),
+            "sampling": self.sampling(entry, most),
+        }
+        return Request(**{**shared, **fields})
+
+    @property
+    def n_answers(self) -> int:
+        """Returns the number of answers to each prompt."""
+        return self.n or 1
+
+    def repeated(self, request: Request) -> list[Request]:
+        """Returns the same request for each answer, with the seeds that follow its own."""
+        first = request.sampling.seed
+        seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(self.n_answers)]
+        return [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
 
 
 def _choice_of(choice: Any) -> Any:
@@ -219,35 +225,37 @@ class ToolsBody(GenerationBody):
             raise ValueError(f"tool_choice names {missing[0][:80]!r}, which is not among the tools")
         return self
 
-    def request(
-        self, entry: ModelEntry, messages: Iterable[Message], format_: Format | None, logprobs: bool, **fields: Any
-    ) -> GenerationRequest:
-        """The request for the next message, with the entry's defaults, the tools in the prompt, and `fields`."""
-        choice, tools = self.tool_choice, self.tools or ()
-        wanted: str = choice if isinstance(choice, str) else "auto"
+    def next_message(
+        self,
+        entry: ModelEntry,
+        messages: Iterable[Message],
+        format_: Format | None,
+        most: int | None,
+        logprobs: bool,
+        **fields: Any,
+    ) -> Request:
+        """Returns the request for the next message, with the entry's defaults, the tools, and `fields`."""
+        choice: Any = self.tool_choice
+        tools = self.tools or ()
         if isinstance(choice, ToolChoice):
-            wanted = choice.names[0] if choice.type == "function" else choice.mode
             if choice.type == "allowed_tools":
                 tools = [tool for tool in tools if tool.function.name in choice.names]
-        return GenerationRequest(
+            choice = choice.names[0] if choice.type == "function" else choice.mode
+        if format_ is not None and format_.type != "text":
+            fields["format"] = format_.schema_ or self.json_schema or "json"
+        elif self.json_schema is not None:
+            fields["format"] = self.json_schema or "json"
+        return self.request(
+            entry,
+            most,
             messages=with_entry_messages(messages, entry),
             template=entry.template,
             tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
-            tool_choice=wanted,
-            format=self._form(format_),
+            tool_choice=choice or "auto",
             strict=format_ is not None and bool(format_.strict),
-            grammar=self.grammar or None,
-            shift=bool(self.shift),
             n_logprobs=(self.top_logprobs or 0) if logprobs else None,
             **fields,
         )
-
-    def _form(self, format_: Format | None) -> str | dict[str, Any] | None:
-        """The required format: that of the request, or else `json_schema`; without a schema any object."""
-        kind = "text" if format_ is None else format_.type
-        if format_ is not None and kind != "text" and format_.schema_ is not None:
-            return format_.schema_ or "json"
-        return None if kind == "text" and self.json_schema is None else self.json_schema or "json"
 
 
 class ChatBody(ToolsBody):
@@ -271,22 +279,21 @@ class ChatBody(ToolsBody):
             raise ValueError("continue_final_message and add_generation_prompt cannot both be true; send one of them")
         return self
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
-        """One for each choice."""
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
+        """Returns one for each choice."""
         continues, most = self.continue_final_message, self.max_completion_tokens
-        request = self.request(
+        request = self.next_message(
             entry,
             messages_of(self.messages),
             self.response_format,
+            self.max_tokens if most is None else most,  # the former is deprecated
             bool(self.logprobs),
             think=self._think(),
             template_options=self.chat_template_kwargs or {},
-            truncate=bool(self.truncate),
             continue_final_message=not self.add_generation_prompt if continues is None else continues,
             begins_answer=self.add_generation_prompt is not False,
-            sampling=self.sampling(entry, self.max_tokens if most is None else most),  # the former is deprecated
         )
-        return self.repeated(request, self.n)
+        return self.repeated(request)
 
     def _think(self) -> bool | str | None:
         if self.think is not None:
@@ -298,10 +305,6 @@ class ChatBody(ToolsBody):
         enabled = given.get("enable_thinking", given.get("thinking"))
         return enabled if isinstance(enabled, bool) else None
 
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
-        """The reply, with a choice for each."""
-        return _ChatReply(self, entry, logprobs=bool(self.logprobs), n_answers=self.n or 1)
-
 
 # Replies
 
@@ -310,21 +313,21 @@ def _per(amount: float, of: float) -> float:
     return amount / of if of else 0.0
 
 
-def statistics(timing: Timing) -> Json:
+def statistics(summary: AnswerSummary) -> Json:
     """Additional keys of a complete reply: llama-server's `timings` (token counts, times in milliseconds), and ours."""
-    prompt_ms, predicted_ms = timing.prompt_s * 1e3, timing.answer_s * 1e3
+    prompt_ms, predicted_ms = summary.prompt_s * 1e3, summary.answer_s * 1e3
     timings = {
-        "cache_n": timing.cached_tokens,
-        "prompt_n": timing.prompt_tokens,
+        "cache_n": summary.cached_tokens,
+        "prompt_n": summary.prompt_tokens,
         "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": _per(prompt_ms, timing.prompt_tokens),
-        "prompt_per_second": _per(timing.prompt_tokens, timing.prompt_s),
-        "predicted_n": timing.answer_tokens,
+        "prompt_per_token_ms": _per(prompt_ms, summary.prompt_tokens),
+        "prompt_per_second": _per(summary.prompt_tokens, summary.prompt_s),
+        "predicted_n": summary.answer_tokens,
         "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": _per(predicted_ms, timing.answer_tokens),
-        "predicted_per_second": _per(timing.answer_tokens, timing.answer_s),
+        "predicted_per_token_ms": _per(predicted_ms, summary.answer_tokens),
+        "predicted_per_second": _per(summary.answer_tokens, summary.answer_s),
     }
-    return {"timings": timings, "moe": moe_object(timing.stats), **cut_object(timing)}
+    return {"timings": timings, "moe": moe_object(summary.stats), **cut_object(summary)}
 
 
 def prompt_progress(progress: PromptProgress) -> Json:
@@ -337,60 +340,66 @@ def prompt_progress(progress: PromptProgress) -> Json:
     }
 
 
-def _total(timing: Timing, later: Timing) -> Timing:
+def _total(summary: AnswerSummary, later: AnswerSummary) -> AnswerSummary:
     """What `statistics` tells of two answers to one request."""
     names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
-    return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
+    return replace(later, **{name: getattr(summary, name) + getattr(later, name) for name in names})
 
 
 class ChoicesReply(Reply):
-    """The reply to one request, of one choice or more in turn; its objects share id and time."""
+    """The reply to one body, of one choice or more in turn. Its objects share id and time."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
-    empty: Mapping[str, Any] = {}  # a choice of a chunk without content
-    _first: Callable[[], Json]  # a method: the chunk before all others of a choice
-    _chunks: Callable[[Delta], list[Json]]  # a method: the chunks of a delta; none for an empty one
+    empty: ClassVar[Mapping[str, Any]] = {}  # a choice of a chunk without content
+    started = False  # the current choice
 
-    def __init__(self, body: GenerationBody, entry: ModelEntry, *, logprobs: bool, n_answers: int) -> None:
-        """`n_answers`: of each prompt; its tokens count once."""
-        self.n_choices = self.n_answers = n_answers
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self.logprobs = logprobs
-        self._with_progress = bool(body.return_progress)
-        self._started = False  # the current choice
+    def __post_init__(self) -> None:
+        options = self.body.stream_options
+        self.n_answers = self.body.n_answers  # to each prompt, whose tokens count once
+        self.n_choices = len(self.requests)
+        self.logprobs = self.requests[0].n_logprobs is not None
+        self._include_usage = bool(options and options.include_usage)
         self._choices: list[Json] = []  # the complete ones of a whole reply
-        self._timings: list[Timing] = []  # of the complete choices
+        self._summaries: list[AnswerSummary] = []  # of the complete choices
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": entry.name,
-            "system_fingerprint": f"moegguf-{entry.digest[:12]}",
+            "model": self.name,
+            "system_fingerprint": f"moegguf-{self.entry.digest[:12]}",
         }
+
+    @abstractmethod
+    def _first(self) -> Json:
+        """Returns the chunk before all others of a choice."""
+
+    @abstractmethod
+    def _chunks(self, delta: Delta) -> list[Json]:
+        """Returns the chunks of a delta; none for an empty one."""
 
     @property
     def index(self) -> int:
         """Number of the current choice."""
-        return len(self._timings)
+        return len(self._summaries)
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events without a name."""
-        first = [] if self._started else [self._first()]  # before the last chunk of a choice ends it
+        first = [] if self.started else [self._first()]  # before the last chunk of a choice ends it
         items: list[Json] = []
         if isinstance(event, Delta):
             items = self._chunks(event)
         elif isinstance(event, Done):
             items = self._last(event)
-        elif self._with_progress:
+        elif self.body.return_progress:
             items = [self._chunk(self.empty, prompt_progress=prompt_progress(event))]
         if not items:
             return b""
-        self._started = not isinstance(event, Done)
+        self.started = not isinstance(event, Done)
         is_end = isinstance(event, Done) and self.index == self.n_choices
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
         """Returns OpenAI's `finish_reason`, which has no "cancelled"."""
-        if done.timing.finish == "length":  # the last call may be cut
+        if done.summary.finish == "length":  # the last call may be cut
             return "length"
         return "tool_calls" if self.n_calls else "stop"
 
@@ -404,7 +413,7 @@ class ChoicesReply(Reply):
         return self._object(self.chunk_kind, choices, **more)
 
     def _end_choice(self, done: Done) -> None:
-        self._timings.append(done.timing)
+        self._summaries.append(done.summary)
         self.n_calls = 0
 
     def _last(self, done: Done) -> list[Json]:
@@ -428,58 +437,61 @@ class ChoicesReply(Reply):
         return self._object(self.whole_kind, self._choices, usage=self._usage(), **self._statistics())
 
     def _statistics(self) -> Json:
-        return statistics(reduce(_total, self._timings))
+        return statistics(reduce(_total, self._summaries))
 
     def _usage(self) -> Json:
         """Each prompt counts once."""
-        total, prompts = reduce(_total, self._timings), reduce(_total, self._timings[:: self.n_answers])
-        n_prompt = prompts.prompt_tokens + prompts.cached_tokens
+        prompts = reduce(_total, self._summaries[:: self.n_answers])
+        n_answer = reduce(_total, self._summaries).answer_tokens
         return {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": total.answer_tokens,
-            "total_tokens": n_prompt + total.answer_tokens,
+            "prompt_tokens": prompts.whole_prompt_tokens,
+            "completion_tokens": n_answer,
+            "total_tokens": prompts.whole_prompt_tokens + n_answer,
             "prompt_tokens_details": {"cached_tokens": prompts.cached_tokens},
         }
 
 
 class _ChatReply(ChoicesReply):
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    empty: Mapping[str, Any] = {"delta": {}}
+    empty: ClassVar[Mapping[str, Any]] = {"delta": {}}
 
     def _first(self) -> Json:
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def _chunks(self, delta: Delta) -> list[Json]:
-        """One chunk each for thinking, text and calls, in this order; log probabilities are in the first."""
-        deltas: list[Json] = []
-        if delta.thinking:
-            deltas.append({"reasoning": delta.thinking, "reasoning_content": delta.thinking})
-        if delta.text:
-            deltas.append({"content": delta.text})
-        if calls := self._calls(delta):
-            deltas.append({"tool_calls": calls})
-        if delta.logprobs and not deltas:
-            deltas.append({})
-        logprobs = [{"content": logprob_objects(delta.logprobs)}] if self.logprobs and delta.logprobs else []
-        return [self._chunk({"delta": delta, "logprobs": logprobs.pop() if logprobs else None}) for delta in deltas]
+        """Returns one chunk each for thinking, text and calls, in this order; log probabilities are in the first."""
+        found = self._parts(delta) or ([{}] if delta.logprobs else [])
+        chunks = [self._chunk({"delta": part}) for part in found]
+        if chunks and delta.logprobs:
+            chunks[0]["choices"][0]["logprobs"] = self._logprobs(delta)
+        return chunks
 
-    def _calls(self, delta: Delta) -> list[Json]:
+    def _parts(self, delta: Delta) -> list[Json]:
+        """Returns the fields of a message that a delta has: thinking, text, calls."""
+        parts: list[Json] = []
+        if delta.thinking:
+            parts.append({"reasoning": delta.thinking, "reasoning_content": delta.thinking})
+        if delta.text:
+            parts.append({"content": delta.text})
         calls = []
         for index, call in self.numbered(delta.tool_calls):
             function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
             calls.append({"index": index, "id": call.id, "type": "function", "function": function})
-        return calls
+        return [*parts, {"tool_calls": calls}] if calls else parts
+
+    def _logprobs(self, delta: Delta) -> Json | None:
+        return {"content": logprob_objects(delta.logprobs)} if self.logprobs else None
 
     def add(self, delta: Delta, done: Done) -> None:
-        calls = self._calls(delta)
-        message: Json = {"role": "assistant", "content": None if calls and not delta.text else delta.text}
-        if delta.thinking:
-            message |= {"reasoning": delta.thinking, "reasoning_content": delta.thinking}
-        if calls:
-            message["tool_calls"] = calls
-        logprobs = {"content": logprob_objects(delta.logprobs)} if self.logprobs else None
-        self._add({"message": message, "logprobs": logprobs}, done)
+        message: Json = {"role": "assistant", "content": ""}
+        for part in self._parts(delta):
+            message |= part
+        if self.n_calls and not delta.text:
+            message["content"] = None
+        self._add({"message": message, "logprobs": self._logprobs(delta)}, done)
 
+
+ChatBody.reply_kind = _ChatReply
 
 routes = [
     conversation("/v1/chat/completions", ChatBody),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from heapq import nlargest
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
+from moegguf.generate.request import Delta, Request, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Whole
-from moegguf.server.common.conversation import Json, Reply, conversation
+from moegguf.server.common.conversation import Json, conversation
 from moegguf.server.common.options import Text, Texts
 from moegguf.server.common.replies import MIN_LOGPROB
 from moegguf.server.openai.chat import Choices, ChoicesReply, GenerationBody, TopLogprobs
@@ -24,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 def fields_of(prompt: Text) -> Json:
-    """The fields of a `GenerationRequest` for a prompt."""
+    """The fields of a `Request` for a prompt."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
 
 
@@ -57,38 +58,28 @@ class CompletionBody(GenerationBody):
 
     @property
     def n_answers(self) -> int:
-        """Answers to each prompt, of which `n` are sent."""
-        return self.best_of or self.n or 1
+        """Returns the number of answers to each prompt, of which `n` are sent."""
+        return self.best_of or super().n_answers
 
     @property
     def scores_prompt(self) -> bool:
         """Whether the tokens of the prompt have logprobs, too."""
         return bool(self.echo) and self.logprobs is not None
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """A request for each prompt; of the entry's defaults, only the options apply."""
-        sampling = self.sampling(entry, DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens)
         ranked = 0 if self.n_answers > (self.n or 1) else None  # by their own logprobs
-        requests = (
-            GenerationRequest(
-                suffix=self.suffix or None,
-                format=self.json_schema,
-                grammar=self.grammar or None,
-                truncate=bool(self.truncate) and not self.scores_prompt,
-                shift=bool(self.shift),
-                n_logprobs=ranked if self.logprobs is None else self.logprobs,
-                prompt_logprobs=self.scores_prompt,
-                prompt_only=self.max_tokens == 0,
-                sampling=sampling,
-                **fields_of(prompt),
-            )
-            for prompt in self.prompt
+        base = self.request(
+            entry,
+            DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            suffix=self.suffix or None,
+            truncate=bool(self.truncate) and not self.scores_prompt,
+            n_logprobs=ranked if self.logprobs is None else self.logprobs,
+            prompt_logprobs=self.scores_prompt,
+            prompt_only=self.max_tokens == 0,
         )
-        return [each for request in requests for each in self.repeated(request, self.n_answers)]
-
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
-        """The reply, with the choices of each prompt."""
-        return _CompletionReply(self, entry)
+        requests = (replace(base, **fields_of(prompt)) for prompt in self.prompt)
+        return [each for request in requests for each in self.repeated(request)]
 
 
 def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
@@ -115,19 +106,18 @@ class _CompletionReply(ChoicesReply):
     """A reply with the choices of each prompt; whole and streamed objects are alike."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    empty: Mapping[str, Any] = {"text": ""}
+    empty: ClassVar[Mapping[str, Any]] = {"text": ""}
 
-    def __init__(self, body: CompletionBody, entry: ModelEntry) -> None:
-        super().__init__(body, entry, logprobs=body.logprobs is not None, n_answers=body.n_answers)
-        self.n_choices = self.n_answers * len(body.prompt)
-        self._n_sent = body.n or 1  # of the answers to each prompt
-        self._echoed = body.prompt if body.echo else []
-        self._prompts = [""] * len(body.prompt)  # the text that their choices begin with
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.logprobs = self.body.logprobs is not None
+        self._n_sent = self.body.n or 1  # of the answers to each prompt
+        self._prompts = [""] * len(self.body.prompt)  # the text that their choices begin with
         self._scores: list[float] = []  # of whole choices: the mean logprob of their tokens
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:
-        for i, prompt in enumerate(self._echoed):
+        for i, prompt in enumerate(self.body.prompt if self.body.echo else ()):
             self._prompts[i] = prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
         self._offset = len(self._before)
 
@@ -173,5 +163,7 @@ class _CompletionReply(ChoicesReply):
             self._choices = [{**self._choices[old], "index": new} for new, old in enumerate(best)]
         return super().whole()
 
+
+CompletionBody.reply_kind = _CompletionReply
 
 routes = [conversation("/v1/completions", CompletionBody)]

@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from moegguf.generate.images import text_of
-from moegguf.generate.request import Delta, GenerationRequest, Message, ToolCall
+from moegguf.generate.request import Delta, Message, Request, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, without_nulls
-from moegguf.server.common.conversation import EventReply, Json, Reply, about_prompt, conversation
+from moegguf.server.common.conversation import EventReply, Json, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import SEARCH_RESULT, ChatMessage, messages_of, own_tools, read_parts
 from moegguf.server.common.replies import dumps, event_line, logprob_objects, usage
@@ -165,24 +165,20 @@ class ResponsesBody(chat.ToolsBody):
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
-    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+    def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """The only request."""
         effort = self.reasoning.effort if self.reasoning else None
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        request = self.request(
+        request = self.next_message(
             entry,
             _joined([*instructions, *messages_of(self.messages)]),
             self.text.format if self.text else None,
+            self.max_output_tokens,
             self.top_logprobs is not None or LOGPROBS in (self.include or ()),
             think=chat.EFFORTS[effort] if effort else None,
             truncate=self.truncation == "auto",
-            sampling=self.sampling(entry, self.max_output_tokens),
         )
         return [request]
-
-    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
-        """The reply, of which a stream tells the growth."""
-        return _ResponseReply(self, entry.name, generations[0])
 
 
 # Replies
@@ -209,12 +205,10 @@ def _new_id(prefix: str) -> str:
 
 
 class _ResponseReply(EventReply):
-    """The response to one request. `n_ctx` tokens or `max_output_tokens` reached: it is incomplete."""
+    """The response to one request."""
 
-    def __init__(self, body: ResponsesBody, model: str, generation: GenerationRequest) -> None:
-        self._encrypts = ENCRYPTED_REASONING in (body.include or ())
-        self._with_logprobs = generation.n_logprobs is not None
-        self._settings = _settings(body, generation)
+    def __post_init__(self) -> None:
+        self._settings = _settings(self.body, self.requests[0])
         self._output: list[Json] = []  # complete items
         self._form = MESSAGE  # of the item that grows
         self._item: Json = {}
@@ -227,7 +221,7 @@ class _ResponseReply(EventReply):
             "created_at": int(time.time()),
             "completed_at": None,
             "status": "in_progress",
-            "model": model,
+            "model": self.name,
             "output": [],
             "error": None,
             "incomplete_details": None,
@@ -265,7 +259,7 @@ class _ResponseReply(EventReply):
         self._part["text"] += text
         more = {}
         if self._form is MESSAGE:
-            more["logprobs"] = logprob_objects(delta.logprobs) if self._with_logprobs else []
+            more["logprobs"] = logprob_objects(delta.logprobs)
             self._part["logprobs"] += more["logprobs"]
         yield self._event(f"response.{self._form.text}.delta", **self._keys, delta=text, **more)
 
@@ -274,9 +268,11 @@ class _ResponseReply(EventReply):
         more = {"logprobs": part["logprobs"]} if form is MESSAGE else {}
         yield self._event(f"response.{form.text}.done", **self._keys, text=part["text"], **more)
         yield self._event(f"response.{form.part}.done", **self._keys, part=part)
-        item["status"] = "incomplete" if done and done.timing.finish == "length" else "completed"
+        item["status"] = "incomplete" if done and done.summary.finish == "length" else "completed"
         item[form.key].append(part)
-        if form is not MESSAGE and self._encrypts:  # in a form that no client shows or changes
+        if form is not MESSAGE and ENCRYPTED_REASONING in (
+            self.body.include or ()
+        ):  # in a form that no client shows or changes
             item["encrypted_content"] = REASONING_PREFIX + base64.b64encode(part["text"].encode()).decode()
         yield self._item_done(item)
 
@@ -295,24 +291,24 @@ class _ResponseReply(EventReply):
         yield self._item_done({**item, "status": "completed", "arguments": arguments})
 
     def _finish(self, done: Done) -> Iterator[Json]:
-        timing, is_cut = done.timing, done.timing.finish == "length"
-        status, n_prompt = "incomplete" if is_cut else "completed", timing.prompt_tokens + timing.cached_tokens
+        summary, is_cut = done.summary, done.summary.finish == "length"
+        status = "incomplete" if is_cut else "completed"
         if all(item["type"] == "reasoning" for item in self._output):
             yield from self._begin_block("text")  # clients expect a text, also an empty one
             yield from self._end_block("text", done)
-        counts = n_prompt, timing.cached_tokens, timing.answer_tokens, timing.thinking_tokens
+        counts = summary.whole_prompt_tokens, summary.cached_tokens, summary.answer_tokens, summary.thinking_tokens
         self._object |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
             "usage": usage(*counts, cache_write_tokens=0),
-            **chat.statistics(timing),
+            **chat.statistics(summary),
         }
         yield self._event(f"response.{status}", response=self._object)
 
 
-def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:
+def _settings(body: ResponsesBody, request: Request) -> Json:
     text, reasoning, choice = body.text, body.reasoning, body.tool_choice or "auto"
     if isinstance(choice, chat.ToolChoice):
         named = [{"type": "function", "name": name} for name in choice.names]
@@ -330,7 +326,7 @@ def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:
         },
         "service_tier": "default",
         "store": False,
-        **{name: getattr(generation.sampling, name) for name in SETTINGS},
+        **{name: getattr(request.sampling, name) for name in SETTINGS},
         "text": {"format": form, "verbosity": text.verbosity if text and text.verbosity else "medium"},
         "tool_choice": choice if isinstance(choice, str) else named[0] if choice.type == "function" else allowed,
         "tools": [{"type": "function", **function, "strict": bool(function["strict"])} for function in functions],
@@ -338,6 +334,8 @@ def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:
         "truncation": body.truncation or "disabled",
     }
 
+
+ResponsesBody.reply_kind = _ResponseReply
 
 routes = [
     conversation("/v1/responses", ResponsesBody),

@@ -15,12 +15,13 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** The response of `path`; throws ApiError with the server's message. A body is sent as JSON. */
+/** The response of `path`; throws ApiError with the server's message. A body is sent as JSON, a file as it is. */
 export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
   const key = sessionStorage.getItem(KEY), headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
-  if (body) headers["Content-Type"] = "application/json";
-  const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" }).catch((error) => {
+  const isFile = body instanceof Blob;
+  if (body && !isFile) headers["Content-Type"] = "application/json";
+  const response = await fetch(path, { method, headers, signal, body: isFile ? body : body && JSON.stringify(body), cache: "no-store" }).catch((error) => {
     throw error.name === "AbortError" ? error : new ApiError(0, "The server is not reachable.");
   });
   if (response.ok) return response;

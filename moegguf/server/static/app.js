@@ -5,6 +5,8 @@ import { Chat } from "./chat.js";
 import { Composer } from "./composer.js";
 import { Conversation, load, save } from "./conversations.js";
 import { at } from "./dom.js";
+import { save as saveFile } from "./export.js";
+import { Library } from "./library.js";
 import { Models } from "./models.js";
 import { Panel } from "./panel.js";
 import { SettingsDialog, lastSettings, requestFields } from "./settings.js";
@@ -12,18 +14,24 @@ import { Sidebar } from "./sidebar.js";
 
 const THEME = "moegguf.theme";
 const DEMO = "demo:latest";
+const AGAIN_MS = 3000; // between two tries to reach the server
 const finePointer = matchMedia("(pointer: fine)");
 
-const panel = new Panel((names) => (models.selected ? models.mark(names) : listModels()));
+const panel = new Panel((names, loading) => {
+  if (models.selected) models.mark(names);
+  else listModels();
+  chat.showLoads(loading, names);
+});
 const models = new Models(showModel);
-const chat = new Chat({ fields, waitingFor: () => (models.loaded.includes(models.name) ? undefined : "Loading the model"), onChange: showState });
+const chat = new Chat({ fields, isLoaded: () => models.loaded.includes(models.name), onChange: showState });
 const composer = new Composer({ onSend: send, refusal: () => (models.can("vision") ? "" : `${models.name} does not see pictures.`) });
 const settings = new SettingsDialog((changed) => {
   const { conversation } = chat;
   conversation.settings = changed;
   if (conversation.messages.length) save({ ...conversation, messages: undefined });
 });
-const sidebar = new Sidebar({ onRemove: forget, onRename: retitle });
+const sidebar = new Sidebar({ onRemove: forget, onRename: retitle, onFound: (words) => chat.show(chat.conversation, words) });
+const library = new Library(models, { onChange: listModels, onChoose: (name) => models.pick(name) });
 
 // Models
 
@@ -33,7 +41,9 @@ async function listModels() {
   } catch (error) {
     models.fail(error);
     panel.disconnect(error);
+    if (error.status !== 401) setTimeout(listModels, AGAIN_MS);
   }
+  library.draw();
   showState();
 }
 
@@ -44,6 +54,7 @@ function showModel({ name, details, capabilities }) {
   at("facts").textContent = facts.filter(Boolean).join(" · ");
   at("starters").hidden = name !== DEMO;
   panel.watch(name);
+  composer.showAttached(); // a problem with a picture was the other model's
   showState();
 }
 
@@ -55,8 +66,9 @@ function fields(conversation) {
   return { model: models.name, messages, ...requestFields(conversation.settings, models) };
 }
 
-async function send(content, images) {
-  await chat.ask({ role: "user", content, ...(images.length && { images }) });
+async function send(content, attached) {
+  const images = attached.filter(({ image }) => image).map(({ image }) => image), files = attached.filter(({ text }) => text);
+  await chat.ask({ role: "user", content, ...(images.length && { images }), ...(files.length && { files }) });
   if (finePointer.matches) at("message").focus(); // a touch keyboard would cover the answer
 }
 
@@ -64,6 +76,7 @@ async function send(content, images) {
 function showState() {
   const { conversation, busy } = chat;
   composer.update({ busy, ready: models.selected !== undefined });
+  at("export").hidden = !conversation?.messages.length;
   document.title = conversation?.title ? `${conversation.title} – moegguf` : "moegguf";
   if (conversation?.messages.length && address() !== conversation.id) history.replaceState(null, "", `#${conversation.id}`);
 }
@@ -84,7 +97,7 @@ const address = () => location.hash.slice(1);
 async function open() {
   const id = address(), kept = id && !chat.running(id) ? await load(id).catch(() => null) : null;
   if (id !== address()) return; // changed meanwhile
-  chat.show(chat.running(id) ?? new Conversation(kept ?? { settings: lastSettings() }));
+  chat.show(chat.running(id) ?? new Conversation(kept ?? { settings: lastSettings() }), sidebar.words);
   if (!kept && !chat.running(id)) history.replaceState(null, "", location.pathname);
   models.choose(chat.conversation.model);
   sidebar.refresh(chat.conversation.id);
@@ -111,13 +124,18 @@ function retitle(id, title) {
   showState();
 }
 
+at("export").addEventListener("click", ({ target }) => {
+  if (target.matches("button")) saveFile(chat.conversation, target.textContent === "Markdown");
+});
 chat.onKept = (error) => sidebar.refresh(chat.conversation.id, error);
 at("new").addEventListener("click", startNew);
 addEventListener("popstate", open);
 document.addEventListener("keydown", (event) => {
-  if (!event.ctrlKey || !event.shiftKey || event.key.toLowerCase() !== "o") return;
+  const key = (event.ctrlKey || event.metaKey) && (event.shiftKey ? "Shift+" : "") + event.key.toLowerCase();
+  const act = { "Shift+o": startNew, k: () => sidebar.find() }[key];
+  if (!act || document.querySelector("dialog:modal:not(.list)")) return;
   event.preventDefault();
-  startNew();
+  act();
 });
 
 // Settings and API key

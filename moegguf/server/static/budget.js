@@ -17,10 +17,12 @@ export class Budget {
   /** Shows the budgets of a model as it is loaded now (`loaded` of a snapshot; null: it is not). A slider that is being moved stays. */
   show(loaded) {
     at("budgets").hidden = !loaded?.slot_bytes;
+    if (!loaded) this.now = at("budget-note").textContent = ""; // another model, or none: nothing of it holds any longer
     if (loaded && !this.changing && keyOf(loaded) !== keyOf(this.now)) this.draw(loaded);
   }
 
   draw(now) {
+    if (keyOf(now) !== this.refused) at("budget-note").textContent = "";
     this.now = now;
     for (const [tier, name] of Object.entries(TIERS)) {
       const staged = tier === "vram" ? now.staging_bytes : 0, most = Math.floor((now[`max_${name}_bytes`] - staged) / now.slot_bytes);
@@ -30,6 +32,7 @@ export class Budget {
       slider.value = Math.floor((now[`${name}_bytes`] - staged) / now.slot_bytes);
       this.label(tier);
     }
+    at("ram-budget-label").textContent = at("for-vram-budget").hidden ? "Memory for experts" : "Memory for experts in RAM";
   }
 
   label(tier) {
@@ -46,20 +49,22 @@ export class Budget {
     this.changing = true;
     at("budget-note").textContent = "";
     try {
-      while (this.moved) {
+      while (this.moved && this.now) {
         const tier = this.moved, { model, slot_bytes: slot, staging_bytes: staged } = this.now;
         this.moved = null;
         const body = { model, [TIERS[tier]]: Number(at(`${tier}-budget`).value) * slot + (tier === "vram" ? staged : 0) };
-        this.now = { ...this.now, ...(await json("budget", { method: "PUT", body })) };
+        const changed = await json("budget", { method: "PUT", body });
+        this.now &&= { ...this.now, ...changed };
       }
     } catch (error) {
+      this.refused = keyOf(this.now);
       at("budget-note").textContent = error.message;
     }
     this.changing = false;
-    this.draw(this.now);
+    if (this.now) this.draw(this.now);
   }
 }
 
-function keyOf({ pid, expert_cache_bytes: inRam, vram_cache_bytes: inVram } = {}) {
+function keyOf({ pid, expert_cache_bytes: inRam, vram_cache_bytes: inVram }) {
   return [pid, inRam, inVram].join();
 }

@@ -1,19 +1,19 @@
 // The shown conversation: asks, answers again, edits, stops. Answers go on while another conversation is shown.
 
 import { lines, request } from "./api.js";
-import { save } from "./conversations.js";
-import { at, button, make } from "./dom.js";
+import { findWords, save } from "./conversations.js";
+import { at, button, make, mark } from "./dom.js";
 import { AnswerView, actions, edit, messageView, resultForm } from "./turns.js";
 
 const NEAR_END_PX = 60;
 const SAVE_MS = 1000; // between two savings of an answer that is being written
 
 export class Chat {
-  /** `fields(conversation)` returns those of a request besides its messages, `waitingFor()` what an answer waits for at first;
+  /** `fields(conversation)` returns those of a request besides its messages, `isLoaded()` whether the model is in memory;
    *  `onChange(conversation)` is called when an answer begins or ends. */
-  constructor({ fields, waitingFor, onChange }) {
+  constructor({ fields, isLoaded, onChange }) {
     const log = at("log"), scroll = at("scroll");
-    Object.assign(this, { log, scroll, fields, waitingFor, onChange });
+    Object.assign(this, { log, scroll, fields, isLoaded, onChange });
     this.views = new WeakMap(); // of messages
     this.runs = new Map(); // answers that are being written, by conversation
     scroll.addEventListener("scroll", () => (this.atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR_END_PX));
@@ -34,12 +34,16 @@ export class Chat {
     return [...this.runs.keys()].find((conversation) => conversation.id === id);
   }
 
-  /** Shows a conversation, which is not read out. */
-  show(conversation) {
+  /** Shows a conversation, which is not read out; from the message on that has these words, if there is one. */
+  show(conversation, words = "") {
+    const { message } = (words && findWords(conversation.messages, words)) || {};
     this.conversation = conversation;
     this.log.ariaLive = "off";
+    if (message && !conversation.path.includes(message)) conversation.show(message);
     this.render();
     this.toEnd();
+    mark(words ? this.log : null, words);
+    if (message) this.views.get(message).scrollIntoView({ block: "center" });
     setTimeout(() => (this.log.ariaLive = "polite"));
   }
 
@@ -62,7 +66,7 @@ export class Chat {
     const view = this.views.get(message), { conversation } = this;
     view.querySelector(":scope > .below")?.remove();
     if (this.busy || message.role === "tool") return view;
-    const { images, parent } = message;
+    const { images, files, parent } = message;
     const askAt = (...messages) => {
       conversation.leaf = parent;
       this.ask(...messages);
@@ -74,7 +78,7 @@ export class Chat {
         this.render();
         this.keep(conversation);
       },
-      onEdit: message.role === "user" && (() => edit(view, message.content, (content) => (content || images) && askAt({ role: "user", content, ...(images && { images }) }))),
+      onEdit: message.role === "user" && (() => edit(view, message.content, (content) => (content || images || files) && askAt({ role: "user", content, ...(images && { images }), ...(files && { files }) }))),
       onAgain: message.role === "assistant" && (() => askAt()),
     }));
     return view;
@@ -90,7 +94,7 @@ export class Chat {
   async answer() {
     const { conversation } = this, { leaf } = conversation, question = conversation.messages[leaf];
     const message = { role: "assistant", content: "" };
-    const view = new AnswerView(message, (apply) => this.keepingScroll(view.element, apply)).begin(this.waitingFor());
+    const view = new AnswerView(message, (apply) => this.keepingScroll(view.element, apply)).begin(!this.isLoaded());
     const abort = new AbortController();
     let saved = performance.now(), done = false;
     const body = { ...this.fields(conversation), stream: true, details: true };
@@ -127,6 +131,11 @@ export class Chat {
     if (this.conversation === conversation) this.keepingScroll(this.log, () => this.render());
     this.keep(conversation);
     this.onChange(conversation);
+  }
+
+  /** Shows how much was read of models that are being loaded: `loading` has shares by name. */
+  showLoads(loading, loaded) {
+    for (const [{ model }, { view }] of this.runs) if (model in loading || loaded.includes(model)) view.showLoad(loading[model]);
   }
 
   stop() {

@@ -1,21 +1,23 @@
-// The message field: text, pictures by button, paste and drop, and sending.
+// The message field: text, files by button, paste and drop, and sending.
 
 import { at, grow, iconButton, make } from "./dom.js";
-import { pictureView } from "./turns.js";
-
-const MAX_SIDE_PX = 2048; // models see less
-const AS_THEY_ARE = ["image/png", "image/gif"]; // a JPEG may be turned, which only the browser sees
+import { readFile } from "./files.js";
+import { fileName, pictureView } from "./turns.js";
 
 export class Composer {
-  /** `onSend(text, images)` is called with a message; `refusal()` returns why the model takes no pictures, or "". */
+  /** `onSend(text, attached)` is called with a message and what readFile returned of its files; `refusal()` returns why the model
+   *  takes no pictures, or "". */
   constructor({ onSend, refusal }) {
-    Object.assign(this, { onSend, refusal, field: at("message"), images: [], state: {} });
-    const { field } = this, form = at("composer"), chooser = at("pictures");
+    Object.assign(this, { onSend, refusal, field: at("message"), attached: [], reading: "", state: {} });
+    const { field } = this, form = at("composer"), chooser = at("files");
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
     });
-    field.addEventListener("input", () => this.update());
+    field.addEventListener("input", () => {
+      at("problem").textContent = "";
+      this.update();
+    });
     field.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -26,7 +28,7 @@ export class Composer {
       this.attach([...chooser.files]);
       chooser.value = "";
     });
-    field.addEventListener("paste", (event) => this.attach(pictures(event.clipboardData), event));
+    field.addEventListener("paste", (event) => this.attach([...event.clipboardData.files], event));
     const chat = form.closest(".chat");
     for (const kind of ["dragover", "drop"]) chat.addEventListener(kind, (event) => this.drop(event));
     grow(field);
@@ -38,74 +40,54 @@ export class Composer {
     const { busy, ready } = this.state;
     at("send").hidden = busy;
     at("stop").hidden = !busy;
-    at("send").disabled = !ready || !(this.field.value.trim() || this.images.length);
-    at("attach").hidden = Boolean(this.refusal());
+    at("send").disabled = !ready || Boolean(this.reading) || !(this.field.value.trim() || this.attached.length);
     grow(this.field);
   }
 
   send() {
-    const text = this.field.value.trim(), { images } = this;
-    if (!(text || images.length) || this.state.busy || !this.state.ready) return;
+    const text = this.field.value.trim(), { attached } = this;
+    if (!(text || attached.length) || this.reading || this.state.busy || !this.state.ready) return;
     this.field.value = "";
-    this.images = [];
-    this.showImages();
-    this.onSend(text, images);
+    this.attached = [];
+    this.showAttached();
+    this.onSend(text, attached);
   }
 
   drop(event) {
     if (!event.dataTransfer.types.includes("Files")) return;
     event.preventDefault();
-    if (event.type === "drop") this.attach(pictures(event.dataTransfer), event);
+    if (event.type === "drop") this.attach([...event.dataTransfer.files], event);
   }
 
+  /** Reads files one after the other: those of PDF are work for the server. */
   async attach(files, event) {
     if (!files.length) return;
     event?.preventDefault();
-    let problem = this.refusal();
-    try {
-      if (!problem) this.images.push(...(await Promise.all(files.map(readPicture))));
-    } catch (error) {
-      problem = error.message;
+    const problems = [];
+    for (const file of files) {
+      this.reading = file.name || "the file";
+      this.showAttached();
+      await readFile(file, this.refusal()).then((found) => this.attached.push(found), (error) => problems.push(error.message));
     }
-    this.showImages(problem);
+    this.reading = "";
+    this.showAttached(problems.join("\n"));
     this.field.focus();
   }
 
-  showImages(problem = "") {
+  /** Shows what is attached, and a problem until something else happens. */
+  showAttached(problem = "") {
     at("problem").textContent = problem;
-    at("attached").replaceChildren(...this.images.map((data, i) => {
-      const remove = iconButton("close", `Remove picture ${i + 1}`, () => {
-        this.images.splice(i, 1);
-        this.showImages();
+    const items = this.attached.map((each, i) => {
+      const label = each.image ? `picture ${i + 1}` : each.name;
+      const remove = iconButton("close", `Remove ${label}`, () => {
+        this.attached.splice(i, 1);
+        this.showAttached();
         this.field.focus();
       });
-      return make("li", {}, pictureView(data, `Picture ${i + 1}`), remove);
-    }));
+      return make("li", {}, each.image ? pictureView(each.image, `Picture ${i + 1}`) : fileName(each), remove);
+    });
+    if (this.reading) items.push(make("li", { className: "waiting" }, `Reading ${this.reading}…`));
+    at("attached").replaceChildren(...items);
     this.update();
   }
-}
-
-/** A picture for a model, as base64 of a PNG, GIF or JPEG. Throws an Error for a file that is none. */
-async function readPicture(file) {
-  const picture = await createImageBitmap(file).catch(() => {
-    throw new Error(`${file.name || "This"} is not a picture that the browser can read.`);
-  });
-  const scale = Math.min(1, MAX_SIDE_PX / Math.max(picture.width, picture.height));
-  if (scale === 1 && AS_THEY_ARE.includes(file.type)) return base64(file);
-  const canvas = new OffscreenCanvas(Math.max(1, Math.round(picture.width * scale)), Math.max(1, Math.round(picture.height * scale)));
-  const context = canvas.getContext("2d");
-  context.fillStyle = "white"; // JPEG has no transparency
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  context.drawImage(picture, 0, 0, canvas.width, canvas.height);
-  return base64(await canvas.convertToBlob({ type: "image/jpeg", quality: 0.92 }));
-}
-
-/** The pictures among the files of a paste or drop. */
-function pictures(transfer) {
-  return [...(transfer?.files ?? [])].filter((file) => file.type.startsWith("image/"));
-}
-
-async function base64(blob) {
-  const bytes = new Uint8Array(await blob.arrayBuffer());
-  return btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
 }

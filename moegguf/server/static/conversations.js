@@ -25,7 +25,7 @@ export class Conversation {
   add(message, parent = this.leaf) {
     this.leaf = this.messages.push(Object.assign(message, { parent })) - 1;
     this.changed = Date.now();
-    if (message.role === "user") this.title ||= message.content.trim().replace(/\s+/g, " ").slice(0, TITLE_CHARS) || "Picture";
+    if (message.role === "user") this.title ||= message.content.trim().replace(/\s+/g, " ").slice(0, TITLE_CHARS) || message.files?.[0].name || "Picture";
   }
 
   /** The messages that answer, or ask, at the same place as this one. */
@@ -41,8 +41,25 @@ export class Conversation {
   /** The shown messages as the server takes them. */
   get sent() {
     const fields = (message) => SENT.filter((name) => message[name]?.length).map((name) => [name, message[name]]);
-    return this.path.map((message) => ({ content: "", ...Object.fromEntries(fields(message)) }));
+    return this.path.map((message) => ({ ...Object.fromEntries(fields(message)), content: contentOf(message) }));
   }
+}
+
+/** The text of a message, behind the files that came with it. */
+function contentOf({ content, files = [] }) {
+  const texts = files.map(({ name, text }) => `[File: ${name}]\n${text.trim()}\n[End of the file: ${name}]\n\n`);
+  return texts.join("") + content;
+}
+
+/** The first message that has these words in its text or its files, and the place where they begin. */
+export function findWords(messages, words) {
+  for (const message of messages) {
+    for (const text of [message.content, ...(message.files ?? []).map((file) => file.text)]) {
+      const begin = text.toLowerCase().indexOf(words);
+      if (begin >= 0) return { message, text, begin };
+    }
+  }
+  return undefined;
 }
 
 let opening = null;
@@ -69,6 +86,13 @@ async function transact(mode, use) {
 export async function list() {
   const [heads] = await transact("readonly", (heads) => [heads.getAll()]);
   return heads.sort((a, b) => b.changed - a.changed);
+}
+
+/** What findWords finds in each conversation that has these words, by id. */
+export async function search(words) {
+  const [bodies] = await transact("readonly", (_, messages) => [messages.getAll()]);
+  const found = bodies.map(({ id, messages }) => [id, findWords(messages, words)]);
+  return new Map(found.filter(([, place]) => place));
 }
 
 /** What was saved under `id`; null when there is nothing. */

@@ -11,13 +11,18 @@ export function make(tag, properties, ...children) {
   return element;
 }
 
-/** A button with one of the pictures of index.html. */
-export function iconButton(name, label, onClick) {
+/** One of the pictures of index.html. */
+export function icon(name) {
   const picture = document.createElementNS(SVG, "svg"), use = document.createElementNS(SVG, "use");
   picture.setAttribute("aria-hidden", "true");
   use.setAttribute("href", `#icon-${name}`);
   picture.append(use);
-  return button(label, onClick, { className: "tool icon", title: label, ariaLabel: label }, picture);
+  return picture;
+}
+
+/** A button with a picture. */
+export function iconButton(name, label, onClick) {
+  return button(label, onClick, { className: "tool icon", title: label, ariaLabel: label }, icon(name));
 }
 
 /** A button with a text, or with `content`. */
@@ -47,6 +52,23 @@ export async function copy(text, { currentTarget: from }) {
   from.classList.add("done");
   at("status").textContent = "Copied"; // for a screen reader
   setTimeout(() => from.classList.remove("done"), 1500);
+}
+
+/** Marks words in the texts of an element, without a change of its nodes; of null: takes the marks away. */
+export function mark(element, words) {
+  CSS.highlights?.delete("found");
+  if (!element || !CSS.highlights) return;
+  const ranges = [], texts = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const node = texts.currentNode, text = node.data.toLowerCase();
+    for (let i = text.indexOf(words); i >= 0; i = text.indexOf(words, i + words.length)) {
+      const range = new Range();
+      range.setStart(node, Math.min(i, node.length)); // a letter's small form may be longer
+      range.setEnd(node, Math.min(i + words.length, node.length));
+      ranges.push(range);
+    }
+  }
+  CSS.highlights.set("found", new Highlight(...ranges));
 }
 
 export function count(n) {

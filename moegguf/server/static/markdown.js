@@ -2,20 +2,24 @@
 // these: output of a model is never parsed as HTML.
 
 import { button, copy, make } from "./dom.js";
+import { addFormulas, formulaView, withoutOpenFormula } from "./math.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 const parser = new MarkdownIt({ breaks: true, linkify: true });
 parser.validateLink = (url) => /^(https?:\/\/|mailto:)/i.test(url);
 parser.linkify.set({ fuzzyLink: false }); // "main.py" is not a host
+addFormulas(parser);
+parser.core.ruler.after("inline", "tasks", ({ tokens }) => tokens.forEach((token, i) => markTask(token, tokens[i - 2])));
 
 const TAGS = { h1: "h3", h2: "h3", h3: "h4", h5: "h4", h6: "h4" }; // h1 and h2 are the page's own
 
 // Ends of an unfinished text whose meaning the next characters decide.
 const TABLE_HEAD = /(?<!^\|.*\n)^\|.*(\n[-|: \t]*)?$(?![^])/m;
-const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?$/;
-const INLINE_MARKS = /(?<![*_`~[])[*_`~[]+$/;
+const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?(\[[ xX]?\]?[ \t]*)?$/;
+const INLINE_MARKS = /(?<![*_`~[$\\])[*_`~[$\\]+$/;
 const LINK_ADDRESS = /!?\[([^[\]]*)\]\([^()\s]*$/;
 const OPEN = { open: true }; // of a block of code that may go on
+const TASK = /^\[([ xX])\]\s/;
 const FENCES = /^[-+*>\d.) \t]*(```|~~~)/gm;
 
 /** The Markdown of one growing text in an element. */
@@ -46,11 +50,21 @@ export class Markdown {
   }
 }
 
+/** Makes a checkbox of the mark "[x]" that begins the text of a list item. `before`: the token two places before that text. */
+function markTask(token, before) {
+  const text = token.type === "inline" && before?.type === "list_item_open" && token.children[0];
+  const mark = text && TASK.exec(text.content);
+  if (!mark) return;
+  before.attrSet("class", "task");
+  text.content = text.content.slice(mark[0].length);
+  token.children.unshift(Object.assign(new text.constructor("task", "input", 0), { info: mark[1] === " " ? "" : "done" }));
+}
+
 /** An unfinished text without the marks at its end that wait for what follows them, and with code and bold text closed:
  *  what is shown of it does not change its kind when the text goes on. */
 function withoutOpenEnd(text) {
   if (text.match(FENCES)?.length % 2) return text; // in a block of code
-  text = text.replace(TABLE_HEAD, "");
+  text = withoutOpenFormula(text).replace(TABLE_HEAD, "");
   const start = text.lastIndexOf("\n") + 1;
   const line = text.slice(start).replace(LINE_MARKS, "").replace(INLINE_MARKS, "").replace(LINK_ADDRESS, "$1");
   const open = ["`", "**"].find((mark) => line.split(mark).length % 2 === 0 && /^\S/.test(line.split(mark).at(-1)));
@@ -74,7 +88,10 @@ function build(tokens) {
 }
 
 /** The element of a token, or the text of one that has none. */
-function nodeOf({ type, tag, content, info, attrs, meta }) {
+function nodeOf(token) {
+  const { type, tag, content, info, attrs, meta } = token;
+  if (type === "formula") return formulaView(token);
+  if (type === "task") return make("input", { type: "checkbox", disabled: true, checked: Boolean(info), ariaLabel: info ? "Done" : "To do" });
   if (!tag) return content;
   if (type === "fence" || type === "code_block") return codeBlock(info.trim().split(/\s/)[0], content.trimEnd(), meta === OPEN);
   const element = make(TAGS[tag] ?? tag, {}, content);

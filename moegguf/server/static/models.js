@@ -8,9 +8,10 @@ const LAST = "moegguf.model";
 export class Models {
   /** `onChange(model)` is called when another one is selected, with its entry of /api/tags. */
   constructor(onChange) {
-    Object.assign(this, { onChange, select: at("model"), entries: [], loaded: [] });
+    Object.assign(this, { onChange, select: at("model"), all: [], entries: [], loaded: [] });
     this.select.addEventListener("change", () => {
       localStorage.setItem(LAST, this.name);
+      this.shown = this.name;
       onChange(this.selected);
     });
   }
@@ -24,6 +25,10 @@ export class Models {
     return this.entries.find(({ name }) => name === this.name);
   }
 
+  has(name) {
+    return this.entries.some((entry) => entry.name === name);
+  }
+
   can(capability) {
     return this.selected?.capabilities.includes(capability) ?? false;
   }
@@ -32,21 +37,28 @@ export class Models {
    *  last one used. Throws ApiError. */
   async refresh(wanted) {
     const [tags, ps] = await Promise.all(["api/tags", "api/ps"].map((path) => json(path)));
-    this.entries = tags.models.filter(({ capabilities: all }) => !all.length || all.includes("completion"));
+    this.all = tags.models;
+    this.entries = this.all.filter(({ capabilities: all }) => !all.length || all.includes("completion"));
     this.loaded = ps.models.map(({ name }) => name);
     const last = localStorage.getItem(LAST), before = this.name;
     this.list();
-    const known = (name) => this.entries.some((entry) => entry.name === name);
+    const known = (name) => this.has(name);
     const inMemory = this.loaded.includes(last) ? last : this.loaded.find(known);
     this.choose([before, wanted, inMemory, last, this.entries[0]?.name].find(known));
   }
 
   /** Selects a model, if it is there. */
   choose(name) {
-    if (!this.entries.some((entry) => entry.name === name)) return;
+    if (!this.has(name)) return;
     this.select.value = name;
     if (name !== this.shown) this.onChange(this.selected);
     this.shown = name;
+  }
+
+  /** Selects a model for the user. */
+  pick(name) {
+    this.select.value = name;
+    this.select.dispatchEvent(new Event("change"));
   }
 
   /** Says which models are in memory. */
@@ -58,11 +70,11 @@ export class Models {
 
   /** Says why there is no list. */
   fail(error) {
-    this.entries = [];
+    this.all = this.entries = [];
     this.list(error.message);
   }
 
-  list(problem = "No models yet: moegguf pull NAME") {
+  list(problem = "No models yet") {
     const { select, name, loaded, entries } = this;
     const groups = [true, false].map((inMemory) => {
       const options = entries.filter((entry) => loaded.includes(entry.name) === inMemory).map((entry) => new Option(entry.name));

@@ -12,7 +12,7 @@ const FOLDED = "moegguf.map"; // "folded" or "open", once it was chosen; else fo
 const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // of a model that was just loaded
 
 export class Panel {
-  /** `onLoaded(names)` is called with the models in memory. */
+  /** `onLoaded(names, loading)` is called with the models in memory, and with the share that was read of those being loaded. */
   constructor(onLoaded) {
     const [absent, loading, loaded, ram, vram, hit] = document.querySelectorAll(".legend .key");
     this.map = new ExpertMap(at("map"), [absent, loading, ram, vram, hit, loaded], showCell);
@@ -40,9 +40,10 @@ export class Panel {
   take(line) {
     if (line.state !== undefined) return this.show(line);
     if (line.error) return this.disconnect(new Error(line.error));
-    if (line.loaded_models) this.onLoaded(line.loaded_models);
-    if (line.loaded_models && !line.loaded_models.includes(this.model)) {
-      this.reset("Not in memory. The next message loads it.");
+    const { loaded_models: names, loading = {} } = line, share = loading[this.model];
+    if (names) this.onLoaded(names, loading);
+    if (names && !names.includes(this.model)) {
+      this.reset(share === undefined ? "Not in memory. The next message loads it." : `Loading: ${Math.floor(100 * share)} %`);
       this.begin = NOTHING;
     }
   }
@@ -114,11 +115,11 @@ export class Panel {
   }
 }
 
-/** A line over time, one point per snapshot in which the model computed. `plot`: an element with a label and a picture of an area,
- *  a line and a dot; `max`: top of the scale, by default a round number not below the largest point; `format(value)` labels it. */
+/** A line over time, one point per snapshot in which the model computed. `plot`: an element with a label at the top, a picture
+ *  of an area, a line and a dot, and a label at zero; `max`: top of the scale, by default a round number not below the largest point; `format(value)` labels it. */
 class Chart {
   constructor(plot, format, max) {
-    [this.label, { children: this.shapes }] = plot.children;
+    [this.top, { children: this.shapes }, this.zero] = plot.children;
     Object.assign(this, { max, format });
     this.clear();
   }
@@ -136,7 +137,8 @@ class Chart {
   draw() {
     const { points } = this, max = this.max ?? roundUp(Math.max(...points)), begin = CHART_LENGTH - points.length;
     const line = points.map((value, i) => [begin + i, 1 - value / max]), last = line.slice(-1);
-    this.label.textContent = points.length ? this.format(max) : "";
+    this.top.textContent = points.length ? this.format(max).replace(/\.0+(?!\d)/, "") : "";
+    this.zero.textContent = points.length ? "0" : "";
     [[[begin, 1], ...line, [CHART_LENGTH - 1, 1]], line, [...last, ...last]].forEach((places, i) => {
       this.shapes[i].setAttribute("points", places.join(" "));
     });

@@ -1,19 +1,25 @@
 // The list of conversations: beside the chat on a wide screen, before it on a narrow one.
 
 import { at, iconButton, make } from "./dom.js";
-import { list, load, remove, save } from "./conversations.js";
+import { list, load, remove, save, search } from "./conversations.js";
 
 const OPEN = "moegguf.list";
+const TYPING_MS = 150; // messages are searched when no key was pressed for so long
+const BEFORE = 24, AFTER = 60; // characters around the words that were found
 const WIDE = matchMedia("(min-width: 1100px)");
 
 export class Sidebar {
-  /** `onRemove(id)`, `onRename(id, title)`: of any conversation. Choosing one changes the address of the page. */
-  constructor({ onRemove, onRename }) {
-    Object.assign(this, { onRemove, onRename, element: at("conversations"), current: null });
+  /** `onRemove(id)`, `onRename(id, title)`: of any conversation. `onFound(words)` is called when the shown one is chosen again; to
+   *  choose another one changes the address of the page. */
+  constructor({ onRemove, onRename, onFound }) {
+    Object.assign(this, { onRemove, onRename, onFound, element: at("conversations"), current: null, found: new Map() });
     at("open-list").addEventListener("click", () => this.toggle());
     at("close-list").addEventListener("click", () => this.element.close());
-    at("filter").addEventListener("input", () => this.draw());
-    this.element.addEventListener("click", ({ target }) => target.closest("a") && this.leave());
+    at("filter").addEventListener("input", () => {
+      clearTimeout(this.typing);
+      this.typing = setTimeout(() => this.search(), TYPING_MS);
+    });
+    this.element.addEventListener("click", ({ target }) => target.closest("a") && this.choose(target.closest("a")));
     this.element.addEventListener("close", () => this.onToggle());
     WIDE.addEventListener("change", () => this.element.close());
     addEventListener("focus", () => this.refresh()); // another tab may have changed them
@@ -33,6 +39,30 @@ export class Sidebar {
     if (WIDE.matches) localStorage.setItem(OPEN, this.element.open ? "open" : "");
   }
 
+  /** The words that are searched for. */
+  get words() {
+    return at("filter").value.trim().toLowerCase();
+  }
+
+  /** Opens the list to search in it. */
+  async find() {
+    if (!this.element.open) await this.toggle();
+    at("filter").select();
+  }
+
+  async search() {
+    const { words } = this;
+    const found = words ? await search(words).catch(() => new Map()) : new Map();
+    if (words !== this.words) return; // another search goes on
+    this.found = found;
+    this.draw();
+  }
+
+  choose(link) {
+    this.leave();
+    if (link.hash === `#${this.current}`) this.onFound(this.words);
+  }
+
   /** Closes the list where it hides the chat. */
   leave() {
     if (!WIDE.matches) this.element.close();
@@ -45,18 +75,19 @@ export class Sidebar {
     try {
       if (error) throw error;
       this.heads = await list();
-      at("list-note").textContent = this.heads.length ? "" : "No conversations yet.";
+      this.note = this.heads.length ? "" : "No conversations yet.";
     } catch (problem) {
       this.heads ??= [];
-      at("list-note").textContent = `This browser keeps no conversations: ${problem.message}`;
+      this.note = `This browser keeps no conversations: ${problem.message}`;
     }
     this.draw();
   }
 
   draw() {
-    const wanted = at("filter").value.trim().toLowerCase();
-    const shown = this.heads.filter(({ title }) => title.toLowerCase().includes(wanted));
-    const drawn = JSON.stringify([this.current, ...shown.map(({ id, title }) => [id, title])]);
+    const { words, found } = this;
+    const shown = this.heads.filter(({ id, title }) => title.toLowerCase().includes(words) || found.has(id));
+    at("list-note").textContent = this.heads.length && !shown.length ? "Nothing found." : this.note;
+    const drawn = JSON.stringify([this.current, words, ...shown.map(({ id, title }) => [id, title, found.has(id)])]);
     if (drawn === this.drawn) return; // the focus stays where it is
     this.drawn = drawn;
     at("list").replaceChildren(...shown.map((head) => this.item(head)));
@@ -65,7 +96,8 @@ export class Sidebar {
   }
 
   item(head) {
-    const { id, title } = head, link = make("a", { href: `#${id}`, title }, title);
+    const { id, title } = head, place = this.found.get(id);
+    const link = make("a", { href: `#${id}`, title }, title, ...(place ? [excerpt(place, this.words)] : []));
     const rename = iconButton("edit", `Rename “${title}”`, () => this.rename(head));
     return make("li", {}, link, rename, iconButton("delete", `Delete “${title}”`, () => this.remove(head)));
   }
@@ -86,4 +118,11 @@ export class Sidebar {
     await this.refresh();
     at("filter").focus();
   }
+}
+
+/** What stands around words that were found. */
+function excerpt({ text, begin }, words) {
+  const end = begin + words.length, before = text.slice(Math.max(0, begin - BEFORE), begin);
+  const start = begin > BEFORE ? `…${before.replace(/^\S*\s/, "")}` : before;
+  return make("small", {}, start, make("mark", {}, text.slice(begin, end)), text.slice(end, end + AFTER));
 }

@@ -1,21 +1,33 @@
 // What a conversation is made of on the page: questions and their pictures, answers, also while they are written, results of tools,
 // and the buttons below each.
 
-import { button, copy, count, digits, duration, grow, iconButton, make, percent, size } from "./dom.js";
+import { button, copy, count, digits, duration, grow, icon, iconButton, make, percent, size } from "./dom.js";
+import { factsOf } from "./files.js";
 import { Markdown, codeBlock } from "./markdown.js";
 
 const FRAME_MS = 16; // and four times what painting takes: a long block must not keep the processor from the model
 const WAITING = "Waiting for the first token";
+const LOADING = "Loading the model";
 
-/** A question with its pictures, or what a tool returned. */
-export function messageView({ role, content, images = [], tool_name: name }) {
+/** A question with its pictures and files, or what a tool returned. */
+export function messageView({ role, content, images = [], files = [], tool_name: name }) {
   if (role === "tool") {
     const details = make("details", {}, make("summary", {}, "Result of ", make("b", {}, name)), make("pre", { tabIndex: 0 }, content));
     return make("article", { className: "turn result", ariaLabel: `Result of ${name}` }, details);
   }
   const pictures = images.map((data, i) => pictureView(data, `Picture ${i + 1} of the message`));
-  const parts = [[pictures.length, "pictures", pictures], [content, "content", [content]]].filter(([any]) => any);
+  const parts = [[pictures.length, "pictures", pictures], [files.length, "files", files.map(fileView)], [content, "content", [content]]].filter(([any]) => any);
   return make("article", { className: "turn user", ariaLabel: "You" }, ...parts.map(([, className, inner]) => make("div", { className }, ...inner)));
+}
+
+/** A file of a message, whose text unfolds. */
+function fileView(file) {
+  return make("details", { className: "file" }, make("summary", {}, fileName(file)), make("pre", { tabIndex: 0 }, file.text));
+}
+
+/** The name of a file and how much there is to read. */
+export function fileName(file) {
+  return make("span", { className: "file-name" }, icon("file"), make("b", {}, file.name), make("small", {}, factsOf(file)));
 }
 
 /** A picture of a message, by its base64. */
@@ -88,9 +100,10 @@ export class AnswerView {
     this.markdown = new Markdown(content);
   }
 
-  /** Shows that the answer is awaited. */
-  begin(waitingFor) {
-    this.waiting = make("p", { className: "waiting" }, waitingFor ?? WAITING);
+  /** Shows that the answer is awaited, and maybe the model before. */
+  begin(isLoading) {
+    this.isLoading = isLoading;
+    this.waiting = make("p", { className: "waiting" }, isLoading ? LOADING : WAITING);
     this.element.prepend(this.waiting);
     this.element.classList.add("writing");
     this.element.ariaBusy = "true";
@@ -115,6 +128,13 @@ export class AnswerView {
     return this;
   }
 
+  /** Shows how much of the model was read; a share of undefined: all of it. */
+  showLoad(share) {
+    if (!this.isLoading || this.firstMs) return;
+    this.isLoading = share !== undefined;
+    this.waiting.textContent = this.isLoading ? `${LOADING}: ${Math.floor(100 * share)} %` : WAITING;
+  }
+
   /** Whether there is anything to keep. */
   get any() {
     const { content, thinking, tool_calls: calls } = this.message;
@@ -129,7 +149,10 @@ export class AnswerView {
     if (content && message.thinking) message.thinking_s ??= (performance.now() - this.startMs - this.firstMs) / 1000;
     if (calls) message.tool_calls = [...(message.tool_calls ?? []), ...calls];
     message.content += content;
-    if (line.prompt_progress) this.waiting.textContent = progress(line.prompt_progress);
+    if (line.prompt_progress) {
+      this.isLoading = false;
+      this.waiting.textContent = progress(line.prompt_progress);
+    }
     if (line.done) message.statistics = statistics(line, this.firstMs);
     this.timer ||= setTimeout(() => this.step(), Math.max(FRAME_MS, 4 * this.paintMs));
   }

@@ -1,10 +1,8 @@
-"""A file of requests in OpenAI's batch format and the answers to it, on a disk that outlives the process; who asks.
+"""A file of requests in OpenAI's batch format, and its answers, which outlive the process.
 
 A request is a line {"custom_id", "method": "POST", "url", "body"}, checked once and read again when its turn comes:
-only its place and what identifies it stay in memory. Until all are answered the answers are in a journal: lines are
-only appended, each in one write, in the order in which requests end. A killed process leaves at most one torn line at
-its end, which the next one drops. Each line's id has the fingerprint of the requests and the number of its own, so that
-answers of other requests are not taken for these.
+only its place and what identifies it stay in memory. Until all are answered, the answers are in a database. Each has
+the fingerprint of the requests, so that answers to other requests are not taken for these.
 """
 
 from __future__ import annotations
@@ -18,15 +16,17 @@ import re
 import stat
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moegguf.atomic_write import MODE, write_atomically
-from moegguf.errors import BatchFileError, StorageError
+from moegguf.errors import BatchFileError
+from moegguf.regular_file import open_regular
+from moegguf.serving.batch.database import Database, storing
 from moegguf.text import in_utf8
 
 MAX_LINE_BYTES = 33 << 20  # the longest body that an endpoint takes, and room for what is around it
@@ -34,6 +34,7 @@ MAX_CUSTOM_ID_CHARS = 512
 BLOCK_BYTES = 1 << 20
 LOAD_OPTIONS = ("num_ctx", "num_thread", "expert_cache", "moe_cache_ram")
 _ID = re.compile(r"batch_req_([0-9a-f]{16})_([1-9]\d{0,17})")
+ADD_ANSWER = "INSERT INTO answer VALUES (?, ?, ?, ?)"
 NOT_EXECUTED = ("batch_cancelled", "batch_expired")  # codes of requests that were not begun
 OK = 200
 BUSY = (429, 503)
@@ -263,97 +264,75 @@ class Counts:
         self.reasoning_tokens += written.get("reasoning_tokens", 0)
 
 
-class Span(NamedTuple):
-    """Where a line of the journal is, and whether it is an answer."""
-
-    offset: int
-    n_bytes: int
-    is_answer: bool
-
-
 @dataclass
 class Journal:
-    """The answers so far to some requests, in a file that one process at a time may have open.
+    """The answers so far to some requests, in a database.
 
-    `answered`: where the answer of each line is, by its number. `check_space` is told by how many bytes the file is to
-    grow, and may raise StorageError. Made by `open_journal`; `close` gives the file free.
+    `batch`: the id of the batch in the database. `answered`: the numbers of the lines that have an answer, and whether
+    the request succeeded. `take_space` gets the bytes that are to be added, and may raise StorageError.
     """
 
-    path: Path
-    _handle: int
-    _n_bytes: int = 0
-    answered: dict[int, Span] = field(default_factory=dict)
+    database: Database
+    batch: str = ""
+    answered: dict[int, bool] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    check_space: Callable[[int], object] = lambda n_bytes: None
+    take_space: Callable[[int], object] = lambda n_bytes: None
+    _fingerprint: str = ""
 
     def read(self, requests: Requests) -> None:
-        """Reads the answers to `requests` that are there; a torn line at the end is dropped. Raises BatchFileError for
-        lines that are no answers to these requests, each once; StorageError."""
-        unanswered = {line.number for line in requests.lines}
-        try:
-            with os.fdopen(os.dup(self._handle), "rb") as file:
-                for number, entry, n_bytes in _answers_in(file, requests):
-                    unanswered.remove(number)
-                    self._note(number, entry, n_bytes)
-            os.ftruncate(self._handle, self._n_bytes)
-        except (ValueError, KeyError):
-            raise BatchFileError(
-                f"{self.path} has answers to other requests: the input, or a default such as --model, has changed"
-                " since. Restore the input to go on, or remove that file to start anew."
-            ) from None
+        """Reads the answers to `requests` that are there. Raises BatchFileError when they answer other requests,
+        StorageError."""
+        self._fingerprint = requests.fingerprint
+        rows = self.database.execute("SELECT number, requests FROM answer WHERE batch = ?", self.batch)
+        for number, fingerprint in rows:
+            if fingerprint != requests.fingerprint:
+                raise BatchFileError(
+                    f"{self.database.path} has answers to other requests: the input, or a default such as --model, has"
+                    " changed since. Restore the input to go on, or remove that file to start anew."
+                )
+            self._note(number, json.loads(self._line(number)))
 
     def append(self, number: int, entry: Entry) -> None:
-        """Adds the answer of a line, which is on its way to the disk when this returns.
+        """Adds the answer of a line, which no kill of this process loses when this has returned.
 
         Raises StorageError; the journal is then as before.
         """
         data = to_line(entry)
-        self.check_space(len(data))
-        with storing(self.path):
-            try:
-                write_all(self._handle, data)
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(self._handle, self._n_bytes)
-                raise
-        self._note(number, entry, len(data))
+        self.take_space(len(data))
+        self.database.execute(ADD_ANSWER, self.batch, number, self._fingerprint, data, flush=False)
+        self._note(number, entry)
 
-    def _note(self, number: int, entry: Entry, n_bytes: int) -> None:
-        self.answered[number] = Span(self._n_bytes, n_bytes, is_answer(entry))
-        self._n_bytes += n_bytes
+    def _note(self, number: int, entry: Entry) -> None:
+        self.answered[number] = is_answer(entry)
         self.counts.add(entry)
 
-    def lines(self, keep: Callable[[Span], bool] = lambda span: True) -> Iterator[bytes]:
-        """The lines that `keep` chooses, in the order of the requests."""
-        for _, span in sorted(self.answered.items()):
-            if keep(span):
-                yield os.pread(self._handle, span.n_bytes, span.offset)
+    def _line(self, number: int) -> bytes:
+        where = "WHERE batch = ? AND number = ?"
+        ((line,),) = self.database.execute(f"SELECT line FROM answer {where}", self.batch, number)
+        return line
+
+    def lines(self, succeeded: Collection[bool] = (True, False)) -> Iterator[bytes]:
+        """The lines of the requests that succeeded, or not, in the order of the requests."""
+        for number, has_succeeded in sorted(self.answered.items()):
+            if has_succeeded in succeeded:
+                yield self._line(number)
 
     def finish(self, path: Path) -> None:
-        """Puts all answers, in the order of the requests, at `path` at once, with the journal's mode, and removes the
-        journal. Raises StorageError; the journal then stays."""
+        """Puts all answers, in the order of the requests, at `path` at once, with the database's mode, and removes
+        them here. Raises StorageError; the answers then stay."""
         with storing(path):
-            write_atomically(path, self.lines(), stat.S_IMODE(os.fstat(self._handle).st_mode))
+            write_atomically(path, self.lines(), stat.S_IMODE(self.database.path.stat().st_mode))
         self.remove()
 
     def remove(self) -> None:
-        """Removes the file, and closes it."""
-        self.path.unlink(missing_ok=True)
-        self.close()
-
-    def close(self) -> None:
-        """Closes the file, for other processes to open; an empty one is removed. A second call does nothing."""
-        if self._handle >= 0:
-            status = os.fstat(self._handle)
-            if status.st_nlink and not status.st_size:
-                self.path.unlink(missing_ok=True)
-            os.close(self._handle)
-        self._handle = -1
+        """Removes all answers. Raises StorageError."""
+        self.database.execute("DELETE FROM answer WHERE batch = ?", self.batch)
+        self.answered.clear()
 
 
-def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int, Entry, int]]:
-    """(number of the request's line, answer, bytes) of each whole line. Raises ValueError for one that is no answer to
-    one of these requests."""
+def _answers_in(file: Iterable[bytes]) -> Iterator[tuple[str, int, Entry, bytes]]:
+    """(fingerprint of the requests, number of the request's line, answer, line) of each whole line. Raises ValueError
+    for one that is no answer."""
     for raw in file:
         if not raw.endswith(b"\n"):
             return
@@ -363,36 +342,49 @@ def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int
             is_answer(entry)
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError("no answer") from error
-        if found is None or found[1] != requests.fingerprint:
-            raise ValueError("an answer to another request")
-        yield int(found[2]), entry, len(raw)
+        if found is None:
+            raise ValueError("no answer")
+        yield found[1], int(found[2]), entry, raw
 
 
-def open_journal(path: Path, requests: Requests) -> Journal:
-    """The journal at `path`, made when it is not there, after `read`. Raises BatchFileError, StorageError."""
-    journal = lock_journal(path)
-    try:
-        journal.read(requests)
-    except BaseException:  # also an interrupt, which gives the lock back
-        journal.close()
-        raise
-    return journal
+@contextmanager
+def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
+    """Opens the journal in the database at `path`, after `read`; a database without answers goes at the end.
 
-
-def lock_journal(path: Path, mode: int = MODE) -> Journal:
-    """The journal at `path`, made with `mode` when it is not there, before `read`. Raises BatchFileError when another
-    process has it open, StorageError."""
-    while True:
-        with storing(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
+    Raises BatchFileError for answers to other requests, and when another process has the journal open, StorageError.
+    """
+    with ExitStack() as opened:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(handle).st_nlink:
-                return Journal(path, handle)
+            database = opened.enter_context(closing(Database(path, MODE)))
+            opened.callback(_remove_when_empty, database)
+            take_old_journal(database, "", path.with_suffix(""))
         except BlockingIOError:
-            os.close(handle)
             raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
-        os.close(handle)  # the process that had it has just finished and removed it
+        journal = Journal(database)
+        journal.read(requests)
+        yield journal
+
+
+def _remove_when_empty(database: Database) -> None:
+    if not database.execute("SELECT 1 FROM answer LIMIT 1"):
+        database.remove()
+
+
+def take_old_journal(database: Database, batch: str, path: Path) -> None:
+    """Moves the answers from the journal at `path`, a file of lines that older versions wrote, into a database.
+
+    A last line may be torn. Raises BatchFileError for another line that is no answer, BlockingIOError while another
+    process has the file, StorageError.
+    """
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            with database.transaction():
+                for fingerprint, number, _, line in _answers_in(file):
+                    database.execute(f"{ADD_ANSWER} ON CONFLICT DO NOTHING", batch, number, fingerprint, line)
+        except ValueError:
+            raise BatchFileError(f"{path} must have an answer in each line; remove that file to start anew.") from None
+        path.unlink()
 
 
 def finished_counts(path: Path, requests: Requests) -> Counts | None:
@@ -404,8 +396,8 @@ def finished_counts(path: Path, requests: Requests) -> Counts | None:
         return None
     counts, numbers = Counts(), list[int]()
     with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
-        for number, entry, _ in _answers_in(file, requests):
-            numbers.append(number)
+        for fingerprint, number, entry, _ in _answers_in(file):
+            numbers.append(number if fingerprint == requests.fingerprint else 0)
             counts.add(entry)
         if numbers == [line.number for line in requests.lines]:
             return counts
@@ -417,17 +409,6 @@ def write_all(handle: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(handle, view) :]
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Raises errors of the disk inside the `with` as StorageError; BlockingIOError, which is of a lock, as it is."""
-    try:
-        yield
-    except (StorageError, BlockingIOError):
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot write {path} ({error.strerror}); what was written before is kept.") from None
 
 
 @dataclass(frozen=True)

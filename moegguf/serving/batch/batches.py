@@ -1,40 +1,38 @@
 """Batches that a server carries out: each from a stored file of requests to stored files of answers and of errors.
 
 They are checked when they are created, and answered one at a time, first come, first served. What is known of a batch
-is on disk before anything depends on it, so that a server that was killed goes on where it stopped. While the disk is
-full a batch waits. One whose time is over, or that is cancelled, has files of what was answered until then.
+is in the database before anything depends on it, so that a server that was killed goes on where it stopped. While the
+disk is full a batch waits. One whose time is over, or that is cancelled, has files of what was answered until then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
-import os
-import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moegguf.atomic_write import OWNER_ONLY, make_private, write_atomically
+from moegguf.atomic_write import OWNER_ONLY, make_private
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
-from moegguf.regular_file import open_regular, read_regular
+from moegguf.regular_file import open_regular
 from moegguf.serving.batch import answers
-from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, lock_journal
+from moegguf.serving.batch.answers import Counts, Journal, Requests
+from moegguf.serving.batch.database import FINAL, Database
 from moegguf.serving.batch.files import FileStore
+from moegguf.serving.batch.migration import migrate
 from moegguf.serving.clients import current_owner, is_visible
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
-INPUT = "requests.jsonl"
-FINAL = ("completed", "failed", "expired", "cancelled")
+DATABASE = "batches.db"
 CANCELLABLE = ("validating", "in_progress")
 MAX_REQUESTS = 50_000  # OpenAI's
 MAX_UNFINISHED = 1000
@@ -94,8 +92,7 @@ class Batches:
     now: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self._files = FileStore(self.folder, self.max_bytes, self.now)
-        self._lock: int | None = None
+        self._database: Database | None = None
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
         self._begun: set[str] = set()  # batches whose task runs, or has run
@@ -115,9 +112,8 @@ class Batches:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._database is not None:
+            self._database.close()
 
     @property
     def files(self) -> FileStore:
@@ -128,39 +124,32 @@ class Batches:
     def _open(self) -> None:
         if self._closing:
             raise BusyError("the server is shutting down; try again later.")
-        if self._lock is not None:
+        if self._database is not None:
             return
-        with answers.storing(self.folder):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (self.folder, *self.folder.rglob("*")):  # older versions let others read them
-                    make_private(path)
-                self._files.load()
-                self._load()
-            except OSError as error:
-                os.close(lock)
-                if isinstance(error, BlockingIOError):
-                    raise BusyError(
-                        f"another server has the files and batches in {self.folder}; ask that one."
-                    ) from None
-                raise
-        self._lock = lock
-
-    def _load(self) -> None:
-        found = []
-        for path in self.folder.glob("batch_*.json"):
-            with suppress(OSError, ValueError, TypeError, KeyError):
-                known = json.loads(read_regular(path))
-                found.append(Batch(**{**known, "counts": Counts(**known["counts"])}))
-        found.sort(key=lambda batch: batch.created_ns)
-        self._batches = {batch.id: batch for batch in found}
-        for folder in self.folder.glob("batch_*/"):
-            if folder.name not in self._batches or self._batches[folder.name].status in FINAL:
-                shutil.rmtree(folder, ignore_errors=True)
-        for batch in found:
+        try:
+            with answers.storing(self.folder):
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                database = Database(self.folder / DATABASE, OWNER_ONLY)
+                try:
+                    self._load(database)
+                except BaseException:
+                    database.close()
+                    raise
+        except BlockingIOError:
+            raise BusyError(f"another server has the files and batches in {self.folder}; ask that one.") from None
+        self._database = database
+        for batch in self._batches.values():
             self._start(batch)
+
+    def _load(self, database: Database) -> None:
+        for path in (self.folder, *self.folder.rglob("*")):  # older versions let others read them
+            make_private(path)
+        migrate(self.folder, database, lambda known: _row_of(_batch_of(known)))
+        self._files = FileStore(self.folder / "files", database, self.max_bytes, self.now)
+        self._batches = {}
+        for (about,) in database.execute("SELECT about FROM batch ORDER BY created_ns"):
+            batch = _batch_of(json.loads(about))
+            self._batches[batch.id] = batch
 
     # What clients ask for.
 
@@ -200,22 +189,14 @@ class Batches:
             metadata=None if metadata is None else dict(metadata), output_expires_after_s=output_expires_after_s,
             owner=current_owner.get(),
         )  # fmt: skip
-        with answers.storing(self.folder):
-            try:
-                self._work(batch).mkdir(mode=0o700)
-                self._files.link(input_file_id, self._work(batch) / INPUT)
-                self._update(batch)
-            except OSError:
-                self._remove_work(batch)
-                raise
+        self._update(batch)
         self._batches[batch.id] = batch
         self._start(batch)
         return batch
 
     def cancel(self, batch: Batch) -> None:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
-        with answers.storing(self.folder):
-            self._update(batch, status="cancelling", cancelling_at=int(self.now()))
+        self._update(batch, status="cancelling", cancelling_at=int(self.now()))
         if batch.id in self._begun:  # else it begins with that status
             self._tasks[batch.id].cancel()
 
@@ -260,7 +241,7 @@ class Batches:
             try:
                 left_s = None if batch.expires_at is None else batch.expires_at - self.now()
                 async with asyncio.timeout(left_s) as window, self._turn, self._answers(batch) as (requests, journal):
-                    journal.check_space = self._files.check_space
+                    journal.take_space = self._files.take_space
                     await answers.answer_requests(requests, journal, self.answer, self.n_parallel, lambda _: None)
             except TimeoutError:
                 if not window.expired():
@@ -285,52 +266,45 @@ class Batches:
             self._update(batch, status="in_progress", in_progress_at=now, total=len(requests.lines), model=model)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
-        """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They may
-        take more than there is room for: the journal, which they replace, goes when they are complete."""
+        """Stores the files of answers and of errors; requests that were not begun are errors, with the code
+        `not_executed`. They may take more than there is room for: the journal goes when they are complete."""
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
                 error = answers.LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
                 missing = [line for line in requests.lines if line.number not in journal.answered]
 
                 def append_missing() -> None:
-                    for line in missing:
-                        journal.append(line.number, answers.error_entry(requests, line, error))
+                    with journal.database.transaction():
+                        for line in missing:
+                            journal.append(line.number, answers.error_entry(requests, line, error))
 
                 await _in_thread(append_missing)
-            output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
-            error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
+            output_id = await self._store(batch, journal, "output", True)
+            error_id = await self._store(batch, journal, "errors", False)
             now = int(self.now())
             self._update(
                 batch, status=status, total=len(requests.lines), counts=journal.counts, output_file_id=output_id,
                 error_file_id=error_id, finalizing_at=batch.finalizing_at or now, **{f"{status}_at": now},
             )  # fmt: skip
-        self._remove_work(batch)
 
-    async def _store(self, batch: Batch, journal: Journal, what: str, keep: Callable[[Span], bool]) -> str | None:
-        """The id of a stored file with the lines that `keep` chooses; None without any. The same id when repeated."""
-        if not any(map(keep, journal.answered.values())):
+    async def _store(self, batch: Batch, journal: Journal, what: str, succeeded: bool) -> str | None:
+        """Stores the lines of the requests that succeeded, or did not, in a file, and returns its id, which is equal
+        when this is repeated; None without any line."""
+        if succeeded not in journal.answered.values():
             return None
         file_id = f"file-{batch.id.removeprefix('batch_')}-{what}"
         about = f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s
-        await _in_thread(lambda: self._files.put(file_id, journal.lines(keep), *about))
+        await _in_thread(lambda: self._files.put(file_id, journal.lines((succeeded,)), *about))
         return file_id
 
     def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
         self._try_update(batch, status="failed", failed_at=int(self.now()), errors=errors)
-        self._remove_work(batch)
-
-    def _work(self, batch: Batch) -> Path:
-        """The folder of what is needed until the batch has ended."""
-        return self.folder / batch.id
-
-    def _remove_work(self, batch: Batch) -> None:
-        shutil.rmtree(self._work(batch), ignore_errors=True)
 
     @asynccontextmanager
     async def _requests(self, batch: Batch) -> AsyncIterator[Requests]:
         """The batch's requests. Raises BatchFileError, OSError."""
         try:
-            file = open_regular(self._work(batch) / INPUT)
+            file = open_regular(self._files.contents(batch.input_file_id))
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
         with file:  # some seconds for a large one
@@ -340,18 +314,23 @@ class Batches:
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
         """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
         async with self._requests(batch) as requests:
-            with closing(lock_journal(self._work(batch) / "answers.jsonl", OWNER_ONLY)) as journal:
-                await _in_thread(lambda: journal.read(requests))
-                batch.counts = journal.counts
-                yield requests, journal
+            journal = Journal(self._files.database, batch.id)
+            await _in_thread(lambda: journal.read(requests))
+            batch.counts = journal.counts
+            yield requests, journal
 
     def _update(self, batch: Batch, **changes: Any) -> None:
-        """Changes a batch, on disk first. Raises OSError."""
-        known = asdict(batch) | changes
-        if isinstance(known["counts"], Counts):
-            known["counts"] = asdict(known["counts"])
-        write_atomically(self.folder / f"{batch.id}.json", json.dumps(known).encode(), OWNER_ONLY)
+        """Changes a batch, on disk first; with its end its answers go. Raises StorageError."""
+        changed = replace(batch, **changes)
+        has_ended = changed.status in FINAL
+        with self._files.database.transaction():
+            self._files.database.execute("INSERT OR REPLACE INTO batch VALUES (?, ?, ?, ?)", *_row_of(changed))
+            if has_ended:
+                self._files.database.execute("DELETE FROM answer WHERE batch = ?", batch.id)
         vars(batch).update(changes)
+        if has_ended:
+            self._files.count_answers()
+            self._files.remove_unused(batch.input_file_id)
 
     def _try_update(self, batch: Batch, **changes: Any) -> None:
         try:
@@ -371,6 +350,15 @@ async def _in_thread(call: Callable[[], Result]) -> Result:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((running,))
         raise
+
+
+def _batch_of(known: Mapping[str, Any]) -> Batch:
+    return Batch(**{**known, "counts": Counts(**known["counts"])})
+
+
+def _row_of(batch: Batch) -> tuple[str, int, str | None, str]:
+    needs = None if batch.status in FINAL else batch.input_file_id
+    return batch.id, batch.created_ns, needs, json.dumps(asdict(batch))
 
 
 def _error_of(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:

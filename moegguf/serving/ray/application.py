@@ -27,7 +27,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import BusyError, MoeggufError, OptionError, WorkerError
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.clients import current_client
@@ -264,9 +264,9 @@ class ReplicaLease(Calls):
         self.entry = entry
         self._handle = handle
 
-    def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
+    def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """The events of an answer. Closing it stops the answer. Raises what `Lease.answer` raises."""
-        return self.events("generate", conversation=conversation_of(generation), generation=generation, stream=stream)
+        return self.events("generate", conversation=conversation_of(request), request=request, stream=stream)
 
     async def _attempt(self, kind: str, conversation: str = "", **fields: Any) -> AsyncGenerator[Any, None]:
         items = self._handle.options(stream=True).call.remote(conversation, kind, fields, current_client.get())

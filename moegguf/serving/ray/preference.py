@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Request
 from moegguf.serving.wire import encode
 
 DIGEST_BYTES = 8
@@ -17,7 +17,7 @@ BEGINNING = 256  # characters of a prompt, or tokens of a context, that tell one
 MAX_IMBALANCE = 4  # requests that a preferred replica may have more than the least loaded
 
 
-def conversation_of(request: GenerationRequest) -> str:
+def conversation_of(request: Request) -> str:
     """A hash that all turns of a conversation have in common: of whose it is, of what templates write before the first
     message, and of the messages up to the user's first one. Raises OptionError for what JSON cannot hold."""
     parts: dict[str, Any] = {

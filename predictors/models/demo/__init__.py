@@ -1,1 +1,1 @@
-"""How the demo model is made: corpus, tokenizer, model, training, export. `train_demo.py` drives it."""
+"""The questions that the demo model is taught: their wordings, their answers, and made-up tools beside them."""

@@ -1,0 +1,99 @@
+"""Answers with drafts against answers without, in turns, on a text whose answers are given."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+from moegguf.bench.turns import Row, take_turns
+from moegguf.engine.stats import Stats
+from moegguf.errors import OptionError
+from moegguf.generate.engine import Engine
+from moegguf.generate.request import Sampling
+from moegguf.generate.sampler import Sampler
+
+LONGEST = 160  # tokens of an answer
+
+
+@contextmanager
+def undrafted(engine: Engine) -> Iterator[None]:
+    """Lets the engine draft nothing inside the `with`."""
+    loop = engine._loop
+    drafter = loop._drafter
+    loop._drafter = None
+    try:
+        yield
+    finally:
+        loop._drafter = drafter
+
+
+@contextmanager
+def taught(tokens: Sequence[int]) -> Iterator[None]:
+    """Gives an answer these tokens inside the `with`. The model samples each token as always; then it is replaced."""
+    left = iter(tokens)
+    sample = Sampler.sample
+
+    def given(self: Sampler, row: int = -1) -> int | None:
+        sample(self, row)
+        return next(left)
+
+    Sampler.sample = given  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Sampler.sample = sample  # type: ignore[method-assign]
+
+
+def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[float, Stats]:
+    """Returns the seconds from the answer's first token to its end, and the counters of this time."""
+    tokens = engine.llm.tokenize(text.encode(), add_bos=False)[:LONGEST]
+    with taught(tokens), nullcontext() if with_drafts else undrafted(engine):
+        (done,) = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))
+    if done.error is not None:
+        raise done.error
+    return done.summary.answer_s, done.summary.answer_stats
+
+
+def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
+    """Returns (kind, prompt, answer) of a file of such objects, and equally many whose answer repeats nothing."""
+    if not path:
+        raise OptionError("the preset needs texts; give --set texts=FILE, a list of kind, prompt and answer in JSON.")
+    texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
+    words = sorted({word for _, prompt, text in texts for word in (prompt + text).split()})
+    others = [("other", text[1], " ".join(random.Random(i).sample(words, 90))) for i, text in enumerate(texts)]
+    step = max(1, len(texts) // n_prompts)
+    return [*texts[::step], *others[::step]]
+
+
+def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
+    """Yields for each kind of text the median ratio of times without and with drafts, the ratio of all the time, and
+    what drafts did. Answers are taught, so that any model writes them; it computes what it computes anyway."""
+    chosen = read_texts(texts, prompts)
+    ratios: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
+    counted: dict[str, Stats] = {}
+    with Engine(model, 1, expert_cache=expert_cache, draft=draft, n_ctx=2048) as engine:
+        for _, prompt, text in chosen[:2]:
+            answer(engine, prompt, text, with_drafts=True)
+        for kind, prompt, text in chosen:
+            turns = take_turns({each: partial(answer, engine, prompt, text, each) for each in (False, True)}, rounds)
+            for (without_s, _), (with_s, stats) in zip(turns[False], turns[True], strict=True):
+                ratios.setdefault(kind, []).append(without_s / with_s)
+                seconds.setdefault(kind, []).append((without_s, with_s))
+                counted[kind] = counted[kind] + stats if kind in counted else stats
+    for kind, found in ratios.items():
+        without_s, with_s = (sum(each) for each in zip(*seconds[kind], strict=True))
+        yield {
+            "text": kind,
+            "median ratio": statistics.median(found),
+            "ratio of all the time": without_s / with_s,
+            "turns": len(found),
+            "drafted tokens": counted[kind].drafted_tokens,
+            "accepted tokens": counted[kind].accepted_tokens,
+            "passes with drafts": counted[kind].draft_passes,
+        }

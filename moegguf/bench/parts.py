@@ -1,0 +1,175 @@
+"""Parts of the store alone: the time of an eviction, and the time of copies over a simulated link."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from moegguf.bench.turns import Row
+from moegguf.controller.shape import MoeShape
+from moegguf.errors import OptionError
+from moegguf.native import library
+from moegguf.native.store import Store, StoreOptions, native_policies
+from moegguf.quantities import parse_link
+from moegguf.testing.link_device import link_device, memory_copy_bytes_per_s
+from moegguf.trace.simulate import layout_of
+
+OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
+SCORES = "scores"  # the row of the layer is written anew at every routing event
+ALL_SCORES = "scores, all"  # the whole table is
+
+# A matrix of a Qwen3-30B expert in Q4_0 has 884,736 bytes; the next size is all three of its matrices.
+COPY_BYTES = (1 << 12, 1 << 16, 884_736, 2_654_208, 1 << 24)
+GGML_TYPE_F32 = 0
+
+
+class Evictions:
+    """A simulated store, and random routing events of one token, layer after layer. Transfers are free."""
+
+    def __init__(self, shape: MoeShape, n_slots: int, policy: str) -> None:
+        self.shape = shape
+        self.policy = policy
+        self._n_slots = n_slots
+        self._rng = np.random.default_rng(0)
+        self._scores = self._rng.random(shape.table, np.float32)
+        self.store = Store(layout_of(shape), n_slots, OPTIONS)
+        if policy not in (SCORES, ALL_SCORES):
+            self.store.set_policy(policy)
+
+    def ids(self) -> np.ndarray:
+        """Returns the experts of a routing event."""
+        return self._rng.permutation(self.shape.n_expert)[: self.shape.n_expert_used].astype(np.int32)
+
+    def fits(self) -> bool:
+        """Returns whether another pass finds free slots for all of its misses."""
+        n_used = self.store.counters()["slots_used"]
+        return n_used + self.shape.n_layer * self.shape.n_expert_used <= self._n_slots
+
+    def pass_us(self) -> float:
+        """Runs a pass; returns the store's microseconds per miss."""
+        before = self.store.counters()
+        for il in range(self.shape.n_layer):
+            if self.policy in (SCORES, ALL_SCORES):
+                part = il if self.policy == SCORES else slice(None)
+                self._scores[part] = self._rng.random(self._scores[part].shape, np.float32)
+                self.store.set_scores(self._scores)
+            self.store.context.acquire(il, self.ids())
+        after = self.store.counters()
+        return (after["hook_ns"] - before["hook_ns"]) / 1000 / max(1, after["misses"] - before["misses"])
+
+    def replay_s(self, n_lookups: int) -> float:
+        """Returns the seconds that a replay of `n_lookups` takes."""
+        shape = self.shape
+        n = n_lookups // shape.n_expert_used
+        il = np.arange(n, dtype=np.int32) % shape.n_layer
+        few = np.stack([self.ids() for _ in range(4096)])
+        ids = few[self._rng.integers(0, len(few), n)]
+        start_s = time.perf_counter()
+        self.store.context.replay(il, np.ones(n, np.int32), np.full(n, shape.n_expert_used, np.int32), ids.ravel())
+        return (time.perf_counter() - start_s) * n_lookups / (n * shape.n_expert_used)
+
+
+def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
+    """Yields for each policy the microseconds of a miss into a free slot and of one that evicts, medians over passes,
+    their difference, and the seconds of a million lookups in bulk."""
+    if slots > (layers - 1) * experts:
+        raise OptionError(f"slots is {slots}, but at most {(layers - 1) * experts} fill up; give fewer.")
+    shape = MoeShape(layers, experts, used, tuple(range(layers)), 64, 1000, expert_bytes=3000)
+    for policy in (*native_policies(), SCORES, ALL_SCORES):
+        bench = Evictions(shape, slots, policy)
+        filling = []
+        while bench.fits():
+            filling.append(bench.pass_us())
+        for n in range(4 * layers):
+            bench.store.context.acquire(n % layers, bench.ids())
+        full = [bench.pass_us() for _ in range(-(-events // layers))]
+        bench.store.close()
+        row: Row = {
+            "policy": policy,
+            "miss, free slot us": statistics.median(filling),
+            "miss, eviction us": statistics.median(full),
+            "an eviction us": statistics.median(full) - statistics.median(filling),
+            "1e6 lookups s": "",
+        }
+        if policy != ALL_SCORES:
+            bench = Evictions(shape, slots, policy)
+            row["1e6 lookups s"] = bench.replay_s(1_000_000)
+            bench.store.close()
+        yield row
+
+
+class _InitParams(c.Structure):
+    """struct ggml_init_params."""
+
+    _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
+
+
+def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[], None]]:
+    """Returns functions that copy `n_bytes` to the device, each into a tensor of its own, and return when they are
+    there."""
+    library.load()
+    ggml = c.CDLL(str(library.find_library() / "libggml.so"))
+    for name in (
+        "ggml_init",
+        "ggml_new_tensor_1d",
+        "ggml_backend_dev_by_name",
+        "ggml_backend_dev_buffer_type",
+        "ggml_backend_alloc_ctx_tensors_from_buft",
+    ):
+        getattr(ggml, name).restype = c.c_void_p
+    buffer_type = ggml.ggml_backend_dev_buffer_type(c.c_void_p(ggml.ggml_backend_dev_by_name(device.encode())))
+    source = np.ones(n_bytes, np.uint8)
+
+    def copy_into(tensor: int) -> None:
+        data = source.ctypes.data_as(c.c_void_p)
+        ggml.ggml_backend_tensor_set(c.c_void_p(tensor), data, c.c_size_t(0), c.c_size_t(n_bytes))
+
+    copies: list[Callable[[], None]] = []
+    for _ in range(n_at_once):
+        context = c.c_void_p(ggml.ggml_init(_InitParams(1 << 12, None, True)))
+        tensor = ggml.ggml_new_tensor_1d(context, GGML_TYPE_F32, c.c_int64(n_bytes // 4))
+        ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, c.c_void_p(buffer_type))
+        copies.append(functools.partial(copy_into, tensor))
+    return copies
+
+
+def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
+    """Returns the seconds until all of them, called at once, have ended."""
+    threads = [threading.Thread(target=copy) for copy in copies[1:]]
+    start_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    copies[0]()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start_s
+
+
+def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
+    """Yields times of copies over a simulated link beside latency + bytes / bandwidth, one and two copies at once, and
+    the GB/s that one thread copies within this machine's memory."""
+    described = parse_link(link)
+    device = link_device(described)
+    memory = memory_copy_bytes_per_s() / 1e9
+    for n_at_once in (1, 2):
+        for n_bytes in COPY_BYTES:
+            copies = device_copies(device, n_bytes, n_at_once)
+            elapsed_s(copies)  # asks the system for the pages
+            times = sorted(elapsed_s(copies) for _ in range(repetitions))
+            model_s = described.latency_s + n_at_once * n_bytes / described.bytes_per_s
+            yield {
+                "bytes": n_bytes,
+                "at once": n_at_once,
+                "model us": model_s * 1e6,
+                "median us": statistics.median(times) * 1e6,
+                "ratio": statistics.median(times) / model_s,
+                "p10": times[repetitions // 10] / model_s,
+                "p90": times[-1 - repetitions // 10] / model_s,
+                "memory GB/s": memory,
+            }

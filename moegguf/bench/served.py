@@ -1,0 +1,205 @@
+"""A served model: the server's overhead, and the ways to a first token of a long prompt that was computed before."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from moegguf.bench.turns import Row, take_turns
+from moegguf.child import child_command, child_environment
+from moegguf.engine.llama import Llama
+from moegguf.errors import MoeggufError
+from moegguf.generate.engine import Engine
+from moegguf.generate.request import Sampling
+from moegguf.gguf.experts import read_layout
+
+QUESTION = [{"role": "user", "content": "Explain in detail how an expert is fetched, step by step."}]
+SAMPLING = Sampling(temperature=1.5, seed=6, max_tokens=200)
+ANSWER_TOKENS = 16
+REPLY_S = 3600
+
+
+class Server:
+    """`moegguf serve` on a free port, with one model. Its client keeps one connection open."""
+
+    def __init__(self, model: Path, context_store: str, **environment: str) -> None:
+        self.model = model.stem
+        own = {"MOEGGUF_MODELS": str(model.parent), **environment}
+        self._process = subprocess.Popen(
+            [*child_command("moegguf"), "serve", "--host", "127.0.0.1:0", "--context-store", context_store],
+            env=child_environment(**own),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stderr is not None
+        line = next((line for line in self._process.stderr if "listening on " in line), None)
+        if line is None:
+            raise MoeggufError("the server has ended before it listened.")
+        port = line.partition("listening on ")[2].split()[0].rstrip(",").rpartition(":")[2]
+        self._connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=REPLY_S)
+
+    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+        """Returns the reply to a request about the model."""
+        self._connection.request("POST", path, json.dumps({"model": self.model, **body}))
+        return self._connection.getresponse()
+
+    def kill(self) -> None:
+        """Kills the server and its worker, unless they have ended."""
+        if self._process.poll() is not None:
+            return
+        processes = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes)
+        self._process.communicate()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A streamed answer: seconds from the request to its first text and to its end, and its text."""
+
+    first_s: float
+    total_s: float
+    text: str
+
+
+def timed(way: Callable[[], Iterator[str]]) -> Answer:
+    """Returns the answer whose pieces `way` yields."""
+    start_s = time.perf_counter()
+    first_s = 0.0
+    text = ""
+    for piece in way():
+        text += piece
+        if text and not first_s:
+            first_s = time.perf_counter() - start_s
+    return Answer(first_s, time.perf_counter() - start_s, text)
+
+
+def in_process(engine: Engine) -> Iterator[str]:
+    """Yields the answer of the loop that a worker of the server has."""
+    with asyncio.Runner() as runner:
+        pieces = engine.stream(QUESTION, SAMPLING)
+        while piece := runner.run(anext(pieces, None)):
+            yield piece.text
+
+
+def drop_in(llm: Llama) -> Iterator[str]:
+    """Yields the answer of `create_chat_completion`, llama-cpp-python's API."""
+    llm.reset()  # as in the server, where a seed starts from an empty context
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+    sampling = {name: getattr(SAMPLING, name) for name in names}
+    for chunk in llm.create_chat_completion(QUESTION, stream=True, **sampling):
+        yield chunk["choices"][0]["delta"].get("content") or ""
+
+
+def over_http(server: Server) -> Iterator[str]:
+    """Yields the answer of `/api/chat`."""
+    options = {"temperature": SAMPLING.temperature, "seed": SAMPLING.seed, "num_predict": SAMPLING.max_tokens}
+    response = server.post("/api/chat", {"messages": QUESTION, "options": options})
+    while line := response.readline():
+        yield json.loads(line)["message"]["content"]
+
+
+def overhead(model: str, *, rounds: int) -> Iterator[Row]:
+    """Yields medians of the time to the first text and of all the time, in this process and through a server, and the
+    server's overhead. Texts of one seed are equal. Before each answer comes one that is not counted."""
+    plain: dict[str, Any] = {"n_ctx": 512, "context_store": 0, "draft": "off"}
+    with Engine(model, parallel=1, **plain) as engine, ExitStack() as stack:
+        server = Server(Path(model), "0")
+        stack.callback(server.kill)
+        ways = {
+            "in process": partial(in_process, engine),
+            "create_chat_completion": partial(drop_in, engine.llm),
+            "server": partial(over_http, server),
+        }
+
+        def second_answer(way: Callable[[], Iterator[str]]) -> Answer:
+            timed(way)
+            return timed(way)
+
+        answers = take_turns({name: partial(second_answer, way) for name, way in ways.items()}, rounds)
+    total_s = {name: statistics.median(answer.total_s for answer in found) for name, found in answers.items()}
+    for name, found in answers.items():
+        yield {
+            "way": name,
+            "first ms": statistics.median(answer.first_s for answer in found) * 1e3,
+            "total ms": total_s[name] * 1e3,
+            "server's overhead": total_s["server"] / total_s[name] - 1,
+            "texts": len({answer.text for answer in found}),
+            "characters": len(found[0].text),
+        }
+
+
+def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
+    """Returns figures of a completion, and its logprobs."""
+    body = {"prompt": tokens, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 5, "stream": True}
+    start_s = time.perf_counter()
+    first_s = 0.0
+    chunks: list[Any] = []
+    for line in server.post("/v1/completions", body):
+        if line.startswith(b"data: {"):
+            first_s = first_s or time.perf_counter() - start_s
+            chunks.append(json.loads(line[6:]))
+    timings = chunks[-1]["timings"]
+    figures = {
+        "first token s": first_s,
+        "without loading s": timings["prompt_ms"] / 1e3,
+        "computed": timings["prompt_n"],
+        "reused": timings["cache_n"],
+    }
+    logprobs: list[Any] = []  # of each token: how many come in one event depends on time
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")):
+        logprobs += zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
+    return figures, [list(pair) for pair in logprobs]
+
+
+def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
+    """Yields figures of a first token: computed, from memory, after the model was unloaded, after server and worker
+    were killed, and of another question with the same beginning. With a folder of an earlier call nothing is computed
+    again. Raises MoeggufError where an answer has other logprobs than the first one."""
+    n_vocab = read_layout(model).n_vocab
+    prompt = np.random.default_rng(0).integers(1000, n_vocab - 1000, tokens).tolist()
+    other = [*prompt[: tokens - 100], *np.random.default_rng(1).integers(1000, 2000, 60).tolist()]
+    with ExitStack() as stack:
+        home = Path(folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="contexts-")))
+        known = home / "answer.json"
+        expected: list[Any] | None = json.loads(known.read_text()) if known.exists() else None
+
+        def started() -> Server:
+            sizes = {"MOEGGUF_HOME": str(home), "MOEGGUF_CONTEXT_LENGTH": str(tokens + 256)}
+            server = Server(Path(model), "16GiB", MOEGGUF_TRIAL_LOAD="0", **sizes)
+            stack.callback(server.kill)
+            return server
+
+        def step(way: str, server: Server) -> Row:
+            figures, logprobs = complete(server, prompt)
+            if expected is not None and logprobs != expected:
+                raise MoeggufError(f"{way}: the answer has other logprobs than the one that was computed first.")
+            known.write_text(json.dumps(logprobs))
+            return {"way": way, **figures}
+
+        server = started()
+        yield step("computed" if expected is None else "after kill -9", server)
+        expected = json.loads(known.read_text())
+        yield step("from memory", server)
+        server.post("/api/generate", {"keep_alive": 0}).read()
+        yield step("after unloading", server)
+        server.kill()
+        server = started()
+        yield step("after kill -9", server)
+        server.kill()
+        yield {"way": "another question", **complete(started(), other)[0]}

@@ -1,0 +1,211 @@
+"""A model of this machine's catalog, which `run` and the chat load through a `ModelManager` of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moegguf.models.entry import Details, ModelEntry, NamedModel
+from moegguf.serving.events import Event, LoadedModel, LoadOverrides, Snapshot
+from moegguf.serving.wire import build
+from moegguf.serving.worker_process import Workers
+from moegguf.terminal.messages import print_message
+from moegguf.terminal.progress import Spinner, loading_text
+
+if TYPE_CHECKING:
+    from moegguf.chat.conversation import Conversation
+    from moegguf.engine.cost import Placement
+    from moegguf.engine.stats import Stats
+    from moegguf.serving.lease import Lease
+    from moegguf.serving.model_manager import ModelManager
+    from moegguf.settings import Settings
+
+Result = TypeVar("Result")
+
+
+class LocalModel:
+    """A model that this program loads.
+
+    The event loop of the manager runs only while a method waits for it, in this thread, so Ctrl-C interrupts it.
+    """
+
+    url = None  # of a server
+
+    def __init__(self, settings: Settings, spinner: Spinner) -> None:
+        """Starts a worker: it takes as long as this program needs to find and describe the model."""
+        self.spinner = spinner
+        # One person waits, who can end this program: loads and cancelled answers may take any time.
+        self._settings = replace(
+            settings,
+            loading={**settings.loading, "n_parallel": 1, "kv_tokens": 0},
+            keep_alive_s=math.inf,
+            load_timeout_s=math.inf,
+        )
+        self._runner = asyncio.Runner()
+        self._workers = Workers(echo_stderr=settings.debug, cancel_grace_s=math.inf)
+        self._run(self._workers.prepare())
+        from moegguf.models.catalog import Catalog
+
+        self.names = Catalog()
+        self._opened = AsyncExitStack()  # holds the manager
+        self._manager: ModelManager | None = None  # of the model that is loaded
+        self._entry: ModelEntry  # that model
+        self._overrides: LoadOverrides
+        self._lease: Lease  # of the last answer
+        self._before: Snapshot | None = None  # the experts when that began
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(coroutine)
+
+    def details(self, entry: NamedModel) -> Details:
+        """Returns the facts in the headers of a model's files. Raises ModelFormatError, ExpertIOError."""
+        from moegguf.models.details import details
+
+        return details(_here(entry))
+
+    def print_info(self, entry: NamedModel) -> None:
+        """Prints the table of `moegguf show`."""
+        from moegguf.terminal.facts import facts_of
+        from moegguf.terminal.tables import print_model
+
+        print_model(facts_of(_here(entry)))
+
+    def modelfile(self, entry: NamedModel) -> str:
+        """Returns the Modelfile that makes a model."""
+        return self.names.modelfile(_here(entry))
+
+    def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
+        """Returns all parameters."""
+        return conversation.all_parameters()
+
+    def load(self, conversation: Conversation) -> None:
+        """Loads the conversation's model. The present one ends first, because memory may not hold two."""
+        from moegguf.gguf.experts import read_layout
+        from moegguf.serving.model_manager import ModelManager
+        from moegguf.terminal.loading import warn_of_long_context
+
+        self._unload()
+        self.spinner.show("starting a worker")
+        parameters = conversation.all_parameters()
+        self._entry = _here(conversation.entry)
+        self._overrides = LoadOverrides.of(parameters)
+        warn_of_long_context(read_layout(self._entry.path), self._overrides.n_ctx)
+        settings = self._settings
+        if (n_gpu_layers := parameters.get("num_gpu", -1)) != -1:
+            settings = replace(settings, loading={**settings.loading, "n_gpu_layers": n_gpu_layers})
+        self._manager = ModelManager(
+            self.names, settings, workers=self._workers, on_load=self._show_load, on_warning=_print_warning
+        )
+        self._run_or_unload(self._opened.enter_async_context(self._manager))
+        self._run_or_unload(self._manager.load(self._entry, self._overrides))
+
+    def _run_or_unload(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Runs what may load a model; frees its memory when that fails or is interrupted."""
+        try:
+            return self._run(coroutine)
+        except BaseException:
+            self._unload()
+            raise
+
+    def _show_load(self, entry: ModelEntry, share: float, seconds: float) -> None:
+        from moegguf.gguf.experts import read_layout
+
+        layout = read_layout(entry.path)
+        self.spinner.show(loading_text(layout.name, share, layout.dense_bytes, seconds))
+
+    @property
+    def _state(self) -> LoadedModel | None:
+        models = self._manager.loaded() if self._manager else []
+        return models[0] if models else None
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the context; 0 of a model that is not loaded."""
+        return self._state.n_ctx if self._state else 0
+
+    @property
+    def stats(self) -> Stats | None:
+        """Counts since the load; None of a model that is not loaded."""
+        return self._state.stats if self._state else None
+
+    @property
+    def placement(self) -> Placement | None:
+        """The placement of the experts that was chosen, if there was a choice."""
+        from moegguf.engine.cost import Placement
+
+        found = self._state.plan.get("placement") if self._state else None
+        return build(Placement, found["chosen"]) if found else None
+
+    @property
+    def reads_images(self) -> bool:
+        """True for a loaded model with a projector."""
+        from moegguf.models.details import projector_of
+
+        return self._manager is not None and projector_of(self._entry) is not None
+
+    @property
+    def must_load(self) -> bool:
+        """True while no model is loaded."""
+        return self._manager is None
+
+    def answer(self, conversation: Conversation) -> Generator[Event]:
+        """Yields the events of the answer. A model whose process has ended, or whose files have changed, is loaded
+        again before it."""
+        assert self._manager is not None
+        self._lease = self._manager.lease(self._entry, self._overrides)
+        self._run_or_unload(self._lease.__aenter__())
+        try:
+            self._before = self._run(self._snapshot(0))
+            events = self._lease.answer(conversation.request())
+            while (event := self._run(_next(events))) is not None:
+                yield event
+        finally:
+            self._run(self._lease.__aexit__())
+
+    def rest(self, timeout_s: float | None) -> list[Event] | None:
+        """Returns the events of a cancelled answer up to its end; None when it has not ended after `timeout_s`."""
+        try:
+            return self._run(asyncio.wait_for(self._lease.rest(), timeout_s))
+        except TimeoutError:
+            return None
+
+    async def _snapshot(self, watch_s: float) -> Snapshot | None:
+        found = await self._manager.snapshots(self._entry, watch_s) if self._manager else []
+        return found[0] if found else None
+
+    def experts(self) -> Snapshot | None:
+        """Returns the experts with the uses and loads since the last answer began; None of a model that is not
+        loaded."""
+        now = self._run(self._snapshot(math.inf))
+        return now and now.since(self._before)
+
+    def check_parameter(self, name: str) -> None:
+        """Accepts every parameter: each has its effect here."""
+
+    def _unload(self) -> None:
+        """Ends the present model and its manager."""
+        self._manager = self._before = None
+        self._run(self._opened.aclose())
+
+    def close(self) -> None:
+        """Ends every process."""
+        self._unload()
+        self._run(self._workers.close())
+        self._runner.close()
+
+
+async def _next(events: AsyncGenerator[Event]) -> Event | None:
+    return await anext(events, None)
+
+
+def _print_warning(_model: str, text: str) -> None:
+    print_message(f"warning: {text}")
+
+
+def _here(entry: NamedModel) -> ModelEntry:
+    assert isinstance(entry, ModelEntry)  # `find` returns no other
+    return entry

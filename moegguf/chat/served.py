@@ -1,0 +1,183 @@
+"""A model in a running server, which loads it and answers with it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
+from moegguf.chat.conversation import of_loading
+from moegguf.errors import ModelNotFoundError, OptionError
+from moegguf.generate.request import AnswerSummary, Delta, Message, PromptProgress
+from moegguf.models.entry import Details, ModelEntry, NamedModel
+from moegguf.options import LOAD_PARAMETERS
+from moegguf.quantities import parse_duration
+from moegguf.serving.events import Done, Event, LoadOverrides, Snapshot
+from moegguf.serving.wire import build
+from moegguf.terminal.messages import print_message
+from moegguf.terminal.progress import Spinner
+
+if TYPE_CHECKING:
+    from moegguf.chat.conversation import Conversation
+    from moegguf.models.recipe import Recipe
+
+
+class ServedModel:
+    """A model in a server, which loads it for the first answer, or earlier for `load`, and keeps it for `keep_alive`
+    after an answer. `entry`: its name. `names`: this object, which finds, lists and creates models there."""
+
+    must_load = False
+    stats = placement = None  # the server's counts are of every client's answers
+
+    def __init__(self, client: Client, name: str, keep_alive: str | None, spinner: Spinner) -> None:
+        self.spinner = spinner
+        self._client = client
+        self.url = client.host.url
+        self.names = self
+        shown = self._show(name)
+        self.entry, self.reads_images = _named(name, shown), "vision" in shown["capabilities"]
+        self._keep_alive = {} if keep_alive is None else {"keep_alive": keep_alive}
+
+    def _show(self, name: str) -> Json:
+        """Returns what the server knows of a model. Raises ModelNotFoundError."""
+        try:
+            return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
+        except ServerError as error:
+            if error.status == 404:
+                raise ModelNotFoundError(str(error)) from None
+            raise
+
+    def find(self, name: str) -> NamedModel:
+        """Returns the model of a name, with what that name adds to its files. Raises ModelNotFoundError."""
+        return _named(name, self._show(name))
+
+    def entries(self, prefix: str) -> list[ModelEntry]:
+        """Returns the models whose names begin with `prefix`."""
+        return [
+            ModelEntry(
+                m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
+                missing=tuple(map(Path, m.get("missing", ()))),
+            )
+            for m in self._client.get("/api/tags")["models"] if m["name"].lower().startswith(prefix.lower())
+        ]  # fmt: skip
+
+    def create(self, name: str, recipe: Recipe) -> None:
+        """Stores a new model in the server."""
+        self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
+
+    def modelfile(self, entry: NamedModel) -> str:
+        """Returns the Modelfile that makes a model there."""
+        return str(self._show(entry.name)["modelfile"])
+
+    def details(self, entry: NamedModel) -> Details:
+        """Returns the facts in the headers of a model's files."""
+        shown = self._show(entry.name)
+        info, known = shown["model_info"], shown["details"]
+        names = ("context_length", "embedding_length", "expert_count", "expert_used_count")
+        n_ctx, n_embd, n_expert, n_used = (info.get(f"{info.get('general.architecture')}.{name}", 0) for name in names)
+        size = known["parameter_size"], info["general.parameter_count"], known["quantization_level"]
+        what = tuple(shown["capabilities"]), shown["template"], info
+        return Details(known["family"], *size, n_ctx, n_embd, n_expert, n_used, *what)
+
+    def print_info(self, entry: NamedModel) -> None:
+        """Prints some of these facts."""
+        known = self.details(entry)
+        rows = {
+            "architecture": known.family,
+            "parameters": known.parameter_size,
+            "quantization": known.quantization,
+            "context length": f"{known.n_ctx_train:,} tokens",
+            "capabilities": ", ".join(known.capabilities),
+        }
+        print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
+
+    def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
+        """Returns the parameters of a request. The server adds the parameters of the model's name."""
+        return conversation.user_parameters()
+
+    def load(self, conversation: Conversation) -> None:
+        """Has the server load the conversation's model."""
+        entry = conversation.entry
+        shown = self._show(entry.name)
+        self.spinner.show(f"loading {entry.name} in the server at {self.url}")
+        options = of_loading(conversation.user_parameters())
+        body = {"model": entry.name, "prompt": "", "stream": False, "options": options}
+        kept = {name: text for name, text in self._keep_alive.items() if parse_duration(text)}  # 0 would unload it
+        self._client.post("/api/generate", body | kept)
+        self.entry, self.reads_images = entry, "vision" in shown["capabilities"]
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the context; 0 of a model that is not loaded."""
+        loaded = {model["name"]: model["context_length"] for model in self._client.get("/api/ps")["models"]}
+        return int(loaded.get(self.entry.name, 0))
+
+    def check_parameter(self, name: str) -> None:
+        """Raises OptionError for a parameter of loading that has no effect in a request to a server."""
+        known = {field.name for field in fields(LoadOverrides)} - {"n_batch"}
+        if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
+            raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
+
+    def answer(self, conversation: Conversation) -> Generator[Event]:
+        """Yields the events of the server's answer."""
+        body = {
+            "model": conversation.entry.name,
+            "messages": messages_to_server(conversation),
+            "options": conversation.user_parameters(),
+            "format": conversation.format,
+            "think": conversation.think,
+            "shift": conversation.context_shift,
+            "stream": True,
+            "details": True,
+        } | self._keep_alive
+        with closing(self._client.stream("/api/chat", body)) as lines:
+            for line in lines:
+                if line.get("done"):
+                    yield Done(build(AnswerSummary, line["timing"]), line["load_s"], line["decisions"])
+                    return
+                if "prompt_progress" in line:
+                    yield build(PromptProgress, line["prompt_progress"])
+                else:
+                    yield Delta(line["message"].get("content", ""), line["message"].get("thinking", ""))
+        raise self._client.lost_connection()
+
+    def rest(self, timeout_s: float | None) -> list[Event]:
+        """Returns no events: the connection has ended, and the server has stopped with it."""
+        return []
+
+    def experts(self) -> Snapshot | None:
+        """Returns the experts with the uses and loads of the last snapshot; None of a model that is not loaded."""
+        from moegguf.chat.experts import read_snapshot
+
+        loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
+        found = next((model["snapshot"] for model in loaded if model["snapshot"]), None)
+        return None if found is None else replace(read_snapshot(found), model=self.entry.name)
+
+    def close(self) -> None:
+        """Does nothing: the server keeps the model for other requests."""
+
+
+def _named(name: str, shown: Json) -> NamedModel:
+    from moegguf.models.names import parse_name
+    from moegguf.models.recipe import parse
+
+    return NamedModel(parse_name(name).canonical, **parse(shown["modelfile"]).overrides)
+
+
+def messages_to_server(conversation: Conversation) -> list[Json]:
+    """Returns the messages for /api/chat, without the messages of the model's name, which the server adds."""
+    from moegguf.generate.images import images_of, text_of
+
+    given, own = conversation.messages, [dict(message) for message in conversation.entry.messages]
+    system: list[Message] = []
+    if conversation.system is not None:  # "" too: the server would add the one of the model's name
+        system.append({"role": "system", "content": conversation.system})
+    asked = (*system, *given[len(own) if given[: len(own)] == own else 0 :])
+    return [
+        {**each, "content": text_of(each["content"]), **({"images": images} if (images := images_of(each)) else {})}
+        for each in asked
+    ]

@@ -1,0 +1,186 @@
+"""Describes in one sentence why a card of this machine does not compute, and what to do about it.
+
+`find_cards` reads what the operating system knows of cards; `describe_cards` compares that with
+what ggml has found.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moegguf.engine.devices import BackendDevice, all_devices
+from moegguf.engine.machine import ROOT, file_text
+from moegguf.native import library
+from moegguf.settings import read_load_keywords
+
+LEAST_DRIVER = {12: 525, 13: 580}
+"""{major version of CUDA's runtime: the oldest driver of NVIDIA's that runs it}"""
+BACKENDS = {"NVIDIA": ("CUDA", "Vulkan"), "AMD": ("ROCm", "Vulkan"), "Intel": ("SYCL", "Vulkan")}
+AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"  # vendors in sysfs
+LEAST_CARD_BYTES = 2 << 30  # AMD's processors report less as the memory of their own GPU
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card that the operating system lists."""
+
+    vendor: str  # "NVIDIA", "AMD" or "Intel"
+    driver: str = UNKNOWN  # version of NVIDIA's driver; empty where it is not loaded
+    is_reachable: bool = True  # false in a container that was not given the device
+
+
+@dataclass(frozen=True)
+class Build:
+    """Backends and devices that ggml has found in this process."""
+
+    backends: Sequence[str]  # some of BACKENDS
+    devices: Sequence[BackendDevice]
+    problems: library.BackendProblems
+    cuda: int | None = None  # major version of CUDA's runtime, where it is loaded
+
+
+def find_cards(root: Path = ROOT) -> list[Card]:
+    """Returns one card per vendor, without GPUs that are parts of Intel's and AMD's processors."""
+    found = list(_pci_vendors(root))
+    nodes = root / "dev"
+    is_reachable = any(nodes.glob("dri/renderD*"))
+    cards = [Card("AMD", is_reachable=is_reachable)] if AMD in found else []
+    cards += [Card("Intel", is_reachable=is_reachable)] if INTEL in found else []
+    version = file_text(root / "proc/driver/nvidia/version")
+    if version and any((root / "proc/driver/nvidia/gpus").glob("*")):
+        number = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", version)
+        driver = number.group() if number else UNKNOWN
+        cards.insert(0, Card("NVIDIA", driver, any(nodes.glob("nvidia[0-9]*"))))
+    elif (nodes / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        # Windows has the driver, and Linux runs in it.
+        cards.insert(0, Card("NVIDIA"))
+    elif NVIDIA in found:
+        cards.insert(0, Card("NVIDIA", driver=""))
+    return cards
+
+
+def _pci_vendors(root: Path) -> Iterator[str]:
+    """Yields the vendors of display controllers and accelerators with memory of their own."""
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        if not file_text(device / "class").startswith(("0x03", "0x12")):
+            continue
+        vendor = file_text(device / "vendor").strip()
+        memory = file_text(device / "mem_info_vram_total").strip()
+        is_part_of_intel = vendor == INTEL and ":00:" in device.name  # 0000:00:02.0
+        is_part_of_amd = vendor == AMD and (not memory.isdigit() or int(memory) < LEAST_CARD_BYTES)
+        if not is_part_of_intel and not is_part_of_amd:
+            yield vendor
+
+
+def read_build() -> Build:
+    """Returns what ggml has found. Raises LibraryError."""
+    find = library.ggml().ggml_backend_reg_by_name
+    find.restype = c.c_void_p
+    names = sorted({name for of_vendor in BACKENDS.values() for name in of_vendor})
+    runtime = re.search(r"libcudart\.so\.(\d+)", file_text(Path("/proc/self/maps")))
+    return Build(
+        [name for name in names if find(name.encode())],
+        all_devices(),
+        library.backend_problems(),
+        int(runtime.group(1)) if runtime else None,
+    )
+
+
+def describe_cards(cards: Sequence[Card], build: Build) -> str:
+    """Returns a sentence about a card that does not compute, or on which nobody has tried moegguf.
+
+    Returns "" where there is nothing to say.
+    """
+    own = [device for device in build.devices if device.backend not in ("CPU", "RPC")]
+    for device in own:
+        if device.kind == "GPU":
+            return _describe_untried(device) if device.backend == "MUSA" else ""
+    if build.problems.refused:
+        return build.problems.refused[0]
+    for device in own:
+        if device.kind == "integrated GPU":
+            return _describe_integrated(device)
+    return _describe_card(cards[0], build) if cards else ""
+
+
+def _describe_card(card: Card, build: Build) -> str:
+    is_nvidia = card.vendor == "NVIDIA"
+    there = f"This machine has an {card.vendor} card"
+    if is_nvidia and not card.driver:
+        least = LEAST_DRIVER[13]
+        return f"{there}, but NVIDIA's driver is not loaded: install version {least} or newer."
+    if is_nvidia:
+        there += f" (driver {card.driver})"
+    if not card.is_reachable:
+        node, option = ("nvidia0", "--gpus all") if is_nvidia else ("dri", "--device /dev/dri")
+        return (
+            f"{there}, but /dev/{node} is missing: start the container with `{option}`, or load the"
+            " card's driver outside of one."
+        )
+    errors = [re.sub(r"^\w+: ", "", error) for error in build.problems.errors]
+    if not errors and not set(build.backends).intersection(BACKENDS[card.vendor]):
+        return f"{there}, but this build of moegguf cannot use it: {_install(card)}."
+    reason = errors[0] if errors else "it lists no device"
+    return f"{there}, but the backend for it does not work ({reason}): {_repair(card, build)}."
+
+
+def _driver_number(card: Card) -> int:
+    """Returns 580 for the driver 580.65, and a large number where the version is unknown."""
+    if card.driver == UNKNOWN:
+        return max(LEAST_DRIVER.values())
+    return int(card.driver.partition(".")[0])
+
+
+def _install(card: Card) -> str:
+    if card.vendor != "NVIDIA":
+        return 'pip install "moegguf[vulkan]"'
+    for cuda, extra in ((13, "cuda"), (12, "cuda12")):
+        if _driver_number(card) >= LEAST_DRIVER[cuda]:
+            return f'pip install "moegguf[{extra}]"'
+    return f'update the driver to {LEAST_DRIVER[13]} or newer, then pip install "moegguf[cuda]"'
+
+
+def _repair(card: Card, build: Build) -> str:
+    if any("failed to load" in error for error in build.problems.errors):
+        extra = "cuda" if card.vendor == "NVIDIA" else "vulkan"
+        return f'pip install --force-reinstall "moegguf[{extra}]"'
+    if card.vendor != "NVIDIA":
+        return "`vulkaninfo --summary` has to list the card; install its vendor's Vulkan driver"
+    least = LEAST_DRIVER.get(build.cuda or 0, 0)
+    if _driver_number(card) >= least:
+        return "`nvidia-smi` has to list the card; install the driver again, or restart the machine"
+    update = f"CUDA {build.cuda} needs driver {least} or newer; update it"
+    is_enough_for_12 = _driver_number(card) >= LEAST_DRIVER[12]
+    return f'{update}, or pip install "moegguf[cuda12]"' if is_enough_for_12 else update
+
+
+def _describe_untried(device: BackendDevice) -> str:
+    return (
+        f"Nobody has tried moegguf on {device.backend}, the backend of {device.name}: compare an"
+        " answer with one of --placement cpu before you rely on it."
+    )
+
+
+def _describe_integrated(device: BackendDevice) -> str:
+    return (
+        f"{device.name} ({device.description}) is an integrated GPU, which moegguf does not use:"
+        " its memory is the machine's RAM, so that copies of experts there save nothing. The CPU"
+        " computes; where the whole model fits in memory, llama.cpp itself can compute on that GPU."
+    )
+
+
+def card_note(placement: str | None = None) -> str:
+    """Returns `describe_cards` of this machine; "" also where the user has chosen the CPU.
+
+    Raises LibraryError.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", UNKNOWN) in ("", "-1")
+    if hidden or (placement or read_load_keywords().get("placement")) == "cpu":
+        return ""
+    return describe_cards(find_cards(), read_build())

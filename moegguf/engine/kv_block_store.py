@@ -1,0 +1,242 @@
+"""A folder of blocks of computed contexts, each a file named by a hash of everything that its bytes depend on.
+
+A block is written under a temporary name and renamed, and has a checksum of its name and bytes: one that is damaged,
+truncated, no regular file or another one's is deleted and counts as missing, so none is flushed to disk, either.
+Several processes may share a folder; a file that another one has deleted is missing, too. What the folder refuses
+turns the store off, with one warning. States of sequences go from their files into a KV cache (`native/kv_blocks.cpp`).
+Does not know models or what blocks hold.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import json
+import os
+import stat
+import struct
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import xxhash
+
+from moegguf.atomic_write import locked_temporary, remove_abandoned
+from moegguf.native import abi, library
+from moegguf.quantities import GIB
+from moegguf.regular_file import open_regular, read_regular
+from moegguf.settings import cache_folder
+
+MAGIC = b"moegguf\x03"
+DIGEST_BYTES = 16
+MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # of the free disk, one part of so many
+KEPT_PARTS = (9, 10)  # of the limit, after blocks were deleted
+UNCOUNTED_PARTS = 20  # the limit divided by it is written before all blocks, also other processes', are counted again
+MOST_HEADER_BYTES = 4096
+_HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, bytes of JSON
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class About:
+    """What a block says of itself: its model, the tokens up to its end, and those of its own."""
+
+    model: str
+    n_tokens: int
+    n_own_tokens: int
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block's file of `n_bytes` bytes: a state from `begin` on, its first bytes `head`, the digest of `prefix` and
+    all of the state, not compared yet, and when it was last used, in seconds since 1970."""
+
+    path: Path
+    about: About
+    n_bytes: int
+    used_s: float
+    begin: int
+    head: bytes
+    prefix: bytes
+    digest: bytes
+
+
+def default_folder() -> Path:
+    """Where contexts are kept."""
+    return cache_folder() / "contexts"
+
+
+def stored_blocks(folder: Path) -> Iterator[StoredBlock]:
+    """All blocks in a folder, which need not exist, without looking at their bytes."""
+    return filter(None, (_opened(path) for path, _ in _files(folder)))
+
+
+def _opened(path: Path, n_head: int = 0) -> StoredBlock | None:
+    with suppress(OSError, ValueError, TypeError, struct.error), open_regular(path, own=True) as file:
+        first, info = file.read(MOST_HEADER_BYTES + n_head), os.fstat(file.fileno())
+        magic, digest, n_about = _HEADER.unpack_from(first)
+        begin = _HEADER.size + n_about
+        if magic == MAGIC and begin <= min(info.st_size, MOST_HEADER_BYTES):
+            about = About(*json.loads(first[_HEADER.size : begin]))
+            prefix = path.name.encode() + first[_HEADER.size : begin]
+            return StoredBlock(path, about, info.st_size, info.st_mtime, begin, first[begin:], prefix, digest)
+    return None
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for part in folder.glob("[0-9a-f][0-9a-f]"):
+        for path in part.iterdir() if part.is_dir() else ():
+            with suppress(OSError):
+                info = path.lstat()
+                if stat.S_ISREG(info.st_mode):
+                    yield path, info
+
+
+def _digest(prefix: bytes, parts: Sequence[Buffer]) -> bytes:
+    digest = xxhash.xxh3_128(prefix)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+class KVBlocks:
+    """States that are added, one after the other, and then read together."""
+
+    def __init__(self) -> None:
+        self._library = library.load()
+        self._handle = self._library.moegguf_kv_blocks_open()
+
+    def __enter__(self) -> KVBlocks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library.moegguf_kv_blocks_close(self._handle)
+
+    def add(self, block: StoredBlock) -> int:
+        """The address for llama_state_seq_set_data, to be called next on this thread."""
+        digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
+        n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
+        given = abi.KvBlock(os.fsencode(block.path), block.begin, n_bytes, prefix, len(block.prefix), digest)
+        self._library.moegguf_kv_blocks_add(self._handle, c.byref(given), c.byref(state))
+        return state.value or 0
+
+    def fill(self) -> int:
+        """Reads what was added; the number of the first ones that have their digest."""
+        n_right = c.c_int32()
+        self._library.moegguf_kv_blocks_fill(self._handle, c.byref(n_right))
+        return n_right.value
+
+
+class KvBlockStore:
+    """Blocks in `folder`, at most `limit_bytes` of them; None: a tenth of the disk that is free or the store's, at most
+    MOST_AUTO_BYTES. For any thread."""
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+        self.folder = folder
+        self.is_off = False
+        self.limit_bytes = limit_bytes or 0
+        self._room_bytes = 0  # to write until blocks are counted again
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            info = os.stat(folder)  # only this user may read what others have said to a model
+            if info.st_uid != os.geteuid():
+                raise PermissionError(f"{folder} belongs to another user")
+            if stat.S_IMODE(info.st_mode) & 0o077:
+                os.chmod(folder, 0o700)
+            remove_abandoned(folder.glob(".block.*"))
+            if limit_bytes is None:
+                disk, used_bytes = os.statvfs(folder), sum(info.st_size for _, info in _files(folder))
+                free_bytes = disk.f_bavail * disk.f_frsize + used_bytes
+                self.limit_bytes = min(free_bytes // AUTO_SHARE, MOST_AUTO_BYTES)
+        except OSError as error:
+            self._turn_off(error)
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return not self.is_off and os.path.exists(self._path(name))
+
+    def open(self, name: str, n_head: int = 0) -> StoredBlock | None:
+        """A block, which was not checked, with at least `n_head` of its first bytes where it has so many; None where it
+        is missing, or cannot be one."""
+        return None if self.is_off else _opened(self._path(name), n_head)
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of a block; None where it is missing, or not what was written under this name here."""
+        with suppress(OSError):
+            if (block := self.open(name)) is not None:
+                data = read_regular(block.path, own=True)[block.begin :]
+                if _digest(block.prefix, [data]) == block.digest:
+                    return data
+        self.delete(name)
+        return None
+
+    def write(self, name: str, about: About, parts: Sequence[Buffer]) -> bool:
+        """Keeps a block, in place of others that were used longer ago; False where it could not be."""
+        header = json.dumps(astuple(about)).encode()
+        n_bytes = _HEADER.size + len(header) + sum(len(part) for part in parts)
+        if self.is_off or n_bytes > self.limit_bytes or len(header) > MOST_HEADER_BYTES:
+            return False
+        body = [header, *parts]
+        first, temporary = _HEADER.pack(MAGIC, _digest(name.encode(), body), len(header)), ""
+        try:
+            self._make_room(n_bytes)
+            path = self._path(name)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            handle, temporary = locked_temporary(self.folder, ".block.", "")
+            with os.fdopen(handle, "wb") as file:
+                file.writelines((first, *body))
+                file.flush()
+                os.replace(temporary, path)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(temporary)
+            self._turn_off(error)
+            return False
+        return True
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Notes that these were used now, the first one last: it is to leave after those that are of no use without
+        it."""
+        now = time.time_ns()
+        for age, name in enumerate(names):
+            with suppress(OSError):
+                os.utime(self._path(name), ns=(now - age * 1000, now - age * 1000))
+
+    def delete(self, name: str) -> None:
+        """Removes a block, if it is there and can be."""
+        with suppress(OSError):
+            self._path(name).unlink()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name[:2] / name
+
+    def _make_room(self, n_bytes: int) -> None:
+        """For a block that is written next: deletes what was used longest ago, where the limit would be passed."""
+        self._room_bytes -= n_bytes
+        if self._room_bytes >= 0:
+            return
+        files = sorted(_files(self.folder), key=lambda file: file[1].st_mtime_ns)
+        used_bytes, most = n_bytes + sum(info.st_size for _, info in files), self.limit_bytes
+        if used_bytes > most:
+            most = most * KEPT_PARTS[0] // KEPT_PARTS[1]
+        for path, info in files:
+            if used_bytes <= most:
+                break
+            with suppress(FileNotFoundError):
+                path.unlink()
+            used_bytes -= info.st_size
+        self._room_bytes = min(self.limit_bytes - used_bytes, self.limit_bytes // UNCOUNTED_PARTS)
+
+    def _turn_off(self, error: OSError) -> None:
+        if not self.is_off:
+            self.is_off = True
+            reason = error.strerror or error
+            warnings.warn(
+                f"contexts are not kept on disk: {self.folder}: {reason}; free some space, correct the folder, or give"
+                " context_store=0.",
+                stacklevel=3,
+            )

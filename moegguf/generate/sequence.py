@@ -1,0 +1,265 @@
+"""A request in the batch loop, from its submission to its end: prompt, sampler, constraint, text, stops and limits.
+
+`batching` evaluates its tokens, and `kv_sequences` gives it a place in the context."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from moegguf.errors import OptionError
+from moegguf.generate.constraint import constraint_for
+from moegguf.generate.parsing import new_transcript
+from moegguf.generate.prompt import Prompt, read_prompt
+from moegguf.generate.request import MAX_TOP_LOGPROBS, AnswerSummary, Delta, PromptProgress, Request, TokenLogprob
+from moegguf.generate.sampler import Sampler, logprob_of
+from moegguf.generate.thinking_budget import thinking_budget_of
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+    from moegguf.engine.projector import ImageSpan
+    from moegguf.engine.stats import Stats
+
+
+MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
+
+_tickets = itertools.count(1)
+
+
+class AnswerEvents(Protocol):
+    """Receives an answer while it is computed, on the loop's thread. What it raises ends the loop."""
+
+    def on_progress(self, progress: PromptProgress) -> object:
+        """A part of the prompt was evaluated."""
+        return None
+
+    def on_delta(self, delta: Delta) -> object:
+        """A part of the answer."""
+
+    def on_end(self, summary: AnswerSummary, error: Exception | None) -> object:
+        """The answer has ended, with `error` or without. Called once, last."""
+
+
+@dataclass(eq=False)
+class KvSequence:
+    """A sequence's place in the context: the tokens that the KV cache holds of it."""
+
+    seq_id: int
+    tokens: list[int] = field(default_factory=list)
+    owner: str = ""  # of these tokens
+    sequence: Sequence | None = None  # that uses the place
+    n_used: int = 0  # the step in which it was last used
+    n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
+
+
+@dataclass(eq=False)
+class Task:
+    """Work that needs the model for itself."""
+
+    run: Callable[[], object]
+    stop: Callable[[], object]  # ends `run`
+    fail: Callable[[Exception], object]  # called instead of `run` where the task does not begin any more
+    client_key: str = ""  # of the client that the task is for
+    ticket: int = field(default_factory=lambda: next(_tickets))  # order of arrival
+    cancelled: bool = False
+
+
+class Sequence:
+    """What the batch loop decodes for a request. Its `summary` is complete at the end.
+
+    A `Schedule` may read `ticket`, `context`, `n_evaluated`, `number`, `decodes` and `generated`. `prompt`, `sampler`,
+    `shifts`, `n_ctx` and `limit` exist once the request was read.
+    """
+
+    prompt: Prompt
+    sampler: Sampler
+    shifts: bool  # a full context loses its older half
+    n_ctx: int  # tokens of the context at most
+    limit: int  # tokens of the answer at most
+
+    def __init__(self, request: Request, events: AnswerEvents) -> None:
+        self.ticket = next(_tickets)  # order of arrival
+        self.request = request
+        self.events = events
+        self.summary = AnswerSummary(finish="cancelled")
+        self.context: list[int] = []  # tokens that the KV cache has to hold before the next one is sampled
+        self.generated: list[int] = []  # tokens of the answer, without an end token
+        self.n_next = 0  # tokens of `context` that the next pass evaluates
+        self.draft: tuple[int, ...] = ()  # tokens that the next pass evaluates behind them
+        self.number = -1  # of the request in routing events
+        self.cancelled = False
+        self.error: Exception | None = None  # of reading the request
+        self.kv: KvSequence | None = None
+        self.has_begun = False  # since it got its place
+        self.ended = False  # its last token was sampled
+        self._llm: Llama
+        self._prompt_logprobs: list[TokenLogprob] = []  # until they are sent
+        self._start_s = 0.0
+        self._before: Stats | None = None  # the model's counters at the start
+        self._first: Stats | None = None  # and at the first token
+
+    def read(self, llm: Llama) -> None:
+        """Reads the request. Sets `error` to a ContextError, TemplateError, CapabilityError, SchemaError or OptionError
+        where the request cannot be answered."""
+        self._llm = llm
+        request = self.request
+        try:
+            llm.context.check_generates()
+            self.prompt = prompt = read_prompt(llm, request)
+            if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
+                raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
+            token_of = llm.vocabulary.token
+            constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation, token_of)
+            budget = thinking_budget_of(llm, request, prompt)
+            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint, budget)
+            self._transcript = new_transcript(request, prompt, llm.vocabulary)
+        except Exception as error:
+            self.error = error
+            return
+        self.summary.cut_messages = prompt.cut_messages
+        self.summary.cut_tokens = prompt.cut_tokens
+        self.shifts = request.shift and llm.context.can_shift and prompt.images is None
+        self.n_ctx = request.sampling.context_within(llm.n_ctx())
+        self.limit = MAX_CONTEXTS * self.n_ctx if self.shifts else self.n_ctx - len(prompt.tokens)
+        if request.prompt_only:
+            self.limit = 0
+        elif (wanted := request.sampling.max_tokens) is not None and wanted > 0:
+            self.limit = min(self.limit, wanted)
+
+    def fail(self, error: Exception) -> None:
+        """Ends an answer that has not begun."""
+        self.events.on_end(self.summary, error)
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Returns whether tokens of earlier requests may be reused. They were evaluated beside other tokens, which
+        changes the last bits of their K and V where the model is not batch-invariant. Prompt logprobs need the logits
+        of all tokens."""
+        sampling = self.request.sampling
+        is_same = self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
+        return is_same and not self.request.prompt_logprobs
+
+    @property
+    def alone(self) -> bool:
+        """Returns whether the sequence is computed without others: with images, and with `exact` where others in its
+        passes may change bits. A context that becomes full changes them, too: among others it is evaluated again, which
+        rounds in another way than moving its cells."""
+        if self.prompt.images is not None:
+            return True
+        may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
+        return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
+
+    @property
+    def place(self) -> KvSequence:
+        """Returns its place in the context. It must have one."""
+        assert self.kv is not None
+        return self.kv
+
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens of `context` that the KV cache holds."""
+        return len(self.kv.tokens) if self.kv is not None else 0
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens of `context` to evaluate before the next one is sampled."""
+        return len(self.context) - self.n_evaluated
+
+    @property
+    def decodes(self) -> bool:
+        """Returns whether only the token that was sampled last is left to evaluate."""
+        return self.n_pending == 1 and bool(self.generated)
+
+    @property
+    def image(self) -> ImageSpan | None:
+        """Returns the next image of the prompt that is not evaluated yet."""
+        spans = self.prompt.images.spans if self.prompt.images is not None else ()
+        return next((span for span in spans if span.begin >= self.n_evaluated), None)
+
+    def begin(self, number: int, stats: Stats) -> None:
+        """Notes that the sequence is computed from now on."""
+        self.number, self.context = number, list(self.prompt.tokens)
+        self._start_s, self._before = time.perf_counter(), stats
+
+    def progress(self) -> PromptProgress:
+        """Returns how much of the prompt is evaluated."""
+        n_tokens = len(self.prompt.tokens)
+        seconds = time.perf_counter() - self._start_s
+        return PromptProgress(n_tokens, self.summary.cached_tokens, min(self.n_evaluated, n_tokens), seconds)
+
+    def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
+        """Keeps logprobs of `n_tokens` tokens of the prompt after the first `n_done`. `row`: of the last one."""
+        tokens, known = self.prompt.tokens, self._prompt_logprobs
+        vocabulary, has_own_begin = self._llm.vocabulary, self.request.begins_with_token or len(tokens) == 1
+        n_bos = 0 if has_own_begin else len(vocabulary.bos_tokens)
+        if not known:
+            known.append(TokenLogprob(tokens[n_bos], vocabulary.piece(tokens[n_bos], special=True), 0.0))
+        n_top = self.request.n_logprobs or 0
+        for n in range(max(n_done + 1, n_bos + len(known)), min(n_done + n_tokens + 1, len(tokens))):
+            known.append(logprob_of(tokens[n], self._llm, n_top, row - n_done - n_tokens + n))
+
+    def sample(self, row: int, stats: Callable[[], Stats]) -> Exception | None:
+        """Takes the next token by a row of logits and sends what the token adds to the answer, which may be the end.
+        Returns the error, if any. `stats` returns the model's counters."""
+        if self._prompt_logprobs:
+            self.events.on_delta(Delta(prompt=tuple(self._prompt_logprobs)))
+            self._prompt_logprobs = []
+        delta = None
+        try:
+            token = self.sampler.sample(row) if self.limit else None
+            if self._first is None:
+                self.summary.prompt_s, self._first = time.perf_counter() - self._start_s, stats()
+            if token is None:
+                self._end("stop" if self.limit else "length")
+            else:
+                delta = self._accept(token, row)
+        except Exception as error:
+            return error
+        if delta is not None:
+            self.events.on_delta(delta)
+        if token is not None and not self.ended:
+            self.context.append(token)
+        return None
+
+    def _accept(self, token: int, row: int) -> Delta | None:
+        summary = self.summary
+        transcript = self._transcript
+        n_top = self.request.n_logprobs
+        summary.answer_tokens += 1
+        if self._llm.vocabulary.is_end(token):
+            self._end("stop")
+            return None
+        self.generated.append(token)
+        delta = transcript.feed(token, None if n_top is None else logprob_of(token, self._llm, n_top, row))
+        if delta is not None and delta.thinking:
+            summary.thinking_tokens = summary.answer_tokens
+        if transcript.stop_string or summary.answer_tokens >= self.limit:
+            self._end("stop" if transcript.stop_string else "length")
+        return delta
+
+    def _end(self, reason: str) -> None:
+        self.ended, self.summary.finish = True, reason
+
+    def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
+        """Sends the text that was held back, and completes the summary of an answer that has begun. Returns `error`, or
+        the error of reading the text."""
+        try:
+            delta = self._transcript.end(cut=self.summary.finish == "length") if error is None else None
+        except Exception as found:
+            delta, error = None, found
+        if delta is not None:
+            self.events.on_delta(delta)
+        summary = self.summary
+        stop = self._transcript.stop_string
+        summary.stop_string = stop if stop in self.request.sampling.stop else ""
+        if self.request.return_context:
+            summary.context = (*self.prompt.text_tokens, *self.generated)
+        summary.total_s = time.perf_counter() - self._start_s
+        summary.prompt_s = summary.prompt_s or summary.total_s
+        summary.answer_s = summary.total_s - summary.prompt_s
+        summary.stats = stats - (self._before or stats)
+        summary.answer_stats = stats - (self._first or stats)
+        return error

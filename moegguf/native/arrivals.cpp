@@ -1,0 +1,78 @@
+#include "arrivals.h"
+
+namespace moegguf {
+
+Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertStream & stream)
+    : shared_(shared),
+      tier_(tier),
+      stream_(stream),
+      possible_(shared.has(MOEGGUF_OVERLAP) && tier && (!tier->pool() || tier->pool()->kernels_ask_for_order())) {
+    if (!possible_ || !tier->pool()) { return; }
+    tensors_.reserve(layout.matrices.size());
+    for (const Matrix & m : layout.matrices) { tensors_.push_back({next, this, m.il, uint8_t(1 << m.kind)}); }
+    for (size_t i = 0; i < tensors_.size(); i++) { tier->pool()->set_op_params((int)i, &tensors_[i]); }
+}
+
+// Compute threads call this about slots that are pinned meanwhile. Nothing is multiplied with a matrix that will not
+// come: its pass ends with the node (Store::must_abort).
+int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith) {
+    const PoolTensor & t = *(const PoolTensor *)order->next;
+    return t.arrivals->next_id(t, *order, row_counts, n_as, ith == 0);
+}
+
+int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const int64_t * row_counts, int n_as,
+                      bool is_first_thread) {
+    constexpr int most_late = sizeof(order.late) / sizeof(order.late[0]);
+    const bool streams = order.ids && stream_.has(order.ids); // this layer's experts
+    const int first_slot = tier_->numbering.window(t.il).first_slot;
+    // Of a slot id, or of an expert of a layer that is streamed; -1: it has none.
+    const auto slot = [&](int id) { return streams ? stream_.own_slot(id) : first_slot + id; };
+    const auto take = [&](int id) {
+        order.at = slot(id) - first_slot;
+        return id;
+    };
+    while (order.i < n_as && order.n_late < most_late) {
+        const int id = order.i++;
+        const int s = row_counts[id] > 0 ? slot(id) : -1;
+        if (s < 0) { continue; }
+        if (is_there(t, s)) { return take(id); }
+        order.late[order.n_late++] = id;
+    }
+    // Passing the last one may end the stream, and with it own_slot(): what is late comes before.
+    const int i = order.i - n_as;
+    if (streams && i >= 0 && !(order.n_late > 0 && i >= stream_.n_experts())) {
+        return stream_.next(order, i, t.kind, is_first_thread);
+    }
+    while (order.n_late > 0) {
+        const auto decided = [&](int late) { return is_decided(t, slot(order.late[late])); };
+        const int found = await_any(order.n_late, decided, is_first_thread);
+        if (found < 0) { break; }
+        const int id = order.late[found];
+        order.late[found] = order.late[--order.n_late];
+        if (is_there(t, slot(id))) { return take(id); }
+    }
+    return -1;
+}
+
+// There, or a read that failed, or slot ids of a failed pass: those slots may be empty, or a prefetch's that is dropped
+// without notice. Under the store's lock.
+bool Arrivals::is_decided(const PoolTensor & t, int s) const {
+    const Slot & slot = tier_->residency.slot(s);
+    return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
+}
+
+// Waits until one of n matrices has arrived, or will not come; returns its index, -1 when cancelled.
+template <typename Decided>
+int Arrivals::await_any(int n, Decided decided, bool is_first_thread) {
+    Lock lock;
+    int found = 0;
+    const bool any = wait(lock, is_first_thread, [&] {
+        for (found = 0; found < n && !decided(found);) { found++; }
+        return found < n;
+    });
+    if (any) { return found; }
+    shared_.given_up += lock.owns_lock();
+    return -1;
+}
+
+} // namespace moegguf

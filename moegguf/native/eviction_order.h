@@ -1,0 +1,87 @@
+// eviction_order.h: the order in which the experts of each layer leave their slots. Knows slots only by number.
+#pragma once
+
+#include "policies/policy.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace moegguf {
+
+// Holds the slots whose experts may be evicted, by layer. The first one of a layer to go is the least recently used of
+// those with the lowest score. first() finds it in one pass over the layer's slots, and it stays known until it is
+// taken or scores of the layer change.
+class EvictionOrder {
+  public:
+    struct Entry {
+        float score; // holds while the layer is scored
+        uint64_t last_use;
+        int slot;
+        int expert;
+
+        bool before(const Entry & other) const { // without a branch: first() compares whole layers
+            return (score < other.score) | ((score == other.score) & (last_use < other.last_use));
+        }
+    };
+
+    EvictionOrder(const Layout & layout, int n_slots) : at_(n_slots, -1), layers_(layout.layers.size()) {
+        for (size_t il = 0; il < layers_.size(); il++) {
+            layers_[il].entries.reserve(std::min(n_slots, layout.layers[il].n_expert)); // never allocates later
+        }
+    }
+
+    void follow(const EvictionPolicy * policy) { // whose scores decide from now on; nullptr: recency alone
+        if (policy == policy_) { return; }
+        policy_ = policy;
+        for (LayerOrder & layer : layers_) { layer.is_scored = false; }
+    }
+    void scores_changed(int il) { layers_[il].is_scored = false; }
+
+    bool contains(int s) const { return at_[s] >= 0; }
+    void insert(int s, int il, int expert, uint64_t last_use) {
+        LayerOrder & layer = layers_[il];
+        at_[s] = (int)layer.entries.size();
+        layer.entries.push_back({layer.is_scored ? score(il, expert) : 0.0f, last_use, s, expert});
+        if (layer.first >= 0 && layer.entries.back().before(layer.entries[layer.first])) { layer.first = at_[s]; }
+    }
+    void remove(int s, int il) {
+        LayerOrder & layer = layers_[il];
+        const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry takes its place
+        layer.first = layer.first == at ? -1 : layer.first == end ? at : layer.first;
+        layer.entries[at] = layer.entries[end];
+        at_[layer.entries[at].slot] = at;
+        layer.entries.pop_back();
+        at_[s] = -1;
+    }
+
+    const Entry * first(int il) { // nullptr: the layer has none
+        LayerOrder & layer = layers_[il];
+        std::vector<Entry> & entries = layer.entries;
+        if (entries.empty()) { return nullptr; }
+        if (!layer.is_scored) {
+            for (Entry & entry : entries) { entry.score = score(il, entry.expert); }
+            layer.is_scored = true;
+            layer.first = -1;
+        }
+        if (layer.first < 0) {
+            const auto before = [](const Entry & a, const Entry & b) { return a.before(b); };
+            layer.first = int(std::min_element(entries.begin(), entries.end(), before) - entries.begin());
+        }
+        return &entries[layer.first];
+    }
+
+  private:
+    struct LayerOrder {
+        std::vector<Entry> entries;
+        bool is_scored = false;
+        int first = -1; // of a scored layer, the entry that goes first; -1: not known
+    };
+
+    float score(int il, int expert) const { return policy_ ? policy_->score(il, expert) : 0.0f; }
+
+    const EvictionPolicy * policy_ = nullptr;
+    std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here
+    std::vector<LayerOrder> layers_; // [n_layer]
+};
+
+} // namespace moegguf

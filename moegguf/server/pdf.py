@@ -1,0 +1,62 @@
+"""`POST /pdf-text`: the text of a PDF file, for the page's attachments. The file is read in a process of its own
+(pdf_child.py), so that a damaged one ends nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from asyncio.subprocess import DEVNULL, PIPE
+from threading import BoundedSemaphore
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from moegguf.child import child_command, child_environment
+from moegguf.server.common.body import read_bytes
+from moegguf.server.common.errors import HttpError
+
+MAX_BYTES = 16 << 20
+MAX_S = 60.0  # for one file, also where others have the processor
+MAX_PROCESSES = 2
+COMMAND = child_command(f"{__package__}.pdf_child")
+
+_free = BoundedSemaphore(MAX_PROCESSES)
+
+
+async def _pdf_text(request: Request) -> Response:
+    """The reply has `n_pages` and `text`. Raises HttpError 400 for a file that cannot be read, 503 while
+    others are read."""
+    data = await read_bytes(request, MAX_BYTES)
+    if not _free.acquire(blocking=False):
+        raise HttpError(503, f"{MAX_PROCESSES} other PDF files are being read; try again in a moment")
+    try:
+        found = await _read(data)
+    finally:
+        _free.release()
+    if "error" in found:
+        raise HttpError(400, found["error"])
+    return JSONResponse(found)
+
+
+async def _read(data: bytes) -> dict[str, Any]:
+    """Returns what the process writes about a file."""
+    child = await asyncio.create_subprocess_exec(
+        *COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment()
+    )
+    try:
+        text, _ = await asyncio.wait_for(child.communicate(data), MAX_S)
+    except TimeoutError:
+        return {"error": f"reading it takes more than {MAX_S:g} s"}
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode:
+        return {"error": "reading it takes too much time or memory"}
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+routes = [Route("/pdf-text", _pdf_text, methods=["POST"])]

@@ -1,0 +1,38 @@
+// A conversation as a file: what is shown as Markdown, or all of it as JSON.
+
+import { make } from "./dom.js";
+
+const NAMES = { user: "You", assistant: "Answer", tool: "Result of a tool" };
+
+/** Saves a conversation as a file of the browser. */
+export function save(conversation, isMarkdown) {
+  const text = isMarkdown ? markdownOf(conversation) : JSON.stringify({ ...conversation, kind: "moegguf conversation" }, null, 2);
+  const url = URL.createObjectURL(new Blob([text], { type: isMarkdown ? "text/markdown" : "application/json" }));
+  const name = conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "chat";
+  make("a", { href: url, download: `${name}.${isMarkdown ? "md" : "json"}` }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+function markdownOf({ title, model, changed, settings: { system }, path }) {
+  const facts = [model, new Date(changed).toISOString().slice(0, 10)].filter(Boolean).join(" · ");
+  const parts = [`# ${title}`, facts, ...(system ? ["## System message", system] : []), ...path.flatMap(partsOf)];
+  return `${parts.join("\n\n")}\n`;
+}
+
+function partsOf({ role, content, thinking, images = [], files = [], tool_name: tool, tool_calls: calls = [] }) {
+  return [
+    `## ${NAMES[role]}${tool ? `: ${tool}` : ""}`,
+    ...images.map((data, i) => `![Picture ${i + 1}](data:image;base64,${data})`),
+    ...files.flatMap(({ name, text }) => [`File ${name}:`, fenced(text)]),
+    ...(thinking ? [thinking.trim().replace(/^/gm, "> ")] : []),
+    ...(content ? [role === "tool" ? fenced(content) : content.trim()] : []),
+    ...calls.flatMap(({ function: { name, arguments: given } }) => [`Calls ${name}:`, fenced(JSON.stringify(given, null, 2), "json")]),
+  ];
+}
+
+/** A block of code around any text. */
+function fenced(text, language = "") {
+  const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((marks) => marks.length));
+  const fence = "`".repeat(longest + 1);
+  return `${fence}${language}\n${text.trimEnd()}\n${fence}`;
+}

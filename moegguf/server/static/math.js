@@ -1,0 +1,120 @@
+// Formulas of LaTeX in Markdown: where they begin and end, and the elements that KaTeX makes of them.
+
+import { make } from "./dom.js";
+
+const CLOSING = { $$: "$$", "\\[": "\\]", "\\(": "\\)", $: "$" };
+const APART = ["$$", "\\["]; // a formula between these has lines of its own
+const LONGEST = 4000; // characters
+const BLANK_LINE = /\n[ \t]*\n/;
+const MAX_BLOCK_LINES = 100;
+// Words without any mark of a formula between two dollar signs, as in "$5 or 10$".
+const isProse = (source) => /[a-z]{2}/i.test(source) && /\s/.test(source) && !/[\\^_={}]/.test(source);
+const CODE_OR_MARK = /(`+)[^`]+(\1|$)|\\[^]|\$\$?/g;
+const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 200 };
+
+/** The formula at a position: its source, its end, whether it stands apart, and the mark before it. Its end is undefined where the text ends before the
+ *  formula does. Returns undefined where there is no formula, as at "$5". */
+function formulaAt(text, start) {
+  const opening = Object.keys(CLOSING).find((mark) => text.startsWith(mark, start));
+  if (!opening) return undefined;
+  const begin = start + opening.length, close = indexOfMark(text, CLOSING[opening], begin);
+  const source = text.slice(begin, close < 0 ? text.length : close);
+  if (source.length > LONGEST || BLANK_LINE.test(source)) return undefined;
+  const end = close < 0 ? undefined : close + opening.length;
+  if (end ? !source.trim() : isProse(source)) return undefined;
+  if (opening === "$" && !isBetweenDollars(source, text[start - 1], end && (text[end] ?? ""))) return undefined;
+  return { source, end, apart: APART.includes(opening), opening };
+}
+
+/** Whether this is a formula between single dollar signs. `after` is undefined where the second sign is missing. */
+function isBetweenDollars(source, before, after) {
+  if (/[\w$]/.test(before ?? "") || /^\s|\n/.test(source) || isProse(source)) return false;
+  return after === undefined || !(/\s$/.test(source) || /[\w$]/.test(after));
+}
+
+/** The index of a mark whose first character is not escaped. */
+function indexOfMark(text, mark, from) {
+  let i = text.indexOf(mark, from);
+  while (i >= 0 && isEscaped(text, i)) i = text.indexOf(mark, i + 1);
+  return i;
+}
+
+function isEscaped(text, i) {
+  let n = 0;
+  while (text[i - 1 - n] === "\\") n += 1;
+  return n % 2 === 1;
+}
+
+/** A text that is being written, without the formula that it ends in. */
+export function withoutOpenFormula(text) {
+  const marks = new RegExp(CODE_OR_MARK);
+  marks.lastIndex = text.lastIndexOf("\n\n") + 1;
+  for (let found; (found = marks.exec(text)); ) {
+    const formula = formulaAt(text, found.index);
+    if (formula && !formula.end) return text.slice(0, found.index);
+    if (formula) marks.lastIndex = formula.end;
+  }
+  return text;
+}
+
+/** Makes a parser of markdown-it find formulas, as tokens "formula". */
+export function addFormulas(parser) {
+  const push = (state, { source, apart, opening }) =>
+    Object.assign(state.push("formula", "", 0), { content: source, block: apart, markup: opening });
+  parser.inline.ruler.before("escape", "formula", (state, silent) => {
+    const formula = formulaAt(state.src, state.pos);
+    if (!formula?.end) return false;
+    if (!silent) push(state, formula);
+    state.pos = formula.end;
+    return true;
+  });
+  const block = (state, first, last, silent) => {
+    const begin = state.bMarks[first] + state.tShift[first];
+    if (!APART.includes(state.src.slice(begin, begin + 2))) return false;
+    const text = state.getLines(first, Math.min(last, first + MAX_BLOCK_LINES), state.blkIndent, false).trimStart();
+    const formula = formulaAt(text, 0);
+    if (!formula?.end || /^[^\n]*\S/.test(text.slice(formula.end))) return false;
+    if (silent) return true;
+    state.line = first + text.slice(0, formula.end).split("\n").length;
+    push(state, formula).map = [first, state.line];
+    return true;
+  };
+  parser.block.ruler.before("fence", "formula", block, { alt: ["paragraph", "reference", "blockquote", "list"] });
+}
+
+let katex = null, fetching = null;
+const waiting = []; // functions that draw a formula, until KaTeX is here
+
+/** The element of a formula: the source until KaTeX is here, and where the source has an error. */
+export function formulaView({ content: source, block: apart, markup: opening }) {
+  const shown = make("code", {}, opening + source + CLOSING[opening]);
+  const element = make("span", apart ? { className: "formula apart", tabIndex: 0 } : { className: "formula" }, shown); // wide ones scroll
+  const draw = () => {
+    try {
+      katex.render(source, element, { ...OPTIONS, displayMode: apart });
+    } catch (error) {
+      shown.title = error.message;
+      element.replaceChildren(shown);
+    }
+  };
+  if (katex) draw();
+  else {
+    waiting.push(draw);
+    load();
+  }
+  return element;
+}
+
+/** Fetches KaTeX with its style, which is done with the first formula. */
+export function load() {
+  return (fetching ??= Promise.all([import("./vendor/katex.min.js"), style()]).then(() => {
+    ({ katex } = globalThis); // the file is no module
+    waiting.splice(0).forEach((draw) => draw());
+  }));
+}
+
+function style() {
+  const link = make("link", { rel: "stylesheet", href: "page/vendor/katex.min.css" });
+  document.head.append(link);
+  return new Promise((resolve) => link.addEventListener("load", resolve));
+}

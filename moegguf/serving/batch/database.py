@@ -1,0 +1,120 @@
+"""The sqlite3 database of stored files, batches and their answers. A transaction is whole after a kill at any moment.
+
+One process at a time has a database open: locks end with a process, so a killed one leaves none.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from moegguf.errors import StorageError
+
+FINAL = ("completed", "failed", "expired", "cancelled")  # a batch in one of these statuses needs no requests
+VERSION = 1
+SCHEMA = (
+    "CREATE TABLE file (id TEXT PRIMARY KEY, filename TEXT, n_bytes INTEGER, purpose TEXT, created_at INTEGER,"
+    " expires_at INTEGER, owner TEXT)",
+    # needs: the id of the file of requests, until the batch has ended. about: all that is known, as JSON.
+    "CREATE TABLE batch (id TEXT PRIMARY KEY, created_ns INTEGER, needs TEXT, about TEXT)",
+    # number: the line of the request. requests: the fingerprint of all requests.
+    "CREATE TABLE answer (batch TEXT, number INTEGER, requests TEXT, line BLOB, PRIMARY KEY (batch, number))",
+    f"PRAGMA user_version = {VERSION}",
+)
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Raises errors of the disk inside the `with` as StorageError. A lock of another process is a BlockingIOError."""
+    try:
+        yield
+    except (StorageError, BlockingIOError):
+        raise
+    except OSError as error:
+        raise _not_written(path, error.strerror) from None
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_BUSY:
+            raise BlockingIOError(str(error)) from None
+        if code in DAMAGED:
+            raise StorageError(
+                f"{path} must be a whole database, but is damaged ({error}); put a copy of it back, or move it away"
+                " to start anew."
+            ) from None
+        raise _not_written(path, error) from None
+
+
+def _not_written(path: Path, why: object) -> StorageError:
+    return StorageError(
+        f"cannot write {path} ({why}); make room on the disk, or its folder writable: what was written before is kept."
+    )
+
+
+class Database:
+    """A database that only this process has open. Safe to use from many threads."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        """Opens the database; makes one with `mode` where none is. Raises BlockingIOError while another process has it
+        open, StorageError."""
+        self.path = path
+        self._lock = threading.RLock()
+        with storing(path):
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL, mode))  # sqlite3 gives its log the same mode
+            # A lock lasts as long as a process: to wait for its end is in vain.
+            self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+            try:
+                self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                with self.transaction():
+                    self._make_tables()
+            except BaseException:
+                self.close()
+                raise
+
+    def _make_tables(self) -> None:
+        if not self.path.exists():
+            raise BlockingIOError("the process that had the database has just removed it")
+        ((version,),) = self.execute("PRAGMA user_version")
+        if version > VERSION:
+            raise StorageError(
+                f"{self.path} must be of version {VERSION} or less, but is of version {version}; use a newer moegguf,"
+                " or move it away to start anew."
+            )
+        for statement in SCHEMA if version == 0 else ():
+            self.execute(statement)
+
+    def execute(self, statement: str, *values: Any, flush: bool = True) -> list[Any]:
+        """Returns the rows of a statement, which is a transaction of its own outside `transaction`.
+
+        Without `flush`, the change survives a kill of the process, but perhaps no failure of the power. Raises
+        StorageError; nothing is then changed.
+        """
+        with self._lock, storing(self.path):
+            if not self._connection.in_transaction:
+                self._connection.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")
+            return self._connection.execute(statement, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Makes all changes inside the `with`, or none when it raises. Raises StorageError."""
+        with self._lock, storing(self.path):
+            self.execute("BEGIN IMMEDIATE")
+            with self._connection:
+                yield
+
+    def close(self) -> None:
+        """Closes the database, for other processes to open."""
+        self._connection.close()
+
+    def remove(self) -> None:
+        """Closes and removes the database. The log goes first: another database may take the name at once."""
+        for suffix in ("-wal", ""):
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        self.close()

@@ -1,0 +1,53 @@
+"""Loads libmoegguf-testing, and makes operations of the store fail or its bookkeeping wrong."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+from pathlib import Path
+
+from moegguf.errors import LibraryError
+from moegguf.native import abi, library
+from moegguf.native.store import Store
+
+ABI = abi.Header(Path(__file__).with_name("testing.h"))
+FAULT = ABI.enum("fault_kind")
+CORRUPTION = ABI.enum("corruption")
+
+
+@functools.cache
+def load() -> c.CDLL:
+    """Returns the testing library, loaded once. Raises LibraryError where it was not built."""
+    library.load()
+    try:
+        loaded = library.open_part("moegguf-testing")
+    except LibraryError as error:
+        raise LibraryError(
+            "this build of moegguf has no test equipment (libmoegguf-testing), which only a build from the source"
+            " folder has; run `make` there."
+        ) from error
+    ABI.declare(loaded, _check)
+    return loaded
+
+
+def _check(status: int) -> None:
+    if status != abi.OK:
+        raise library.error(status, load().moegguf_testing_last_error().decode(errors="replace"))
+
+
+def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
+    """Makes the nth operation of a kind, one of FAULT, fail: it alone, or it and all later ones. nth 0 disarms it."""
+    load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)
+
+
+def count_operations(kind: str) -> int:
+    """Returns how many operations of a kind came since it was armed."""
+    return int(load().moegguf_fault_count(FAULT[kind]))
+
+
+def corrupt(store: Store, rule: str) -> None:
+    """Breaks a rule, one of CORRUPTION, in the bookkeeping of a store, which can only be checked and closed then.
+
+    Raises OptionError where no slot is in a state in which the rule could be broken.
+    """
+    load().moegguf_corrupt(store.handle, CORRUPTION[rule])

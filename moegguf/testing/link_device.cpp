@@ -1,0 +1,489 @@
+// link_device.cpp: a ggml device behind a link in real time, for machines without one.
+//
+// Its memory lies in RAM, but nobody else may touch it: ggml takes it for a device's. It computes as the CPU backend
+// does, with as many threads or a number of its own, which makes it faster or slower than the CPU. A copy between it
+// and the host takes the link's latency, and then its bytes over the bandwidth, in each direction one copy after
+// another; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its
+// own, events connect streams, a copy from or to memory that is not pinned keeps the caller waiting, and where memory
+// cannot be pinned the host buffer type gives ordinary memory.
+//
+// Strict, it is as hard on its users as CUDA may be: binding a quantised tensor zeroes the padding behind it; kernels
+// read rows up to that padding's end, and give NaN where they meet what they should not; fresh memory
+// is full of NaN; copies come in pieces of any order, and a stream does nothing before somebody waits for it.
+//
+// It may touch its own memory and what it is told to copy. Knows no store.
+#include "api.h"
+#include "link_stream.h"
+#include "testing.h"
+
+#include "ggml-backend-impl.h" // devices are not public; patches/README.md lists what we lean on
+#include "ggml-cpp.h"
+#include "ggml-impl.h" // ggml_graph_view
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace moegguf {
+namespace {
+
+constexpr size_t most_memory_bytes = (size_t)1 << 46; // what is reported where there is no limit
+
+// What CUDA asks of those who use its memory and its kernels, in strict mode
+
+constexpr int64_t row_padding = 512; // MATRIX_ROW_PADDING of ggml-cuda; its kernels take rows in steps of 256 or 512
+
+int64_t padding_values(const ggml_tensor * t) {
+    const int64_t beyond = ggml_is_quantized(t->type) ? t->ne[0] % row_padding : 0;
+    return beyond ? row_padding - beyond : 0;
+}
+
+bool reads_past_rows(const ggml_tensor * node, ggml_backend_buffer_type_t memory) {
+    if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) { return false; }
+    const ggml_tensor * w = node->src[0];
+    return padding_values(w) > 0 && !w->view_src && w->buffer && w->buffer->buft == memory &&
+           w->buffer->usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
+// Behind the last row of one matrix.
+bool finds_garbage(const ggml_tensor * w, int64_t matrix) {
+    const int64_t n = padding_values(w);
+    const uint8_t * behind = (const uint8_t *)w->data + matrix * w->nb[2] + w->ne[1] * w->nb[1];
+    const uint8_t * end = behind + ggml_row_size(w->type, n);
+    if (end > (const uint8_t *)ggml_backend_buffer_get_base(w->buffer) + w->buffer->size) { return true; }
+    if (matrix + 1 == w->ne[2] || w->nb[2] != w->ne[1] * w->nb[1]) {
+        return std::any_of(behind, end, [](uint8_t byte) { return byte != 0; });
+    }
+    std::vector<float> values(n);
+    ggml_get_type_traits(w->type)->to_float(behind, values.data(), n);
+    return !std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
+}
+
+// What comes of such a matrix is NaN.
+void spoil(const ggml_tensor * product) {
+    const ggml_tensor *w = product->src[0], *ids = product->src[2];
+    char * out = (char *)product->data;
+    if (product->op == GGML_OP_MUL_MAT) {
+        if (finds_garbage(w, w->ne[2] - 1)) { memset(out, 0xff, ggml_nbytes(product)); }
+        return;
+    }
+    for (int64_t token = 0; token < ids->ne[1]; token++) {
+        for (int64_t i = 0; i < ids->ne[0]; i++) {
+            const char * id = (const char *)ids->data + token * ids->nb[1] + i * ids->nb[0];
+            if (finds_garbage(w, *(const int32_t *)id)) {
+                memset(out + token * product->nb[2] + i * product->nb[1], 0xff, product->nb[1]);
+            }
+        }
+    }
+}
+
+// Bytes that a tensor takes: behind the last row of a quantised one lies padding up to a multiple of 512 values.
+size_t padded_bytes(const ggml_tensor * t) { return ggml_nbytes(t) + ggml_row_size(t->type, padding_values(t)); }
+
+// When the tensor is bound to memory which is not that of a graph's results.
+void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
+    if (!t->view_src && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
+        memset((char *)t->data + ggml_nbytes(t), 0, padded_bytes(t) - ggml_nbytes(t));
+    }
+}
+
+// Computes as the CPU does. Where kernels read on behind the last row of quantised weights in memory of this type, and
+// it is not zeros, or the next expert of a tensor without gaps, that they find, what they multiply with it is NaN.
+ggml_status compute_strictly(ggml_backend_t cpu, ggml_cgraph * graph, ggml_backend_buffer_type_t memory) {
+    for (int first = 0, last = 0; last < graph->n_nodes; last++) {
+        const ggml_tensor * node = graph->nodes[last];
+        const bool reads_past = reads_past_rows(node, memory);
+        if (!reads_past && last + 1 < graph->n_nodes) { continue; }
+        ggml_cgraph part = ggml_graph_view(graph, first, last + 1);
+        const ggml_status status = ggml_backend_graph_compute(cpu, &part);
+        if (status != GGML_STATUS_SUCCESS) { return status; }
+        if (reads_past) { spoil(node); }
+        first = last + 1;
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+// The device
+
+struct LinkDevice {
+    LinkDevice(const moegguf_link & link, int index);
+
+    bool take(size_t n) { // false: it is full
+        std::lock_guard<std::mutex> lock(mutex);
+        const bool fits = n <= memory_bytes - used_bytes;
+        used_bytes += fits ? n : 0;
+        return fits;
+    }
+
+    // Whether a copy may go on after the call for it has returned.
+    bool pinned(const void * data, size_t n) {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto after = pinned_ranges.upper_bound((const uint8_t *)data);
+        return after != pinned_ranges.begin() &&
+               std::prev(after)->first + std::prev(after)->second >= (uint8_t *)data + n;
+    }
+
+    void copy(LinkDirection & direction, void * to, const void * from, size_t n) {
+        constexpr double reserve = 1.25; // its time varies, and early costs less than late
+        direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
+            const uint64_t start = now_ns();
+            move(to, from, n);
+            constexpr size_t least = 1 << 16; // smaller ones say nothing of the speed
+            if (n >= least) { copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1); }
+        });
+    }
+
+    // Strict: the end comes before the beginning, and both some time later.
+    void move(void * to, const void * from, size_t n) {
+        const size_t half = strict ? n / 2 : 0;
+        if (half) {
+            wait_a_moment();
+            memcpy((char *)to + half, (const char *)from + half, n - half);
+            wait_a_moment();
+        }
+        memcpy(to, from, half ? half : n);
+    }
+
+    void wait_a_moment() {
+        constexpr uint32_t longest_us = 100;
+        std::unique_lock<std::mutex> lock(mutex);
+        const auto us = (uint32_t)delays() % longest_us;
+        lock.unlock();
+        std::this_thread::sleep_for(std::chrono::microseconds(us));
+    }
+
+    const std::string name, host_memory_name, description;
+    const size_t memory_bytes;
+    const moegguf_pinned pins;
+    const size_t most_buffer_bytes;
+    const int n_threads; // 0: as told
+    const bool strict;
+    std::atomic<size_t> used_bytes{0};
+    LinkDirection to_device, to_host;
+    std::atomic<double> copy_bytes_per_ns{4}; // of this machine's own memory
+    std::mutex mutex;                         // of the two below
+    std::map<const uint8_t *, size_t> pinned_ranges;
+    std::minstd_rand delays;
+    ggml_backend_device device = {};
+    ggml_backend_buffer_type memory = {}, host_memory = {};
+};
+
+LinkDevice & of(ggml_backend_dev_t device) { return *(LinkDevice *)device->context; }
+
+// Memory of the device
+
+void * map(size_t n) { // nullptr: there is none
+    void * base = mmap(nullptr, n ? n : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return base == MAP_FAILED ? nullptr : base;
+}
+
+void unmap(void * base, size_t n) { munmap(base, n ? n : 1); }
+
+void * address(const ggml_tensor * t, size_t offset) { return (uint8_t *)t->data + offset; }
+
+LinkDevice & device_of(ggml_backend_buffer_t buffer) { return of(buffer->buft->device); }
+
+bool on_device(const ggml_tensor * t, ggml_backend_buffer_type_t memory) {
+    const ggml_backend_buffer_t buffer = t->view_src ? t->view_src->buffer : t->buffer;
+    return buffer && buffer->buft == memory;
+}
+
+void become_memory(ggml_backend_buffer_i & buffer) {
+    buffer.free_buffer = [](ggml_backend_buffer_t of) {
+        unmap(of->context, of->size);
+        device_of(of).used_bytes -= of->size;
+    };
+    buffer.init_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t) {
+        if (device_of(of).strict) { zero_padding(of, t); }
+        return GGML_STATUS_SUCCESS;
+    };
+    buffer.set_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t, const void * data, size_t offset, size_t n) {
+        device_of(of).copy(device_of(of).to_device, address(t, offset), data, n);
+    };
+    buffer.get_tensor = [](ggml_backend_buffer_t of, const ggml_tensor * t, void * data, size_t offset, size_t n) {
+        device_of(of).copy(device_of(of).to_host, data, address(t, offset), n);
+    };
+    buffer.cpy_tensor = [](ggml_backend_buffer_t of, const ggml_tensor * from, ggml_tensor * to) {
+        const bool here = on_device(from, of->buft);
+        if (here) { // else through the host
+            memcpy(to->data, from->data, ggml_nbytes(from));
+        }
+        return here;
+    };
+}
+
+ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
+    LinkDevice & device = of(buft->device);
+    if (size > device.most_buffer_bytes || !device.take(size)) { return nullptr; }
+    void * base = map(size);
+    if (!base) {
+        device.used_bytes -= size;
+        return nullptr;
+    }
+    if (device.strict) {
+        memset(base, 0xff, size); // as numbers of any type: NaN, or close to it
+    }
+    ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
+    buffer->buft = buft;
+    become_memory(buffer->iface);
+    return buffer;
+}
+
+// Pinned memory of the host: the CPU's, with a note of where it lies; as in CUDA's backend
+
+ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t size) {
+    LinkDevice & device = of(buft->device);
+    void * base = device.pins == MOEGGUF_PINNED_OWN ? map(size) : nullptr;
+    if (!base) { return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size); }
+    ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
+    buffer->buft = buft;
+    buffer->iface.free_buffer = [](ggml_backend_buffer_t pinned) {
+        std::lock_guard<std::mutex> lock(device_of(pinned).mutex);
+        device_of(pinned).pinned_ranges.erase((const uint8_t *)pinned->context);
+        unmap(pinned->context, pinned->size);
+    };
+    std::lock_guard<std::mutex> lock(device.mutex);
+    device.pinned_ranges[(const uint8_t *)base] = size;
+    return buffer;
+}
+
+// Backend instances
+
+struct Backend {
+    LinkDevice & device;
+    ggml_backend_ptr cpu;
+    CommandQueue queue; // copies; computing waits for them
+};
+
+Backend & of(ggml_backend_t backend) { return *(Backend *)backend->context; }
+
+void synchronize(ggml_backend_t backend) { of(backend).queue.mark().wait(); }
+
+void copy_async(ggml_backend_t backend, LinkDirection & direction, void * to, const void * from, size_t n,
+                const void * host) {
+    LinkDevice & device = of(backend).device;
+    of(backend).queue.push([&device, &direction, to, from, n] { device.copy(direction, to, from, n); });
+    if (!device.pinned(host, n)) { synchronize(backend); }
+}
+
+void wait_in(Backend & backend, const CommandQueue::Point & point) {
+    backend.queue.push([point] { point.wait(); });
+}
+
+// Within the device; behind what the source's stream has to do, and what the destination's has.
+bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const ggml_tensor * from, ggml_tensor * to) {
+    ggml_backend_buffer_type_t memory = &of(destination).device.memory;
+    if (source->device != destination->device || !on_device(from, memory) || !on_device(to, memory)) { return false; }
+    if (source != destination) { wait_in(of(destination), of(source).queue.mark()); }
+    LinkDevice & device = of(destination).device;
+    of(destination).queue.push([&device, to_data = to->data, from_data = from->data, n = ggml_nbytes(from)] {
+        device.move(to_data, from_data, n);
+    });
+    return true;
+}
+
+ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    synchronize(backend);
+    LinkDevice & device = of(backend).device;
+    ggml_backend_t cpu = of(backend).cpu.get();
+    return device.strict ? compute_strictly(cpu, graph, &device.memory) : ggml_backend_graph_compute(cpu, graph);
+}
+
+// Events: the point that was recorded last
+
+struct Event {
+    std::mutex mutex;
+    CommandQueue::Point point;
+
+    CommandQueue::Point recorded() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return point;
+    }
+};
+
+Event & of(ggml_backend_event_t event) { return *(Event *)event->context; }
+
+// What ggml asks a device
+
+void set_cpu_threads(ggml_backend_t cpu, int n) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu));
+    void * function = ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    ((ggml_backend_set_n_threads_t)function)(cpu, n);
+}
+
+ggml_backend_dev_t cpu_device() { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
+
+ggml_backend_i backend_interface() {
+    ggml_backend_i backend = {};
+    backend.get_name = [](ggml_backend_t of_device) { return of(of_device).device.name.c_str(); };
+    backend.free = [](ggml_backend_t freed) {
+        delete &of(freed);
+        delete freed;
+    };
+    backend.set_tensor_async = [](ggml_backend_t to, ggml_tensor * t, const void * data, size_t offset, size_t n) {
+        copy_async(to, of(to).device.to_device, address(t, offset), data, n, data);
+    };
+    backend.get_tensor_async = [](ggml_backend_t from, const ggml_tensor * t, void * data, size_t offset, size_t n) {
+        copy_async(from, of(from).device.to_host, data, address(t, offset), n, data);
+    };
+    backend.cpy_tensor_async = copy_tensor_async;
+    backend.synchronize = synchronize;
+    backend.graph_compute = compute;
+    backend.event_record = [](ggml_backend_t stream, ggml_backend_event_t event) {
+        std::lock_guard<std::mutex> lock(of(event).mutex);
+        of(event).point = of(stream).queue.mark();
+    };
+    backend.event_wait = [](ggml_backend_t stream, ggml_backend_event_t event) {
+        wait_in(of(stream), of(event).recorded());
+    };
+    return backend;
+}
+
+ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
+    static uint8_t guid[] = {0x6d, 0x6f, 0x65, 0x67, 0x67, 0x75, 0x66, 0x2d, 0x6c, 0x69, 0x6e, 0x6b, 0, 0, 0, 1};
+    ggml_backend_ptr cpu(ggml_backend_dev_init(cpu_device(), nullptr));
+    if (!cpu) { return nullptr; }
+    if (of(device).n_threads) { set_cpu_threads(cpu.get(), of(device).n_threads); }
+    return new ggml_backend{&guid, backend_interface(), device,
+                            new Backend{of(device), std::move(cpu), CommandQueue(of(device).strict)}};
+}
+
+std::string describe(const moegguf_link & link) {
+    char text[128];
+    snprintf(text, sizeof(text), "the CPU behind a simulated link of %g GB/s, %g us", link.bytes_per_ns,
+             link.latency_ns / 1e3);
+    return text + (link.n_threads ? ", " + std::to_string(link.n_threads) + " threads" : std::string());
+}
+
+void get_memory(ggml_backend_dev_t device, size_t * free, size_t * total) {
+    *total = of(device).memory_bytes;
+    *free = *total - of(device).used_bytes;
+}
+
+// All devices so far. They stay: ggml forgets none.
+
+struct Registry {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<LinkDevice>> devices;
+};
+
+Registry & registry() {
+    static Registry * all = new Registry; // backends may be freed after static objects
+    return *all;
+}
+
+void set_n_threads(ggml_backend_t backend, int n) {
+    if (!of(backend).device.n_threads) { set_cpu_threads(of(backend).cpu.get(), n); }
+}
+
+ggml_backend_reg_t reg() {
+    static ggml_backend_reg one = {};
+    one.api_version = GGML_BACKEND_API_VERSION;
+    one.iface.get_name = [](ggml_backend_reg_t) { return "LINK"; };
+    one.iface.get_device_count = [](ggml_backend_reg_t) { return registry().devices.size(); };
+    one.iface.get_device = [](ggml_backend_reg_t, size_t i) { return &registry().devices[i]->device; };
+    one.iface.get_proc_address = [](ggml_backend_reg_t, const char * name) {
+        return strcmp(name, "ggml_backend_set_n_threads") == 0 ? (void *)set_n_threads : nullptr;
+    };
+    return &one;
+}
+
+ggml_backend_device_i device_interface() {
+    ggml_backend_device_i device = {};
+    device.get_name = [](ggml_backend_dev_t d) { return of(d).name.c_str(); };
+    device.get_description = [](ggml_backend_dev_t d) { return of(d).description.c_str(); };
+    device.get_memory = get_memory;
+    device.get_type = [](ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; };
+    device.get_props = [](ggml_backend_dev_t d, ggml_backend_dev_props * props) {
+        props->name = of(d).name.c_str();
+        props->description = of(d).description.c_str();
+        props->type = GGML_BACKEND_DEVICE_TYPE_GPU;
+        get_memory(d, &props->memory_free, &props->memory_total);
+        props->caps.async = props->caps.host_buffer = props->caps.events = true;
+    };
+    device.init_backend = new_backend;
+    device.get_buffer_type = [](ggml_backend_dev_t d) { return &of(d).memory; };
+    device.get_host_buffer_type = [](ggml_backend_dev_t d) {
+        return of(d).pins == MOEGGUF_PINNED_FIRST ? &registry().devices[0]->host_memory : &of(d).host_memory;
+    };
+    device.supports_op = [](ggml_backend_dev_t d, const ggml_tensor * op) {
+        const bool too_large = op->op == GGML_OP_MUL_MAT_ID && ggml_nbytes(op->src[0]) > of(d).most_buffer_bytes;
+        return !too_large && ggml_backend_dev_supports_op(cpu_device(), op);
+    };
+    device.supports_buft = [](ggml_backend_dev_t d, ggml_backend_buffer_type_t buft) { return buft == &of(d).memory; };
+    device.event_new = [](ggml_backend_dev_t d) { return new ggml_backend_event{d, new Event}; };
+    device.event_free = [](ggml_backend_dev_t, ggml_backend_event_t event) {
+        delete &of(event);
+        delete event;
+    };
+    device.event_synchronize = [](ggml_backend_dev_t, ggml_backend_event_t event) { of(event).recorded().wait(); };
+    return device;
+}
+
+LinkDevice::LinkDevice(const moegguf_link & link, int index)
+    : name("LINK" + std::to_string(index)),
+      host_memory_name(name + "_Host"),
+      description(describe(link)),
+      memory_bytes(link.memory_bytes ? link.memory_bytes : most_memory_bytes),
+      pins((moegguf_pinned)link.pinned),
+      most_buffer_bytes(link.most_buffer_bytes ? link.most_buffer_bytes : SIZE_MAX),
+      n_threads(link.n_threads),
+      strict(link.strict_seed != 0),
+      to_device(link.bytes_per_ns, link.latency_ns),
+      to_host(link.bytes_per_ns, link.latency_ns),
+      delays(link.strict_seed) {
+    device.context = this;
+    device.reg = reg();
+    device.iface = device_interface();
+    memory.device = host_memory.device = &device;
+    memory.iface.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).name.c_str(); };
+    memory.iface.alloc_buffer = allocate;
+    memory.iface.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
+    memory.iface.get_max_size = [](ggml_backend_buffer_type_t buft) { return of(buft->device).most_buffer_bytes; };
+    memory.iface.get_alloc_size = [](ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
+        return of(buft->device).strict ? padded_bytes(t) : ggml_nbytes(t);
+    };
+    host_memory.iface.get_name = [](ggml_backend_buffer_type_t buft) {
+        return of(buft->device).host_memory_name.c_str();
+    };
+    host_memory.iface.alloc_buffer = allocate_pinned;
+    host_memory.iface.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
+    host_memory.iface.is_host = [](ggml_backend_buffer_type_t) { return true; };
+}
+
+// The name is ggml's: LINK0, LINK1, ... Throws Error(INVALID).
+const char * add_link_device(const moegguf_link & link) {
+    if (!(link.bytes_per_ns > 0 && std::isfinite(link.bytes_per_ns) && link.latency_ns >= 0 &&
+          std::isfinite(link.latency_ns))) {
+        throw Error(MOEGGUF_INVALID, "a link has a bandwidth above zero, and a latency of zero or more");
+    }
+    if (link.n_threads < 0 || link.n_threads > GGML_MAX_N_THREADS) {
+        throw Error(MOEGGUF_INVALID, "a device computes with 1 to 512 threads, or as many as it is told");
+    }
+    if (link.pinned < MOEGGUF_PINNED_NOT || link.pinned > MOEGGUF_PINNED_FIRST) {
+        throw Error(MOEGGUF_INVALID, "host memory of a device is not pinned, its own, or the first one's");
+    }
+    if (!cpu_device()) { throw Error(MOEGGUF_INVALID, "ggml has no CPU device to compute with"); }
+    Registry & all = registry();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.devices.push_back(std::make_unique<LinkDevice>(link, (int)all.devices.size()));
+    LinkDevice & added = *all.devices.back();
+    ggml_backend_register(added.device.reg);
+    ggml_backend_device_register(&added.device);
+    return added.name.c_str();
+}
+
+} // namespace
+} // namespace moegguf
+
+using namespace moegguf;
+
+int moegguf_link_add(const moegguf_link * link, const char ** name) {
+    return guarded([&] { given(name) = add_link_device(given(link)); });
+}

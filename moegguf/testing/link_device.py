@@ -1,0 +1,52 @@
+"""Adds devices behind links in real time, for machines without one (link_device.cpp says how they behave)."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import time
+
+import numpy as np
+
+from moegguf.quantities import Link
+from moegguf.testing.library import ABI, load
+
+
+def add_link_device(
+    link: Link,
+    *,
+    memory_bytes: int = 0,
+    most_buffer_bytes: int = 0,
+    pinned: int = ABI.PINNED_OWN,
+    n_threads: int = 0,
+    strict_seed: int = 0,
+) -> str:
+    """Adds a simulated device behind `link`, which ggml knows until the process ends, and returns ggml's name of it.
+
+    llama.cpp uses the device as a GPU for every model loaded later. The other arguments are fields of struct
+    moegguf_link (testing.h). Raises OptionError for a link without bandwidth.
+    """
+    name = c.c_char_p()
+    described = ABI.Link(
+        link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, most_buffer_bytes, pinned, n_threads, strict_seed
+    )
+    load().moegguf_link_add(c.byref(described), c.byref(name))
+    assert name.value is not None
+    return name.value.decode()
+
+
+@functools.cache
+def link_device(link: Link, n_threads: int = 0) -> str:
+    """Returns the name of this process's simulated device behind `link`, which the first call adds."""
+    return add_link_device(link, n_threads=n_threads)
+
+
+def memory_copy_bytes_per_s() -> float:
+    """Measures how fast one thread copies within this machine's memory, as no simulated link is faster. Takes 20 ms."""
+    source, copy = np.ones(1 << 24, np.uint8), np.empty(1 << 24, np.uint8)
+    times = []
+    for _ in range(4):  # the first one also asks the system for the pages
+        start = time.perf_counter()
+        np.copyto(copy, source)
+        times.append(time.perf_counter() - start)
+    return source.size / min(times)

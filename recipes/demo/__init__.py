@@ -1,0 +1,1 @@
+"""How the demo model is made: corpus, tokenizer, model, training, export. `train_demo.py` drives it."""

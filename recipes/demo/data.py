@@ -1,0 +1,112 @@
+"""Tokens of the corpus, kept on disk, and batches of them that depend only on the step number."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from recipes.demo import corpus
+from recipes.demo.tokenizer import END_OF_TEXT, special_id
+
+IGNORED = -100
+Tokens = NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """ids and targets: (B, T); mask: (B, 1, T, T), true where to look, or None for plain causal; positions: (B, T), or
+    None for 0, 1, 2 and so on."""
+
+    ids: Tensor
+    targets: Tensor
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to train on, tokens and size in bytes of what is held out, by kind."""
+
+    train: Tokens
+    train_tokens: dict[str, int]
+    heldout: dict[str, Tokens]
+    heldout_bytes: dict[str, int]
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> Tokens:
+    """All documents one after the other, each closed by END_OF_TEXT."""
+    end = special_id(tokenizer, END_OF_TEXT)
+    encodings = tokenizer.encode_batch([d.text for d in documents], add_special_tokens=False)
+    return np.array([i for encoding in encodings for i in (*encoding.ids, end)], dtype=np.uint16)
+
+
+def load(path: Path) -> Corpus:
+    """Read what `save` wrote."""
+    arrays = np.load(path)
+    kinds = [kind for kind in corpus.KINDS if f"heldout.{kind}" in arrays]
+    return Corpus(
+        train=arrays["train"],
+        train_tokens={kind: int(arrays[f"train_tokens.{kind}"]) for kind in kinds},
+        heldout={kind: arrays[f"heldout.{kind}"] for kind in kinds},
+        heldout_bytes={kind: int(arrays[f"heldout_bytes.{kind}"]) for kind in kinds},
+    )
+
+
+def save(path: Path, tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> None:
+    """Tokenise the corpus into one .npz file."""
+    arrays: dict[str, NDArray[Any]] = {}
+    train = []
+    for kind in corpus.KINDS:
+        heldout = [d for d in documents if d.kind == kind and d.heldout]
+        if not heldout:
+            continue
+        tokens = encode(tokenizer, [d for d in documents if d.kind == kind and not d.heldout])
+        train.append(tokens)
+        arrays[f"train_tokens.{kind}"] = np.array(len(tokens))
+        arrays[f"heldout.{kind}"] = encode(tokenizer, heldout)
+        arrays[f"heldout_bytes.{kind}"] = np.array(sum(len(d.text.encode()) for d in heldout))
+    np.savez(path, allow_pickle=False, train=np.concatenate(train), **arrays)
+
+
+class Windows:
+    """The training tokens cut into windows, each seen once per epoch, in an order fixed by the seed."""
+
+    def __init__(self, tokens: Tokens, n_ctx: int, seed: int = 0) -> None:
+        self.rows = tokens[: (len(tokens) - 1) // n_ctx * n_ctx + 1]
+        self.n_ctx, self.seed = n_ctx, seed
+        self.n_windows = (len(tokens) - 1) // n_ctx
+        self.epoch, self.order = -1, np.arange(0)
+
+    def window(self, index: int) -> Tokens:
+        """Window number `index` of an endless sequence of epochs: n_ctx + 1 tokens."""
+        epoch, position = divmod(index, self.n_windows)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = np.random.default_rng((self.seed, epoch)).permutation(self.n_windows)
+        start = int(self.order[position]) * self.n_ctx
+        return self.rows[start : start + self.n_ctx + 1]
+
+    def batch(self, step: int, n_rows: int) -> Batch:
+        """The rows of this step."""
+        rows = [self.window(step * n_rows + i).astype(np.int64) for i in range(n_rows)]
+        ids = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.n_ctx + 1, dtype=torch.int64)
+        return Batch(ids[:, :-1], ids[:, 1:])
+
+
+class Lengths:
+    """Batches of windows whose length changes from step to step."""
+
+    def __init__(self, tokens: Tokens, steps: Sequence[tuple[int, int]]) -> None:
+        self.steps = steps
+        self.windows = {n_ctx: Windows(tokens, n_ctx) for n_ctx, _ in steps}
+
+    def batch(self, step: int) -> Batch:
+        """The rows of this step: as many, and as long, as `steps` says in turn."""
+        n_ctx, n_rows = self.steps[step % len(self.steps)]
+        return self.windows[n_ctx].batch(step, n_rows)

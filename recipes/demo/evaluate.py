@@ -1,0 +1,92 @@
+"""Held-out loss and routing in torch, and the same loss and answers from the GGUF file under llama.cpp."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moegguf.native import library
+from recipes.demo.data import Corpus, Tokens
+from recipes.demo.model import DemoModel
+from recipes.demo.train import loss_of
+
+LOSS_CTX = 512  # tokens of a window
+LEAST_WINDOWS = 10  # of each kind of text; of a kind with more, every n-th is scored
+
+
+@dataclass(frozen=True)
+class KindLoss:
+    """Mean loss over one kind of held-out text of so many tokens, scored in windows without overlap."""
+
+    tokens: int
+    nats_per_token: float
+    bits_per_byte: float
+
+
+def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
+    """Rows of n_ctx + 1 tokens, from all of the text; a rest at the end that fills no row is left out."""
+    n_rows = (len(tokens) - 1) // n_ctx
+    if n_rows == 0:
+        raise ValueError(f"{len(tokens)} held-out tokens do not fill one window of {n_ctx}")
+    step = max(1, n_rows // LEAST_WINDOWS)
+    return np.stack([tokens[i * n_ctx : (i + 1) * n_ctx + 1] for i in range(0, n_rows, step)]).astype(np.int64)
+
+
+def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int) -> KindLoss:
+    """From the summed loss of the rows, and the size of the text they were cut from."""
+    scored = rows[:, 1:].size
+    mean = total / scored
+    return KindLoss(n_tokens, mean, mean * n_tokens / (n_bytes * math.log(2)))
+
+
+@torch.no_grad()
+def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tuple[dict[str, KindLoss], torch.Tensor]:
+    """Loss by kind, and how often each expert was chosen: (n_layer, n_expert), rows adding up to 1."""
+    losses = {}
+    load = torch.zeros(model.shape.n_layer, model.shape.n_expert)
+    for kind, tokens in corpus.heldout.items():
+        rows = windows(tokens, n_ctx)
+        total = 0.0
+        for chunk in torch.split(torch.from_numpy(rows), 8):
+            total += float(loss_of(model(chunk[:, :-1]), chunk[:, 1:])) * chunk[:, 1:].numel()
+            load += torch.stack([m.load for m in model.mixtures()]) * len(chunk)
+        losses[kind] = kind_loss(total, rows, len(tokens), corpus.heldout_bytes[kind])
+    return losses, load / load.sum(dim=1, keepdim=True)
+
+
+def open_gguf(path: Path, n_ctx: int) -> Any:
+    """The file under llama.cpp on the CPU, keeping the logits of every token."""
+    options = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_gpu_layers": 0}
+    return library.llama_cpp().Llama(str(path), logits_all=True, verbose=False, **options)
+
+
+def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, KindLoss]:
+    """Loss by kind under llama.cpp, over the same windows."""
+    llm = open_gguf(path, n_ctx)
+    losses = {}
+    for kind, tokens in corpus.heldout.items():
+        rows = windows(tokens, n_ctx)
+        total = 0.0
+        for row in rows:
+            llm.n_tokens = 0
+            llm.eval(row[:-1].tolist())
+            logits = torch.from_numpy(np.array(llm.scores[:n_ctx]))
+            total += float(loss_of(logits[None], torch.from_numpy(row[1:])[None])) * n_ctx
+        losses[kind] = kind_loss(total, rows, len(tokens), corpus.heldout_bytes[kind])
+    return losses
+
+
+def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
+    """Greedy answers under llama.cpp through the file's own chat template; " [cut]" marks one cut off."""
+    llm = open_gguf(path, n_ctx)
+    found = {}
+    for question in questions:
+        reply = llm.create_chat_completion([{"role": "user", "content": question}], temperature=0, max_tokens=120)
+        choice = reply["choices"][0]
+        cut = " [cut]" if choice["finish_reason"] == "length" else ""
+        found[question] = str(choice["message"]["content"]) + cut
+    return found

@@ -1,0 +1,100 @@
+"""The model's card: what it was made from, how, and how much worse it is than the dense model, as JSON and as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipes.demo.evaluate import open_gguf
+from recipes.demo.train import loss_of
+from recipes.moefication.convert import Split
+from recipes.moefication.network import Network
+from recipes.moefication.text import N_CTX, Rows
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Give me three tips for learning a language.",
+    "Explain what a computer program is.",
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """The figures of one made model. Losses are held out, in nats per token, from the files under llama.cpp."""
+
+    made_from: str
+    licence: str
+    split: Split
+    n_layer: int
+    quant: str
+    file_bytes: int
+    expert_bytes: int
+    fit_tokens: int
+    trained_tokens: int
+    heldout_tokens: Mapping[str, int]
+    loss_dense: Mapping[str, float]
+    loss: Mapping[str, float]
+    unevenness: list[float]
+    answers: Mapping[str, str]
+    seconds: Mapping[str, float]
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def summary(self) -> str:
+        """The figures in a few lines."""
+        split = self.split
+        n_active = split.n_shared + split.n_expert_used * split.n_ff_exp
+        n_neurons = split.n_shared + split.n_expert * split.n_ff_exp
+        lines = [
+            f"{self.n_layer} layers of {split.n_expert} experts, {split.n_expert_used} used,"
+            f" {self.expert_bytes:,} bytes each ({self.quant});"
+            f" {n_active} of {n_neurons} neurons active, {split.n_shared} shared; {self.file_bytes / 1e6:.1f} MB",
+            f"fitted on {self.fit_tokens:,} tokens, trained on {self.trained_tokens:,}",
+            *(
+                f"held-out loss, {kind}: {self.loss[kind]:.3f} nats per token (dense: {dense:.3f})"
+                for kind, dense in self.loss_dense.items()
+            ),
+            f"load of the experts, coefficient of variation: {np.mean(self.unevenness):.2f}"
+            f" (layers: {min(self.unevenness):.2f} to {max(self.unevenness):.2f})",
+            "seconds: " + ", ".join(f"{step} {seconds:.0f}" for step, seconds in self.seconds.items()),
+            *(f"> {question}\n{answer}" for question, answer in self.answers.items()),
+        ]
+        return "\n".join(lines)
+
+
+def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
+    """Mean loss by kind of text in nats per token, each row a context of its own."""
+    llm = open_gguf(path, N_CTX)
+
+    def loss(row: Rows) -> float:
+        llm.n_tokens = 0
+        llm.eval(row[:-1].tolist())
+        logits = torch.from_numpy(np.array(llm.scores[: len(row) - 1]))
+        return float(loss_of(logits[None], torch.from_numpy(row[None, 1:])))
+
+    return {kind: float(np.mean([loss(row) for row in rows])) for kind, rows in heldout.items()}
+
+
+@torch.no_grad()
+def unevenness(network: Network, heldout: Mapping[str, Rows]) -> list[float]:
+    """By layer, the coefficient of variation of how often each expert is chosen over the held-out rows."""
+    loads: list[Tensor] = []
+    counted = [
+        layer.ffn.register_forward_pre_hook(lambda ffn, inputs: loads.append((ffn.weights(inputs[0]) > 0).sum((0, 1))))
+        for layer in network.layers
+    ]
+    for rows in heldout.values():
+        network.hidden(torch.from_numpy(rows))
+    for hook in counted:
+        hook.remove()
+    totals = torch.stack(loads).unflatten(0, (len(heldout), -1)).sum(dim=0).float()
+    return [round(float(load.std(correction=0) / load.mean()), 3) for load in totals]

@@ -1,0 +1,170 @@
+"""The network before and after: Llama's layers, whose feed-forward network is dense or a mixture of experts.
+
+The same sums as llama.cpp's `src/models/llama.cpp` and `deepseek.cpp`; matrices are [rows, row length], GGUF's order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recipes.demo.model import RMSNorm
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the dense network, named as in GGUF."""
+
+    n_vocab: int
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    n_ctx_train: int
+    rope_freq_base: float
+    norm_eps: float
+
+    @property
+    def n_embd_head(self) -> int:
+        """Row length of one attention head."""
+        return self.n_embd // self.n_head
+
+
+def rope(shape: Shape, n_tokens: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (n_tokens, n_embd_head / 2)."""
+    half = shape.n_embd_head // 2
+    freqs = shape.rope_freq_base ** (-torch.arange(half) / half)
+    angles = torch.arange(n_tokens)[:, None] * freqs
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotary embedding of Llama's GGUF files, where neighbours are the pairs. x: (B, H, T, n_embd_head)"""
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+def zeros(*sizes: int) -> nn.Parameter:
+    """Room for a matrix that is loaded later."""
+    return nn.Parameter(torch.zeros(*sizes))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention, causal."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        n_kv = shape.n_head_kv * shape.n_embd_head
+        self.q, self.k, self.v = (zeros(n, shape.n_embd) for n in (shape.n_embd, n_kv, n_kv))
+        self.out = zeros(shape.n_embd, shape.n_embd)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """x: (B, T, n_embd)"""
+
+        def heads(weight: Tensor) -> Tensor:
+            return functional.linear(x, weight).unflatten(-1, (-1, self.shape.n_embd_head)).transpose(1, 2)
+
+        q, k = rotate(heads(self.q), *angles), rotate(heads(self.k), *angles)
+        mixed: Tensor = functional.scaled_dot_product_attention(q, k, heads(self.v), is_causal=True, enable_gqa=True)
+        return functional.linear(mixed.transpose(1, 2).flatten(-2), self.out)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. gate, up: (n_ff, n_embd); down: (n_embd, n_ff)."""
+
+    def __init__(self, n_embd: int, n_ff: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = zeros(n_ff, n_embd), zeros(n_ff, n_embd), zeros(n_embd, n_ff)
+
+    def neurons(self, x: Tensor) -> Tensor:
+        """What each neuron gives for x, before the down matrix."""
+        return functional.silu(functional.linear(x, self.gate)) * functional.linear(x, self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., n_embd)"""
+        return functional.linear(self.neurons(x), self.down)
+
+
+class Mixture(nn.Module):
+    """A FeedForward whose neurons lie in order: the shared expert's, then those of expert 0, 1, ...
+
+    A chosen expert's weight is its probability times n_expert.
+    """
+
+    def __init__(self, ffn: FeedForward, router: Tensor, n_ff_exp: int, n_expert_used: int) -> None:
+        super().__init__()
+        self.ffn, self.router = ffn, nn.Parameter(router)
+        self.n_ff_exp, self.n_expert_used = n_ff_exp, n_expert_used
+        self.n_ff_shexp = len(ffn.gate) - len(router) * n_ff_exp
+
+    @classmethod
+    def empty(cls, n_embd: int, n_shared: int, n_expert: int, n_ff_exp: int, n_expert_used: int) -> Mixture:
+        """One whose weights are loaded later."""
+        ffn = FeedForward(n_embd, n_shared + n_expert * n_ff_exp)
+        return cls(ffn, zeros(n_expert, n_embd), n_ff_exp, n_expert_used)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """(..., n_expert): the weight of each chosen expert, 0 for the others."""
+        probs = functional.linear(x, self.router).float().softmax(dim=-1)
+        chosen = probs.topk(self.n_expert_used, dim=-1).indices
+        kept: Tensor = torch.zeros_like(probs).scatter(-1, chosen, probs.gather(-1, chosen))
+        return kept * len(self.router)
+
+    def weighted_neurons(self, x: Tensor) -> Tensor:
+        """What each neuron gives, times its expert's weight. Every expert is computed: for fitting, not for speed."""
+        neurons = self.ffn.neurons(x)
+        shared, routed = neurons.split([self.n_ff_shexp, neurons.shape[-1] - self.n_ff_shexp], dim=-1)
+        weights = self.weights(x).to(x.dtype).repeat_interleave(self.n_ff_exp, dim=-1)
+        return torch.cat((shared, routed * weights), dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., n_embd)"""
+        return functional.linear(self.weighted_neurons(x), self.ffn.down)
+
+
+class Layer(nn.Module):
+    """Attention, then the feed-forward network, each behind a norm and added to the stream."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attn_norm, self.ffn_norm = (RMSNorm(shape.n_embd, shape.norm_eps) for _ in range(2))
+        self.attn = Attention(shape)
+        self.ffn: nn.Module = FeedForward(shape.n_embd, shape.n_ff)
+
+    def attended(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """The stream between attention and feed-forward network. x: (B, T, n_embd)"""
+        return x + self.attn(self.attn_norm(x), angles)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """x: (B, T, n_embd)"""
+        x = self.attended(x, angles)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Network(nn.Module):
+    """Token ids to logits; the embedding is the output matrix too."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.token_embd = zeros(shape.n_vocab, shape.n_embd)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.n_layer))
+        self.output_norm = RMSNorm(shape.n_embd, shape.norm_eps)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids: (B, T) -> (B, T, n_embd), what the output matrix is multiplied with."""
+        x = functional.embedding(ids, self.token_embd)
+        angles = rope(self.shape, ids.shape[1])
+        for layer in self.layers:
+            x = layer(x, angles)
+        normed: Tensor = self.output_norm(x)
+        return normed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: (B, T) -> logits: (B, T, n_vocab)"""
+        return functional.linear(self.hidden(ids), self.token_embd)

@@ -1,0 +1,102 @@
+"""Presets of `moegguf bench`: each yields its figures, and wrong settings are errors that say which are known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answering import DEMO
+from own_process import in_own_process
+
+from moegguf.bench import turns
+from moegguf.bench.presets import PRESETS, read_settings, run_preset
+from moegguf.errors import OptionError
+from moegguf.native import library
+
+
+def rows_of(name: str, *settings: str) -> list[dict[str, Any]]:
+    return json.loads(run_preset(name, str(DEMO), settings, "json"))
+
+
+@pytest.mark.parametrize("prompt", [0, 16])
+def test_turns_compare_each_kernel_with_stock(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
+    monkeypatch.setattr(turns, "stock_library", lambda progress: library.find_library())
+    settings = ("tokens=3", "rounds=2", "depth=8", "kernels=upstream", f"prompt={prompt}")
+    rows = rows_of("turns", *settings)
+    assert [row["system"] for row in rows] == ["moegguf, upstream", "moegguf", "stock"]
+    assert all(row["t/s"] > 0 and row["lower quartile"] <= row["ratio"] <= row["upper quartile"] for row in rows)
+    assert rows[-1]["ratio"] == 1.0
+
+
+def test_busy_measures_every_system_beside_every_load() -> None:
+    rows = rows_of("busy", "seconds=0.02", "rounds=1", "loads=quiet,pair", "systems=1,auto,llama.cpp")
+    found = [(row["load"], row["threads"]) for row in rows]
+    assert found == [(load, system) for load in ("quiet", "pair") for system in ("1", "auto", "llama.cpp")]
+    assert rows[0]["share"] == 1.0
+    assert rows[0]["computing"] == 1.0
+    assert all(row["decode t/s"] > 0 and row["prompt t/s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("setting", ["loads=quiet,loud", "systems=1,fast"])
+def test_busy_refuses_an_unknown_load_and_an_unknown_system(setting: str) -> None:
+    with pytest.raises(OptionError, match=r"loud|fast"):
+        rows_of("busy", setting)
+
+
+def test_drafts_measure_each_kind_of_text_and_one_that_repeats_nothing() -> None:
+    texts = Path(__file__).with_name("repeating.json")
+    rows = rows_of("drafts", f"texts={texts}", "prompts=2", "rounds=1")
+    assert [row["text"] for row in rows] == ["edit", "extract", "other"]
+    assert rows[0]["accepted tokens"] > 0
+    assert all(row["median ratio"] > 0 for row in rows)
+
+
+def test_server_answers_with_the_same_text_as_the_process() -> None:
+    rows = rows_of("server", "rounds=1")
+    assert [row["way"] for row in rows] == ["in process", "create_chat_completion", "server"]
+    assert len({row["characters"] for row in rows}) == 1
+    assert all(0 < row["first ms"] <= row["total ms"] for row in rows)
+
+
+def test_resume_computes_a_known_prompt_once(tmp_path: Path) -> None:
+    settings = ("tokens=300", f"folder={tmp_path}")
+    first, again = rows_of("resume", *settings), rows_of("resume", *settings)
+    ways = ["from memory", "after unloading", "after kill -9", "another question"]
+    assert [row["way"] for row in first] == ["computed", *ways]
+    assert [row["way"] for row in again] == ["after kill -9", *ways]
+    assert first[0]["computed"] == 300
+    assert [row["computed"] for row in (*first[1:4], *again[:4])] == [1] * 7
+
+
+def test_eviction_has_a_row_for_each_policy() -> None:
+    rows = rows_of("eviction", "slots=20", "layers=2", "experts=32", "used=4", "events=20")
+    assert [row["policy"] for row in rows][-2:] == ["scores", "scores, all"]
+    assert all(row["miss, eviction us"] > 0 for row in rows)
+    with pytest.raises(OptionError, match="slots is 64, but at most 32 fill up"):
+        rows_of("eviction", "slots=64", "layers=2", "experts=32")
+
+
+def test_link_times_are_at_least_those_of_the_link() -> None:
+    rows = in_own_process(rows_of, "link", "repetitions=5")
+    assert {row["at once"] for row in rows} == {1, 2}
+    assert all(row["ratio"] > 0.99 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "words"),
+    [
+        ("fast", "", "--preset takes turns, busy, drafts, server, resume, eviction, link, but not 'fast'"),
+        ("link", "speed=1", "the preset 'link' has the settings link=2GB/s,35us repetitions=100"),
+        ("link", "repetitions=x", "repetitions takes a number such as 100"),
+        ("link", "repetitions=0", "repetitions has to be above 0"),
+        ("turns", "depth=-1", "depth has to be at least 0"),
+    ],
+)
+def test_a_wrong_setting_says_which_are_known(name: str, setting: str, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        read_settings(name, [setting])
+
+
+def test_settings_that_are_not_changed_keep_their_defaults() -> None:
+    changed = read_settings("busy", ["seconds=8", "loads=quiet,two"])
+    assert changed == {**PRESETS["busy"].settings, "seconds": 8.0, "loads": "quiet,two"}

@@ -1,0 +1,209 @@
+"""The database of batches: folders of older versions, kills at any moment, other processes, damaged databases."""
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from batch_files import CHAT, Endpoint, entries, jsonl, request, requests_in
+from crashing import run
+from scripted_manager import until
+
+from moegguf.errors import BatchFileError, BusyError, StorageError
+from moegguf.serving.batch.answers import open_journal
+from moegguf.serving.batch.batches import Batches
+from moegguf.serving.batch.database import FINAL, VERSION, Database
+from moegguf.serving.clients import current_owner
+
+OLD = Path(__file__).parents[1] / "recorded" / "batches"  # what the last version without a database wrote
+DONE, RUNNING, WAITING = (
+    "batch_495fb70aaab34d00968874b9",
+    "batch_f0c7898272bb442d9c0b5a4b",
+    "batch_3199e7261b83429eb3565108",
+)
+UPLOADED, KEPT = "file-e0279802e0ce4671a50ff8ce", "file-f4db530794d344f59940eff2"
+THEN_S = 1_795_900_000.0  # before the uploaded file expires
+N_KILLS = int(os.environ.get("BATCH_KILLS", "8"))
+N_REQUESTS = 40
+N_PARALLEL = 3
+
+
+def batches_in(folder: Path, endpoint: Endpoint) -> Batches:
+    return Batches(
+        folder, endpoint, max_bytes=1 << 30, n_parallel=N_PARALLEL, window_s=float("inf"), now=Mock(return_value=THEN_S)
+    )
+
+
+def old_folder(tmp_path: Path) -> Path:
+    """Returns a copy of the old folder, with the mode that it had; git keeps no empty files' modes."""
+    return shutil.copytree(OLD / "batches", tmp_path / "batches")
+
+
+async def test_a_folder_of_an_older_version_has_all_its_files_and_batches_and_goes_on(tmp_path: Path) -> None:
+    folder, endpoint = old_folder(tmp_path), Endpoint()
+    old_answers = entries((folder / RUNNING / "answers.jsonl").read_bytes().rpartition(b"\n")[0])
+    outputs = {path.name: path.read_bytes() for path in (folder / "files").glob("*put.data")}
+    endpoint.released.set()
+    current_owner.set("ann")
+    async with batches_in(folder, endpoint) as found:
+        assert [batch.id for batch in found.all()] == [WAITING, RUNNING, DONE]
+        done = found.get(DONE)
+        assert (done.status, done.counts.completed, done.metadata) == ("completed", 2, {"key": "value"})
+        files = {file.id: (file.filename, file.expires_at) for file in found.files.all()}
+        assert files[UPLOADED] == ("done.jsonl", 1798467117) and files[KEPT] == ("kept.jsonl", None)
+        assert done.output_file_id in files and done.error_file_id in files
+        await until(lambda: all(found.get(batch).status in FINAL for batch in (RUNNING, WAITING)))
+        running = found.get(RUNNING)
+        assert (running.status, running.counts.completed, running.counts.failed) == ("completed", 4, 1)
+        answers = [
+            each for name in (running.output_file_id, running.error_file_id) for each in entries(found.files.path(name))
+        ]
+        assert all(answer in answers for answer in old_answers) and len(answers) == 5
+        assert endpoint.texts == ["hold"] * 3 + ["first", "fail"] + ["hold"] * 3
+        assert outputs == {name: (folder / "files" / name).read_bytes() for name in outputs}
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"batches.db", "files"} and not list((folder / "files").glob("*.json"))
+
+
+def test_a_kill_while_an_old_folder_is_taken_over_loses_nothing(tmp_path: Path) -> None:
+    assert int(run("batches", old_folder(tmp_path))) >= 10
+
+
+async def test_a_folder_that_an_older_server_has_open_stays_as_it_is(tmp_path: Path) -> None:
+    folder = old_folder(tmp_path)
+    holder = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, folder / ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stdout.readline()
+        async with batches_in(folder, Endpoint()) as found:
+            with pytest.raises(BusyError, match="another server"):
+                found.all()
+        process.kill()
+    assert (folder / f"{DONE}.json").exists()
+    async with batches_in(folder, Endpoint()) as found:
+        current_owner.set("ann")
+        assert len(found.all()) == 3
+
+
+def test_an_old_journal_of_a_command_is_taken_over(tmp_path: Path) -> None:
+    shutil.copy(OLD / "answers.partial", tmp_path)
+    *old, _ = (OLD / "answers.partial").read_bytes().splitlines(keepends=True)
+    with (
+        requests_in(tmp_path / "requests", entries(OLD / "requests.jsonl")) as requests,
+        open_journal(tmp_path / "answers.partial.db", requests) as journal,
+    ):
+        assert list(journal.answered.items()) == [(1, True), (2, False)]
+        assert list(journal.lines()) == old
+        with pytest.raises(BatchFileError, match="another process"), open_journal(journal.database.path, requests):
+            pass
+
+
+def test_a_process_that_another_one_keeps_out_changes_nothing(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from moegguf.serving.batch.database import Database\n"
+    code += "try: Database(Path(sys.argv[1]), 0o600)\nexcept BlockingIOError as error: print(error)"
+    database = Database(tmp_path / "db", 0o600)
+    database.execute("INSERT INTO answer VALUES ('', 1, '', 'x')")
+    done = subprocess.run([sys.executable, "-c", code, database.path], capture_output=True, text=True)
+    assert done.stdout.strip() == "database is locked", done.stderr
+    assert database.execute("SELECT number FROM answer") == [(1,)]
+    database.close()
+
+
+@pytest.mark.parametrize("damage", ["text", "newer", "page", "folder"])
+async def test_a_database_that_cannot_be_read_is_a_typed_error_and_stays(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "batches"
+    async with batches_in(folder, Endpoint()) as found:
+        with found.files.new() as file:
+            file.write(jsonl([request("a")]))
+            file.finish("a", "batch")
+    path = folder / "batches.db"
+    if damage == "text":
+        path.write_bytes(b"no database " * 1000)
+    elif damage == "newer":
+        with sqlite3.connect(path) as connection:
+            connection.execute(f"PRAGMA user_version = {VERSION + 1}")
+        connection.close()
+    elif damage == "page":
+        path.write_bytes(path.read_bytes()[:4096] + b"\xff" * (path.stat().st_size - 4096))
+    else:
+        path.unlink()
+        path.mkdir()
+    before = path.read_bytes() if path.is_file() else b""
+    async with batches_in(folder, Endpoint()) as found:
+        for call in (found.all, lambda: found.files, lambda: found.create(CHAT, "file-none")):
+            with pytest.raises(StorageError, match=r"batches\.db .*(to start anew|make room)"):
+                call()
+    assert before == (path.read_bytes() if path.is_file() else b"")
+    assert list((folder / "files").glob("*.data")), "the contents are there when the database is put back"
+
+
+KILLED = """
+import asyncio, json, sys
+from pathlib import Path
+from moegguf.serving.batch.answers import Reply
+from moegguf.serving.batch.batches import Batches
+
+async def answer(url, body):
+    text = json.loads(body)["messages"][-1]["content"]
+    with open(sys.argv[2], "a") as log:
+        log.write(text + chr(10))
+    await asyncio.sleep(0.001)
+    return Reply(200, {"text": text})
+
+async def main():
+    async with Batches(Path(sys.argv[1]), answer, max_bytes=1 << 30, n_parallel=3, window_s=float("inf")) as found:
+        print("open", flush=True)
+        while True:
+            if all(batch.status == "completed" for batch in found.all()):
+                with found.files.new() as file:
+                    for i in range(%d):
+                        body = {"messages": [{"role": "user", "content": str(i)}]}
+                        line = {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body}
+                        file.write(json.dumps(line).encode() + b"\\n")
+                    made = file.finish("requests", "batch").id
+                batch = found.create("/v1/chat/completions", made)
+                found.files.delete(made)
+                print(batch.id, flush=True)
+            await asyncio.sleep(0.002)
+
+asyncio.run(main())
+"""
+
+
+def test_no_kill_loses_or_doubles_an_answer(tmp_path: Path) -> None:
+    """Kills a server at random moments of many batches; then every batch has each answer once."""
+    folder, dice = tmp_path / "batches", random.Random(1)
+    command = [sys.executable, "-c", KILLED % N_REQUESTS, folder, tmp_path / "log"]
+    acknowledged: set[str] = set()
+    for _ in range(N_KILLS):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout and process.stdout.readline() == "open\n", process.communicate()
+            time.sleep(dice.uniform(0.0, 0.2))
+            assert process.poll() is None, process.communicate()
+            process.send_signal(signal.SIGKILL)
+            output, _ = process.communicate()
+        acknowledged |= {line for line in output.splitlines() if len(line) == len(DONE)}
+
+    async def finish() -> dict[str, list[str]]:
+        async with batches_in(folder, Endpoint()) as found:
+            await until(lambda: all(batch.status in FINAL for batch in found.all()))
+            assert found.files.database.execute("SELECT * FROM answer") == []
+            assert {file.id for file in found.files.all()} == {path.stem for path in (folder / "files").iterdir()}
+            outputs = {batch.id: entries(found.files.path(batch.output_file_id or "")) for batch in found.all()}
+            return {batch: [entry["custom_id"] for entry in output] for batch, output in outputs.items()}
+
+    answers = asyncio.run(finish())
+    assert acknowledged and acknowledged <= set(answers)
+    assert all(answer == [str(i) for i in range(N_REQUESTS)] for answer in answers.values())
+    n_computed = len((tmp_path / "log").read_bytes().splitlines())
+    assert n_computed <= N_REQUESTS * len(answers) + N_PARALLEL * N_KILLS, "answers that were stored are not made again"
+    print(f"{N_KILLS} kills, {len(answers)} batches, {N_REQUESTS * len(answers)} answers, {n_computed} computed")
