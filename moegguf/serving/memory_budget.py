@@ -79,7 +79,7 @@ def measure(
     devices = (spec.choose_gpus(list_gpus) if uses_slots else None) or ()
     owner = _Owner(layout, spec, Machine(memory, devices=devices))
     wanted = owner.best()
-    n_ctx = owner.default_context(wanted) if overrides.n_ctx else wanted.n_ctx
+    least = owner.least(wanted)
     asked = load_keywords({name: value for name, value in given.items() if value is not None})
     options = {name: value for name, value in asked.items() if name not in IN_THE_PLAN} | {
         "n_ctx": wanted.n_ctx,
@@ -94,7 +94,14 @@ def measure(
     def load_config(plan: Plan) -> LoadConfig:
         return LoadConfig(entry.name, str(entry.path), plan, options)
 
-    return replace(owner.size(wanted), load_config=load_config, default_n_ctx=n_ctx)
+    most_bytes, least_bytes = bytes_of(wanted), bytes_of(least)
+    return ModelSize(
+        wanted=most_bytes,
+        minimum={place: min(n_bytes, least_bytes.get(place, 0)) for place, n_bytes in most_bytes.items()},
+        plan_within=lambda room: owner.plan_within(room, wanted, least),
+        load_config=load_config,
+        default_n_ctx=owner.default_context(wanted) if overrides.n_ctx else wanted.n_ctx,
+    )
 
 
 @dataclass(frozen=True)
@@ -129,48 +136,59 @@ class _Owner:
         sizes = Sizes.of(self.layout, replace(self.spec, n_ctx=None))
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
-    def size(self, wanted: Plan) -> ModelSize:
-        """Returns the memory of the model, with a function that plans for any part of it."""
-        layout = self.layout
-        devices = self.here.devices if wanted.on_device else ()
-        one_slot = slot_bytes(layout, [device.name for device in devices])
-        chosen = replace(self.spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens)
-        least = self._least(chosen, wanted, one_slot) if layout.is_moe else wanted
-        given = (chosen.expert_cache, *chosen.vram_cache)
-        ram, *vram = (_at_most(cache, layout.n_expert_total, one_slot) for cache in given)
-        placement = "slots" if wanted.on_device else "cpu"
-        smaller = replace(chosen, placement=placement, expert_cache=ram, vram_cache=tuple(vram))
-
-        def plan_within(room: Room) -> Plan:
-            if _fits(wanted, room):
-                return wanted
-            gpus = [replace(gpu, free_bytes=room.get(gpu.name, 0) + VRAM_MARGIN_BYTES) for gpu in devices]
-            with suppress(BudgetError):
-                machine = Machine(Memory(room[RAM], room[RAM], "the models' budget", 0), devices=tuple(gpus))
-                found = make_plan(layout, machine, smaller)
-                if _fits(found, room):
-                    return found
-            return least
-
-        most, fewest = bytes_of(wanted), bytes_of(least)
-        minimum = {place: min(n_bytes, fewest.get(place, 0)) for place, n_bytes in most.items()}
-        return ModelSize(most, minimum, plan_within, lambda plan: LoadConfig("", "", plan))
-
-    def _least(self, spec: LoadSpec, wanted: Plan, one_slot: int) -> Plan:
-        """Returns the plan that takes the least, on the devices of `wanted`, whose slots have so many bytes."""
-        layout, devices = self.layout, self.here.devices
-        if (wanted.layers_on and spec.placement == "layers") or (wanted.on_device and spec.is_divided(devices)):
+    def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
+        """Returns the plan for this memory: `wanted` where that fits, else one with fewer slots, else `least`."""
+        if _fits(wanted, room):
             return wanted
-        one_pass = Sizes.of(layout, spec).one_pass_tokens
-        n_tokens = 1 if wanted.on_device else one_pass
-        fewest = ExpertCache("bytes", n_bytes=layer_slots(layout, n_tokens, wanted.streams) * one_slot)
-        if not wanted.on_device:
-            n_ubatch = spec.n_ubatch or one_pass
+        one_slot, n_experts = self._slot_bytes(wanted), self.layout.n_expert_total
+        smaller = replace(
+            self._settled(wanted),
+            placement="slots" if wanted.on_device else "cpu",
+            expert_cache=_at_most(self.spec.expert_cache, n_experts, one_slot),
+            vram_cache=tuple(_at_most(cache, n_experts, one_slot) for cache in self.spec.vram_cache),
+        )
+        gpus = [
+            replace(gpu, free_bytes=room.get(gpu.name, 0) + VRAM_MARGIN_BYTES)
+            for gpu in self._devices(wanted)
+        ]  # fmt: skip
+        memory = Memory(room[RAM], room[RAM], "the models' budget", 0)
+        with suppress(BudgetError):
+            found = make_plan(self.layout, Machine(memory, devices=tuple(gpus)), smaller)
+            if _fits(found, room):
+                return found
+        return least
+
+    def _settled(self, wanted: Plan) -> LoadSpec:
+        """The options with the context that was chosen: less memory makes no shorter one."""
+        return replace(self.spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens)
+
+    def _devices(self, wanted: Plan) -> tuple[Device, ...]:
+        return self.here.devices if wanted.on_device else ()
+
+    def _slot_bytes(self, wanted: Plan) -> int:
+        return slot_bytes(self.layout, [device.name for device in self._devices(wanted)])
+
+    def least(self, wanted: Plan) -> Plan:
+        """Returns the plan that takes the least, on the devices of `wanted`; `wanted` where layers are as they were
+        asked for."""
+        layout, spec, devices = self.layout, self._settled(wanted), self._devices(wanted)
+        as_asked = (wanted.layers_on and spec.placement == "layers") or spec.is_divided(devices[:1])
+        if not layout.is_moe or (devices and as_asked):
+            return wanted
+        sizes = Sizes.of(layout, spec).with_context(layout, wanted.n_ctx)
+        n_tokens = 1 if devices else sizes.one_pass_tokens
+        n_slots = layer_slots(layout, n_tokens, wanted.streams) * max(1, len(devices))
+        one_slot = self._slot_bytes(wanted)
+        fewest = ExpertCache("bytes", n_bytes=n_slots * one_slot)
+        if devices:
+            ram = ExpertCache("bytes", n_bytes=one_slot)
+            spec = replace(spec, placement="slots", expert_cache=ram, vram_cache=(fewest,), n_ubatch=1)
+        else:
+            n_ubatch = sizes.n_ubatch or sizes.one_pass_tokens
             spec = replace(spec, placement="cpu", expert_cache=fewest, n_ubatch=n_ubatch)
-            return make_plan(layout, replace(self.here, devices=()), spec)
-        ram = ExpertCache("bytes", n_bytes=one_slot)
-        spec = replace(spec, placement="slots", expert_cache=ram, vram_cache=(fewest,), n_ubatch=1)
-        return make_plan(layout, self.here, spec)
+        with suppress(BudgetError):
+            return make_plan(layout, replace(self.here, devices=devices), spec)
+        return wanted
 
 
 def _at_most(cache: ExpertCache, n_experts: int, one_slot: int) -> ExpertCache:
