@@ -13,7 +13,7 @@ from typing import Any
 
 from moegguf.engine.devices import query_gpus
 from moegguf.engine.load import known_speeds, plan_load, read_model
-from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.load_spec import F16, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory, read_memory
 from moegguf.engine.memory import Sizes, choose_context, is_embedding
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
@@ -83,8 +83,7 @@ def measure(
     asked = load_keywords({name: value for name, value in given.items() if value is not None})
     options = {name: value for name, value in asked.items() if name not in IN_THE_PLAN} | {
         "n_ctx": wanted.n_ctx,
-        "type_k": spec.type_k,
-        "type_v": spec.type_v,
+        **{name: number for name in ("type_k", "type_v") if (number := getattr(spec, name)) != F16},
         "flash_attn": spec.flash_attn,
         "embedding": is_embedding(layout.metadata),
         "draft": spec.draft,
