@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
     from moegguf.engine.llama import Llama as Llama
-    from moegguf.engine.planner import make_plan as make_plan
+    from moegguf.engine.solver import make_plan as make_plan
     from moegguf.engine.stats import Stats as Stats
     from moegguf.generate.engine import Engine as Engine
     from moegguf.generate.engine import EngineAnswer as EngineAnswer
@@ -33,7 +33,7 @@ _MODULES = {
     "Sampling": "moegguf.generate.request",
     "Stats": "moegguf.engine.stats",
     "StoreOptions": "moegguf.native.store",
-    "make_plan": "moegguf.engine.planner",
+    "make_plan": "moegguf.engine.solver",
     "read_layout": "moegguf.gguf.experts",
 }
 __all__ = ["MoeggufError", "__version__", *_MODULES]

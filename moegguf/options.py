@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 MODEL, MEMORY, SAMPLING, OUTPUT, RESEARCH = "Model", "Memory", "Sampling", "Output", "Research"
 SERVER = "Server"
@@ -227,10 +227,27 @@ _TABLE = (
 )  # fmt: skip
 
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
-TO_WORKERS = (
+OF_EVERY_LOAD = (
     "expert_cache", "vram_cache", "placement", "warm_start", "context_store", "strategy", "policy", "draft",
 )  # fmt: skip
-"""Options of loading that a server, or a batch, has flags for, and hands to its workers."""
+"""Options of loading whose variables count wherever a model is loaded."""
+OF_COMMANDS = ("n_ctx", "n_parallel", "kv_tokens", "kv_cache_type", "flash_attention")
+"""Options of loading whose variables, by Ollama's names, too, count for commands and servers alone."""
+COMMAND_DEFAULTS: Mapping[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
+"""Keywords of `Llama` whose default is another in commands: the context is chosen for the memory, fused attention is
+used where devices have it, and the file's header says whether texts are pooled. `Llama` has llama-cpp-python's own
+defaults: 512, False, False."""
+KEYWORDS: Mapping[str, tuple[str, ...]] = {
+    "n_parallel": ("n_seq_max",),
+    "kv_cache_type": ("type_k", "type_v"),
+    "flash_attention": ("flash_attn",),
+}
+"""{option: the keywords of `Llama` that it sets}, where they have other names."""
+
+
+def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of `Llama` that these options set."""
+    return {keyword: value for name, value in given.items() for keyword in KEYWORDS.get(name, (name,))}
 
 
 def page() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Environment variables: those of every command (`Environment`), and those of the server and its clients (`Settings`).
+"""Environment variables of every command (`Environment`), of loading, and of the server and its clients (`Settings`).
 
 Settings are read from MOEGGUF_*, and from OLLAMA_* where that is unset; names, forms and defaults are those of Ollama's
 envconfig and Python client.
@@ -11,14 +11,14 @@ import math
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from moegguf.errors import BudgetError, OptionError
-from moegguf.options import OPTIONS, Kind, Option
+from moegguf.options import OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, Kind, Option, load_keywords
 from moegguf.quantities import parse_duration, parse_expert_cache, parse_size, parse_store_size
 from moegguf.text import without_password
 
@@ -32,18 +32,9 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables of every command, for models and the library, as `options` describes them: what holds
-    when the caller says nothing. An empty vram_cache is "auto"."""
+    """The environment variables of every command that are no keywords of a load, as `options` describes them."""
 
     hooks: bool = True
-    expert_cache: str = "auto"
-    warm_start: bool = False
-    context_store: str = "auto"
-    vram_cache: str = ""
-    placement: str = "auto"
-    policy: str = "auto"
-    draft: str = "auto"
-    strategy: str = ""
     library: Path | None = None
     models: Path | None = None
     home: Path | None = None
@@ -55,7 +46,16 @@ class Environment:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset. Raises OptionError, or
     BudgetError, naming the variable, for a value that cannot be read."""
-    return Environment(**_read(Environment, ("MOEGGUF_",), environ))
+    return Environment(**_read(_names_of(Environment), ("MOEGGUF_",), environ))
+
+
+def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Reads the keywords of `Llama` that are set in the environment: of OF_EVERY_LOAD, and for `commands` of
+    OF_COMMANDS. Raises as `read_environment` does."""
+    found = _read(OF_EVERY_LOAD, ("MOEGGUF_",), environ)
+    if commands:
+        found |= _read(OF_COMMANDS, ("MOEGGUF_", "OLLAMA_"), environ)
+    return load_keywords(found)
 
 
 def shows_tracebacks() -> bool:
@@ -144,21 +144,16 @@ def parse_networks(text: str) -> tuple[Network, ...]:
 @dataclass(frozen=True)
 class Settings:
     """Options of the server, as `options` describes them. Durations in seconds, `math.inf` without a limit; None:
-    chosen where it is used. `api_keys` are not in the repr. `loading`: options of loading that count before the
-    environment's, by name.
+    chosen where it is used. `api_keys` are not in the repr. `loading`: options of loading that were given, by name;
+    they count before the environment's.
     """
 
     host: Host = field(default_factory=Host)
     keep_alive_s: float = 300.0
     origins: tuple[str, ...] = ()
-    n_ctx: int | None = None
     max_models: int | None = None
     max_queue: int = 512
-    n_parallel: int = 1
-    kv_tokens: int | None = None
     load_timeout_s: float = 300.0
-    kv_cache_type: str = "f16"
-    flash_attention: bool | None = None
     memory_bytes: int | None = None
     debug: bool = False
     log_level: str = "info"
@@ -185,14 +180,23 @@ class Settings:
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """The settings in `environ` (default: the process's). Raises OptionError, naming the variable, for a value that
     cannot be read."""
-    return Settings(**_read(Settings, ("MOEGGUF_", "OLLAMA_"), environ))
+    return Settings(**_read(_names_of(Settings), ("MOEGGUF_", "OLLAMA_"), environ))
 
 
-def _read(kind: type[Environment] | type[Settings], prefixes: Sequence[str], environ: Mapping[str, str] | None) -> Any:
-    """{field of `kind`: value} of the variables that are set; empty counts as unset, and quotes are taken off."""
+def n_parallel() -> int:
+    """Returns how many requests a model answers at once where nobody says so: MOEGGUF_NUM_PARALLEL, or 1."""
+    return int(read_load_keywords(commands=True).get("n_seq_max", 1))
+
+
+def _names_of(kind: type[Environment] | type[Settings]) -> list[str]:
+    return [each.name for each in fields(kind) if each.name in OPTIONS]
+
+
+def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, Any]:
+    """Returns {option: value} of the variables that are set; empty counts as unset, and quotes are taken off."""
     env = os.environ if environ is None else environ
-    found = {}
-    for option in (OPTIONS[each.name] for each in fields(kind) if each.name in OPTIONS):
+    found = dict[str, Any]()
+    for option in (OPTIONS[name] for name in names):
         texts = ((prefix + option.variable, env.get(prefix + option.variable, "")) for prefix in prefixes)
         texts_set = ((name, stripped) for name, text in texts if (stripped := text.strip().strip("\"'")))
         name, text = next(texts_set, (f"MOEGGUF_{option.variable}", ""))

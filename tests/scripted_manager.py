@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from moegguf.engine.plan import Plan
+from moegguf.engine.machine import Memory
+from moegguf.engine.plan import MemoryPlan, Plan
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.request import Delta, Request
 from moegguf.models.entry import ModelEntry
@@ -61,9 +62,12 @@ class FakeCatalog:
         except KeyError:
             raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
 
-    def measure(self, entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
+    def measure(
+        self, entry: ModelEntry, overrides: LoadOverrides, settings: Settings, memory: Memory, _gpus: Any
+    ) -> ModelSize:
         def plan(room: Room) -> Plan:
-            return Plan(1, 1, room[RAM], True, 4096, 1, 0, 0, 0, room[RAM], limit_bytes, (), ())
+            ram = MemoryPlan(None, (0,), 1, room[RAM], memory.available_bytes)
+            return Plan((ram,), room[RAM], 1, 4096, 1)
 
         def load_config(chosen: Plan) -> LoadConfig:
             n_ctx = overrides.n_ctx or 4096

@@ -18,8 +18,8 @@ from typing import Any
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
 from moegguf.child import child_command, child_environment
 from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
-from moegguf.engine.machine import read_memory
-from moegguf.engine.memory import MARGIN_BYTES, Sizes
+from moegguf.engine.machine import MARGIN_BYTES, read_memory
+from moegguf.engine.memory import Sizes
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type

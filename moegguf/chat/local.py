@@ -39,7 +39,12 @@ class LocalModel:
         """Starts a worker: it takes as long as this program needs to find and describe the model."""
         self.spinner = spinner
         # One person waits, who can end this program: loads and cancelled answers may take any time.
-        self._settings = replace(settings, n_parallel=1, kv_tokens=None, keep_alive_s=math.inf, load_timeout_s=math.inf)
+        self._settings = replace(
+            settings,
+            loading={**settings.loading, "n_parallel": 1, "kv_tokens": 0},
+            keep_alive_s=math.inf,
+            load_timeout_s=math.inf,
+        )
         self._runner = asyncio.Runner()
         self._workers = Workers(echo_stderr=settings.debug, cancel_grace_s=math.inf)
         self._run(self._workers.prepare())

@@ -27,7 +27,7 @@ import typer
 from moegguf.atomic_write import DESCRIPTOR, can_be_replaced
 from moegguf.cli.options import OFTEN, Flag, Given, flags, loading_options
 from moegguf.errors import BatchFileError, MoeggufError
-from moegguf.options import MAX_BATCH_PARALLEL, MODEL, TO_WORKERS
+from moegguf.options import MAX_BATCH_PARALLEL, MODEL, OF_EVERY_LOAD
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner, duration
@@ -50,6 +50,8 @@ JOURNAL_SUFFIX = ".partial.db"
 MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
 LINE_S = 10.0  # between two lines of progress where stderr is no terminal
 
+LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens")
+"""Options of loading that this command has flags for."""
 RequestFile = Annotated[
     str,
     typer.Argument(
@@ -70,7 +72,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-@flags(*TO_WORKERS, "n_ctx", "kv_tokens", own=FLAGS)
+@flags(*LOADING, own=FLAGS)
 def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -81,12 +83,11 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     from moegguf.chat.client import running_server
     from moegguf.server.batches import ENDPOINTS
     from moegguf.serving.batch.answers import Requests, finished_counts
-    from moegguf.settings import read_settings
+    from moegguf.settings import n_parallel, read_settings
 
     settings, model, parallel = read_settings(), chosen["model"], chosen["parallel"]
     here = chosen["local"] or bool(given)
-    loading = loading_options(given)
-    settings = replace(settings, loading=loading, **{name: n for name, n in given.items() if n})
+    settings = replace(settings, loading=loading_options(given, LOADING))
     target = _output_path(requests, chosen["output"])
     with ExitStack() as opened:
         write_line = None if target is not None else opened.enter_context(_open_stream(chosen["output"]))
@@ -106,8 +107,9 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             if model is not None:
                 entry, name = find_or_pull(model), without_surrogates(model)
                 given_models = [replace(entry, name=name)] if name != model else []  # no request can name its path
-            n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
-            settings = replace(settings, n_parallel=max(1, min(len(found.lines), n_at_once)))
+            n_at_once = parallel or max(n_at_once, n_parallel(), MODELS_PARALLEL)
+            n_needed = max(1, min(len(found.lines), n_at_once))
+            settings = replace(settings, loading={**settings.loading, "n_parallel": n_needed})
             answering = _answers_of_models_here(settings, given_models)
         return _answer_to_end(found, target, write_line, answers, n_at_once, answering)
 

@@ -154,7 +154,14 @@ DEVICE_FLAGS = (
 )
 
 
-@flags("expert_cache", "n_ctx", "vram_cache", "placement", "type_k", "type_v", own=DEVICE_FLAGS)
+PLANNED = (
+    "expert_cache", "n_ctx", "vram_cache", "placement", "n_gpu_layers", "n_parallel", "kv_tokens", "type_k", "type_v",
+    "draft", "mmproj", "lora_path", "n_threads", "strategy",
+)  # fmt: skip
+"""Options that change the plan of a load."""
+
+
+@flags(*PLANNED, own=DEVICE_FLAGS)
 def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Estimate memory and speed before loading; of a model on Hugging Face before it is fetched.
 
@@ -166,7 +173,7 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
     from moegguf.terminal.tables import print_estimate, print_json
 
     device = SupposedDevice.parse(*(chosen[flag.name] for flag in DEVICE_FLAGS))
-    facts = estimate_model(model, device=device, **given)
+    facts = estimate_model(model, given, device)
     if as_json:
         print_json(facts)
         return

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
-from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, TO_WORKERS, Option
+from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option
 
 OFTEN = "Options"
 """The panel of what people use most, and of flags without a panel."""
@@ -116,18 +116,17 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
     return add
 
 
-def loading_options(given: Given, names: Sequence[str] = TO_WORKERS) -> Given:
-    """The options given that are for workers, of these `names`, taken out. Raises OptionError for a strategy or policy
-    that does not exist, also in the environment."""
-    from moegguf.controller.strategies import find_strategy
-    from moegguf.settings import read_environment
+def loading_options(given: Given, names: Sequence[str]) -> Given:
+    """The options given that change how models are loaded, of these `names`, taken out. Raises OptionError or
+    BudgetError for one that cannot be, also in the environment."""
+    from moegguf.engine.live_controller import ControllerOptions
+    from moegguf.engine.load_spec import LoadSpec
 
-    find_strategy(given.get("strategy", read_environment().strategy))
-    if "policy" in given:
-        from moegguf.engine.live_controller import ControllerOptions
-
-        ControllerOptions(given["policy"])
-    return {name: given.pop(name) for name in names if name in given}
+    taken = {name: given.pop(name) for name in names if name in given}
+    taken = {name: value for name, value in taken.items() if value != 0 or OPTIONS[name].scope == "load"}
+    LoadSpec.of(taken, commands=True)
+    ControllerOptions(taken.get("policy", "auto"))
+    return taken
 
 
 def parse_threads(text: str) -> int | None:

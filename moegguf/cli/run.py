@@ -89,7 +89,7 @@ FLAGS = (
          {"count": True, "show_default": False}),
 )  # fmt: skip
 PARAMETERS = {option: parameter for parameter, option in LOAD_PARAMETERS.items()}
-OF_THE_ENVIRONMENT = ("n_ctx", "reasoning_budget_tokens", "reasoning_budget_message")
+OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
 """Settings that count for a model that this command loads, where neither its name nor a flag says otherwise."""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, loading_options, model_argument
 from moegguf.errors import OptionError
-from moegguf.options import OPTIONS
+from moegguf.options import OF_COMMANDS, OPTIONS
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -46,11 +46,7 @@ class ServeCommand(Command):
 )
 def serve(models: Models = None, *, given: Given, port: int | None = None) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
-    from moegguf.engine.load import given_budgets
-
-    loading = loading_options(given, TO_EVERY_MODEL)
-    cache, vram_cache, placement = map(loading.get, ("expert_cache", "vram_cache", "placement"))
-    given_budgets(cache, vram_cache, placement, loading)  # a wrong one is an error before anything is loaded
+    loading = loading_options(given, [*TO_EVERY_MODEL, *OF_COMMANDS])
     files = {name: given.pop(name) for name in OF_THE_MODEL if name in given}
     settings = replace(serve_settings(port, given), loading=loading)
     if files and len(models or ()) != 1:

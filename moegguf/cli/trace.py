@@ -153,11 +153,10 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     Each prompt is a separate request. Ctrl-C writes no file.
     """
     from moegguf.bench.record import RecordOptions, record
-    from moegguf.engine.load import plan_here
     from moegguf.gguf.experts import read_layout
     from moegguf.models.catalog import find_model
     from moegguf.quantities import format_bytes
-    from moegguf.settings import read_settings
+    from moegguf.settings import read_load_keywords
     from moegguf.terminal.loading import warn_of_long_context
     from moegguf.trace.prompts import read_prompts
 
@@ -176,8 +175,8 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
             out,
             RecordOptions(*(chosen[name] for name in ("max_tokens", "inputs", "temperature", "seed"))),
             progress=progress,
-            n_ctx=chosen["ctx"] or plan_here(layout).n_ctx,
-            flash_attn=read_settings().flash_attention,
+            n_ctx=chosen["ctx"] or None,
+            flash_attn=read_load_keywords(commands=True).get("flash_attn"),
             verbose=False,
             **{name: chosen[name] for name in ("policy", "predictor", "lockstep")},
             **given,

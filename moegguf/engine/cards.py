@@ -16,7 +16,7 @@ from pathlib import Path
 from moegguf.engine.devices import BackendDevice, all_devices
 from moegguf.engine.machine import ROOT, file_text
 from moegguf.native import library
-from moegguf.settings import read_environment
+from moegguf.settings import read_load_keywords
 
 LEAST_DRIVER = {12: 525, 13: 580}
 """{major version of CUDA's runtime: the oldest driver of NVIDIA's that runs it}"""
@@ -181,6 +181,6 @@ def card_note(placement: str | None = None) -> str:
     Raises LibraryError.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", UNKNOWN) in ("", "-1")
-    if hidden or (placement or read_environment().placement) == "cpu":
+    if hidden or (placement or read_load_keywords().get("placement")) == "cpu":
         return ""
     return describe_cards(find_cards(), read_build())

@@ -6,6 +6,7 @@ import ctypes as c
 import functools
 import json
 import subprocess
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from moegguf.child import child_command, child_environment
@@ -14,8 +15,8 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.native import library
 
 NO_GPU = (
-    "a vram_cache, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none (`moegguf"
-    " doctor` lists devices); leave them out, or install a backend for your GPU (docs/install.md)."
+    "a budget of a GPU, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none"
+    " (`moegguf doctor` lists devices); leave them out, or install a backend for your GPU (docs/install.md)."
 )
 QUERY_S = 60  # a driver may take long to start
 
@@ -81,18 +82,23 @@ def has_gpu() -> bool:
 
 
 def find_gpus(name: str | None = None) -> list[Device]:
-    """The GPU of this name; None: every one.
+    """Returns the GPU of this name; None: every one.
 
     Raises BudgetError where there is no GPU, OptionError for another name.
     """
     found = gpus()
     if not found:
         raise BudgetError(NO_GPU)
-    chosen = [device for device in found if name in (None, device.name)]
-    if not chosen:
-        names = ", ".join(device.name for device in found)
-        raise OptionError(f"there is no GPU named {name!r}; there are: {names}.")
-    return chosen
+    return found if name is None else [find_device(found, name)]
+
+
+def find_device(there: Sequence[Device], name: str) -> Device:
+    """Returns the device of this name. Raises OptionError where it is not there."""
+    for device in there:
+        if device.name == name:
+            return device
+    names = ", ".join(device.name for device in there)
+    raise OptionError(f"there is no GPU named {name!r}; there are: {names}.")
 
 
 def query_gpus() -> list[Device]:

@@ -105,7 +105,7 @@ class LiveController:
         policy: str | AnyPolicy = self.options.policy
         predictor, prefetch = self.options.predictor, self.options.prefetch
         lockstep, store, plan, link_ns = self.options.lockstep, self.session.store, self.session.plan, None
-        if prefetch is None and (plan.device or plan.layers_on):
+        if prefetch is None and plan.on_device:
             # Trials that nobody asked for copy router inputs from the device, which a fast link does not pay back.
             link_ns = lambda: int(store.tier()["copy_ns"])  # noqa: E731
         try:

@@ -22,7 +22,8 @@ from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.drafts import Drafts, ModelDrafts
 from moegguf.engine.kv_block_store import KvBlockStore, default_folder
 from moegguf.engine.live_controller import ControllerOptions
-from moegguf.engine.load import Budget, check_options, prepare
+from moegguf.engine.load import check_options, prepare
+from moegguf.engine.load_spec import Budget
 from moegguf.engine.loader import Loader, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.prefix_cache import PrefixCache, open_prefix_cache, store_limit
@@ -37,7 +38,7 @@ from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import OptionError
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
-from moegguf.settings import read_environment
+from moegguf.settings import read_load_keywords
 from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ class Llama(UpstreamLlama):
             n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
                 uses one. The property `n_seq_max` says which models have only one.
             kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less
-                where experts would miss that memory (`moegguf.engine.pool_plan.choose_context`).
+                where experts would miss that memory (`moegguf.engine.memory.choose_context`).
+            n_ctx: tokens of context, 512 where it is not given, as in llama-cpp-python. 0: the model's own. None: as many
+                as leave most memory to experts, as commands have it.
             flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None:
                 where the devices that compute have it, as `moegguf.Engine`, `run` and `serve` do.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
@@ -128,7 +131,7 @@ class Llama(UpstreamLlama):
                 heads that the file has for more tokens), "auto" (of these what the file has, where `batch_invariant`,
                 so that every answer is as without), "off", or a second, smaller model of the same vocabulary. None:
                 MOEGGUF_DRAFT, else "auto"; with `trace` and `lockstep` "off". This class's own methods draft nothing.
-            plan: of a server that has planned this load (engine/planner.py), in place of the first four.
+            plan: of a server that has planned this load (engine/solver.py), in place of a plan that is made here.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
                 `n_threads_batch` there are as many threads as processors this process may use, and fewer while others
@@ -145,33 +148,42 @@ class Llama(UpstreamLlama):
         """
         given: dict[str, Any] = dict(options)
         start_log()
-        environment = read_environment()
         check_options(given, Llama.__init__)
-        named = find_strategy(environment.strategy if strategy is None else strategy)
-        policy = environment.policy if isinstance(policy, str) and policy == "auto" else policy
+        environment = read_load_keywords()
+        named = find_strategy(environment.get("strategy", "") if strategy is None else strategy)
+        if isinstance(policy, str) and policy == "auto":
+            policy = environment.get("policy", "auto")
         chosen = ControllerOptions(*named.parts(policy, predictor, prefetch), lockstep)
-        given.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
         store = named.store if store is None else store
-        warm_start = environment.warm_start if warm_start is None else warm_start
+        warm_start = bool(environment.get("warm_start")) if warm_start is None else warm_start
+        own: dict[str, Any] = {
+            "expert_cache": expert_cache,
+            "vram_cache": vram_cache,
+            "placement": placement,
+            "store": store,
+            "draft": draft,
+            "n_seq_max": n_seq_max,
+            "kv_tokens": kv_tokens,
+            "mmproj": mmproj,
+        }
         self._keywords = dict(
-            model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            draft=draft, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
-            context_store=context_store, **vars(chosen), **given,
+            model_path=model_path, plan=plan, strategy=named.name, warm_start=warm_start, context_store=context_store,
+            **own, **vars(chosen), **given,
         )  # fmt: skip
-        if draft is None:  # what is recorded or repeated is the routing of the text's own tokens
-            draft = "off" if trace or lockstep else environment.draft
+        if draft is None and (trace or lockstep):
+            own["draft"] = "off"  # what is recorded or repeated is the routing of the text's own tokens
         kept_bytes = store_limit(0 if trace or lockstep or given.get("vocab_only") else context_store)
-        self._drafts = ModelDrafts(draft)
-        load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, plan, draft)
+        self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
+        load_plan = prepare(model_path, own, given, plan)
         self.layout, self.plan = load_plan.layout, load_plan.plan
-        self.reads_images = load_plan.projector is not None and bool(mmproj)
+        self.reads_images = load_plan.spec.projector is not None and bool(mmproj)
         try:
             self._loader = loader = Loader(load_plan, given, store, progress)
             self.session, self._closed = loader.session, False
             kept = KvBlockStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
             recent = RecentExperts(self.session, kept) if kept and self.session else None
-            n_ubatch, base = load_plan.n_ubatch, super().__init__
-            loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload, chosen)
+            base = super().__init__
+            loader.read(lambda: base(load_plan.path, **load_plan.options), self._unload, chosen)
             self.input_ids.fill(PLACEHOLDER)
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)
@@ -196,11 +208,11 @@ class Llama(UpstreamLlama):
         placement: str | None = None,
         **options: Any,
     ) -> Plan:
-        """The memory plan for loading the model with these keywords. Raises what loading would raise."""
+        """Returns the plan for loading the model with these keywords. Raises what loading would raise."""
         given: dict[str, Any] = dict(options)
         check_options(given, Llama.__init__)
-        draft = given.pop("draft", None) or read_environment().draft
-        return prepare(model_path, expert_cache, given, vram_cache, placement=placement, draft=draft).plan
+        own = {"expert_cache": expert_cache, "vram_cache": vram_cache, "placement": placement}
+        return prepare(model_path, own, given).plan
 
     def _attach_model(self, params: c.Structure) -> None:
         self._loader.attach_model(params)

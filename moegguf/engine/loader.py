@@ -47,7 +47,7 @@ class Loader:
     def __init__(
         self, load_plan: LoadPlan, options: dict[str, Any], store: StoreOptions, progress: Progress | None
     ) -> None:
-        self.load_plan, self.n_seq_max = load_plan, load_plan.n_seq_max
+        self.load_plan, self.n_seq_max = load_plan, load_plan.plan.n_seq_max
         self.session: Session | None = None
         self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
@@ -61,7 +61,7 @@ class Loader:
         self._callback: Any = self._bindings.llama_progress_callback(self._report)
         self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._repack, plan = store.repack, load_plan.plan
-        try_first(load_plan.layout, options, self._report_waiting, load_plan.projector)
+        try_first(load_plan.layout, options, self._report_waiting, load_plan.spec.projector)
         if load_plan.no_device or plan.layers_on:
             store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
         if load_plan.hooks:
@@ -105,7 +105,7 @@ class Loader:
         if self.n_seq_max > 1:
             n_kv = self.load_plan.plan.kv_tokens
             params.n_seq_max, params.n_ctx, params.kv_unified = self.n_seq_max, n_kv, True
-        if self.load_plan.options.get("flash_attn", False) is None:  # the base class knows on and off
+        if self.load_plan.spec.flash_attn is None:  # the base class knows on and off
             params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
         if self.session is not None:
             self.session.attach_context(params)

@@ -22,6 +22,8 @@ from moegguf.errors import ModelNotFoundError
 
 ROOT = Path("/")
 MACHINE = "the machine"
+MARGIN_BYTES = 256 << 20  # of RAM, that stay free at least
+VRAM_MARGIN_BYTES = 1 << 30  # of a device: drivers, displays and other programs take some at any time
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
 BUSY_SHARE = 0.25  # of the processors, by the load of the last minute, from which speeds are too low
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times
@@ -33,11 +35,27 @@ _LEAST_MEMORY_TURNS = 5
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of main memory: total, and what this process may still take. `limited_by`: "the machine" or a cgroup."""
+    """A memory that weights, contexts and slots may lie in."""
 
     total_bytes: int
-    available_bytes: int
-    limited_by: str
+    available_bytes: int  # that this process may still take
+    limited_by: str  # "the machine", a cgroup, a device or a budget, for messages
+    margin_bytes: int | None = None  # that stay free with a budget "auto"; None: `margin_bytes` of what is free
+
+    @property
+    def margin(self) -> int:
+        """Bytes that stay free with a budget "auto"."""
+        return margin_bytes(self.available_bytes) if self.margin_bytes is None else self.margin_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a budget "auto" may take."""
+        return max(0, self.available_bytes - self.margin)
+
+
+def margin_bytes(free_bytes: int) -> int:
+    """Returns how many of the free bytes of RAM stay free: a twentieth, or MARGIN_BYTES."""
+    return max(free_bytes // 20, MARGIN_BYTES)
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class Device:
     @property
     def memory(self) -> Memory:
         """The memory as a plan takes it."""
-        return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}")
+        return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}", VRAM_MARGIN_BYTES)
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,62 @@
-"""Memory that llama.cpp takes beside the experts, by the sizes of the context and of passes: dense weights, KV cache,
+"""The sizes of a load, and the memory that llama.cpp takes for them beside the experts: dense weights, KV cache,
 compute buffers.
 
-Upper bounds from the model's metadata, computed before anything is loaded, so that a budget and a context length can be
-planned; llama.cpp states the true figures after loading.
+`Sizes.of` is the one place where options become sizes. Bytes are upper bounds from the model's metadata, computed
+before anything is loaded, so that a budget and a context length can be planned; llama.cpp states the true figures after
+loading.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from moegguf.engine.machine import Memory
+from moegguf.engine.load_spec import AUTO, F16, LoadSpec
+from moegguf.engine.machine import Memory, margin_bytes
 from moegguf.errors import AllocationError, OptionError
+from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
 from moegguf.gguf.reader import GGML_TYPES
-from moegguf.quantities import MIB, format_bytes
+from moegguf.options import MAX_PARALLEL
+from moegguf.quantities import MIB, ExpertCache, format_bytes
 
-F16 = 1
 ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and the one that switches it on again
 FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, staging buffers of the readers
 VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with its merges
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
+POOLED_BATCH_TOKENS = 2048  # of a batch and of a pass, at most, where a pooled text has to be in one pass
 HEADS_UBATCH_TOKENS = 32  # of a pass of the heads that draft
+SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
+LEAST_CTX_TOKENS = 512
+KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
+# A state that tokens have changed cannot be taken back, nor copied in part: keys of architectures that have one.
+STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes beside the pool, at a given context and batch. `slot_work_bytes` is scratch memory per slot of the pool."""
+    """Bytes that a model takes beside slots, at a given context and pass."""
 
-    dense_bytes: int
-    kv_bytes: int
-    compute_bytes: int
-    slot_work_bytes: int
-    projector_bytes: int = 0
+    dense_bytes: int = 0  # weights that every token uses
+    kv_bytes: int = 0
+    compute_bytes: int = 0
+    slot_work_bytes: int = 0  # scratch memory of each slot
+    projector_bytes: int = 0  # while an image is read
 
     def total_bytes(self, n_slots: int) -> int:
-        """All of it, with the scratch memory of `n_slots` slots."""
+        """Returns all of it, with the scratch memory of `n_slots` slots."""
         lasting = self.dense_bytes + self.projector_bytes + self.kv_bytes
         return lasting + self.compute_bytes + n_slots * self.slot_work_bytes
+
+    def with_slots(self, n_slots: int) -> MemoryNeeds:
+        """Returns the same bytes with the scratch memory of `n_slots` slots among the buffers."""
+        return replace(self, compute_bytes=self.compute_bytes + n_slots * self.slot_work_bytes, slot_work_bytes=0)
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
@@ -104,25 +120,39 @@ def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: b
 
 @dataclass(frozen=True)
 class Sizes:
-    """Context and passes to plan for; types of the KV cache are ggml's numbers.
+    """Context and passes to plan for."""
 
-    n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`pool_plan.choose_context`).
-    n_ubatch: stays as given unless there are too few slots for it; None: at most n_batch, chosen together with the
-    slots. kv_tokens: of all n_seq_max sequences that the context holds; None: chosen. projector: of a model that reads
-    images, too. adapter_bytes: of a LoRA adapter. reasons: of what was chosen.
-    """
-
-    n_ctx: int | None = None
-    n_ubatch: int | None = None
-    n_batch: int = DEFAULT_UBATCH_TOKENS
+    n_ctx: int | None = None  # 0: the model's own; None: the largest that leaves most memory to experts
+    n_ubatch: int | None = None  # stays as given unless there are too few slots; None: chosen together with the slots
+    n_batch: int | None = None  # None: DEFAULT_UBATCH_TOKENS, or a whole text where texts are pooled
     n_seq_max: int = 1
-    kv_tokens: int | None = None
-    type_k: int = F16
+    kv_tokens: int | None = None  # of all sequences that the context holds; None: chosen
+    type_k: int = F16  # of the KV cache, ggml's numbers
     type_v: int = F16
     flash_attn: bool = False
-    projector: ProjectorHeader | None = None
-    adapter_bytes: int = 0
-    reasons: tuple[str, ...] = ()
+    projector: ProjectorHeader | None = None  # of a model that reads images, too
+    adapter_bytes: int = 0  # of a LoRA adapter
+    pools: bool = False  # texts are pooled, each in one pass
+    reasons: tuple[str, ...] = ()  # of what was chosen
+
+    @classmethod
+    def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
+        """Returns the sizes that these options name for a model. Raises OptionError, and ModelFormatError for an
+        adapter that does not fit the model."""
+        pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
+        return cls(
+            n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
+            n_ubatch=spec.n_ubatch,
+            n_batch=spec.n_batch,
+            n_seq_max=1 if pools else spec.n_seq_max,
+            kv_tokens=spec.kv_tokens or None,
+            type_k=spec.type_k,
+            type_v=spec.type_v,
+            flash_attn=bool(spec.flash_attn),  # None may become off, which needs more
+            projector=spec.projector,
+            adapter_bytes=read_adapter(spec.lora_path, layout.arch).n_bytes if spec.lora_path else 0,
+            pools=pools,
+        )
 
     @property
     def one_pass_tokens(self) -> int:
@@ -132,10 +162,24 @@ class Sizes:
     @property
     def most_ubatch(self) -> int:
         """The most tokens of a pass."""
-        return max(self.one_pass_tokens, self.n_ubatch or min(DEFAULT_UBATCH_TOKENS, self.n_batch))
+        most = min(DEFAULT_UBATCH_TOKENS, self.n_batch or DEFAULT_UBATCH_TOKENS)
+        return max(self.one_pass_tokens, self.n_ubatch or most)
+
+    def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
+        """Returns the sizes with a context of `n_ctx` tokens, and with what follows from it: the tokens of a batch, and
+        how many sequences there may be. Raises OptionError."""
+        n_batch, n_ubatch = self.n_batch, self.n_ubatch
+        if n_batch is None:
+            n_batch = min(n_ctx, POOLED_BATCH_TOKENS) if self.pools else DEFAULT_UBATCH_TOKENS
+        if self.pools:
+            n_ubatch = n_ubatch or n_batch
+        n_batch = max(n_batch, self.one_pass_tokens)
+        n_seq_max = min(sequences_of(layout, n_ctx, self.n_seq_max), n_batch)
+        n_ubatch = min(n_ubatch, n_batch) if n_ubatch else None
+        return replace(self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max)
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Upper bounds of memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left.
+        """Returns upper bounds of memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left.
 
         CPU mul_mat_id keeps a row list of 8 bytes per slot, chosen expert and token.
         """
@@ -149,27 +193,91 @@ class Sizes:
         )
 
 
-MARGIN_BYTES = 256 * MIB  # left free at least
+def is_embedding(metadata: Mapping[str, Any]) -> bool:
+    """Returns whether a model is an embedding model: its GGUF header has a pooling type."""
+    return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
 
-def margin_bytes(free_bytes: int) -> int:
-    """How many of the free bytes stay free when the budget is chosen here: a twentieth, or MARGIN_BYTES."""
-    return max(free_bytes // 20, MARGIN_BYTES)
+def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: ExpertCache = AUTO) -> Sizes:
+    """Returns the sizes with a context and a KV cache, chosen for so much free memory, of which experts are given
+    `cache` ("auto": what is left).
 
+    A context that is not given is the largest, up to the model's own, in a tenth of the free memory, or in a quarter
+    where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves to experts, or
+    than a `cache` that is given leaves to it. A KV cache that is not given has all tokens that its sequences can have
+    together, less by the same rule, and at least those of one: answers are rarely as long as their context can be, and
+    memory of experts makes each of them faster. One that is given has no more than these, and no fewer, with a warning:
+    without, the longest answer cannot end.
 
-def pooling_batch_tokens(n_ctx: int) -> int:
-    """Tokens of a batch, and of a pass, where pooling needs a text in one pass."""
-    return min(n_ctx, 2048)
+    Raises OptionError for a context that cannot be.
+    """
+    given_bytes = 0 if cache.mode == "auto" else cache.n_bytes or round(cache.fraction * layout.expert_bytes)
+    pool_bytes = min(given_bytes, layout.expert_bytes)
+    free_bytes -= sizes.adapter_bytes + (sizes.projector.total_bytes if sizes.projector else 0)
+    buffers = partial(compute_bytes, layout, flash_attn=sizes.flash_attn)
+    # The weights of a model without experts are mapped: they need not stay in memory.
+    dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
+    rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1)
+    modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
+
+    def is_modest(n_tokens: int) -> bool:
+        """Whether a KV cache of so many tokens leaves enough memory to experts."""
+        cached_bytes = kv_bytes(layout, n_tokens, sizes.type_k, sizes.type_v)
+        grown = buffers(n_tokens, sizes.most_ubatch) - buffers(KV_PAD_TOKENS, sizes.most_ubatch)
+        is_small = n_tokens <= SMALL_CTX_TOKENS or cached_bytes + grown <= modest_bytes
+        return is_small and cached_bytes <= (rest - pool_bytes if pool_bytes else rest // 2)
+
+    n_ctx, n_kv, reasons = sizes.n_ctx, sizes.kv_tokens, list[str]()
+    trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
+    if n_ctx is None:
+        powers = (1 << bit for bit in reversed(range(trained.bit_length())))
+        defaults = (trained, *(n for n in powers if LEAST_CTX_TOKENS <= n < trained))
+        n_ctx = next(filter(is_modest, defaults), defaults[-1])
+        if n_ctx < trained:
+            reasons.append(
+                f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take too much of the memory"
+                " for experts; --ctx sets another"
+            )
+    sizes = sizes.with_context(layout, pad_context(n_ctx) or trained)
+    n_ctx = sizes.n_ctx or trained
+    if not n_kv:
+        parts = (n_ctx * (sizes.n_seq_max - 1) * part // KV_PARTS for part in range(KV_PARTS, 0, -1))
+        n_kv = next(filter(is_modest, (pad_context(n_ctx + part) for part in parts)), n_ctx)
+    elif n_kv < n_ctx:
+        warnings.warn(
+            f"kv_tokens={n_kv} cannot hold one context of {n_ctx} tokens, so {n_ctx} are kept; for less memory give"
+            " a shorter context, too.",
+            stacklevel=2,
+        )
+    n_kv = pad_context(max(n_ctx, min(n_kv, sizes.n_seq_max * n_ctx)))
+    if n_kv > n_ctx:
+        reasons.append(f"answers that are computed together share a context of {n_kv:,} tokens")
+    return replace(sizes, kv_tokens=n_kv, reasons=tuple(reasons))
 
 
 def pad_context(n_ctx: int) -> int:
-    """`n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context.
+    """Returns `n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context.
 
     Raises OptionError for a number that no context can have.
     """
     if not 0 <= n_ctx <= MAX_CTX_TOKENS:
         raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
     return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+
+
+def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
+    """Returns how many sequences of `n_ctx` tokens one context of the model may hold: `wanted`, or 1.
+
+    1 for models with a recurrent state, for embedding models, and where the sum of the contexts would make llama.cpp
+    choose other rotary factors than for one of them. Raises OptionError for a number that no context can have.
+    """
+    if not 1 <= wanted <= MAX_PARALLEL:
+        raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}.")
+    metadata, arch = layout.metadata, layout.arch
+    stateful = any(metadata.get(f"{arch}.{key}") for key in STATE_KEYS)
+    trained = metadata.get(f"{arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
+    changes_rope = layout.has_long_rope and isinstance(trained, int) and n_ctx <= trained < n_ctx * wanted
+    return 1 if stateful or metadata.get(f"{arch}.pooling_type") or changes_rope else wanted
 
 
 def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:

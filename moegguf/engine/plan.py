@@ -1,157 +1,179 @@
-"""What a user gives, and the plan for it: which memory has which experts, context and buffers, with the reasons as
-sentences.
+"""The plan of a load: which memory has which experts, context and buffers, with the reasons as sentences.
 
-A slot holds one expert of any layer: one place in each arena (gate, up, down; or gate_up, down). `planner.make_plan`
+A slot holds one expert of any layer: one place in each arena (gate, up, down; or gate_up, down). `solver.make_plan`
 makes a plan before anything is loaded; workers receive it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from moegguf.engine.cost import Kind, Placement, Speeds
-from moegguf.engine.machine import Memory
-from moegguf.engine.memory import Sizes, margin_bytes
+from moegguf.engine.cost import Placement, Speeds
+from moegguf.engine.memory import MemoryNeeds
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_sizes
-from moegguf.quantities import ExpertCache
 
 NO_LIMIT = 1 << 30  # tokens of a pass
-AUTO, SIZES = ExpertCache("auto"), Sizes()  # of `Budgets` that say nothing else
-KINDS_OF: dict[str, tuple[Kind, ...]] = {
-    "auto": ("resident", "slots", "layers", "cpu"),
-    "layers": ("resident", "layers"),
-    "slots": ("resident", "slots"),
-    "cpu": ("cpu",),
-}
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """What a user gives, and wants.
-
-    ram, vram: memory for experts; vram of all devices together, or of each. choice: one of `options.PLACEMENTS`.
-    n_gpu_layers, tensor_split: as llama.cpp's (-1: every layer; None: by memory). divided: the caller divides layers
-    so, or chooses one of several devices: only slots are planned. refuses_cpu: not everything may be left to the CPU.
-    staging: tensors of each device that prompts are staged in, beside `vram`; None: chosen, within it. streams: whether
-    the store may stream experts through the CPU's slots. margin_bytes: of RAM, that stay free with "auto"; None:
-    `memory.margin_bytes`.
-    """
-
-    ram: ExpertCache = AUTO
-    vram: tuple[ExpertCache, ...] = (AUTO,)
-    choice: str = "auto"
-    sizes: Sizes = SIZES
-    n_gpu_layers: int = -1
-    tensor_split: tuple[float, ...] | None = None
-    divided: bool = False
-    refuses_cpu: bool = False
-    staging: int | None = None
-    streams: bool = True
-    margin_bytes: int | None = None
-
-    def margin_of(self, ram: Memory) -> int:
-        """Bytes of this RAM that stay free with "auto"."""
-        return margin_bytes(ram.available_bytes) if self.margin_bytes is None else self.margin_bytes
+NO_NEEDS = MemoryNeeds()
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Every placement that fits, the fastest first; the one to take; and why, as a sentence.
+    """The placements that fit, compared."""
 
-    device_bytes: of the device's memory for experts. hit_rates: where those come from.
-    """
-
-    placements: tuple[Placement, ...]
+    placements: tuple[Placement, ...]  # the fastest first
     chosen: Placement
-    reason: str
+    reason: str  # a sentence
     speeds: Speeds
-    hit_rates: str
-    device_bytes: int
+    hit_rates: str  # where these come from
+    device_bytes: int  # of the device's memory, for experts
 
 
 @dataclass(frozen=True)
-class DevicePlan:
-    """What one of several devices gets: layers, by number, and slots for their experts. name: ggml's; None: the CPU,
-    whose slots are in RAM. total_bytes: its memory, those slots included.
-    """
+class MemoryPlan:
+    """What one memory gets."""
 
-    name: str | None
-    layers: tuple[int, ...]
-    n_slots: int
-    total_bytes: int
+    name: str | None  # ggml's name of a device; None: RAM, with the CPU
+    layers: tuple[int, ...]  # that are computed there
+    n_slots: int  # for experts of these layers
+    total_bytes: int  # that it takes there, all slots included
+    available_bytes: int = 0  # that this process may take there
+    n_below: int = 0  # slots in RAM from which those of devices are filled
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Slots for the pool, tokens of context and of a pass (`n_ubatch`), and where all bytes go.
+    """Where everything goes, with the tokens of context and of a pass."""
 
-    `budget_bytes` is what the pool takes: n_slots * slot_bytes. `compute_bytes` includes the work memory of the slots,
-    `projector_bytes` that of reading an image. `streams`: a pass may use more experts of a layer than there are slots:
-    in the CPU's memory, where it computes layers, else on a device.
-    `total_bytes` is the sum; `available_bytes` is what this process may take. `reasons` and `warnings` are sentences
-    for the user.
-    """
-
-    n_slots: int
+    memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
     slot_bytes: int
-    budget_bytes: int
-    resident: bool
+    n_experts: int  # of which each may have a slot
     n_ctx: int
-    n_ubatch: int
-    dense_bytes: int
-    kv_bytes: int
-    compute_bytes: int
-    total_bytes: int
-    available_bytes: int
-    reasons: tuple[str, ...]
-    warnings: tuple[str, ...]
-    projector_bytes: int = 0
-    streams: bool = False
-    device: str | None = None  # ggml's name of the one, or names of those, that all of this but `n_ram_slots` is on
-    devices: tuple[DevicePlan, ...] = ()  # where several compute: each one's part, in llama.cpp's order, the CPU last
-    n_ram_slots: int = 0  # in RAM, below those of the device
-    host_bytes: int = 0  # of RAM, with those slots and the CPU's, where there is a device
-    layers_on: str | None = None  # the device that computes everything but the experts with slots, which are in RAM
-    n_staging: int = 0  # tensors of a layer's full shape on the device, in which prompts are staged
-    staging_bytes: int = 0  # that they take, beside slots; part of total_bytes
-    placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
-    slot_tokens: int = NO_LIMIT  # of a pass on a device, that slots are for: more are staged, or read in several
+    n_ubatch: int  # tokens of a pass
+    needs: MemoryNeeds = NO_NEEDS  # beside slots; the work memory of slots is part of compute_bytes
+    n_seq_max: int = 1
+    n_batch: int = 512
     kv_tokens: int = 0  # of all sequences
-    whole_layers: tuple[int, ...] = ()  # whose experts all lie on `layers_on`, as plain weights, and have no slots
+    streams: bool = False  # a pass may use more experts of a layer than there are slots
+    slot_tokens: int = NO_LIMIT  # of a pass that slots of a device are for: more are staged, or read in several passes
+    n_staging: int = 0  # tensors of a layer's full shape on each device, in which prompts are staged
+    staging_bytes: int = 0  # that these take on all devices, beside slots
+    whole_layers: tuple[int, ...] = ()  # whose experts all lie on a device, as plain weights, and have no slots
     n_gpu_layers: int = 0  # as llama.cpp's: that devices compute
-    tensor_split: tuple[float, ...] | None = None  # with which llama.cpp divides layers over several devices
+    tensor_split: tuple[float, ...] | None = None  # with which llama.cpp divides layers, where several memories compute
+    placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
+    reasons: tuple[str, ...] = ()  # sentences for the user
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ram(self) -> MemoryPlan:
+        """The part in RAM."""
+        return self.memories[-1]
+
+    @property
+    def on_devices(self) -> tuple[MemoryPlan, ...]:
+        """The parts on devices."""
+        return self.memories[:-1]
 
     @property
     def on_device(self) -> bool:
         """Whether a device computes layers."""
-        return self.device is not None or self.layers_on is not None
+        return len(self.memories) > 1
 
     @property
-    def vram_cache_bytes(self) -> int:
-        """What experts take on devices, staging tensors included: a `vram_cache` that gives the same."""
-        return self.budget_bytes + self.staging_slots_bytes if self.device else 0
+    def device(self) -> str | None:
+        """ggml's names of the devices that have slots; None: the CPU computes the experts that have slots."""
+        has_slots = any(part.n_slots for part in self.on_devices)
+        return ", ".join(str(part.name) for part in self.on_devices) if has_slots else None
 
-    def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
-        """`layout` with those experts alone that have slots."""
-        return layout.only(layer.il for layer in layout.layers if layer.il not in self.whole_layers)
+    @property
+    def layers_on(self) -> str | None:
+        """The device that computes everything but the experts with slots, which are in RAM."""
+        return self.on_devices[0].name if self.on_device and self.device is None else None
+
+    @property
+    def devices(self) -> tuple[MemoryPlan, ...]:
+        """The parts that compute, where layers are divided; else there are none."""
+        if self.tensor_split is None:
+            return ()
+        return (*self.on_devices, *([self.ram] if self.ram.n_slots else []))
+
+    @property
+    def n_slots(self) -> int:
+        """Slots that layers compute from."""
+        return sum(part.n_slots for part in self.memories)
 
     @property
     def device_slots(self) -> int:
-        """Slots on devices, without those of layers that the CPU computes beside them."""
-        return self.n_slots - sum(part.n_slots for part in self.devices if part.name is None)
+        """Slots on devices; without a device, those in RAM."""
+        return sum(part.n_slots for part in self.on_devices) if self.device else self.n_slots
+
+    @property
+    def n_ram_slots(self) -> int:
+        """Slots in RAM below those of devices."""
+        return self.ram.n_below
+
+    @property
+    def resident(self) -> bool:
+        """Whether every expert has a slot of its own."""
+        return self.n_slots == self.n_experts
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of the slots that layers compute from."""
+        return self.n_slots * self.slot_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of RAM beside devices."""
+        return self.ram.total_bytes if self.on_device else 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that devices hold; without one, bytes of RAM."""
+        return sum(part.total_bytes for part in self.on_devices or self.memories)
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that this process may take there."""
+        return sum(part.available_bytes for part in self.on_devices or self.memories)
+
+    @property
+    def vram_cache_bytes(self) -> int:
+        """Bytes of experts on devices, staging tensors included: a budget that gives the same."""
+        return self.budget_bytes + self.staging_slots_bytes if self.device else 0
 
     @property
     def staging_slots_bytes(self) -> int:
-        """What staging tensors take of a `vram_cache` that is given: whole slots."""
+        """Bytes that staging tensors take of a budget that is given: whole slots."""
         return slots_for(self.staging_bytes, self.slot_bytes) * self.slot_bytes
+
+    def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
+        """Returns the layout of the experts that have slots."""
+        return layout.only(layer.il for layer in layout.layers if layer.il not in self.whole_layers)
 
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
         """Slots of a pool for layers of `layout` that a pass may need at once, on a device or in the CPU's memory."""
         if on_device and self.n_staging:
             return layer_slots(layout, min(self.n_ubatch, self.slot_tokens))
         return layer_slots(layout, self.n_ubatch, self.streams and not on_device)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the plan's figures by name, for JSON."""
+        of_slots = {name: getattr(self, name) for name in FIGURES}
+        found = asdict(self)
+        needs = found.pop("needs")
+        del found["memories"], needs["slot_work_bytes"]
+        return found | of_slots | needs | {"devices": [asdict(part) for part in self.devices]}
+
+
+FIGURES = (
+    "n_slots", "budget_bytes", "resident", "total_bytes", "available_bytes", "device", "layers_on", "n_ram_slots",
+    "host_bytes", "vram_cache_bytes",
+)  # fmt: skip
+"""Properties of a plan that are among its facts."""
 
 
 def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> int:

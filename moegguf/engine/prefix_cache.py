@@ -37,7 +37,7 @@ from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
 from moegguf.quantities import parse_store_size
-from moegguf.settings import read_environment
+from moegguf.settings import read_environment, read_load_keywords
 
 if TYPE_CHECKING:
     from moegguf.engine.context import Context
@@ -346,7 +346,7 @@ def store_limit(given: str | int | None) -> int | None:
     """Returns the bytes of an option, or without it of the environment; None: as `KvBlockStore` chooses. Raises
     OptionError."""
     try:
-        return parse_store_size(read_environment().context_store if given is None else given)
+        return parse_store_size(read_load_keywords().get("context_store", "auto") if given is None else given)
     except ValueError as error:
         raise OptionError(f"context_store: {error}.") from None
 
@@ -389,10 +389,10 @@ def _hash(*parts: str | bytes) -> str:
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
     """Returns a hash of everything except tokens that blocks depend on: model, build and options."""
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
-    adapter = options.get("lora_path")
+    adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector
     parts = {
         "model": (header_digest(layout.shards), weights_digest(layout.shards)),
-        "projector": load_plan.projector and weights_digest((load_plan.projector.shard,)),
+        "projector": projector and weights_digest((projector.shard,)),
         "adapter": adapter and (weights_digest((read_adapter(adapter).shard,)), options.get("lora_scale")),
         "build": library.build_identity(),
         "processor": sorted(read_processor().flags),

@@ -6,8 +6,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from moegguf.engine.load import Budget
-from moegguf.engine.pool_plan import budget_slots, divide_ram_slots
+from moegguf.engine.load_spec import Budget
+from moegguf.engine.solver import budget_slots, divide_ram_slots
 from moegguf.errors import BudgetError
 from moegguf.native import library
 from moegguf.native.store import Tier

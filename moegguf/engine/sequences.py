@@ -1,5 +1,4 @@
-"""Many sequences in one context: how many a model can have, passes with tokens of several, and whether bits depend on
-what else is in a pass.
+"""Many sequences in one context: passes with tokens of several, and whether bits depend on what else is in a pass.
 
 They share one KV cache (llama.cpp's `kv_unified`): a cell can belong to every sequence that begins with the same
 tokens, so that a prefix is copied without copying data.
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
-# A state that tokens have changed cannot be taken back, nor copied in part: keys of architectures that have one.
-STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
 
 CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # of the attention kernels, whose rows are of
 HEAD_STEP = 16  # values, or a multiple
@@ -59,21 +56,6 @@ class SequenceTokens:
     def n_evaluated(self) -> int:
         """Tokens in the pass."""
         return len(self.tokens) + len(self.draft)
-
-
-def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
-    """Sequences of `n_ctx` tokens that one context of the model may hold: `wanted`, or 1.
-
-    1 for models with a recurrent state, for embedding models, and where the sum of the contexts would make llama.cpp
-    choose other rotary factors than for one of them. Raises OptionError for a number that no context can have.
-    """
-    if not 1 <= wanted <= MAX_SEQUENCES:
-        raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_SEQUENCES}, but is {wanted}.")
-    metadata, arch = layout.metadata, layout.arch
-    stateful = any(metadata.get(f"{arch}.{key}") for key in STATE_KEYS)
-    trained = metadata.get(f"{arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
-    changes_rope = layout.has_long_rope and isinstance(trained, int) and n_ctx <= trained < n_ctx * wanted
-    return 1 if stateful or metadata.get(f"{arch}.pooling_type") or changes_rope else wanted
 
 
 def common_tokens(a: Tokens, b: Tokens) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.devices import gpus
-from moegguf.engine.plan import DevicePlan, Plan, layer_slots
+from moegguf.engine.plan import MemoryPlan, Plan, layer_slots
 from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError
 from moegguf.gguf.experts import ExpertLayout
@@ -37,8 +37,10 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
 
     Raises AllocationError when not even the minimum fits.
     """
-    whole = DevicePlan(plan.device or options.device, tuple(range(layout.n_layer)), plan.n_slots, plan.total_bytes)
-    used = [part for part in plan.devices or (whole,) if part.n_slots]
+    used = [part for part in plan.memories if part.n_slots]
+    if plan.tensor_split is None:  # one memory has all slots, and the caller may have named its device
+        name = used[0].name or options.device
+        used = [replace(used[0], name=name, layers=tuple(range(layout.n_layer)))]
     layout = padded(layout, [part.name for part in used])
     needed = {
         part.name: layer_slots(layout, plan.n_ubatch, plan.streams and (part.name is None or plan.n_staging > 0))
@@ -90,7 +92,7 @@ def staging_of_pool(n_staging: int, n_pools: int) -> int:
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
-def pools_of(layout: ExpertLayout, part: DevicePlan, needed: int, n_staging: int = 0) -> list[DevicePlan]:
+def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int = 0) -> list[MemoryPlan]:
     """A device's part as one pool, or as several, each for some of its layers, where one would be larger than the
     device's buffers or kernels take. needed: slots that a pass uses in a layer. n_staging: staging tensors of the
     device; where each pool has one and there were fewer, the others take the memory of slots.
@@ -248,7 +250,7 @@ class Session:
         self.store.resize(fewer)
         warnings.warn(
             f"{self.plan.device} has no memory for weights and a context beside {n_slots} expert slots; going on with"
-            f" {fewer}, which is slower; give a smaller vram_cache, or lower n_ctx.",
+            f" {fewer}, which is slower; give a smaller budget for it, or lower n_ctx.",
             stacklevel=2,
         )
         return True

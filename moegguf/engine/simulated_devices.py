@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.device_plan import plan_slots
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.memory import Sizes
-from moegguf.engine.plan import Budgets, DevicePlan, slot_bytes
+from moegguf.engine.plan import slot_bytes
+from moegguf.engine.solver import Task, plan_slots
 from moegguf.errors import OptionError
-from moegguf.native.store import DeviceSlots
+from moegguf.native.store import DeviceSlots, StoreOptions
 from moegguf.quantities import ExpertCache, Link, parse_link
 from moegguf.trace.simulate import SIMULATED, layout_of, slots_of
 
@@ -49,13 +49,12 @@ def devices_of(
     caches = tuple(ExpertCache("bytes", n_bytes=slots_of(shape, share) * slot_bytes(layout)) for share in shares)
     devices = tuple(Device(f"{SIMULATED}{d}", d, _ENOUGH_BYTES, _ENOUGH_BYTES) for d in range(n_devices))
     memory = Memory(_ENOUGH_BYTES, _ENOUGH_BYTES, "nothing")
-    budgets = Budgets(vram=caches, tensor_split=tuple(tensor_split), sizes=Sizes(1), streams=False)
-    plan = plan_slots(layout, Machine(memory, devices=devices), budgets)
-    whole = DevicePlan(plan.device, tuple(range(shape.n_layer)), plan.n_slots, plan.total_bytes)
+    spec = LoadSpec(n_ctx=1, vram_cache=caches, tensor_split=tuple(tensor_split), store=StoreOptions(overlap=False))
+    plan = plan_slots(Task.of(layout, Machine(memory, devices=devices), spec))
     return tuple(
         DeviceSlots(
             part.name, part.n_slots, tuple(il for il in part.layers if il in shape.row_of), through_ram=True,
             staging=plan.n_staging, link=links[d] if len(links) > 1 else next(iter(links), None),
         )
-        for d, part in enumerate(plan.devices or (whole,)) if part.n_slots
+        for d, part in enumerate(plan.memories) if part.n_slots
     )  # fmt: skip

@@ -78,6 +78,13 @@ def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
     return None
 
 
+def files_of(entry: ModelEntry) -> dict[str, str]:
+    """Returns the files that a model is loaded with, by keyword of `Llama`; a projector that is damaged is left out."""
+    projector = projector_of(entry)
+    beside = {"mmproj": projector and projector.path, "lora_path": entry.adapter, "draft": entry.draft}
+    return {name: str(path) for name, path in beside.items() if path}
+
+
 def parameters(layout: ExpertLayout) -> tuple[int, int]:
     """(all parameters, those that one token uses)."""
     blocks = {name: (n, n_bytes) for name, n, n_bytes in GGML_TYPES.values()}

@@ -209,18 +209,25 @@ class ManagedModel:
         self.set_timer(math.inf, self.reset)
 
     @property
-    def device(self) -> str | None:
-        """What computes it, while it has memory; None: the CPU."""
-        return next((place for place in self.used if place != RAM), None)
+    def devices(self) -> list[str]:
+        """The devices that compute it, while it has memory; none: the CPU does."""
+        return [place for place in self.used if place != RAM]
 
-    def place_of(self, budget: str) -> str:
+    def places_of(self, budget: str) -> list[str]:
         """Where a budget is: "expert_cache" or "vram_cache"."""
-        return RAM if budget == "expert_cache" else self.device or RAM
+        return [RAM] if budget == "expert_cache" else self.devices or [RAM]
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
-        """Counts this for slots, by budget."""
+        """Counts this for slots, by budget; of several devices, each takes a part of the change as large as the part
+        that it has."""
         for budget, n in n_bytes.items():
-            self.used[self.place_of(budget)] += n - self.cache_bytes[budget]
+            places, change = self.places_of(budget), n - self.cache_bytes[budget]
+            total = sum(self.used[place] for place in places)
+            for place in places[1:]:
+                part = change * self.used[place] // max(1, total)
+                self.used[place] += part
+                change -= part
+            self.used[places[0]] += change
             self.cache_bytes[budget] = n
 
     def serves(self, request: LeaseRequest) -> bool:

@@ -1,6 +1,6 @@
 """How much memory a model needs, how much there is, and which idle models make room. No processes.
 
-A model has the plan that it gets with all that it can use, and those with less. Plans are made from the model's
+A model has the plan that it gets with all that it can use, and plans with less. Plans are made from the model's
 headers, before anything is loaded; a worker gets the one that it is loaded with.
 """
 
@@ -11,183 +11,198 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moegguf.engine.devices import NO_GPU
-from moegguf.engine.drafts import drafted
-from moegguf.engine.load import default_store, given_budgets
-from moegguf.engine.machine import Device, Machine, Memory, count_cpus, read_memory
-from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, margin_bytes, pad_context, pooling_batch_tokens
-from moegguf.engine.plan import Budgets, Plan, layer_slots, slot_bytes
-from moegguf.engine.planner import make_plan, plan_known
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, choose_context
-from moegguf.engine.sequences import sequences_of
-from moegguf.engine.speeds import KnownSpeeds
+from moegguf.engine.devices import query_gpus
+from moegguf.engine.load import known_speeds, plan_load, read_model
+from moegguf.engine.load_spec import F16, LoadSpec
+from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory, read_memory
+from moegguf.engine.memory import Sizes, choose_context, is_embedding
+from moegguf.engine.plan import Plan, layer_slots, slot_bytes
+from moegguf.engine.solver import make_plan
 from moegguf.errors import BudgetError
-from moegguf.gguf.adapter import read_adapter
-from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.gguf.reader import ggml_type
-from moegguf.models.details import projector_of
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.models.details import files_of
 from moegguf.models.entry import ModelEntry
+from moegguf.options import load_keywords
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
 _UNLIMITED = 1 << 62
+IN_THE_PLAN = ("expert_cache", "vram_cache", "placement", "n_seq_max", "kv_tokens", "n_batch")
+"""Keywords of `Llama` that a plan replaces."""
 
 
 RAM = "RAM"
 Room = Mapping[str, int]
 """Bytes in RAM, and on devices by their names."""
+ListGpus = Callable[[], Sequence[Device] | None]
+"""The GPUs with what each has free for all models; None where all have failed."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Memory of a model: all that it can use, and the minimum, in RAM and on the device that computes it. `plan_within`
-    plans for what is between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without
-    overrides."""
+    """Memory of a model."""
 
-    wanted: Room
+    wanted: Room  # all that it can use
     minimum: Room
-    plan_within: Callable[[Room], Plan]
-    load_config: Callable[[Plan], LoadConfig]
-    default_n_ctx: int = 0
+    plan_within: Callable[[Room], Plan]  # plans for what is between the two
+    load_config: Callable[[Plan], LoadConfig]  # what a worker gets
+    default_n_ctx: int = 0  # the context without overrides
+
+
+def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings) -> dict[str, Any]:
+    """Returns the options of loading that are given for a model: those of a request, then the draft model of its name,
+    then those of the server or command, then the other files of its name."""
+    files = files_of(entry)
+    given = {**files, **settings.loading}
+    given |= {name: path for name, path in files.items() if name == "draft"}
+    given |= {name: value for name, value in vars(overrides).items() if value is not None}
+    if "lora_path" not in given:
+        given.pop("lora_scale", None)
+    return given
 
 
 def measure(
-    entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int, gpu: Device | None = None
+    entry: ModelEntry, overrides: LoadOverrides, settings: Settings, memory: Memory, list_gpus: ListGpus = query_gpus
 ) -> ModelSize:
-    """The memory that `entry` needs when loaded with `overrides`. Reads headers: call it from a thread.
+    """Returns the memory that `entry` needs when it is loaded with `overrides`. Reads headers: call it from a thread.
 
-    gpu: computes a model with experts, with as much of its memory for them, and placed, as the settings or the
-    environment say; None: the CPU does.
+    memory: RAM for all models. list_gpus: called where the options leave layers to GPUs.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
-    chosen = dict(settings.loading)
-    of_name = str(entry.draft) if entry.draft else None
-    chosen["draft"] = overrides.draft or of_name or chosen.get("draft") or read_environment().draft
-    chosen["n_threads"] = overrides.n_threads or chosen.get("n_threads")
-    if entry.adapter is None:
-        chosen.pop("lora_scale", None)
-    type_k, type_v = (chosen.get(name, settings.kv_cache_type) for name in ("type_k", "type_v"))
-    flash_attn = True if (type_k, type_v) != ("f16", "f16") else settings.flash_attention
-    layout, projector = drafted(read_layout(entry.path), chosen["draft"], flash_attn), projector_of(entry)
-    placement = "auto" if gpu is None else chosen.get("placement")
-    cache = overrides.expert_cache or chosen.get("expert_cache")
-    budgets = given_budgets(cache, chosen.get("vram_cache"), placement, {"n_gpu_layers": chosen.get("n_gpu_layers")})
-    devices = () if gpu is None or not layout.is_moe else (gpu,)
-    here = Machine(_memory(limit_bytes), devices=devices)
-    free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
-    sizes = Sizes(settings.n_ctx or None, type_k=ggml_type(type_k), type_v=ggml_type(type_v), projector=projector)
-    adapter_bytes = read_adapter(entry.adapter, layout.arch).n_bytes if entry.adapter else 0
-    sizes = replace(sizes, flash_attn=bool(flash_attn), adapter_bytes=adapter_bytes)  # None may become off: needs more
-    default_n_ctx = choose_context(layout, sizes, free_bytes).n_ctx or 0
-    n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
-    embedding = is_embedding(layout.metadata)
-    n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
-    n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
-    sizes = replace(
-        sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
-        kv_tokens=settings.kv_tokens,
-    )  # fmt: skip
-    sizes = choose_context(layout, sizes, free_bytes, budgets.vram[0] if devices else budgets.ram)
-    store, n_threads = default_store(chosen.get("strategy")), chosen["n_threads"] or count_cpus()
-    budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=store.overlap, margin_bytes=0)
-    options = chosen | {
-        "mmproj": str(projector.path) if projector else None,
-        "n_ctx": n_ctx,
-        "n_seq_max": n_seq_max,
-        "n_batch": n_batch,
-        "type_k": type_k if type_k != "f16" else None,
-        "type_v": type_v if type_v != "f16" else None,
-        "flash_attn": flash_attn,
-        "embedding": embedding,
+    given = load_options(entry, overrides, settings)
+    spec = LoadSpec.of(given, commands=True)
+    layout = read_model(entry.path, spec)
+    uses_slots = layout.is_moe and read_environment().hooks
+    devices = (spec.choose_gpus(list_gpus) if uses_slots else None) or ()
+    owner = _Owner(layout, spec, Machine(memory, devices=devices))
+    wanted = owner.best()
+    least = owner.least(wanted)
+    asked = load_keywords({name: value for name, value in given.items() if value is not None})
+    options = {name: value for name, value in asked.items() if name not in IN_THE_PLAN} | {
+        "n_ctx": wanted.n_ctx,
+        **{name: number for name in ("type_k", "type_v") if (number := getattr(spec, name)) != F16},
+        "flash_attn": spec.flash_attn,
+        "embedding": is_embedding(layout.metadata),
+        "draft": spec.draft,
         "verbose": settings.debug,
-        "lora_path": str(entry.adapter) if entry.adapter else None,
     }
-
-    def plan_with(machine: Machine, budgets: Budgets) -> Plan:
-        if budgets.choice == "slots":
-            return make_plan(layout, machine, budgets)
-        return plan_known(layout, machine, budgets, KnownSpeeds(layout, n_threads, store.repack).speeds_apart)
 
     def load_config(plan: Plan) -> LoadConfig:
         return LoadConfig(entry.name, str(entry.path), plan, options)
 
-    return replace(_size(layout, here, budgets, plan_with, load_config), default_n_ctx=default_n_ctx)
+    most_bytes, least_bytes = bytes_of(wanted), bytes_of(least)
+    return ModelSize(
+        wanted=most_bytes,
+        minimum={place: min(n_bytes, least_bytes.get(place, 0)) for place, n_bytes in most_bytes.items()},
+        plan_within=lambda room: owner.plan_within(room, wanted, least),
+        load_config=load_config,
+        default_n_ctx=owner.default_context(wanted) if overrides.n_ctx else wanted.n_ctx,
+    )
 
 
-def _size(
-    layout: ExpertLayout,
-    here: Machine,
-    budgets: Budgets,
-    plan_with: Callable[[Machine, Budgets], Plan],
-    load_config: Callable[[Plan], LoadConfig],
-) -> ModelSize:
-    try:
-        wanted = plan_with(here, budgets)
-    except BudgetError:  # of the budgets themselves, or else `admit` says what is short
-        wanted = plan_with(replace(here, memory=_memory(_UNLIMITED)), budgets)
-    one_slot = slot_bytes(layout, [gpu.name for gpu in here.devices if wanted.on_device])
-    least = wanted if not layout.is_moe else _least(layout, here, budgets, wanted, one_slot)
-    ram, vram = (_at_most(cache, layout.n_expert_total, one_slot) for cache in (budgets.ram, budgets.vram[0]))
-    smaller = replace(budgets, choice="slots" if wanted.on_device else "cpu", ram=ram, vram=(vram,))
+@dataclass(frozen=True)
+class _Owner:
+    """Plans one model on the memory that all models share."""
 
-    def plan_within(room: Room) -> Plan:
+    layout: ExpertLayout
+    spec: LoadSpec
+    here: Machine
+
+    def _plan(self, spec: LoadSpec, machine: Machine) -> Plan:
+        return plan_load(self.layout, spec, machine, known_speeds(self.layout, spec).speeds_apart)
+
+    def best(self) -> Plan:
+        """Returns the plan with all memory. Where even that is too little, `admit` says what is short: the plan is then
+        of memory without end, with the context that would be chosen here."""
+        try:
+            return self._plan(self.spec, self.here)
+        except BudgetError:
+            sizes = choose_context(self.layout, Sizes.of(self.layout, self.spec), self._free_bytes())
+            endless = replace(self.here, memory=Memory(_UNLIMITED, _UNLIMITED, "the models' budget", 0))
+            return self._plan(replace(self.spec, n_ctx=sizes.n_ctx), endless)
+
+    def _free_bytes(self) -> int:
+        return min(self.here.memory.available_bytes, *(device.free_bytes for device in self.here.devices), _UNLIMITED)
+
+    def default_context(self, wanted: Plan) -> int:
+        """Returns the context that a load has which names none."""
+        places = self.here.devices if wanted.on_device else ()
+        free_bytes = sum(device.free_bytes for device in places) or self.here.memory.available_bytes
+        budget = self.spec.vram_cache[0] if wanted.on_device else self.spec.expert_cache
+        sizes = Sizes.of(self.layout, replace(self.spec, n_ctx=None))
+        return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
+
+    def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
+        """Returns the plan for this memory: `wanted` where that fits, else one with fewer slots, else `least`."""
         if _fits(wanted, room):
             return wanted
+        one_slot, n_experts = self._slot_bytes(wanted), self.layout.n_expert_total
+        smaller = replace(
+            self._settled(wanted),
+            placement="slots" if wanted.on_device else "cpu",
+            expert_cache=_at_most(self.spec.expert_cache, n_experts, one_slot),
+            vram_cache=tuple(_at_most(cache, n_experts, one_slot) for cache in self.spec.vram_cache),
+        )
         gpus = [
             replace(gpu, free_bytes=room.get(gpu.name, 0) + VRAM_MARGIN_BYTES)
-            for gpu in here.devices if wanted.on_device
+            for gpu in self._devices(wanted)
         ]  # fmt: skip
+        memory = Memory(room[RAM], room[RAM], "the models' budget", 0)
         with suppress(BudgetError):
-            found = make_plan(layout, Machine(_memory(room[RAM]), devices=tuple(gpus)), smaller)
+            found = make_plan(self.layout, Machine(memory, devices=tuple(gpus)), smaller)
             if _fits(found, room):
                 return found
         return least
 
-    most, fewest = bytes_of(wanted), bytes_of(least)
-    minimum = {place: min(n_bytes, fewest.get(place, 0)) for place, n_bytes in most.items()}
-    return ModelSize(most, minimum, plan_within, load_config)
+    def _settled(self, wanted: Plan) -> LoadSpec:
+        """The options with the context that was chosen: less memory makes no shorter one."""
+        return replace(self.spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens)
 
+    def _devices(self, wanted: Plan) -> tuple[Device, ...]:
+        return self.here.devices if wanted.on_device else ()
 
-def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan, one_slot: int) -> Plan:
-    """The plan that takes the least, on the device that `wanted` is on, whose slots have so many bytes."""
-    if (wanted.layers_on and budgets.choice == "layers") or (wanted.on_device and budgets.divided):
+    def _slot_bytes(self, wanted: Plan) -> int:
+        return slot_bytes(self.layout, [device.name for device in self._devices(wanted)])
+
+    def least(self, wanted: Plan) -> Plan:
+        """Returns the plan that takes the least, on the devices of `wanted`; `wanted` where layers are as they were
+        asked for."""
+        layout, spec, devices = self.layout, self._settled(wanted), self._devices(wanted)
+        as_asked = (wanted.layers_on and spec.placement == "layers") or spec.is_divided(devices[:1])
+        if not layout.is_moe or (devices and as_asked):
+            return wanted
+        sizes = Sizes.of(layout, spec).with_context(layout, wanted.n_ctx)
+        n_tokens = 1 if devices else sizes.one_pass_tokens
+        n_slots = layer_slots(layout, n_tokens, wanted.streams) * max(1, len(devices))
+        one_slot = self._slot_bytes(wanted)
+        fewest = ExpertCache("bytes", n_bytes=n_slots * one_slot)
+        if devices:
+            ram = ExpertCache("bytes", n_bytes=one_slot)
+            spec = replace(spec, placement="slots", expert_cache=ram, vram_cache=(fewest,), n_ubatch=1)
+        else:
+            n_ubatch = sizes.n_ubatch or sizes.one_pass_tokens
+            spec = replace(spec, placement="cpu", expert_cache=fewest, n_ubatch=n_ubatch)
+        with suppress(BudgetError):
+            return make_plan(layout, replace(self.here, devices=devices), spec)
         return wanted
-    sizes = budgets.sizes
-    n_tokens = 1 if wanted.on_device else sizes.one_pass_tokens
-    fewest = ExpertCache("bytes", n_bytes=layer_slots(layout, n_tokens, wanted.streams) * one_slot)
-    sizes = replace(sizes, n_ubatch=1 if wanted.on_device else sizes.n_ubatch or n_tokens)
-    if not wanted.on_device:
-        return make_plan(layout, replace(here, devices=()), replace(budgets, ram=fewest, sizes=sizes))
-    ram = ExpertCache("bytes", n_bytes=one_slot)
-    return make_plan(layout, here, replace(budgets, choice="slots", ram=ram, vram=(fewest,), sizes=sizes))
 
 
 def _at_most(cache: ExpertCache, n_experts: int, one_slot: int) -> ExpertCache:
-    """What fits, up to the budget."""
+    """Returns a budget that takes what fits, up to this one."""
     n_bytes = int(cache.fraction * n_experts + 1e-9) * one_slot
     return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
 
 
-def _memory(n_bytes: int) -> Memory:
-    return Memory(n_bytes, n_bytes, "the models' budget")
-
-
 def bytes_of(plan: Plan) -> dict[str, int]:
-    """Where a plan takes how much."""
-    device = plan.device or plan.layers_on
-    return {RAM: plan.total_bytes} if device is None else {RAM: plan.host_bytes, device: plan.total_bytes}
+    """Returns where a plan takes how much."""
+    return {part.name or RAM: part.total_bytes for part in plan.memories}
 
 
 def _fits(plan: Plan, room: Room) -> bool:
     return all(n_bytes <= room.get(place, 0) for place, n_bytes in bytes_of(plan).items())
-
-
-def is_embedding(metadata: Mapping[str, Any]) -> bool:
-    """Whether the model is an embedding model: its GGUF header has a pooling type."""
-    return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
 
 @dataclass(frozen=True)
@@ -243,34 +258,36 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
 
 class MemoryLimits:
     """The bytes that all models together may take: of RAM the setting, or else what was free at construction; on each
-    device what was free there at first; less what other programs have taken since. `lost`: devices that failed, which
-    are not used again."""
+    device what was free there at first; less what other programs have taken since."""
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
-        self.lost: set[str] = set()
+        self.lost: set[str] = set()  # devices that failed, which are not used again
         self._memory = memory
         self._setting_bytes = settings.memory_bytes
-        self._at_start_bytes = _without_margin(memory().available_bytes)
-        self._on_device: dict[str, int] = {}  # as of its last choice
+        self._at_start = memory()
+        self._on_device: dict[str, int] = {}  # as of the last list
+
+    def ram(self, used_bytes: int) -> Memory:
+        """Returns the RAM for all models, while they take `used_bytes`."""
+        if self._setting_bytes:
+            return Memory(self._setting_bytes, self._setting_bytes, "the models' budget", 0)
+        now = self._memory()
+        free_bytes = min(self._at_start.available_bytes, now.available_bytes + used_bytes)
+        return replace(now, available_bytes=free_bytes)
 
     def of(self, place: str, used_bytes: int) -> int:
-        """The current limit there, while models take `used_bytes`."""
-        if place != RAM:
-            return self._on_device.get(place, 0)
-        free_bytes = _without_margin(self._memory().available_bytes) + used_bytes
-        return self._setting_bytes or min(self._at_start_bytes, free_bytes)
+        """Returns the current limit there, while models take `used_bytes`."""
+        return self.ram(used_bytes).usable_bytes if place == RAM else self._on_device.get(place, 0)
 
-    def choose(self, devices: Sequence[Device], used_on: Callable[[str], int]) -> Device | None:
-        """The device with the most free memory that has not failed, as if there were no models, which take `used_on` of
-        it; None when all have failed. Raises BudgetError where there was none."""
+    def gpus(self, devices: Sequence[Device], used: Room) -> list[Device] | None:
+        """Returns the devices that have not failed, with what they would have free without models, which use so much;
+        None when all have failed."""
         there = [device for device in devices if device.name not in self.lost]
-        if not there and not self.lost:
-            raise BudgetError(NO_GPU)
-        if (best := max(there, key=lambda device: device.free_bytes, default=None)) is None:
-            return None
-        free = best.free_bytes + used_on(best.name)
-        self._on_device[best.name] = limit = min(self._on_device.get(best.name, free), free)
-        return replace(best, free_bytes=limit)
+        for device in there:
+            free = device.free_bytes + used.get(device.name, 0)
+            self._on_device[device.name] = min(self._on_device.get(device.name, free), free)
+        found = [replace(device, free_bytes=self._on_device[device.name]) for device in there]
+        return None if self.lost and not found else found
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
@@ -292,7 +309,3 @@ def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, res
     asked = {"auto": reserved_bytes, "fraction": int(cache.fraction * n_experts * slot_bytes), "bytes": cache.n_bytes}
     n_bytes = min(asked[cache.mode], reserved_bytes)
     return n_bytes // slot_bytes * slot_bytes or max(1, n_bytes)
-
-
-def _without_margin(n_bytes: int) -> int:
-    return max(0, n_bytes - margin_bytes(n_bytes))

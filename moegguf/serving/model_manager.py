@@ -22,13 +22,13 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from moegguf.decisions import log_decision
-from moegguf.engine.devices import has_gpu, query_gpus
+from moegguf.engine.devices import query_gpus
 from moegguf.engine.machine import Device
 from moegguf.errors import (
     BudgetError,
@@ -49,7 +49,7 @@ from moegguf.serving.lease import Lease, LeaseRequest, ManagedModel, files_key, 
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers
-from moegguf.settings import Settings, read_environment
+from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class ModelManager:
         }
         before = {name: model.cache_bytes[name] for name in wanted}
         for name, n_bytes in wanted.items():
-            self._check_growth(model, model.place_of(name), n_bytes - before[name])
+            self._check_growth(model, model.places_of(name), n_bytes - before[name])
         model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # nobody else gets it meanwhile
         now = wanted
         try:
@@ -316,11 +316,12 @@ class ModelManager:
         model.asked_budgets.update(given)
         self._dispatch()
 
-    def _check_growth(self, model: ManagedModel, place: str, n_bytes: int) -> None:
-        free_bytes = max(0, self._limit(place) - self._used(place))
+    def _check_growth(self, model: ManagedModel, places: Sequence[str], n_bytes: int) -> None:
+        free_bytes = sum(max(0, self._limit(place) - self._used(place)) for place in places)
         if n_bytes > free_bytes:
+            where = ", ".join(places)
             raise BudgetError(
-                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {place} do not fit beside the other"
+                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {where} do not fit beside the other"
                 f" models, which leave {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give less."
             )
 
@@ -438,13 +439,13 @@ class ModelManager:
         del self._models[model.key]
 
     async def _measure_model(self, model: ManagedModel, request: LeaseRequest) -> memory_budget.ModelSize:
-        gpu = await self._find_gpu()
+        used = {place: self._used(place) for other in self._models.values() for place in other.used}
         model.files = tuple(filter(None, map(FileVersion.now, request.entry.all_files)))
         model.look_at_files()
-        arguments = request.entry, request.overrides, self.settings, self._limit(RAM)
-        given = {} if gpu is None else {"gpu": gpu}
+        memory = self._limits.ram(self._used(RAM))
+        arguments = request.entry, request.overrides, self.settings, memory
         try:
-            size = await asyncio.to_thread(self.measure, *arguments, **given)
+            size = await asyncio.to_thread(self.measure, *arguments, lambda: self._limits.gpus(self.devices(), used))
         except BudgetError as error:
             raise error if request.overrides.expert_cache is None else OptionError(str(error)) from None
         model.entry, model.overrides, model.default_n_ctx = request.entry, request.overrides, size.default_n_ctx
@@ -478,7 +479,7 @@ class ModelManager:
         """Runs a process with the model, from its load to its end."""
         start_s = time.monotonic()
         plan = await asyncio.to_thread(size.plan_within, model.used)
-        if model.device is not None:
+        if model.devices:
             model.used = memory_budget.bytes_of(plan)
         process = await self._workers.take()
         process.on_warning = functools.partial(self._warn, model)
@@ -510,8 +511,8 @@ class ModelManager:
             await self._workers.prepare(str(model.entry.path))
         finally:
             await process.close(grace_s)
-            if isinstance(process.exited.result(), DeviceLostError) and model.device is not None:
-                self._limits.lost.add(model.device)
+            if isinstance(process.exited.result(), DeviceLostError):
+                self._limits.lost.update(model.devices)
 
     def _warn(self, model: ManagedModel, text: str) -> None:
         """Passes on a warning of a model's process, unless a process of that model has had it before."""
@@ -522,15 +523,6 @@ class ModelManager:
     def _on_process_exit(self, model: ManagedModel) -> None:
         model.process = None
         model.ending.set()
-
-    async def _find_gpu(self) -> Device | None:
-        """The device for the next model, with what it would have free without models; None: the CPU."""
-        environment, chosen = read_environment(), self.settings.loading
-        if not environment.hooks or chosen.get("placement", environment.placement) == "cpu":
-            return None
-        if not chosen.get("vram_cache", environment.vram_cache) and (chosen.get("n_gpu_layers") == 0 or not has_gpu()):
-            return None
-        return self._limits.choose(await asyncio.to_thread(self.devices), self._used)
 
 
 def _shutting_down() -> BusyError:

@@ -6,9 +6,9 @@ or models.
 
 To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (request, stream),
 embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents, client_key), tokenize (text, special),
-pieces (tokens), count and render (request), budget (expert_cache, vram_cache: bytes), experts (watch_s, client_key:
-None sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id,
-value or error; stats and decisions once there is a model), warning (text),
+pieces (tokens), count and render (request), budget (bytes by the name of a budget), experts (watch_s, client_key: None
+sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value
+or error; stats and decisions once there is a model), warning (text),
 decision (fields).
 """
 
@@ -38,13 +38,12 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The model that a worker loads, and how. `plan`: which memory has what. `options`: keywords of `Llama`; None: its
-    default; types of the KV cache by name, such as "q8_0"."""
+    """The model that a worker loads, and how."""
 
     name: str
     path: str
-    plan: Plan | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan  # which memory has what
+    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of `Llama`
 
 
 @dataclass(frozen=True)

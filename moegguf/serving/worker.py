@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
 
@@ -37,7 +37,6 @@ from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Reque
 from moegguf.generate.sequence import Sequence, Task
 from moegguf.generate.template_forms import forms_of
 from moegguf.gguf.experts import read_layout
-from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
@@ -302,8 +301,7 @@ class Worker:
         on_pass = self._uses.begin_pass if self._uses is not None else lambda client_key: None
         self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
-        plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
-        self._end(number, wire.Ready(llm.n_ctx(), plan, llm.n_seq_max), None)
+        self._end(number, wire.Ready(llm.n_ctx(), llm.plan.facts(), llm.n_seq_max), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -342,15 +340,9 @@ class Worker:
 
 
 def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
-    """Loads the model of `config`. `progress` gets the share that was read; False ends the load. Raises what `Llama`
-    raises."""
-    options: dict[str, Any] = {"n_seq_max": 1, "embedding": False, "verbose": False}
-    options |= {name: value for name, value in config.options.items() if value is not None}
-    options |= {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
-    type_v = options.get("type_v")
-    is_quantised = type_v is not None and GGML_TYPES[type_v][1] > 1  # llama.cpp takes this with flash attention only
-    options["flash_attn"] = True if is_quantised else options.get("flash_attn")
-    return Llama(config.path, plan=config.plan, progress=progress, **options)
+    """Loads the model of `config` with its plan. `progress` gets the share that was read; False ends the load. Raises
+    what `Llama` raises."""
+    return Llama(config.path, plan=config.plan, progress=progress, **{"verbose": False, **config.options})
 
 
 def main() -> None:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moegguf.engine import machine
 from moegguf.engine.cost import SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
-from moegguf.engine.load import plan_here
-from moegguf.engine.memory import Sizes
-from moegguf.engine.plan import Budgets, PlacementPlan, Plan, slot_bytes
-from moegguf.engine.planner import make_plan
+from moegguf.engine.load import plan_here, read_model
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
+from moegguf.engine.solver import make_plan
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.gguf.reader import ggml_type, read_gguf
+from moegguf.gguf.reader import GGML_TYPES, read_gguf
 from moegguf.models.catalog import Catalog
-from moegguf.models.details import details, main_type, parameters, parameters_of, projector_of
+from moegguf.models.details import details, files_of, main_type, parameters, parameters_of
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import fetchable_name, library
 from moegguf.models.sources import demo_path, hub_offline
-from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
-from moegguf.settings import read_environment, read_settings
+from moegguf.quantities import Link, parse_link, parse_size
+from moegguf.settings import read_load_keywords
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
@@ -102,52 +102,39 @@ class SupposedDevice:
             raise OptionError(f"--device-memory: {error}.") from None
 
 
-def estimate_model(
-    model: str,
-    expert_cache: str | None = None,
-    n_ctx: int | None = None,
-    type_k: str | None = None,
-    type_v: str | None = None,
-    vram_cache: str | None = None,
-    device: SupposedDevice | None = None,
-    placement: str | None = None,
-) -> Facts:
-    """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory. type_k,
-    type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement: as `Llama` takes them. device:
-    what one that is only supposed would give."""
-    settings = read_settings()
-    cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
-    types = [type or settings.kv_cache_type for type in (type_k, type_v)]
-    # llama.cpp takes a quantised V cache with flash attention only.
-    flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
-    options: dict[str, Any] = {"type_k": ggml_type(types[0]), "type_v": ggml_type(types[1]), "flash_attn": flash_attn}
+def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: SupposedDevice | None = None) -> Facts:
+    """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
+
+    given: options of loading by name. device: what one that is only supposed would give.
+    """
     with described(model) as (entry, is_here):
-        layout = read_layout(entry.path)
-        options |= {"n_ctx": n_ctx, "projector": projector_of(entry)}
-        plan = plan_here(layout, cache, vram_cache, placement, **options)
+        options = {**files_of(entry), **(given or {})}
+        spec = LoadSpec.of(options, commands=True)
+        layout = read_model(entry.path, spec)
+        plan = plan_here(layout, spec)
         reads = is_here and layout.is_moe and not plan.resident
         disk = expert_read_speed(layout, DISK_SECONDS) if reads else None
-        default = "auto" if plan.placement or plan.device else None
+        default = "auto" if plan.placement or plan.on_device else None
         placed = plan.placement
         if device:  # beside RAM for everything, with the context of the plan that is
-            speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, _memory_speed())
             there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
             ample = machine.Machine(machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,))
-            sizes = replace(Sizes(**options), n_ctx=plan.n_ctx)
-            placed = make_plan(layout, ample, Budgets(sizes=sizes), speeds).placement
+            speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, _memory_speed())
+            free = LoadSpec(plan.n_ctx, type_k=spec.type_k, type_v=spec.type_v, flash_attn=spec.flash_attn)
+            placed = make_plan(layout, ample, free, speeds).placement
         return {
             "name": layout.name,
             "path": _shown_path(entry, is_here),
             "fetched": is_here,
-            "expert_cache": str(cache),
-            "vram_cache": vram_cache or read_environment().vram_cache or default,
-            "cache_types": types,
+            "expert_cache": str(spec.expert_cache),
+            "vram_cache": options.get("vram_cache") or read_load_keywords().get("vram_cache") or default,
+            "cache_types": [GGML_TYPES[number][0].lower() for number in (spec.type_k, spec.type_v)],
             "n_ctx": plan.n_ctx,
             "n_expert_total": layout.n_expert_total,
             "expert_bytes": layout.expert_bytes,
             "token_cycle_bytes": layout.token_cycle_bytes,
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
-            "plan": asdict(plan),
+            "plan": plan.facts(),
             "expected": _expectation(_hit_rates(layout, is_here), plan, disk),
             "placement": _placement(placed),
         }

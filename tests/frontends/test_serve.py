@@ -18,8 +18,11 @@ from live.running import write_adapter
 from servers import Command, Server, TinyModel, serving
 from waiting import until
 
+from moegguf.cli.options import loading_options
 from moegguf.cli.serve import serve, serve_settings
-from moegguf.engine import load
+from moegguf.engine import load, load_spec
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.machine import Memory
 from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
@@ -30,7 +33,7 @@ from moegguf.server import serve as server
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import measure
 from moegguf.serving.wire import LoadConfig
-from moegguf.settings import Settings
+from moegguf.settings import Settings, n_parallel
 from tools.models import write_projector
 
 
@@ -68,27 +71,28 @@ def test_workers_get_what_flags_say(started: list[Settings], tiny: TinyModel, mo
 def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
     """What a worker of a server with these settings gets."""
     entry = model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
-    size = measure(entry, LoadOverrides(n_ctx=256), settings, 1 << 32)
+    size = measure(entry, LoadOverrides(n_ctx=256), settings, Memory(1 << 32, 1 << 32, "a test", 0))
     return size.load_config(size.plan_within({"RAM": 1 << 32}))
 
 
 def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "has_gpu", lambda: False)
-    monkeypatch.setattr(load, "gpus", list)
+    for module in (load, load_spec):
+        monkeypatch.setattr(module, "has_gpu", lambda: False)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
     layout = read_layout(tiny())
-    assert "sees no GPU: the CPU computes every layer" in load.plan_here(layout, "50%").reasons[-1]
+    assert "sees no GPU: the CPU computes every layer" in load.plan_here(layout, LoadSpec.of({})).reasons[-1]
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
-    assert not any("sees no GPU" in reason for reason in load.plan_here(layout, "50%").reasons)
+    assert not any("sees no GPU" in reason for reason in load.plan_here(layout, LoadSpec.of({})).reasons)
 
 
 def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TRUST_NETWORK": "10.0.0.0/8", "API_KEY": "k", "NUM_PARALLEL": "3", "MEMORY": "1GiB"}.items():
         monkeypatch.setenv(f"MOEGGUF_{name}", value)
-    found = serve_settings(1, {"trusted": (), "api_keys": (), "n_parallel": 0, "memory_bytes": 5})
-    assert (found.trusted, found.api_keys, found.n_parallel, found.memory_bytes) == ((), ("k",), 3, 5)
+    found = serve_settings(1, {"trusted": (), "api_keys": (), "memory_bytes": 5})
+    assert (found.trusted, found.api_keys, found.memory_bytes) == ((), ("k",), 5)
+    assert loading_options({"n_parallel": 0}, ["n_parallel"]) == {} and n_parallel() == 3
     assert found.host.port == 1
 
 
@@ -96,8 +100,8 @@ def test_options_of_loading_reach_the_workers(started: list[Settings], tiny: Tin
     serve(n_ctx=512, n_threads=3, type_k="q8_0", predictor="skip", prefetch=True, log_level="debug")
     (settings,) = started
     found = size_of(tiny(), settings).options
-    assert (settings.n_ctx, settings.debug, found["verbose"]) == (512, True, True)
-    assert [found[name] for name in ("n_threads", "type_k", "type_v", "flash_attn")] == [3, "q8_0", None, True]
+    assert (settings.loading["n_ctx"], settings.debug, found["verbose"]) == (512, True, True)
+    assert [found.get(name) for name in ("n_threads", "type_k", "type_v", "flash_attn")] == [3, 8, None, None]
     assert (found["predictor"], found["prefetch"]) == ("skip", True)
 
 

@@ -224,7 +224,7 @@ def test_heads_of_the_file_draft_and_change_no_token(load: Load, tiny: TinyModel
         assert llm.batch_invariant and llm._drafts.in_use == "mtp"
         heads_bytes = llm.layout.dense_bytes - read_layout(path).dense_bytes
         assert heads_bytes == read_layout(path).unused_bytes > 0
-        assert llm.plan.dense_bytes >= llm.layout.dense_bytes, "the plan counts them"
+        assert llm.plan.needs.dense_bytes >= llm.layout.dense_bytes, "the plan counts them"
         assert len(llm.layout.layers) == 3, "their experts have no slots"
         requests = [request(number, **fields) for number, fields in enumerate(KINDS.values())]
         undrafted = [answered(llm, [each], None)[0] for each in requests]

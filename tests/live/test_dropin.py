@@ -120,7 +120,7 @@ def test_where_everything_would_go_is_said_without_loading(tiny: TinyModel) -> N
     plan = Llama.estimate(tiny(), expert_cache="50%", n_ctx=1000)
     assert isinstance(plan, Plan)
     with Llama(tiny(), expert_cache="50%", n_ctx=1000, n_threads=1, verbose=False) as llm:
-        assert (llm.plan.n_slots, llm.plan.kv_bytes) == (plan.n_slots, plan.kv_bytes)
+        assert (llm.plan.n_slots, llm.plan.needs) == (plan.n_slots, plan.needs)
     with pytest.raises(OptionError, match="unknown option"):
         Llama.estimate(tiny(), expert_cash="50%")
 

@@ -18,7 +18,7 @@ from rpc_device import server
 from running import TinyModel, share_for
 from scripted_manager import n_files
 
-from moegguf.engine.machine import Device
+from moegguf.engine.machine import Device, Memory
 from moegguf.errors import BudgetError, DeviceLostError, ExpertIOError, ModelNotFoundError
 from moegguf.generate.request import Delta, Request, Sampling
 from moegguf.models.entry import ModelEntry
@@ -47,7 +47,9 @@ class Files:
 
     def size_bytes(self, name: str, n_ctx: int | None = None) -> tuple[int, int]:
         """Wanted and minimum bytes of a model."""
-        size = measure(self.find(name), ONE_THREAD, Settings(n_ctx=n_ctx), 8 << 30)
+        size = measure(
+            self.find(name), ONE_THREAD, Settings(loading={"n_ctx": n_ctx}), Memory(8 << 30, 8 << 30, "a test", 0)
+        )
         return size.wanted["RAM"], size.minimum["RAM"]
 
 
@@ -59,7 +61,9 @@ def files(tiny: TinyModel) -> Files:
 @asynccontextmanager
 async def running_manager(files: Files, **settings: Any) -> AsyncIterator[ModelManager]:
     n_before = n_files()
-    async with ModelManager(files, Settings(**{"memory_bytes": 4 << 30, **settings})) as manager:
+    loading = {name: settings.pop(name) for name in ("n_ctx", "n_parallel") if name in settings}
+    given = Settings(**{"memory_bytes": 4 << 30, "loading": loading, **settings})
+    async with ModelManager(files, given) as manager:
         yield manager
     assert not [child for child in psutil.Process().children() if "worker" in " ".join(child.cmdline())]
     assert n_files() <= n_before
@@ -234,7 +238,7 @@ async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[
     """A manager whose workers compute the model on a device in a process of its own, with MOEGGUF_VRAM_CACHE there."""
     with server() as (rpc, port):
         command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
-        settings = Settings(n_ctx=512, memory_bytes=4 << 30, n_parallel=n_parallel)
+        settings = Settings(memory_bytes=4 << 30, loading={"n_ctx": 512, "n_parallel": n_parallel})
         workers = Workers(command=command)
         async with ModelManager(Files(a=path), settings, workers=workers, devices=lambda: [GPU]) as manager:
             yield manager
@@ -304,6 +308,6 @@ async def test_four_answers_at_once_from_slots(tiny: TinyModel, monkeypatch: pyt
 
 async def test_a_server_without_the_gpu_of_its_budget_says_so(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
-    async with ModelManager(Files(a=tiny()), Settings(n_ctx=512), devices=list) as manager:
+    async with ModelManager(Files(a=tiny()), Settings(loading={"n_ctx": 512}), devices=list) as manager:
         with pytest.raises(BudgetError, match="sees none"):
             await manager.load("a", ONE_THREAD)

@@ -11,7 +11,7 @@ from answering import Load, TinyModel, endless, reply
 from gguf import GGUFReader, GGUFWriter
 from running import Llama, Reference, greedy_logits, hooks_off, random_prompt, share_for, write_adapter, written
 
-from moegguf.engine.machine import read_memory
+from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import kv_bytes
 from moegguf.errors import AllocationError, BudgetError, ModelFormatError, ModelNotFoundError, OptionError
 from moegguf.gguf.adapter import read_adapter
@@ -191,11 +191,12 @@ def test_a_name_has_its_adapter_and_its_draft_model(tuned: SimpleNamespace) -> N
 
 def test_a_worker_loads_both_within_the_plan(tuned: SimpleNamespace) -> None:
     plain = tuned.catalog.find(str(tuned.path))
-    sizes = [measure(entry, LoadOverrides(), read_settings(), 1 << 32) for entry in (tuned.entry, plain)]
+    memory = Memory(1 << 32, 1 << 32, "a test", 0)
+    sizes = [measure(entry, LoadOverrides(), read_settings(), memory) for entry in (tuned.entry, plain)]
     config = sizes[0].load_config(sizes[0].plan_within(sizes[0].wanted))
     assert (config.options["lora_path"], config.options["draft"]) == (str(tuned.adapter), str(tuned.path))
     assert sizes[0].wanted["RAM"] - sizes[1].wanted["RAM"] == read_adapter(tuned.adapter).n_bytes
-    asked = measure(tuned.entry, LoadOverrides(draft="off"), read_settings(), 1 << 32)
+    asked = measure(tuned.entry, LoadOverrides(draft="off"), read_settings(), memory)
     assert asked.load_config(asked.plan_within(asked.wanted)).options["draft"] == "off"
 
 

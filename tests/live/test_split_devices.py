@@ -31,13 +31,13 @@ from running import (
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
 from moegguf.controller.predictors.base import NoPrediction
-from moegguf.engine import planner
-from moegguf.engine.device_plan import count_layers
+from moegguf.engine import solver
 from moegguf.engine.devices import gpus
-from moegguf.engine.load import choose_gpus
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.plan import slot_bytes
 from moegguf.engine.recording import TraceOptions
 from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
+from moegguf.engine.solver import count_layers
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.engine.stats import Stats
 from moegguf.errors import BudgetError, OptionError
@@ -287,7 +287,7 @@ def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
     """Logits with experts placed so on a device behind a link, and what the plan and the store say."""
-    planner.KINDS_OF["auto"] = (kind,)  # this process knows no other
+    solver.KINDS_OF["auto"] = (kind,)  # this process knows no other
     link_device(Link(4e9, 5e-6))
     with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
         plan, session = llm.plan, llm.session
@@ -354,7 +354,7 @@ def decisions(path: Path) -> dict[str, Any]:
     mended = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512).placement
     every_layer = Llama.estimate(path, placement="auto", n_gpu_layers=-1, n_ctx=512)
     assert every_layer.device or every_layer.layers_on
-    assert choose_gpus(None, "auto", {"n_gpu_layers": -1})
+    assert LoadSpec(n_gpu_layers=-1).choose_gpus(gpus)
     return {
         "source": found.placement.speeds.source,
         "link_bytes_per_s": found.placement.speeds.copies.bytes_per_s,

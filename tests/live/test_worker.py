@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ import psutil
 import pytest
 from answering import Answer, Load, TinyModel
 
-from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
+from moegguf.engine.llama import Llama
+from moegguf.engine.plan import MemoryPlan, Plan
+from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request, Sampling
 from moegguf.serving.events import Snapshot
@@ -31,13 +33,20 @@ REQUEST = Request(prompt="once upon a time", return_context=True, sampling=Sampl
 ENDLESS = Request(prompt="once upon a time", sampling=Sampling(seed=7, max_tokens=400))
 
 
+def plan_of(path: Path, options: dict[str, Any]) -> Plan:
+    """The plan of a load; any one for a file that cannot be loaded."""
+    with suppress(MoeggufError):
+        return Llama.estimate(path, **options)
+    return Plan((MemoryPlan(None, (), 0, 0),), 0, 0, 512, 512)
+
+
 @asynccontextmanager
 async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
     """A worker that has loaded `path`; ended afterwards."""
     process = await WorkerProcess.start()
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
-        await process.load(LoadConfig("tiny", str(path), options=config), 60)
+        await process.load(LoadConfig("tiny", str(path), plan_of(path, config), config), 60)
         yield process
     finally:
         await process.close()

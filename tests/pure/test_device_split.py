@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.cost import Speeds
-from moegguf.engine.device_plan import ON_CPU, device_of_layers
-from moegguf.engine.load import parse_vram_caches
-from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.memory import Sizes, kv_bytes, margin_bytes
-from moegguf.engine.plan import Budgets, DevicePlan, Plan, slot_bytes
-from moegguf.engine.planner import make_plan
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, divide_ram_slots, host_bytes
+from moegguf.engine.load_spec import LoadSpec, parse_vram_caches
+from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory, margin_bytes
+from moegguf.engine.memory import kv_bytes
+from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.simulated_devices import devices_of
+from moegguf.engine.solver import ON_CPU, device_of_layers, divide_ram_slots, host_bytes, make_plan
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import GIB, Link, parse_expert_cache
 
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
@@ -40,8 +39,11 @@ def machine(*free_bytes: int, name: str = "GPU") -> Machine:
     return Machine(RAM, devices=devices(*free_bytes, name=name))
 
 
-def budgets(vram: str = "auto", ram: str | int = "50%", n_ctx: int = 512, **others: Any) -> Budgets:
-    return Budgets(parse_expert_cache(ram), parse_vram_caches(vram), sizes=Sizes(n_ctx), **others)
+def budgets(
+    vram: str = "auto", ram: str | int = "50%", n_ctx: int | None = 512, staging: int | None = None, **others: Any
+) -> LoadSpec:
+    given = {"expert_cache": parse_expert_cache(ram), "vram_cache": parse_vram_caches(vram)}
+    return LoadSpec(n_ctx, **given, store=StoreOptions(staging=staging), **others)
 
 
 def plan(
@@ -54,7 +56,7 @@ def plan(
     **split: Any,
 ) -> tuple[Plan, Sequence[float]]:
     given = tuple(tensor_split) if tensor_split else None
-    how = budgets(vram, ram, 4096, choice="slots", divided=True, tensor_split=given, **split)
+    how = budgets(vram, ram, 4096, placement="slots", tensor_split=given, **{"n_gpu_layers": 99, **split})
     planned = make_plan(layout, machine(*free, name=name), how)
     return planned, planned.tensor_split
 
@@ -103,7 +105,7 @@ def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
     uneven, _ = plan(layout, "25%", tensor_split=[3, 1], free=(8 * GIB, 2 * GIB))
     assert [len(part.layers) for part in uneven.devices] == [10, 2]
     assert sum(part.n_slots for part in uneven.devices) == 48
-    alone = make_plan(layout, machine(8 * GIB), budgets("25%", divided=True))
+    alone = make_plan(layout, machine(8 * GIB), budgets("25%", n_gpu_layers=99))
     assert (alone.device, alone.devices, alone.tensor_split) == ("GPU0", (), None)
     for vram, n_staging in (("100%,25%", 1), ("100%,100%", 0)):
         assert plan(layout, vram, tensor_split=[1, 1])[0].n_staging == n_staging
@@ -123,7 +125,7 @@ def test_any_division_has_every_layer_once_and_keeps_its_budgets(
         found, _ = plan(layout, vram, free=free, tensor_split=split, staging=staging)
     except BudgetError:
         return
-    parts = found.devices or (DevicePlan(found.device, tuple(range(12)), found.n_slots, found.total_bytes),)
+    parts = found.on_devices
     assert sorted(il for part in parts for il in part.layers) == list(range(12))
     assert sum(part.n_slots for part in parts) == found.n_slots
     shares = dict(zip(("GPU0", "GPU1"), vram.split(","), strict=False))
@@ -143,19 +145,19 @@ def test_any_division_has_every_layer_once_and_keeps_its_budgets(
 def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(layout: ExpertLayout) -> None:
     slow, one = Speeds(1e6, Link(1e6), 100e9), machine(8 * GIB)
     assert not make_plan(layout, one, budgets("40%"), slow).on_device
-    given = budgets("40%", refuses_cpu=True)
+    given = budgets("40%", n_gpu_layers=-1)
     assert make_plan(layout, one, given, slow).on_device
     with pytest.raises(BudgetError, match="n_gpu_layers leaves no layer to the CPU"):
-        make_plan(layout, machine(1 << 20), replace(given, vram=parse_vram_caches("auto")), slow)
+        make_plan(layout, machine(1 << 20), replace(given, vram_cache=parse_vram_caches("auto")), slow)
 
 
 def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(layout: ExpertLayout) -> None:
     fast, slow = Speeds(1e12, Link(1e12), 1e9), Speeds(1e6, Link(1e6), 100e9)
     layout = replace(layout, hparams=replace(layout.hparams, n_ctx_train=1 << 20))
-    how, one, on_both = replace(budgets("40%"), sizes=Sizes()), machine(2 * GIB), set[int]()
+    how, one, on_both = budgets("40%", n_ctx=None), machine(2 * GIB), set[int]()
     for speeds, on_device in ((fast, True), (slow, False)):
         found = make_plan(layout, one, how, speeds)
-        assert (found.on_device, found.kv_bytes) == (on_device, kv_bytes(layout, found.kv_tokens))
+        assert (found.on_device, found.needs.kv_bytes) == (on_device, kv_bytes(layout, found.kv_tokens))
         on_both.add(found.kv_tokens)
     assert len(on_both) == 2
 
@@ -186,11 +188,11 @@ def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: Ex
 
 
 def test_devices_without_room_leave_everything_to_the_cpu_unless_they_were_asked_for(layout: ExpertLayout) -> None:
-    small, how = machine(1 << 20, 1 << 20), budgets(divided=True)
+    small, how = machine(1 << 20, 1 << 20), budgets()
     placed = make_plan(layout, small, how)
     assert (placed.on_device, placed.tensor_split, placed.n_slots) == (False, None, 96)
     assert any("not slots: " in reason for reason in placed.reasons)
-    for asked in (replace(how, choice="slots"), replace(how, vram=parse_vram_caches("25%,1KiB"))):
+    for asked in (replace(how, placement="slots"), replace(how, vram_cache=parse_vram_caches("25%,1KiB"))):
         with pytest.raises(BudgetError):
             make_plan(layout, small, asked)
     assert make_plan(layout, machine(8 * GIB, 8 * GIB), how).device == "GPU0, GPU1"
@@ -223,7 +225,7 @@ def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLa
     assert sum(part.n_slots for part in kept.devices) == 48 and len(kept.warnings) >= 1
     chosen, _ = plan(layout, "25%", tensor_split=[1, 1], staging=0)
     beside = sum(part.total_bytes - part.n_slots * chosen.slot_bytes for part in chosen.devices)
-    assert beside >= chosen.dense_bytes + chosen.kv_bytes + 2 * chosen.compute_bytes
+    assert beside >= chosen.needs.dense_bytes + chosen.needs.kv_bytes + 2 * chosen.needs.compute_bytes
 
 
 def test_simulated_devices_are_those_of_a_plan(layout: ExpertLayout) -> None:
@@ -253,9 +255,9 @@ def test_slots_in_ram_are_divided_so_that_both_have_what_they_need(n_on_cpu: int
 
 def test_auto_counts_what_lies_in_ram_beside_slots(layout: ExpertLayout) -> None:
     """Where the CPU computes layers: their weights, context and buffers, too."""
-    how = budgets("25%", "auto", 4096, choice="slots", divided=True, n_gpu_layers=9)
+    how = budgets("25%", "auto", 4096, placement="slots", n_gpu_layers=9)
     most = make_plan(layout, machine(8 * GIB, 8 * GIB), how)
-    beside = most.compute_bytes + margin_bytes(GIB)
+    beside = most.needs.compute_bytes + margin_bytes(GIB)
     memory = Memory(64 * GIB, most.host_bytes - 20 * most.slot_bytes + beside, "the machine")
     assert memory.available_bytes < GIB
     found = make_plan(layout, Machine(memory, devices=devices(8 * GIB, 8 * GIB)), how)

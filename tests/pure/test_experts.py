@@ -10,7 +10,7 @@ import gguf_builder as build
 import pytest
 from gguf_builder import F32, F32_T, I32, Q4_0_T, STR, U32, Gguf, moe
 
-from moegguf.engine.sequences import sequences_of
+from moegguf.engine.memory import sequences_of
 from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.experts import read_layout
 from tools.mutants import mutate, read_header, write_file

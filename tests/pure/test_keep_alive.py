@@ -87,7 +87,7 @@ async def test_beside_a_busy_model_another_gets_fewer_slots(catalog: FakeCatalog
         assert sum(model.size_bytes for model in manager.loaded()) == 1000 << 20
         go.touch()
         await held
-    assert catalog.loads("b")[0]["plan"]["budget_bytes"] == 400 << 20
+    assert catalog.loads("b")[0]["plan"]["slot_bytes"] == 400 << 20
 
 
 async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatalog, tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from own_process import in_own_process
 
+from moegguf.engine import load_spec
 from moegguf.engine.cost import Speeds
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.machine import Device, Memory
+from moegguf.engine.memory import is_embedding
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
@@ -132,7 +134,9 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
 
 def test_within_less_memory_batch_and_slots_are_chosen_together(path: Path) -> None:
     """Every size between the minimum and all has a plan that fits, and the worker gets that plan."""
-    found = measure(file_entry(path, "path", "m"), LoadOverrides(), Settings(), 64 * GIB)
+    found = measure(
+        file_entry(path, "path", "m"), LoadOverrides(), Settings(loading={"placement": "cpu"}), memory_of(64 * GIB)
+    )
     whole = found.plan_within(found.wanted)
     assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted[RAM]
     least, most = found.minimum[RAM], found.wanted[RAM]
@@ -147,6 +151,18 @@ STOPS_ARE_SLOW = Speeds.supposed(448e9, Link(24e9, 1e-3), 2e8)
 GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
 
 
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that sees a GPU, which nobody measures."""
+    monkeypatch.setattr(load_spec, "has_gpu", lambda: True)
+    monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
+
+
+def memory_of(n_bytes: int) -> Memory:
+    """Memory for all models together, all of which is free."""
+    return Memory(n_bytes, n_bytes, "a test", 0)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A model of 6 layers of 16 experts, top-4."""
@@ -154,7 +170,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
-    return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), Settings(loading=loading), 16 * GIB, GPU)
+    settings, memory = Settings(loading=loading), memory_of(16 * GIB)
+    return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), settings, memory, lambda: [GPU])
 
 
 def sent(found: ModelSize, plan: Plan) -> Plan | None:
@@ -236,7 +253,7 @@ def test_a_placement_that_contradicts_layers_and_budgets_of_several_devices_are_
     ],
 )
 def test_is_embedding(metadata: dict[str, Any], expected: bool) -> None:
-    assert memory_budget.is_embedding(metadata) is expected
+    assert is_embedding(metadata) is expected
 
 
 @pytest.mark.parametrize(
@@ -254,10 +271,11 @@ def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(path: Path) ->
     entry = file_entry(path, "path", "m")
 
     def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
-        size = measure(entry, LoadOverrides(n_ctx=4096), Settings(n_parallel=8, **settings), limit_bytes)
+        given = Settings(loading={"n_parallel": 8, "placement": "cpu", **settings})
+        size = measure(entry, LoadOverrides(n_ctx=4096), given, memory_of(limit_bytes))
         plan = size.plan_within(size.wanted)
         assert plan.n_ctx == size.load_config(plan).options["n_ctx"] == 4096
-        return plan.kv_tokens, plan.kv_bytes
+        return plan.kv_tokens, plan.needs.kv_bytes
 
     ample = kv_tokens(64 * GIB)
     with pytest.warns(UserWarning, match="kv_tokens=1 cannot hold one context of 4096 tokens, so 4096 are kept"):
@@ -274,8 +292,8 @@ def least_on_a_padding_device(path: Path) -> None:
     slot = slot_bytes(padded(layout, [name]))
     assert slot > slot_bytes(layout)
     for placement in ("slots", "auto"):
-        settings = Settings(n_ctx=512, loading={"placement": placement, "vram_cache": "50%"})
-        found = measure(file_entry(path, "path", "a"), LoadOverrides(), settings, GIB, gpu)
+        settings = Settings(loading={"n_ctx": 512, "placement": placement, "vram_cache": "50%"})
+        found = measure(file_entry(path, "path", "a"), LoadOverrides(), settings, memory_of(GIB), lambda: [gpu])
         least = found.plan_within(found.minimum)
         assert least.device == name and least.slot_bytes == slot and least.device_slots >= layout.n_expert_used
 

@@ -8,16 +8,16 @@ from gguf_builder import moe
 
 from moegguf.controller.hit_rates import HitCurve, published_curve
 from moegguf.engine.cost import ModelBytes, Placement, Speeds, cpu_s, layers_s, slots_s
-from moegguf.engine.load import given_budgets
-from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
 from moegguf.engine.memory import Sizes
-from moegguf.engine.plan import Budgets, Plan, slot_bytes
-from moegguf.engine.planner import make_plan, plan_layers
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
+from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.solver import Task, make_plan, plan_layers
 from moegguf.engine.speeds import best_of
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native import abi
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import GIB, Link, parse_expert_cache
 
 QWEN3_30B = ModelBytes(48, 1_100_000_000, 900_000_000)  # Q4_K_M, with 8k tokens of KV cache
@@ -88,7 +88,7 @@ def planned(
     needs = Sizes(512).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
     free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
     device = Device("GPU0", 0, free, 64 * GIB)
-    how = Budgets(sizes=Sizes(512, 64), staging=0, **budgets)
+    how = LoadSpec(512, n_ubatch=64, store=StoreOptions(staging=0), **budgets)
     return make_plan(layout, Machine(memory, devices=(device,)), how, speeds, HitCurve({0.5: 0.9}, "put in"))
 
 
@@ -111,7 +111,7 @@ def test_the_fastest_placement_is_taken_and_the_reason_names_figures_and_source(
 
 @pytest.mark.parametrize("choice", ["layers", "slots"])
 def test_a_forced_placement_is_taken(layout: ExpertLayout, choice: Any) -> None:
-    found = planned(layout, 0.5, choice=choice).placement
+    found = planned(layout, 0.5, placement=choice).placement
     assert found is not None and found.chosen.kind == choice
 
 
@@ -122,25 +122,25 @@ def test_when_everything_fits_only_the_cpu_remains_and_without_speeds_nothing_is
     assert found.resident and set(by_kind(found)) == {"resident", "cpu"}
     assert found.placement is not None and "every expert fits" in found.placement.reason
     device = Device("GPU0", 0, 32 * GIB, 64 * GIB)
-    found = make_plan(layout, Machine(AMPLE, devices=(device,)), Budgets(choice="slots", sizes=Sizes(512)))
+    found = make_plan(layout, Machine(AMPLE, devices=(device,)), LoadSpec(placement="slots"))
     assert found.on_device and found.placement is None
 
 
 def test_a_device_below_a_tokens_experts_or_dense_weights_is_used_for_what_fits(layout: ExpertLayout) -> None:
-    found = planned(layout, 0.5, vram=(parse_expert_cache(slot_bytes(layout)),))
+    found = planned(layout, 0.5, vram_cache=(parse_expert_cache(slot_bytes(layout)),))
     assert set(by_kind(found)) == {"layers", "cpu"}
     assert (by_kind(found)["layers"].n_layers, str(by_kind(found)["layers"])) == (0, "no whole layer")
     assert found.layers_on == "GPU0"  # everything but experts is faster there
     assert any("not slots: " in reason for reason in found.reasons)
     small = replace(RTX_3070, cpu_bytes_per_s=1e6)
-    assert not planned(layout, None, small, vram=(parse_expert_cache("auto"),)).device
+    assert not planned(layout, None, small, vram_cache=(parse_expert_cache("auto"),)).device
     with pytest.raises(BudgetError, match="limited by the device GPU0"):
-        planned(layout, None, choice="slots")
+        planned(layout, None, placement="slots")
 
 
 def test_less_ram_makes_every_placement_slower(layout: ExpertLayout) -> None:
     enough = by_kind(planned(layout, 0.3))
-    for kind, short in by_kind(planned(layout, 0.3, ram=parse_expert_cache("20%"))).items():
+    for kind, short in by_kind(planned(layout, 0.3, expert_cache=parse_expert_cache("20%"))).items():
         assert short.tokens_per_s < 0.8 * enough[kind].tokens_per_s, kind
 
 
@@ -154,8 +154,9 @@ def test_whole_layers_are_counted_by_their_own_bytes_from_the_last(layout: Exper
         (uneven, 2 * own_bytes, (7,)), (uneven, 2 * own_bytes - 1, ()), (uneven, 100 * own_bytes, tuple(range(1, 8))),
     ):  # fmt: skip
         device, much = Device("GPU0", 0, 32 * GIB, 64 * GIB), parse_expert_cache(2 * of.expert_bytes)
-        how = Budgets(much, (parse_expert_cache(n_bytes),), "layers", sizes=Sizes(512, 64), staging=0)
-        found = plan_layers(of, Machine(AMPLE, devices=(device,)), how)
+        budgets = {"expert_cache": much, "vram_cache": (parse_expert_cache(n_bytes),)}
+        how = LoadSpec(512, n_ubatch=64, placement="layers", **budgets)
+        found = plan_layers(Task.of(of, Machine(AMPLE, devices=(device,)), how))
         assert (found.whole_layers, found.n_slots) == (whole, sum(x.n_expert for x in of.layers if x.il not in whole))
 
 
@@ -182,4 +183,4 @@ def test_speeds_and_placements_that_cannot_be_are_refused(speeds: tuple[float, f
     with pytest.raises(OptionError, match="above zero"):
         Speeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
     with pytest.raises(OptionError, match="auto, layers, slots, cpu"):
-        given_budgets(None, None, "gpu")
+        LoadSpec.of({"placement": "gpu"})

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
 from moegguf.engine.cost import HitRates, Speeds, request_cost
-from moegguf.engine.machine import Machine, Memory
-from moegguf.engine.memory import MARGIN_BYTES, Sizes, compute_bytes, kv_bytes, margin_bytes, row_bytes
-from moegguf.engine.plan import Budgets, Plan, slot_bytes
-from moegguf.engine.planner import make_plan
-from moegguf.engine.pool_plan import best_fit, choose_context
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.machine import MARGIN_BYTES, Machine, Memory, margin_bytes
+from moegguf.engine.memory import Sizes, choose_context, compute_bytes, kv_bytes, row_bytes
+from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.solver import best_fit, make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_sizes
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache, parse_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -39,8 +40,9 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
 def plan(
     layout: ExpertLayout, budget: str | int | ExpertCache, memory: Memory = PLENTY, streams: bool = True, **sizes: Any
 ) -> Plan:
-    budgets = Budgets(parse_expert_cache(budget), sizes=Sizes(**{"n_ctx": 4096, **sizes}), streams=streams)
-    return make_plan(layout, Machine(memory), budgets)
+    store = StoreOptions(overlap=streams)
+    spec = LoadSpec(**{"n_ctx": 4096, **sizes}, n_batch=4096, expert_cache=parse_expert_cache(budget), store=store)
+    return make_plan(layout, Machine(memory), spec)
 
 
 def test_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
@@ -63,10 +65,12 @@ def test_everything_fits_and_the_reason_counts_what_the_plan_counts(layout: Expe
         p = plan(layout, budget)
         assert p.n_slots == 96 and p.resident and p.n_ubatch == 512 and not p.warnings
         assert p.budget_bytes == 96 * p.slot_bytes
-        assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
+        assert p.total_bytes == p.budget_bytes + p.needs.dense_bytes + p.needs.kv_bytes + p.needs.compute_bytes
     made = plan(layout, "auto")
     beside = made.total_bytes - made.budget_bytes
-    assert made.compute_bytes > Sizes(made.n_ctx).needs(layout, made.n_ubatch).compute_bytes, "slots have work memory"
+    assert made.needs.compute_bytes > Sizes(made.n_ctx).needs(layout, made.n_ubatch).compute_bytes, (
+        "slots have work memory"
+    )
     assert f"{format_bytes(beside)} go to weights" in made.reasons[0]
 
 
@@ -112,7 +116,7 @@ def test_any_plan_keeps_its_promises(
         return
     assert 4 <= p.n_slots <= 96 and 1 <= p.n_ubatch <= n_ubatch and p.streams
     assert p.resident == (p.n_slots == 96) and p.budget_bytes == p.n_slots * size
-    assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
+    assert p.total_bytes == p.budget_bytes + p.needs.dense_bytes + p.needs.kv_bytes + p.needs.compute_bytes
     for words, expected in (("cgroup v2 /x", p.total_bytes > free), ("below one token's", p.n_slots < 24)):
         assert sum(words in text for text in p.warnings) == expected
     if held is not None:

@@ -11,9 +11,9 @@ import pytest
 
 from moegguf import Llama
 from moegguf.errors import OptionError
-from moegguf.options import GROUPS, OPTIONS, TO_WORKERS, page
+from moegguf.options import GROUPS, OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, page
 from moegguf.quantities import parse_duration
-from moegguf.settings import Environment, Host, Settings, parse_host, read_environment, read_settings
+from moegguf.settings import Environment, Host, Settings, parse_host, read_load_keywords, read_settings
 
 # The table of ollama-python's _parse_host, then forms it leaves open.
 HOSTS = [
@@ -89,11 +89,28 @@ def test_defaults_are_ollamas_and_a_placement_is_one_of_some_words() -> None:
     assert settings == Settings()
     assert settings.host == Host("http", "127.0.0.1", 11434)
     assert (settings.keep_alive_s, settings.max_queue, settings.load_timeout_s) == (300, 512, 300)
-    assert settings.n_parallel == read_settings({"OLLAMA_NUM_PARALLEL": "0"}).n_parallel == 1
-    assert read_environment({}).placement == "auto"
-    assert read_environment({"MOEGGUF_PLACEMENT": " Slots "}).placement == "slots"
+    assert (
+        read_load_keywords(environ={}) == read_load_keywords(commands=True, environ={"OLLAMA_NUM_PARALLEL": "0"}) == {}
+    )
+    assert read_load_keywords(environ={"MOEGGUF_PLACEMENT": " Slots "}) == {"placement": "slots"}
     with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu"):
-        read_environment({"MOEGGUF_PLACEMENT": "guess"})
+        read_load_keywords(environ={"MOEGGUF_PLACEMENT": "guess"})
+
+
+def test_variables_of_loading_set_keywords_and_some_count_for_commands_alone() -> None:
+    given = {
+        "CONTEXT_LENGTH": ("8192", {"n_ctx": 8192}),
+        "NUM_PARALLEL": ("4", {"n_seq_max": 4}),
+        "KV_TOKENS": ("9000", {"kv_tokens": 9000}),
+        "KV_CACHE_TYPE": ("Q8_0", {"type_k": "q8_0", "type_v": "q8_0"}),
+        "FLASH_ATTENTION": ("0", {"flash_attn": False}),
+    }
+    for name, (text, keywords) in given.items():
+        for prefix in ("OLLAMA", "MOEGGUF"):
+            environ = {f"{prefix}_{name}": text}
+            assert read_load_keywords(commands=True, environ=environ) == keywords
+            assert read_load_keywords(environ=environ) == {}
+    assert read_load_keywords(environ={"OLLAMA_EXPERT_CACHE": "50%"}) == {}
 
 
 def test_every_variable_is_read_under_both_names() -> None:
@@ -101,13 +118,9 @@ def test_every_variable_is_read_under_both_names() -> None:
         "HOST": ("0.0.0.0:80", "host", Host("http", "0.0.0.0", 80)),
         "KEEP_ALIVE": ("-1", "keep_alive_s", math.inf),
         "ORIGINS": ("http://a, app://*,", "origins", ("http://a", "app://*")),
-        "CONTEXT_LENGTH": ("8192", "n_ctx", 8192),
         "MAX_LOADED_MODELS": ("2", "max_models", 2),
         "MAX_QUEUE": ("7", "max_queue", 7),
-        "NUM_PARALLEL": ("4", "n_parallel", 4),
         "LOAD_TIMEOUT": ("90", "load_timeout_s", 90),
-        "KV_CACHE_TYPE": ("Q8_0", "kv_cache_type", "q8_0"),
-        "FLASH_ATTENTION": ("0", "flash_attention", False),
         "MEMORY": ("8GiB", "memory_bytes", 8 << 30),
         "DEBUG": ("2", "debug", True),
         "NOHISTORY": ("true", "history", False),
@@ -140,8 +153,9 @@ def test_every_variable_is_read_under_both_names() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str) -> None:
+    environ = {f"OLLAMA_{name}": text}
     with pytest.raises(OptionError, match=f"OLLAMA_{name}"):
-        read_settings({f"OLLAMA_{name}": text})
+        (read_settings(environ), read_load_keywords(commands=True, environ=environ))
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,9 +165,10 @@ def test_the_table_has_every_setting_and_keyword_and_prints_the_page() -> None:
     text = (ROOT / "docs" / "options.md").read_text()
     assert text == "\n".join(page()) + "\n", "run `python -m moegguf.options > docs/options.md`"
     fields = {field.name for kind in (Environment, Settings) for field in dataclasses.fields(kind)}
-    assert fields - {"loading"} == {option.name for option in OPTIONS.values() if option.variable}
+    of_loading = {*OF_EVERY_LOAD, *OF_COMMANDS}
+    assert fields - {"loading"} | of_loading == {option.name for option in OPTIONS.values() if option.variable}
     assert all(option.group in GROUPS for option in OPTIONS.values())
-    assert set(TO_WORKERS) <= {field.name for field in dataclasses.fields(Environment)}
+    assert not fields & of_loading
     taken = {name for base in Llama.__mro__ for name in inspect.signature(base.__init__).parameters}
     flags = {option.name for option in OPTIONS.values() if option.scope == "load" and option.flags}
     assert flags <= taken

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.load import plan_here
-from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.memory import Sizes
-from moegguf.engine.plan import Budgets, Plan, slot_bytes, staging_bytes
-from moegguf.engine.planner import make_plan
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, host_bytes
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
+from moegguf.engine.plan import Plan, slot_bytes, staging_bytes
+from moegguf.engine.solver import host_bytes, make_plan
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import GIB, parse_expert_cache
 
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
@@ -36,8 +35,9 @@ def plan(
     gpu: Device | None = None, vram_bytes: int = 32 * GIB, **sizes: Any,
 ) -> Plan:  # fmt: skip
     machine = Machine(memory, devices=(gpu or Device("GPU0", 0, vram_bytes, 64 * GIB),))
-    budgets = Budgets(parse_expert_cache(ram), (parse_expert_cache(vram),), "slots", staging=staging)
-    return make_plan(layout, machine, replace(budgets, sizes=Sizes(**{"n_ctx": 4096, **sizes})))
+    budgets = {"expert_cache": parse_expert_cache(ram), "vram_cache": (parse_expert_cache(vram),)}
+    store = StoreOptions(staging=staging)
+    return make_plan(layout, machine, LoadSpec(**{"n_ctx": 4096, **sizes}, **budgets, placement="slots", store=store))
 
 
 budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # numbers are of slots
@@ -64,7 +64,10 @@ def test_any_plan_of_two_tiers_keeps_its_promises(
     assert p.device == "GPU0" and 4 <= p.n_slots <= min(96, held) and p.resident == (p.n_slots == 96)
     assert p.n_ram_slots == (0 if p.resident else min(96, in_ram))
     assert p.host_bytes == p.n_ram_slots * size + host_bytes(layout, p.n_ubatch)
-    assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes + p.staging_bytes
+    assert (
+        p.total_bytes
+        == p.budget_bytes + p.needs.dense_bytes + p.needs.kv_bytes + p.needs.compute_bytes + p.staging_bytes
+    )
     assert p.staging_bytes == (staging_bytes(layout, p.n_staging) if p.n_staging else 0)
     assert staging is not None or p.budget_bytes + p.staging_bytes <= held * size, "a budget holds staging tensors, too"
     assert not (p.resident and p.n_staging) and p.n_staging in ((0, 1, 2) if staging is None else (0, staging))
@@ -126,7 +129,7 @@ def test_without_a_gpu_a_budget_for_one_is_refused(layout: ExpertLayout) -> None
     with pytest.raises(BudgetError, match=r"placement but .*sees none"):
         find_gpus()
     with pytest.raises(BudgetError, match="sees none"):
-        plan_here(layout, "auto", "auto")
-    assert plan_here(layout, "auto", "").device is None
+        plan_here(layout, LoadSpec.of({"vram_cache": "auto"}))
+    assert plan_here(layout, LoadSpec.of({"vram_cache": ""})).device is None
     with pytest.raises(BudgetError, match=r"^vram_cache is 'much'"):
         parse_expert_cache("much", "vram_cache")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import moegguf.errors
 from moegguf.engine.cost import Placement, Speeds
-from moegguf.engine.plan import DevicePlan, PlacementPlan, Plan
+from moegguf.engine.memory import MemoryNeeds
+from moegguf.engine.plan import MemoryPlan, PlacementPlan, Plan
 from moegguf.engine.stats import Stats
 from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import (
@@ -37,8 +38,8 @@ STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
 SPEEDS = Speeds(1e9, Link(2e9, 1e-5), 3e9)
 SLOTS = Placement("slots", 3.5, slot_bytes=7, hit_rate=0.5)
 PLAN = Plan(
-    4, 7, 28, False, 4096, 512, 1, 2, 3, 34, 99, ("a reason",), (), device="GPU0, GPU1",
-    devices=(DevicePlan("GPU0", (0, 1), 2, 17), DevicePlan(None, (2,), 2, 17)), tensor_split=(2.0, 1.0),
+    (MemoryPlan("GPU0", (0, 1), 2, 17), MemoryPlan(None, (2,), 2, 17, 99, 1)), 7, 6, 4096, 512, MemoryNeeds(1, 2, 3),
+    reasons=("a reason",), tensor_split=(2.0, 1.0),
     placement=PlacementPlan((SLOTS,), SLOTS, "fast", SPEEDS, "put in", 30),
 )  # fmt: skip
 LIKELY = TokenLogprob(7, b"t", -0.5, (TokenChance(8, b"\xe6\x97", -1.0), TokenChance(9, b"v", -2.0)))

@@ -37,7 +37,7 @@ from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
 from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, rank
 from moegguf.serving.wire import Message, build_error, encode_error
-from moegguf.settings import read_settings
+from moegguf.settings import n_parallel, read_settings
 
 # By name, as Ray takes applications and routers: HTTP lies above this package, and only the ingress replica needs it.
 MAKE_HTTP = "moegguf.server.app:make_http"
@@ -83,7 +83,7 @@ def _model(config: ModelConfig) -> serve.Application:
         found = serve.deployment(
             Replica,
             name=deployment_name(config.name),
-            max_ongoing_requests=config.ongoing_requests(read_settings().n_parallel),
+            max_ongoing_requests=config.ongoing_requests(n_parallel()),
             max_queued_requests=config.max_queued_requests,
             ray_actor_options=actor,
             request_router_config=RequestRouterConfig(request_router_class=ConversationRouter),
@@ -122,7 +122,7 @@ class Replica:
         # Serve decides how long a replica lives, and how many requests may wait.
         settings = replace(
             settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=MAX_REQUESTS,
-            n_parallel=config.n_parallel or settings.n_parallel,
+            loading={"n_parallel": config.n_parallel} if config.n_parallel else {},
         )  # fmt: skip
         self._name = config.name
         self._overrides = LoadOverrides(config.n_ctx, None, config.n_threads, config.expert_cache)

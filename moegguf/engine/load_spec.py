@@ -1,0 +1,180 @@
+"""How a model is to be loaded: `LoadSpec`, made of the options of one load, each checked once.
+
+Commands, servers and `Llama` make theirs here, of the same table (`moegguf.options`); plans are made of nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from moegguf.controller.strategies import find_strategy
+from moegguf.engine.devices import NO_GPU, find_device, has_gpu
+from moegguf.engine.machine import Device
+from moegguf.errors import BudgetError, OptionError
+from moegguf.gguf.projector import ProjectorHeader, read_projector
+from moegguf.gguf.reader import GGML_TYPES, ggml_type
+from moegguf.native.store import StoreOptions
+from moegguf.options import COMMAND_DEFAULTS, KV_CACHE_TYPES, load_keywords
+from moegguf.quantities import ExpertCache, parse_expert_cache
+from moegguf.settings import parse_option, read_load_keywords
+
+F16 = 1
+EVERY_LAYER = 999  # n_gpu_layers above any model's
+NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
+AUTO = ExpertCache("auto")
+
+Budget = str | int | float | ExpertCache
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """Options of one load. The defaults are those of `Llama`: llama-cpp-python's, where that has the keyword."""
+
+    n_ctx: int | None = 512  # None: chosen for the memory; 0: the model's own
+    n_batch: int | None = None  # None: 512, or a whole text where texts are pooled
+    n_ubatch: int | None = None  # None: chosen together with the slots
+    n_seq_max: int = 1
+    kv_tokens: int | None = None  # of all sequences together; None: chosen
+    type_k: int = F16  # ggml's numbers
+    type_v: int = F16
+    flash_attn: bool | None = False  # None: where the devices that compute have it
+    embedding: bool | None = False  # None: where the file's header says that texts are pooled
+    expert_cache: ExpertCache = AUTO
+    vram_cache: tuple[ExpertCache, ...] = (AUTO,)  # of all GPUs together, or of each
+    placement: str = "auto"
+    draft: str = "auto"
+    projector: ProjectorHeader | None = None
+    lora_path: str | None = None
+    n_threads: int | None = None  # None: as many as this process may use
+    n_gpu_layers: int | None = None
+    split_mode: int = BY_LAYERS
+    main_gpu: int = 0
+    tensor_split: tuple[float, ...] | None = None
+    store: StoreOptions = field(default_factory=StoreOptions)
+    needs_gpu: bool = False  # a budget, or a placement that was not the environment's, cannot do without one
+    leaves_layers: bool = False  # llama.cpp divides layers as it was told, and no GPU has slots
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, commands: bool = False) -> LoadSpec:
+        """The options given, by name or as keywords of `Llama`, over those of the environment, over the defaults.
+
+        commands: for a command or a server, whose defaults and variables are more (`moegguf.options`). `strategy`
+        chooses the store's options where there is no `store`. None counts as not given. Raises BudgetError,
+        OptionError, and what `read_projector` raises.
+        """
+        chosen = COMMAND_DEFAULTS if commands else {}
+        options = {**chosen, **read_load_keywords(commands=commands)}
+        given = load_keywords(given)
+        options |= {name: value for name, value in given.items() if value is not None or name in COMMAND_DEFAULTS}
+        n_gpu_layers = options.get("n_gpu_layers")
+        mode = options.get("split_mode", BY_LAYERS)
+        budget = options.get("vram_cache")
+        placement = parse_option("placement", options.get("placement", "auto"), "placement")
+        store = options.get("store") or default_store(options.get("strategy", ""))
+        is_some = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
+        needs_gpu = bool(budget) or given.get("placement") in ("layers", "slots")
+        own_division = mode not in (NO_SPLIT, BY_LAYERS) or bool(store.device) or (is_some and not commands)
+        if commands and n_gpu_layers == 0 and not needs_gpu:
+            placement = "cpu"
+        elif placement == "cpu" and n_gpu_layers:
+            raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
+        images = options.get("mmproj") or getattr(options.get("chat_handler"), "clip_model_path", None)
+        adapter = options.get("lora_path")
+        split = options.get("tensor_split") if mode == BY_LAYERS else None
+        checked = {
+            "type_k": _cache_type("type_k", options.get("type_k", F16)),
+            "type_v": _cache_type("type_v", options.get("type_v", F16)),
+            "expert_cache": parse_expert_cache(options.get("expert_cache", AUTO)),
+            "vram_cache": parse_vram_caches(budget or AUTO),
+            "placement": placement,
+            "draft": os.fspath(options.get("draft", "auto")),
+            "projector": read_projector(images) if images else None,
+            "lora_path": os.path.expanduser(os.fspath(adapter)) if adapter else None,
+            "tensor_split": None if split is None else tuple(split),
+            "store": store,
+            "needs_gpu": needs_gpu,
+            "leaves_layers": not needs_gpu and (own_division or budget == ""),
+        }
+        if GGML_TYPES[checked["type_v"]][1] > 1:  # llama.cpp takes a quantised V cache with fused attention only
+            checked["flash_attn"] = True
+        names = {each.name for each in fields(cls)}
+        found = cls(**{name: value for name, value in options.items() if name in names} | checked)
+        found.is_divided(())
+        return found
+
+    @property
+    def refuses_cpu(self) -> bool:
+        """Whether not everything may be left to the CPU."""
+        return self.n_gpu_layers is not None and self.placement != "cpu"
+
+    def is_divided(self, devices: Sequence[Device]) -> bool:
+        """Whether layers are divided over these devices, or between one and the CPU: then only slots are planned.
+
+        Raises OptionError for placement "layers" there.
+        """
+        is_some = self.n_gpu_layers is not None and 0 <= self.n_gpu_layers < EVERY_LAYER
+        is_one = len(devices) <= len(self.vram_cache) == 1
+        if self.placement == "cpu" or (is_one and not is_some and self.tensor_split is None):
+            return False
+        if self.placement == "layers":
+            names = ", ".join(device.name for device in devices) or "the GPU"
+            raise OptionError(
+                f"placement 'layers' is for one GPU with one budget and every layer, but these are to compute: {names}"
+                f" (n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split}); take placement 'slots', or"
+                f" choose one GPU (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
+            )
+        return True
+
+    def choose_gpus(self, list_gpus: Callable[[], Sequence[Device] | None]) -> tuple[Device, ...] | None:
+        """Returns the GPUs on which experts may be placed; (): none; None: none, and llama.cpp divides layers as it was
+        told.
+
+        list_gpus: called where GPUs may be used, because drivers keep some memory for a process that asks; None from it
+        is that all have failed. Raises BudgetError where there is no GPU but has to be one, OptionError for one that is
+        not there, and for a division of matrices.
+        """
+        if self.placement == "cpu":
+            return ()
+        if self.leaves_layers or not (self.needs_gpu or has_gpu()):
+            return None
+        if self.split_mode not in (NO_SPLIT, BY_LAYERS):
+            raise OptionError(
+                f"split_mode {self.split_mode} divides each matrix among devices, but a slot holds a whole expert; take"
+                f" {BY_LAYERS} (layers), or {NO_SPLIT} (main_gpu alone), or leave vram_cache and placement out."
+            )
+        if (there := list_gpus()) is None:
+            return ()
+        if not there:
+            raise BudgetError(NO_GPU)
+        if self.store.device:
+            return (find_device(there, self.store.device),)
+        if self.split_mode == BY_LAYERS:
+            return tuple(there)
+        if not 0 <= self.main_gpu < len(there):
+            names = ", ".join(f"{device.index} ({device.name})" for device in there)
+            raise OptionError(f"main_gpu is {self.main_gpu}, but there are: {names}.")
+        return (there[self.main_gpu],)
+
+
+def default_store(strategy: str = "") -> StoreOptions:
+    """How a strategy moves experts. Raises OptionError."""
+    return find_strategy(strategy).store
+
+
+def parse_vram_caches(value: Budget) -> tuple[ExpertCache, ...]:
+    """One budget for all devices together, or, where commas are in it, one for each. Raises BudgetError."""
+    if not isinstance(value, str):
+        return (parse_expert_cache(value, "vram_cache"),)
+    return tuple(parse_expert_cache(part, "vram_cache") for part in value.split(","))
+
+
+def _cache_type(name: str, given: str | int) -> int:
+    """The number of a type of the KV cache. Raises OptionError for one with which llama.cpp would end the process."""
+    number = ggml_type(given) if isinstance(given, str) else given
+    if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:
+        accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)
+        raise OptionError(f"{name} is {given!r}, which no KV cache can have; accepted: {accepted}.")
+    return number

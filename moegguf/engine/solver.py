@@ -1,0 +1,815 @@
+"""The one solver: which memory has which experts, context and buffers, within the budgets of a load.
+
+In the order of reading: `make_plan` plans each placement that is allowed and fits, and takes the fastest (`_choose`).
+A placement is a plan of one kind: the CPU computes everything (`_plan_cpu`), a device everything but the experts of
+some layers (`plan_layers`), or devices compute from slots (`plan_slots`), with slots of RAM below theirs and layers
+left to the CPU. Each kind is the same question about a memory, answered by `Pool`: how many slots, and how many tokens
+of a pass, beside everything else that lies there. Buffers of a pass grow with its tokens. Fewer tokens leave room for
+more slots, which saves reading while answering; but every pass of a prompt fetches most experts again.
+
+Reads no weights, measures nothing and allocates nothing: the same arguments, the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moegguf.controller.hit_rates import HitCurve
+from moegguf.decisions import log_decision
+from moegguf.engine import cost
+from moegguf.engine.cost import HitRates, Kind, ModelBytes, Placement, Speeds, format_speed, request_cost
+from moegguf.engine.load_spec import AUTO, F16, LoadSpec
+from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
+from moegguf.engine.memory import FIXED_BYTES, VOCAB_TOKEN_BYTES, Sizes, choose_context, row_bytes
+from moegguf.engine.plan import (
+    NO_LIMIT,
+    MemoryPlan,
+    PlacementPlan,
+    Plan,
+    allowed_ubatch,
+    layer_slots,
+    slot_bytes,
+    slots_for,
+    staging_bytes,
+)
+from moegguf.errors import BudgetError, OptionError
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
+from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
+from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
+
+SMALL_UBATCH_TOKENS = 32
+ABOUT = 1.05
+ON_CPU = -1
+KINDS_OF: dict[str, tuple[Kind, ...]] = {
+    "auto": ("resident", "slots", "layers", "cpu"),
+    "layers": ("resident", "layers"),
+    "slots": ("resident", "slots"),
+    "cpu": ("cpu",),
+}
+
+Fit = tuple[int, int]
+"""(slots, tokens of a pass) that fit together."""
+
+
+def make_plan(
+    layout: ExpertLayout,
+    machine: Machine,
+    spec: LoadSpec = LoadSpec(),
+    speeds: Speeds | None = None,
+    hits: HitCurve | None = None,
+) -> Plan:
+    """The plan for running `layout` on `machine`: on its devices, if it has some and the model has experts.
+
+    speeds: of one device, by which placements are compared; None: the first that fits is taken. hits: hit rates to
+    expect; None: published ones. Raises BudgetError, stating the minimum, where nothing that `spec` allows fits, and
+    OptionError for options that do not fit the devices.
+    """
+    task = Task.of(layout, machine, spec)
+    if not machine.devices:
+        return _plan_cpu(task)
+    plans, refused = _plan_each(task)
+    kinds = _allowed(task, plans, refused)
+    found, reasons, placement = plans[kinds[0]], list[str](), None
+    if task.is_divided and spec.placement == "auto" and kinds[0] != "cpu":
+        reasons.append("placement 'auto' is slots where layers are divided: no other one was compared")
+    elif speeds is not None and not task.is_divided:
+        placement = _choose(task, plans, kinds, speeds, hits or HitRates(layout).curve())
+        found = plans[placement.chosen.kind]
+        reasons.append(placement.reason)
+    reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[spec.placement]]
+    return replace(found, reasons=(*found.reasons, *reasons), placement=placement)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One question to the solver: a model, a machine, and the options and sizes of a load."""
+
+    layout: ExpertLayout
+    machine: Machine
+    spec: LoadSpec
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
+        """The question of these options. Raises what `Sizes.of` raises."""
+        return cls(layout, machine, spec, Sizes.of(layout, spec))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether layers are divided over devices, or between one and the CPU."""
+        return self.spec.is_divided(self.machine.devices)
+
+    @property
+    def cpu_streams(self) -> bool:
+        """Whether the store may stream experts through the CPU's slots."""
+        store = self.spec.store
+        return store.overlap if self.machine.devices else store.can_stream
+
+    @property
+    def n_gpu_layers(self) -> int:
+        """Layers that devices compute, as llama.cpp counts; -1: every layer."""
+        given = self.spec.n_gpu_layers
+        return given if self.is_divided and given is not None else -1
+
+
+def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
+    """Returns the plan of each kind that fits, and why the others do not."""
+    plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
+    for kind, plan in _WAYS.items():
+        # Slots for every expert are the same as whole layers without the CPU.
+        if kind == "layers" and (task.is_divided or "resident" in plans):
+            continue
+        if kind == "cpu" and task.is_divided and plans:
+            continue
+        try:
+            found = plan(task)
+        except BudgetError as error:
+            refused[kind] = error
+        else:
+            plans["resident" if kind == "slots" and found.resident else kind] = found
+    return plans, refused
+
+
+def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
+    """The kinds of these plans that may be taken. Raises why the first that was asked for is none, where none may."""
+    spec = task.spec
+    no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
+    asked = [kind for kind in KINDS_OF[spec.placement] if not (kind == "cpu" and no_cpu)]
+    if kinds := [kind for kind in asked if kind in plans]:
+        return kinds
+    short = [error for kind, error in refused.items() if kind in asked]
+    if task.is_divided:
+        raise short[-1]
+    if spec.refuses_cpu:
+        raise BudgetError(f"{short[0]} n_gpu_layers leaves no layer to the CPU: without it, that may compute.")
+    raise short[0]
+
+
+def _choose(
+    task: Task, plans: Mapping[Kind, Plan], allowed: Sequence[Kind], speeds: Speeds, hits: HitCurve
+) -> PlacementPlan:
+    """Chooses the fastest of the allowed placements."""
+    predicted = {kind: _predict(task.layout, kind, found, speeds, hits) for kind, found in plans.items()}
+    chosen = max((predicted[kind] for kind in allowed), key=lambda placement: placement.tokens_per_s)
+    ordered = tuple(sorted(predicted.values(), key=lambda placement: -placement.tokens_per_s))
+    reason = f"{chosen}: about {format_speed(chosen.tokens_per_s)} tokens/s"
+    for other in [placement for placement in ordered if placement.kind != chosen.kind][:1]:
+        reason += f", against {format_speed(other.tokens_per_s)} with {other}"
+    if "slots" in predicted:
+        reason += f" (hit rates {hits.source})"
+    device_bytes = max(0, _expert_room(task, task.machine.devices[0])[1])
+    if chosen.kind == "resident":
+        reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
+    predictions = {placement.kind: round(placement.tokens_per_s, 2) for placement in ordered}
+    log_decision("placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason)
+    return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
+
+
+def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
+    """The placement of a plan of this kind, with the tokens per second that the cost model predicts, the context half
+    full."""
+    model, n_total = ModelBytes.of(layout, plan.needs.kv_bytes // 2), layout.n_expert_total
+    if kind == "layers":
+        rest = plan.slots_layout(layout)
+        share = rest.expert_bytes / layout.expert_bytes
+        from_disk = share * (1 - hits.at(plan.n_slots / rest.n_expert_total))
+        seconds = cost.layers_s(model, speeds, len(rest.layers), share, from_disk)
+        return Placement(kind, 1 / seconds, len(plan.whole_layers))
+    hit_rate = hits.at(plan.n_slots / n_total)
+    if kind == "cpu":
+        return Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hit_rate))
+    from_disk = 1 - hits.at((plan.n_slots + plan.n_ram_slots) / n_total)
+    seconds = cost.slots_s(model, speeds, hit_rate, from_disk)
+    if kind == "resident":
+        return Placement(kind, 1 / seconds, len(layout.layers), hit_rate=1.0)
+    return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate)
+
+
+# Slots of one memory.
+
+
+def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit:
+    """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
+    costs = [(request_cost(layout, slot_bytes, *fit), fit) for fit in found]
+    least = min(cost for cost, _ in costs)
+    return next(fit for cost, fit in costs if cost <= least * ABOUT)
+
+
+def budget_slots(cache: ExpertCache, layout: ExpertLayout, slot_bytes: int, free_bytes: int = 0) -> int:
+    """Slots of a budget, maybe more than there are experts; "auto": in what is free."""
+    if cache.mode == "fraction":
+        return math.floor(cache.fraction * layout.n_expert_total + 1e-9)
+    n_bytes = cache.n_bytes if cache.mode == "bytes" else min(free_bytes, cache.n_bytes or free_bytes)
+    return max(0, n_bytes) // slot_bytes
+
+
+@dataclass
+class Pool:
+    """A model in one memory, or in those of several devices together, with slots for its experts."""
+
+    layout: ExpertLayout
+    cache: ExpertCache  # the budget
+    memory: Memory
+    sizes: Sizes  # what is not given is chosen here
+    streams: bool = False  # experts without a slot are streamed or staged
+    option: str = "expert_cache"  # by which the budget was given
+    staging_bytes: int = 0  # of tensors in which prompts are staged
+    staging_within: bool = True  # a budget that is given holds these, too
+    slot_tokens: int = NO_LIMIT  # of a pass that is not staged (`plan.allowed_ubatch`)
+
+    def __post_init__(self) -> None:
+        """Raises OptionError for a context that cannot be."""
+        self.sizes = choose_context(self.layout, self.sizes, self.memory.available_bytes, self.cache)
+        self.slot_bytes = slot_bytes(self.layout)
+        self.reasons = list(self.sizes.reasons)
+
+    def fit(self) -> Fit:
+        """Slots and tokens of a pass. Raises BudgetError, stating the minimum, when the budget (or, for "auto", the
+        free memory) does not hold the experts that one token uses in one layer, or those of an image that has to be
+        read in one pass."""
+        layout = self.layout
+        if not layout.is_moe:
+            self.reasons.append("the model has no experts, so it runs as plain llama.cpp")
+            return 0, self.sizes.most_ubatch
+        fit = self._auto_fit() if self.cache.mode == "auto" else self._given_fit()
+        n_slots, n_total = fit[0], layout.n_expert_total
+        self.reasons.append(
+            "every expert has a slot of its own: nothing is read after the first use"
+            if n_slots == n_total
+            else f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%}); others are fetched"
+        )
+        return fit
+
+    def _auto_fit(self) -> Fit:
+        """Slots and tokens of a pass in what is free after everything else and the margin."""
+        layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
+        most, found = layout.n_expert_total, list[Fit]()
+        if self.cache.n_bytes:
+            most = min(most, self.cache.n_bytes // size - self._staging_slots())
+        for n_ubatch in self._ubatches(sizes.most_ubatch):
+            needs = sizes.needs(layout, n_ubatch)
+            free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
+            n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
+            if n_slots >= layout.n_expert_used and n_ubatch <= self._allowed(n_slots):
+                found.append((n_slots, n_ubatch))
+        if not found:
+            least = format_bytes_up(layout.n_expert_used * size)
+            raise BudgetError(
+                f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model"
+                f" needs {format_bytes(sizes.needs(layout, 1).total_bytes(0))} for weights that every token uses, a"
+                f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
+                f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.option} a size."
+            )
+        fit = found[0] if found[0][1] == sizes.n_ubatch else best_fit(layout, size, found)
+        beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
+        self.reasons.append(
+            f"{format_bytes(memory.available_bytes)} are free ({memory.limited_by}); {format_bytes(beside)} go to"
+            f" weights that every token uses, the context and buffers, {format_bytes(memory.margin)} are kept as a"
+            " margin"
+        )
+        self._explain(fit, "that leaves more for experts, which saves more reading than it costs")
+        return fit
+
+    def _given_fit(self) -> Fit:
+        """The slots of a given budget, and the most tokens of a pass that fit into the free memory beside them."""
+        layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, f"{self.option}={str(self.cache)!r}"
+        n_total, n_staged = layout.n_expert_total, self._staging_slots()
+        n_held = budget_slots(self.cache, layout, size) - n_staged
+        n_slots = min(n_total, n_held)
+        beside = f" beside {format_bytes(self.staging_bytes)} for staging" if n_staged else ""
+        self.reasons.append(f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{beside}")
+        if n_slots < layout.n_expert_used:
+            raise too_few(budget, n_slots, layout.n_expert_used, size)
+        allowed, one_pass = self._allowed(n_slots), sizes.one_pass_tokens
+        if allowed < one_pass:
+            least = layer_slots(layout, one_pass) * size
+            if self.slot_tokens < one_pass:
+                least = staging_bytes(layout, 1) + layout.n_expert_used * size
+            raise BudgetError(
+                f"this model reads an image in one pass of {one_pass} tokens, but {budget} allows passes of {allowed};"
+                f" give at least {format_bytes_up(least)!r}, or load it without its projector."
+            )
+        ubatches = self._ubatches(min(allowed, sizes.most_ubatch))
+        free_bytes = self.memory.available_bytes - self.staging_bytes - n_slots * size
+        fitting = (n for n in ubatches if sizes.n_ubatch or sizes.needs(layout, n).total_bytes(n_slots) <= free_bytes)
+        fit = n_slots, next(fitting, ubatches[0])
+        self._explain(fit, "more would not fit into the free memory")
+        return fit
+
+    def _staging_slots(self) -> int:
+        """Slots of the budget that staging tensors take."""
+        return slots_for(self.staging_bytes, self.slot_bytes) if self.staging_within else 0
+
+    def _allowed(self, n_slots: int) -> int:
+        return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
+
+    def _ubatches(self, most: int) -> list[int]:
+        """Tokens of a pass to choose from, most first: powers of two, and every number where the pool may be small."""
+        least, powers = self.sizes.one_pass_tokens, (1 << bit for bit in range(most.bit_length()))
+        numbers = {most, least, *range(1, SMALL_UBATCH_TOKENS + 1), *powers}
+        return sorted((n for n in numbers if least <= n <= most), reverse=True)
+
+    def _explain(self, fit: Fit, why: str) -> None:
+        """Adds the reason why a prompt is read in passes of fewer tokens than usual: `why`, where the pool is not too
+        small for more."""
+        (n_slots, n_ubatch), wanted, layout = fit, self.sizes.most_ubatch, self.layout
+        if n_ubatch >= wanted:
+            return
+        if n_ubatch == self.slot_tokens:
+            why = "experts in slots are computed exactly in passes of no more tokens on this device"
+        elif layer_slots(layout, wanted, self.streams) > n_slots:
+            why = f"{n_slots} slots are fewer than the {layout.n_expert} experts of a layer"
+        self.reasons.append(
+            f"a prompt is read {n_ubatch} token{'s' * (n_ubatch > 1)} at a time instead of {wanted}: {why}"
+        )
+
+
+def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan], n_ubatch: int, **others: Any) -> Plan:
+    """The plan of these memories. others: its other fields."""
+    return Plan(
+        memories=tuple(memories),
+        slot_bytes=slot_bytes(layout),
+        n_experts=layout.n_expert_total,
+        n_ctx=sizes.n_ctx or 0,
+        n_ubatch=n_ubatch,
+        n_seq_max=sizes.n_seq_max,
+        n_batch=sizes.n_batch or 0,
+        kv_tokens=sizes.kv_tokens or 0,
+        **others,
+    )
+
+
+def _every_layer(layout: ExpertLayout) -> tuple[int, ...]:
+    return tuple(range(count_layers(layout)))
+
+
+def _plan_cpu(task: Task) -> Plan:
+    """The plan of a machine whose CPU computes everything."""
+    layout, memory = task.layout, task.machine.memory
+    streams = task.cpu_streams and slot_sizes(layout).streams
+    pool = Pool(layout, task.spec.expert_cache, memory, task.sizes, streams)
+    n_slots, n_ubatch = pool.fit()
+    needs = pool.sizes.needs(layout, n_ubatch)
+    total_bytes = needs.total_bytes(n_slots) + n_slots * pool.slot_bytes
+    warnings = (*cycle_warnings(layout, n_slots, pool.slot_bytes), *short_of(total_bytes, memory))
+    ram = MemoryPlan(None, _every_layer(layout), n_slots, total_bytes, memory.available_bytes)
+    return _planned(
+        layout, pool.sizes, [ram], n_ubatch, needs=needs.with_slots(n_slots), streams=streams,
+        reasons=tuple(pool.reasons), warnings=warnings,
+    )  # fmt: skip
+
+
+def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "") -> BudgetError:
+    """The error of a budget that holds fewer experts than a token uses, in slots of `size` bytes. where: " on GPU1"."""
+    return BudgetError(
+        f"{budget} holds {n_slots} experts{where}, but a token needs {least} in a layer, which is"
+        f" {format_bytes(least * size)}; give at least {format_bytes_up(least * size)!r}."
+    )
+
+
+def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Iterator[str]:
+    """A sentence where so few slots hold less than a token's experts over all layers."""
+    if n_slots < layout.token_cycle_slots:
+        cycle = f"{layout.token_cycle_slots} slots, {format_bytes_up(layout.token_cycle_slots * slot_bytes)}"
+        yield (
+            f"{format_bytes(n_slots * slot_bytes)} for experts is below one token's experts over all layers"
+            f" ({cycle}); the hit rate will be low"
+        )
+
+
+def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
+    """A sentence where so much of a memory is not free; where: " of RAM"."""
+    if n_bytes > memory.available_bytes:
+        yield (
+            f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
+            f" (limited by {memory.limited_by}); the budget is kept as given, and loading may fail, or the system stop"
+            ' this process; give less, or "auto"'
+        )
+
+
+# RAM beside devices.
+
+
+def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
+    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary and
+    buffers."""
+    embedding = row_bytes(F16, layout.hparams.n_embd)
+    return layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES) + FIXED_BYTES
+
+
+def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
+    """Slots in RAM beside a device. Raises BudgetError where the budget holds no expert at all."""
+    free_bytes = ram.available_bytes - ram.margin - host_bytes(layout, n_ubatch)
+    n_slots = budget_slots(cache, layout, slot_bytes, free_bytes)
+    if n_slots < 1:
+        raise BudgetError(
+            f"expert_cache={str(cache)!r} holds no expert in the {format_bytes(ram.available_bytes)} of RAM that are"
+            f" free; give at least {format_bytes_up(slot_bytes)!r}."
+        )
+    return min(n_slots, layout.n_expert_total)
+
+
+def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
+    """(slots of layers that the CPU computes, slots below those of devices) of `total` in RAM, in proportion to
+    n_on_cpu and n_below, which are the most of each; at least least_on_cpu, and one below where there are some."""
+    n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
+    n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
+    return n_cpu, min(n_below, total - n_cpu)
+
+
+# Whole layers on one device.
+
+
+def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
+    """The context of a device that computes every layer, and its bytes for experts within its budget, below 0 where not
+    even everything else fits."""
+    budget, layout = task.spec.vram_cache[0], task.layout
+    sizes = choose_context(layout, task.sizes, device.free_bytes, budget)
+    if budget.mode == "auto":
+        free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - VRAM_MARGIN_BYTES
+        return sizes, min(free, budget.n_bytes or free)
+    if budget.mode == "fraction" and budget.fraction >= 1:
+        return sizes, layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
+    return sizes, budget.n_bytes or round(budget.fraction * layout.expert_bytes)
+
+
+def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
+    """As many last layers, but never all, as have their experts in so many bytes."""
+    whole = list[int]()
+    for layer in reversed(layout.layers[1:]):
+        n_bytes -= layer.n_expert * layer.expert_bytes
+        if n_bytes < 0:
+            break
+        whole.append(layer.il)
+    return tuple(sorted(whole))
+
+
+def plan_layers(task: Task) -> Plan:
+    """The plan for computing everything on a device but the experts of the first layers, which the CPU computes from
+    slots in RAM. Experts of as many last layers as fit lie on the device, as every other weight does.
+
+    Raises BudgetError where the device has too little memory for what is no expert, or RAM too few experts of a token.
+    """
+    (device,), ram, layout, cache = task.machine.devices, task.machine.memory, task.layout, task.spec.expert_cache
+    sizes, room_bytes = _expert_room(task, device)
+    whole = _last_layers(layout, room_bytes)
+    rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
+    size = slot_bytes(rest)
+    n_slots = ram_slots(rest, cache, ram, size, sizes.most_ubatch)
+    if n_slots < rest.n_expert_used:
+        raise too_few(f"expert_cache={str(cache)!r}", n_slots, rest.n_expert_used, size)
+    streams = task.cpu_streams and slot_sizes(rest).streams
+    allowed = allowed_ubatch(rest, n_slots, streams)
+    if allowed < sizes.one_pass_tokens:
+        raise BudgetError(
+            f"an image takes a pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow {allowed}; give"
+            " more with expert_cache."
+        )
+    n_ubatch = min(sizes.most_ubatch, allowed)
+    needs = sizes.needs(rest, n_ubatch)
+    host = host_bytes(layout, n_ubatch) + n_slots * (size + needs.slot_work_bytes)
+    on_device = needs.total_bytes(0)
+    if on_device > device.free_bytes:
+        raise BudgetError(
+            f"whole layers, context and buffers take {format_bytes(on_device)}, but {format_bytes(device.free_bytes)}"
+            f" of {device.name}'s memory are free; give less with vram_cache, lower n_ctx (--ctx), or take placement"
+            " 'cpu'."
+        )
+    reasons = (
+        f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
+        f" layers by the CPU; those of the other {len(whole)} lie on {device.name}",
+        f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
+    )
+    layers = _every_layer(layout)
+    memories = (
+        MemoryPlan(device.name, layers, 0, on_device, device.free_bytes),
+        MemoryPlan(None, layers, n_slots, host, ram.available_bytes),
+    )
+    return _planned(
+        rest, sizes, memories, n_ubatch, needs=needs.with_slots(0), streams=streams, whole_layers=whole,
+        n_gpu_layers=-1, reasons=(*sizes.reasons, *reasons), warnings=tuple(short_of(host, ram, " of RAM")),
+    )  # fmt: skip
+
+
+# Slots on devices.
+
+
+def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: int = -1) -> list[int]:
+    """The index of the device that computes each layer, ON_CPU for none (llama-model.cpp, load_tensors).
+
+    Layers go to devices in order, as llama.cpp splits a model: the last `n_gpu_layers` of it, its output counted as
+    one. n_layer: those that llama.cpp counts. n_gpu_layers: -1 is every layer and the output. Raises OptionError for a
+    split that is not one.
+    """
+    split = np.asarray(tensor_split, np.float32)
+    if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
+        raise OptionError(
+            f"tensor_split is {list(tensor_split)}, but has a proportion for each device, none below 0 and some above."
+        )
+    bounds = np.cumsum(split, dtype=np.float32)
+    bounds /= bounds[-1]
+    n_on_devices = n_layer + 1 if n_gpu_layers < 0 else min(n_gpu_layers, n_layer + 1)
+    first = n_layer + 1 - n_on_devices
+    places = np.arange(n_layer - first, dtype=np.float32) / np.float32(max(1, n_on_devices))
+    return [ON_CPU] * min(first, n_layer) + np.searchsorted(bounds, places, side="right").tolist()
+
+
+def count_layers(layout: ExpertLayout) -> int:
+    """Layers that llama.cpp counts in `n_gpu_layers`, those of multi-token prediction too; without the output."""
+    n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
+    return n_layer if isinstance(n_layer, int) else layout.n_layer
+
+
+def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
+    """`total` slots of several devices in proportion to `shares`, none with more than its `most`, and none with fewer
+    than `least`, where it can have as many and there are; what is over goes to the others."""
+    least = min(least, total // max(1, sum(of > 0 for of in most)))
+    given = [min(of, least) for of in most]
+    while (left := total - sum(given)) > 0 and (free := [d for d in range(len(most)) if given[d] < most[d]]):
+        weight = sum(shares[d] for d in free)
+        more = {d: min(most[d] - given[d], left * shares[d] // weight if weight else 0) for d in free}
+        if not any(more.values()):
+            more = {free[0]: 1}
+        for d, n in more.items():
+            given[d] += n
+    return given
+
+
+def plan_slots(task: Task) -> Plan:
+    """The plan with slots on the machine's devices, and others below them in RAM. Weights that every token uses, the
+    context, the buffers of a pass and staging tensors are on the devices, too.
+
+    Of STAGING_TENSORS, 1 and no staging tensors on each device it has the most that fit and pay (`_pays`), none where
+    every expert has a slot; so many as the store's options say, beside the budget in VRAM, where they fit. Raises
+    BudgetError, stating the minimum, where a budget is too small, OptionError for a split or a number of tensors that
+    cannot be.
+    """
+    wanted = task.spec.store.staging
+    if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
+        raise OptionError(f"staging is {wanted}, but prompts are staged in at most {STAGING_TENSORS} tensors.")
+    task = replace(task, layout=padded(task.layout, [device.name for device in task.machine.devices]))
+    without: Plan | None = None
+    refused: BudgetError | None = None
+    try:
+        without = _SlotsPlanner(task, 0).plan()
+    except BudgetError as error:  # without staging also where an image takes a pass of more tokens than have slots
+        refused = error
+    tensors = range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
+    for n in tensors if without is None or without.n_ram_slots else ():  # some expert has no slot on a device
+        try:
+            staged = _SlotsPlanner(task, n).plan()
+        except BudgetError:
+            continue
+        if wanted is not None or _pays(task.layout, n, staged, without):
+            reason = (
+                f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
+                f" ({format_bytes(staged.staging_bytes)}): slots keep theirs meanwhile"
+            )
+            return replace(staged, reasons=(*staged.reasons, reason))
+    if without is None:
+        assert refused is not None
+        raise refused
+    return without
+
+
+def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> bool:
+    """Whether prompts are to be staged in n tensors: several within STAGING_SHARE of the memory for experts; one where
+    a typical request costs less so than with prompts in passes that slots are exact for, and a token's experts over all
+    layers keep their slots where there are as many without."""
+    if staged.total_bytes > staged.available_bytes:
+        return False
+    if n > 1:
+        n_bytes = staged.staging_bytes
+        return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.slot_bytes)
+    if without is None:
+        return True
+    if staged.device_slots < layout.token_cycle_slots <= without.device_slots:
+        return False
+    cost, otherwise = (
+        request_cost(layout, plan.slot_bytes, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without)
+        for plan in (staged, without)
+    )
+    return cost < otherwise
+
+
+class _SlotsPlanner:
+    """One plan with so many staging tensors on each device. Lists of parts have the CPU's last.
+
+    Raises BudgetError, OptionError for a split or budgets that do not fit the devices.
+    """
+
+    def __init__(self, task: Task, n_staging: int) -> None:
+        self._task, self._n_staging = task, n_staging
+        self._layout, self._devices, self._vram = task.layout, task.machine.devices, task.spec.vram_cache
+        self._n_layer = count_layers(task.layout)
+        self._names = ", ".join(device.name for device in self._devices)
+        n_devices, n_gpu_layers = len(self._devices), task.n_gpu_layers
+        self._is_alone = n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
+        self._split = None if self._is_alone else task.spec.tensor_split
+        self._check_numbers()
+        self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"  # a budget for all devices together
+        self._staging_bytes = staging_bytes(self._layout, n_staging)  # of each device
+        self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
+        total, free = (sum(getattr(d, name) for d in self._devices) for name in ("total_bytes", "free_bytes"))
+        where = f"the device{'s' * (n_devices > 1)} {self._names}"
+        self._pool = Pool(
+            self._layout,
+            self._joint_budget(),
+            Memory(total, free, where, VRAM_MARGIN_BYTES * n_devices),
+            task.sizes,
+            n_staging > 0,
+            "vram_cache",
+            n_devices * self._staging_bytes,
+            task.spec.store.staging is None,
+            self._slot_tokens if self._is_alone else NO_LIMIT,  # of several: `_allowed`
+        )
+        self._n_slots, self._n_ubatch = self._pool.fit()
+        self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch).with_slots(self._n_slots)
+        self._size = self._pool.slot_bytes
+        counts = {layer.il: layer.n_expert for layer in self._layout.layers}
+        self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
+        embedding_bytes = self._layout.n_vocab * row_bytes(F16, self._layout.hparams.n_embd)
+        self._output_bytes = min(self._needs.dense_bytes, max(self._layout.tied_output_bytes, embedding_bytes))
+        self._layer_bytes = self._bytes_by_layer()
+
+    def _check_numbers(self) -> None:
+        """Raises BudgetError, OptionError where there are not as many budgets or proportions as devices."""
+        n_devices, n_vram = len(self._devices), len(self._vram)
+        if n_vram not in (1, n_devices):
+            raise BudgetError(
+                f"vram_cache has {n_vram} budgets for {n_devices} devices ({self._names}); give one for all of them"
+                " together, or one for each."
+            )
+        if self._split is not None and len(self._split) != n_devices:
+            raise OptionError(
+                f"tensor_split has {len(self._split)} proportions for {n_devices} devices ({self._names}); give one for"
+                " each."
+            )
+
+    def _joint_budget(self) -> ExpertCache:
+        """The budget of all devices together."""
+        if len(self._vram) == 1:
+            return self._vram[0]
+        if any(cache.mode == "auto" for cache in self._vram):
+            return AUTO
+        given = (cache.n_bytes or round(cache.fraction * self._layout.expert_bytes) for cache in self._vram)
+        return ExpertCache("bytes", n_bytes=sum(given))
+
+    def _bytes_by_layer(self) -> list[int]:
+        """Bytes of each layer: its own weights but experts, its part of the KV cache, and of what belongs to none."""
+        layout, needs, n_layer = self._layout, self._needs, self._n_layer
+        own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
+        heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
+        heads = heads if any(heads) else [1] * n_layer
+        rest = max(0, needs.dense_bytes - self._output_bytes - sum(own))
+        return [
+            dense + -(-needs.kv_bytes * n // sum(heads)) + -(-rest // n_layer)
+            for dense, n in zip(own, heads, strict=True)
+        ]
+
+    def plan(self) -> Plan:
+        """The plan."""
+        layout, size, memory = self._layout, self._size, self._task.machine.memory
+        tensor_split, on = (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
+        order = (*range(len(self._devices)), ON_CPU)
+        layers = [tuple(il for il, d in enumerate(on) if d == index) for index in order]
+        counts, on_cpu = [self._experts_of(of) for of in layers], layers[-1]
+        slots = [self._n_slots] if self._is_alone else self._slots(layers[:-1])
+        below = sum(n for n, n_slots in zip(counts, slots, strict=False) if n_slots < n)
+        n_cpu, n_ram = self._ram_slots(on_cpu, counts[-1], below)
+        n_ubatch = min([self._n_ubatch, *self._allowed([*slots, n_cpu], counts)])
+        host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(on_cpu)
+        parts = list[MemoryPlan]()
+        for device, of, n in zip(self._devices, layers, slots, strict=False):
+            n_bytes = self._beside_bytes(of) + n * size
+            if self._is_alone:
+                n_bytes = self._needs.total_bytes(0) + n * size + self._staging_bytes
+            parts.append(MemoryPlan(device.name, of, n, n_bytes, device.free_bytes))
+        ram = MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
+        warnings = [*cycle_warnings(layout, sum(slots) + n_cpu, size), *short_of(host, memory, " of RAM")]
+        for device, part in zip(self._devices, parts, strict=True):
+            warnings += short_of(part.total_bytes, device.memory, f" on {device.name}")
+        cpu_streams = self._task.cpu_streams and slot_sizes(layout).streams
+        return _planned(
+            layout, self._pool.sizes, [*parts, ram], n_ubatch, needs=self._needs,
+            streams=cpu_streams if n_cpu else self._n_staging > 0,
+            slot_tokens=self._slot_tokens,
+            n_staging=self._n_staging,
+            staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
+            n_gpu_layers=self._task.n_gpu_layers,
+            tensor_split=tensor_split,
+            reasons=(*self._pool.reasons[:-1], *self._reasons([*parts, ram])),
+            warnings=tuple(warnings),
+        )  # fmt: skip
+
+    def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
+        """The tensor_split with which llama.cpp does as planned, given or by the memory that devices have for layers,
+        and the device of each layer."""
+        n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
+        beside = VRAM_MARGIN_BYTES + self._needs.compute_bytes + self._staging_bytes
+        for d, device in enumerate(self._devices):
+            free = max(1, device.free_bytes - beside)
+            rooms.append(min(free, self._slots_bytes(d, free)))
+        split = tuple(map(float, self._split or rooms))
+        on = device_of_layers(self._n_layer, split, n_gpu_layers)
+        if not any(d != ON_CPU and n for d, n in zip(on, self._n_experts, strict=True)):
+            raise OptionError(
+                f"with vram_cache devices compute layers, but n_gpu_layers is {n_gpu_layers}, which puts no layer with"
+                " experts on one; give more, or leave vram_cache out."
+            )
+        return split, on
+
+    def _slots_bytes(self, d: int, free_bytes: int) -> int:
+        """Bytes that a device has for slots: its own budget, or what is free there."""
+        cache = self._vram[0] if len(self._vram) == 1 else self._vram[d]
+        if self._is_shared:
+            return free_bytes
+        if cache.mode == "auto":
+            return min(free_bytes, cache.n_bytes or free_bytes)
+        n_bytes = cache.n_bytes or budget_slots(cache, self._layout, self._size) * self._size
+        return max(0, n_bytes - self._staging_bytes) if self._task.spec.store.staging is None else n_bytes
+
+    def _experts_of(self, layers: Iterable[int]) -> int:
+        return sum(self._n_experts[il] for il in layers)
+
+    def _bytes_of(self, layers: Iterable[int]) -> int:
+        return sum(self._layer_bytes[il] for il in layers)
+
+    def _beside_bytes(self, layers: Sequence[int]) -> int:
+        """Bytes that a device with these layers holds beside slots."""
+        output = self._output_bytes if self._n_layer - 1 in layers else 0
+        staged = self._staging_bytes if self._experts_of(layers) else 0
+        return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
+
+    def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
+        """Slots of each device, with these layers. Of one budget for all, what the memory of one does not hold goes to
+        the others."""
+        size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
+        left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
+        if not self._is_shared:
+            own = (self._slots_bytes(d, max(0, free - VRAM_MARGIN_BYTES)) // size for d, free in enumerate(left))
+            return [min(pair) for pair in zip(most, own, strict=True)]
+        total = min(self._n_slots, sum(most))
+        held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
+        return share_out(total, most, held if sum(held) >= total else most, least)
+
+    def _allowed(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
+        """Tokens of a pass in each memory, whose layers have so many experts.
+
+        Raises BudgetError for fewer slots than a token needs.
+        """
+        least = self._layout.n_expert_used
+        names = [*(device.name for device in self._devices), None]
+        for name, n_slots, n_experts in zip(names, slots, counts, strict=True):
+            if not n_experts:
+                continue
+            if n_slots < least:
+                option, where = ("vram_cache", name) if name else ("expert_cache", "the CPU")
+                raise too_few(option, n_slots, least, self._size, f" on {where}")
+            if n_slots < n_experts:
+                cpu_streams = self._task.cpu_streams and slot_sizes(self._layout).streams
+                streams = cpu_streams if name is None else self._n_staging > 0
+                yield allowed_ubatch(self._layout, n_slots, streams, slot_tokens(name))
+
+    def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
+        """(slots of the layers that the CPU computes, slots below those of devices): in proportion to their experts.
+
+        Raises BudgetError where there are too few.
+        """
+        if n_on_cpu + n_below == 0:
+            return 0, 0
+        memory, cache = self._task.machine.memory, self._task.spec.expert_cache
+        taken = self._bytes_of(cpu_layers) + (self._needs.compute_bytes if n_on_cpu else 0)
+        left = replace(memory, available_bytes=max(0, memory.available_bytes - taken))
+        total = min(ram_slots(self._layout, cache, left, self._size, self._n_ubatch), n_on_cpu + n_below)
+        least_cpu, least_below = min(n_on_cpu, self._layout.n_expert_used), min(1, n_below)
+        if total < least_cpu + least_below:
+            least = format_bytes_up((least_cpu + least_below) * self._size)
+            raise BudgetError(
+                f"expert_cache={str(cache)!r} holds {total} experts, but {len(cpu_layers)} layers are computed by the"
+                f" CPU; give at least {least!r}, or put more layers on devices (n_gpu_layers)."
+            )
+        return divide_ram_slots(total, n_on_cpu, n_below, least_cpu)
+
+    def _reasons(self, parts: Sequence[MemoryPlan]) -> Iterator[str]:
+        for part in parts:
+            if part.layers:
+                yield (
+                    f"{len(part.layers)} layers ({part.layers[0]} to {part.layers[-1]}) are computed on"
+                    f" {part.name or 'the CPU'}, with slots for {part.n_slots} of their"
+                    f" {self._experts_of(part.layers)} experts ({format_bytes(part.n_slots * self._size)})"
+                )
+        ram = parts[-1]
+        if ram.n_below:
+            yield f"{ram.n_below} experts ({format_bytes(ram.n_below * self._size)}) fit into RAM below the devices"
+        elif not ram.n_slots:
+            yield "every expert has a slot on a device: none is kept in RAM"
+
+
+_WAYS: Mapping[Kind, Callable[[Task], Plan]] = {"slots": plan_slots, "layers": plan_layers, "cpu": _plan_cpu}
