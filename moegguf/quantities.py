@@ -1,7 +1,7 @@
 """Sizes in bytes, budgets for experts and durations: parsed from text, and formatted. What is called human is as Ollama
 has it.
 
-What a budget means for a model on a machine is in engine/plan.py.
+What a budget means for a model on a machine is in engine/solver.py.
 """
 
 from __future__ import annotations

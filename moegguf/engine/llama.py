@@ -121,8 +121,8 @@ class Llama(UpstreamLlama):
                 uses one. The property `n_seq_max` says which models have only one.
             kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less
                 where experts would miss that memory (`moegguf.engine.memory.choose_context`).
-            n_ctx: tokens of context, 512 where it is not given, as in llama-cpp-python. 0: the model's own. None: as many
-                as leave most memory to experts, as commands have it.
+            n_ctx: tokens of context, 512 where it is not given, as in llama-cpp-python. None: as many as leave most
+                memory to experts, which commands choose; 0: the model's own.
             flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None:
                 where the devices that compute have it, as `moegguf.Engine`, `run` and `serve` do.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
