@@ -302,10 +302,12 @@ FORMULAS = {
     "- one\n  $$\n  + x\n  $$\n> $y_1$ **$z$**": [["\n+ x\n", True], ["y_1", False], ["z", False]],
     "It costs $5 and $6, $n$ times.": [["n", False]],
     "$\\frac{a$ and $\\text{for all } x$": [["$\\frac{a$", False], ["\\text{for all } x", False]],
+    "the $n$th and the $k$-means": [["n", False], ["k", False]],
     "$a * b * c$ and $d_1 e_2 f_3$": [["a * b * c", False], ["d_1 e_2 f_3", False]],
 }
 AMOUNTS = [
     "$5 and $6", "US$5 or US$6", "from $5 to 10$", "**$5** and **$6**", "$5-$6", "$5/month, $6/year", "$HOME/$USER",
+    "$path/$file",
     "$ a $", "a $ b", "\\$a\\$", "`$a$`", "~$5k, ~$6k", "a$b$", "$5,000 (or $6,000)", "```sh\necho $a $b$\n```", "$$",
     "echo $$ prints a number",
 ]  # fmt: skip
@@ -405,7 +407,7 @@ def test_a_long_answer_is_not_parsed_from_its_begin_again(page: Any) -> None:
       const markdown = new Markdown(document.createElement("div")), { parse } = prototype;
       let n = 0;
       prototype.parse = function (text, env) { return (n += text.length, parse.call(this, text, env)); };
-      for (let end = 10; end < text.length; end += 10) markdown.show(text.slice(0, end), false);
+      for (let end = 20; end < text.length; end += 20) markdown.show(text.slice(0, end), false);
       markdown.show(text, true);
       prototype.parse = parse;
       return n;

@@ -305,7 +305,9 @@ def violations() -> Callable[..., list[str]]:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
 
     def find(page: Any, *rules: str) -> list[str]:
-        options = {"runOnly": {"type": "rule", "values": rules}} if rules else {}
+        options = {"resultTypes": ["violations"], "elementRef": False}
+        if rules:
+            options["runOnly"] = {"type": "rule", "values": rules}
         found = axe.run(page, options=options).response["violations"]
         grave = [each for each in found if each["impact"] in ("serious", "critical")]
         return [f"{each['id']}: {node['html']}" for each in grave for node in each["nodes"]]

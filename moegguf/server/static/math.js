@@ -7,14 +7,12 @@ const APART = ["$$", "\\["]; // a formula between these has lines of its own
 const LONGEST = 4000; // characters
 const BLANK_LINE = /\n[ \t]*\n/;
 const MAX_BLOCK_LINES = 100;
-// Words without any mark of a formula between two dollar signs, as in "$5 or 10$".
-const isProse = (source) => /[a-z]{2}/i.test(source) && /\s/.test(source) && !/[\\^_={}]/.test(source);
 const CODE_OR_MARK = /(`+)[^`]+(\1|$)|\\[^]|\$\$?/g;
 const MAX_DEPTH = 200; // of elements: a browser's layout has an end, and a formula of a book has 40
 const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 200 };
 
-/** The formula at a position: its source, its end, whether it stands apart, and the mark before it. Its end is undefined where the text ends before the
- *  formula does. Returns undefined where there is no formula, as at "$5". */
+/** The formula at a position: its source, its end, whether it stands apart, and the mark before it. Its end is undefined where the
+ *  text ends before the formula does. Returns undefined where there is no formula, as at "$5". */
 function formulaAt(text, start) {
   const opening = Object.keys(CLOSING).find((mark) => text.startsWith(mark, start));
   if (!opening) return undefined;
@@ -27,10 +25,17 @@ function formulaAt(text, start) {
   return { source, end, apart: APART.includes(opening), opening };
 }
 
+/** Whether these are words without any mark of a formula, as between the signs of "$5 or 10$". */
+function isProse(source) {
+  return /[a-z]{2}/i.test(source) && /\s/.test(source) && !/[\\^_={}]/.test(source);
+}
+
 /** Whether this is a formula between single dollar signs. `after` is undefined where the second sign is missing. */
 function isBetweenDollars(source, before, after) {
   if (/[\w$]/.test(before ?? "") || /^\s|\n/.test(source) || isProse(source)) return false;
-  return after === undefined || !(/\s$/.test(source) || /[\w$]/.test(after));
+  if (after === undefined) return true;
+  const isVariable = /^[a-z]{2}/i.test(source) && /[a-z]/.test(after); // "$path/$file", but not "$n$th"
+  return !isVariable && !/\s$/.test(source) && !/[\dA-Z_$]/.test(after);
 }
 
 /** The index of a mark whose first character is not escaped. */
