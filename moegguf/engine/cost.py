@@ -22,8 +22,9 @@ weighed against each other before any speed is known: by the bytes that a reques
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moegguf.controller.artifacts import Artifacts
@@ -35,6 +36,7 @@ from moegguf.controller.hit_rates import (
     published_range,
     typical_hit_rate,
 )
+from moegguf.engine.run_hits import read_run_hits
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import Link, format_bytes
@@ -206,24 +208,31 @@ class Expected:
 
 @dataclass(frozen=True)
 class HitRates:
-    """What is known of a model's hit rates. measured: None for a model whose routing was not recorded."""
+    """What is known of a model's hit rates."""
 
     layout: ExpertLayout
-    measured: Measured | None = None
+    measured: Measured | None = None  # None: its routing was not recorded
+    of_answers: Mapping[float, float] = field(default_factory=dict)  # that answers reached here, by share of slots
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:
-        """With the nearest measurement of this very model, which its routers identify, if the file has them here."""
+        """Returns them with the nearest measurement of this very model, which its routers identify, if the file has
+        them here, and with what answers reached."""
+        if not layout.is_moe:
+            return cls(layout)
+        of_answers = read_run_hits(layout)
         with suppress(ExpertIOError):
-            return cls(layout, Artifacts(layout).measured() if layout.is_moe else None)
-        return cls(layout)
+            return cls(layout, Artifacts(layout).measured(), of_answers)
+        return cls(layout, None, of_answers)
 
     def curve(self) -> HitCurve:
-        """That of the policy that was measured to be best, else the one to expect of a model of this shape."""
-        if not self.measured or not self.measured.hit_rates:
-            return published_curve(self.layout.n_expert, self.layout.n_expert_used)
-        policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")
-        return HitCurve(self.measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
+        """Returns the curve of the policy that was measured to be best, else the one to expect of a model of this
+        shape."""
+        found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
+        if self.measured and self.measured.hit_rates:
+            policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")
+            found = HitCurve(self.measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
+        return replace(found, of_answers=self.of_answers)
 
     def range_at(self, n_slots: int) -> HitRange:
         """The range for `n_slots` slots."""

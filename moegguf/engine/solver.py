@@ -167,14 +167,16 @@ def _choose(
     reason = f"{chosen}: about {format_speed(chosen.tokens_per_s)} tokens/s"
     for other in [placement for placement in ordered if placement.kind != chosen.kind][:1]:
         reason += f", against {format_speed(other.tokens_per_s)} with {other}"
+    source = hits.source_at(plans[chosen.kind].n_slots / task.layout.n_expert_total)
     if "slots" in predicted:
-        reason += f" (hit rates {hits.source})"
+        source = hits.source_at(plans["slots"].n_slots / task.layout.n_expert_total)
+        reason += f" (hit rates {source})"
     device_bytes = max(0, _expert_room(task, task.machine.devices[0])[1])
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
     predictions = {placement.kind: round(placement.tokens_per_s, 2) for placement in ordered}
     log_decision("placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason)
-    return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
+    return PlacementPlan(ordered, chosen, reason, speeds, source, device_bytes)
 
 
 def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
