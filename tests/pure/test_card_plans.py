@@ -13,6 +13,7 @@ from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.plan import Plan
 from moegguf.engine.run_hits import RunHits, read_run_hits
 from moegguf.engine.solver import make_plan
+from moegguf.engine.speeds import cpu_pool_bytes
 from moegguf.engine.stats import Stats
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.quantities import GIB, MIB, Link
@@ -109,3 +110,26 @@ def test_a_hit_rate_that_answers_reached_counts_with_about_the_same_share_of_slo
     assert found is not None and found.chosen.kind == "layers" and "that answers reached here" in found.reason
     curve = HitRates.of(layout).curve()
     assert curve.at(0.56) == pytest.approx(0.44) and curve.at(0.62) > 0.8 and curve.at(1.0) == 1
+
+
+@pytest.mark.parametrize("cpu_bytes_per_s", [45e9, 60e9, 80e9])
+def test_with_prompts_slots_win_over_layers_whose_prompts_the_processor_computes(
+    layouts: Layouts, cpu_bytes_per_s: float
+) -> None:
+    found = plan(layouts("qwen1.5-moe-a2.7b"), card(8 * GB), cpu_bytes_per_s)
+    assert found.placement is not None and found.device == "CUDA0" and not found.whole_layers
+    slots, layers = found.placement.placements[:2]
+    assert (slots.kind, layers.kind) == ("slots", "layers")
+    assert slots.prompt_tokens_per_s > 2 * layers.prompt_tokens_per_s
+    assert "of a prompt and" in found.placement.reason and "answered with 256" in found.placement.reason
+
+
+def test_a_processor_is_measured_with_four_times_its_last_cache_and_a_quarter_of_the_memory_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "size"
+    monkeypatch.setattr("moegguf.engine.speeds.LAST_CACHE", cache)
+    assert cpu_pool_bytes(64 * GIB) == 96 * MIB
+    cache.write_text("307200K")
+    assert cpu_pool_bytes(64 * GIB) == 1200 * MIB
+    assert cpu_pool_bytes(2 * GIB) == 512 * MIB
