@@ -164,23 +164,17 @@ class HitCurve:
     source: str
     n_expert: int = 0
     n_expert_used: int = 0
-    of_answers: Mapping[float, float] = field(default_factory=dict)  # reached here, which count where they are near
 
     def at(self, share: float) -> float:
         """Returns the hit rate with so large a share of the experts in slots."""
-        reached = self._reached(share)
-        return interpolate(self.rates, share) if reached is None else reached
+        return min(1.0, interpolate(self.rates, share))
 
-    def source_at(self, share: float) -> str:
-        """Returns where the hit rate at this share comes from."""
-        return self.source if self._reached(share) is None else "that answers reached here"
-
-    def _reached(self, share: float) -> float | None:
-        """Returns the hit rate that answers reached with about this share, if there were any."""
-        near = [known for known in self.of_answers if abs(known - share) <= NEAR_SHARE]
-        if share >= 1 or not near:
-            return None
-        return self.of_answers[min(near, key=lambda known: abs(known - share))]
+    def corrected(self, reached: Mapping[float, float]) -> HitCurve:
+        """Returns the curve with hit rates that answers reached here, in place of those with about the same share."""
+        if not reached:
+            return self
+        others = {at: rate for at, rate in self.rates.items() if all(abs(at - share) > NEAR_SHARE for share in reached)}
+        return replace(self, rates={**others, **reached}, source=f"{self.source}, and of answers here")
 
 
 PUBLISHED = (

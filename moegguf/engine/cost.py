@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moegguf.controller.artifacts import Artifacts
@@ -131,10 +131,10 @@ class Placement:
 
     kind: Kind
     tokens_per_s: float  # of an answer
-    n_layers: int = 0  # whole layers on the device
-    slot_bytes: int = 0  # memory of the slots there
-    hit_rate: float = 0.0  # of these
     prompt_tokens_per_s: float = math.inf
+    n_layers: int = 0  # whole layers on the device
+    slot_bytes: int = 0  # memory of the slots
+    hit_rate: float = 0.0  # of these
 
     @property
     def request_s(self) -> float:
@@ -181,35 +181,27 @@ def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float
     return layers_s(model, speeds, 0, 0.0, from_disk) + misses_s + model.n_layer * speeds.stop_s
 
 
-@dataclass(frozen=True)
-class PromptWork:
-    """What a pass of a prompt does in one placement."""
+def prompt_tokens_per_s(
+    layout: ExpertLayout, model: ModelBytes, speeds: Speeds, n_ubatch: int,
+    on_cpu: float = 0.0, dense_on_cpu: bool = False, copied: float = 0.0, read: float = 0.0,
+) -> float:  # fmt: skip
+    """Returns the speed of a typical request's prompt.
 
-    n_ubatch: int
-    cpu_share: float = 0.0  # of the experts that the CPU multiplies with
-    missing: float = 0.0  # of the experts that are copied to the device
-    from_disk: float = 0.0  # of the experts that are in no memory
-    device_dense: bool = True  # everything but experts is on the device
-
-
-def prompt_tokens_per_s(layout: ExpertLayout, model: ModelBytes, speeds: Speeds, work: PromptWork) -> float:
-    """Returns the speed of a typical request's prompt."""
-    n_tokens = min(work.n_ubatch, PROMPT_TOKENS)
+    on_cpu, copied, read: shares of the experts that the CPU multiplies with, that are copied to the device, and that
+    come from the disk. dense_on_cpu: the CPU also computes everything else.
+    """
+    n_tokens = min(n_ubatch, PROMPT_TOKENS)
     touched = touched_bytes(layout, n_tokens)
 
-    def multiply_s(dense_bytes: float, share: float, bytes_per_s: float, gain: int) -> float:
-        """Seconds of dense weights and a share of the experts."""
-        read = dense_bytes + share * touched
-        multiplied = n_tokens / gain * (dense_bytes + share * model.token_bytes)
-        return max(read, multiplied) / bytes_per_s
+    def multiply_s(gain: int, has_dense: bool, share: float, bytes_per_s: float) -> float:
+        times = n_tokens / gain
+        n_bytes = share * max(touched, model.token_bytes * times) + has_dense * model.dense_bytes * max(1, times)
+        return n_bytes / bytes_per_s
 
-    device_dense = model.dense_bytes if work.device_dense else 0
-    cpu_dense = model.dense_bytes - device_dense
-    on_device_s = multiply_s(device_dense, 1 - work.cpu_share, speeds.device_bytes_per_s, DEVICE_GAIN)
-    on_cpu_s = multiply_s(cpu_dense, work.cpu_share, speeds.cpu_bytes_per_s, CPU_GAIN)
-    copies_s = touched * work.missing / speeds.copies.bytes_per_s
-    disk_s = touched * work.from_disk / speeds.disk_bytes_per_s
-    return n_tokens / (max(on_device_s, copies_s) + on_cpu_s + disk_s)
+    device_s = multiply_s(DEVICE_GAIN, not dense_on_cpu, 1 - on_cpu, speeds.device_bytes_per_s)
+    cpu_s = multiply_s(CPU_GAIN, dense_on_cpu, on_cpu, speeds.cpu_bytes_per_s)
+    copies_s = touched * copied / speeds.copies.bytes_per_s
+    return n_tokens / (max(device_s, copies_s) + cpu_s + touched * read / speeds.disk_bytes_per_s)
 
 
 def touched_bytes(layout: ExpertLayout, n_tokens: int) -> float:
@@ -284,7 +276,7 @@ class HitRates:
         if self.measured and self.measured.hit_rates:
             policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")
             found = HitCurve(self.measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
-        return replace(found, of_answers=self.of_answers)
+        return found.corrected(self.of_answers)
 
     def range_at(self, n_slots: int) -> HitRange:
         """The range for `n_slots` slots."""

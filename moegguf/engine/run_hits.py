@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
 
-from moegguf.controller.hit_rates import NEAR_SHARE
 from moegguf.engine.known_facts import KnownFact
 from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
@@ -15,36 +13,31 @@ LEAST_PASSES = 32  # of an answer whose hit rate says something
 
 
 class RunHits:
-    """Look-ups of one load's answers, by the share of experts that had a slot. They are kept by `save`."""
+    """Counters of one load's answers, by the share of experts that had a slot. They are kept by `save`."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._layout = layout
-        self._hits = Counter[float]()
-        self._lookups = Counter[float]()
+        self._answers = dict[float, Stats]()
 
     def add(self, answer: Stats) -> None:
         """Counts an answer. A short one does not count, nor one with slots that were still empty."""
-        if answer.passes < LEAST_PASSES or not answer.slots_used == answer.n_slots < answer.n_experts:
-            return
-        share = round(answer.n_slots / answer.n_experts / NEAR_SHARE) * NEAR_SHARE
-        self._hits[share] += answer.hits
-        self._lookups[share] += answer.lookups
+        if answer.passes >= LEAST_PASSES and answer.slots_used == answer.n_slots < answer.n_experts:
+            share = round(answer.n_slots / answer.n_experts, 2)
+            before = self._answers.get(share)
+            self._answers[share] = before + answer if before else answer
 
     def save(self) -> None:
         """Keeps the hit rates, in place of those that earlier loads had with the same shares."""
-        if self._lookups:
-            rates = {share: self._hits[share] / n for share, n in self._lookups.items()}
+        if self._answers:
+            rates = {share: answers.hit_rate for share, answers in self._answers.items()}
             with suppress(ExpertIOError):
-                fact = _fact(self._layout)
-                fact.write((fact.read(dict) or {}) | {f"{share:.2f}": rate for share, rate in rates.items()})
+                _fact(self._layout).write([*(read_run_hits(self._layout) | rates).items()])
 
 
 def read_run_hits(layout: ExpertLayout) -> dict[float, float]:
     """Returns {share of experts with a slot: hit rate} of earlier loads; empty where the file is damaged."""
     with suppress(ExpertIOError, ValueError, TypeError):
-        known = {float(share): float(rate) for share, rate in (_fact(layout).read(dict) or {}).items()}
-        if all(0 <= number <= 1 for pair in known.items() for number in pair):
-            return known
+        return {float(share): min(1.0, float(rate)) for share, rate in _fact(layout).read(list) or ()}
     return {}
 
 

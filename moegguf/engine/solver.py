@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from moegguf.engine.cost import (
     Kind,
     ModelBytes,
     Placement,
-    PromptWork,
     Speeds,
     request_cost,
 )
@@ -175,44 +175,39 @@ def _choose(
     ordered = tuple(sorted(predicted.values(), key=lambda placement: placement.request_s))
     chosen = next(placement for placement in ordered if placement.kind in allowed)
     reason = f"{chosen}: about {chosen.speeds}"
-    for other in [placement for placement in ordered if placement.kind != chosen.kind][:1]:
+    if other := next((placement for placement in ordered if placement != chosen), None):
         reason += f", against {other.speeds} with {other}"
     reason += f"; compared by a request of {PROMPT_TOKENS} tokens that is answered with {ANSWER_TOKENS}"
-    source = hits.source_at(plans[chosen.kind].n_slots / task.layout.n_expert_total)
     if "slots" in predicted:
-        source = hits.source_at(plans["slots"].n_slots / task.layout.n_expert_total)
-        reason += f" (hit rates {source})"
+        reason += f" (hit rates {hits.source})"
     device_bytes = max(0, _expert_room(task, task.machine.devices[0])[1])
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
     predictions = {placement.kind: round(placement.tokens_per_s, 2) for placement in ordered}
     log_decision("placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason)
-    return PlacementPlan(ordered, chosen, reason, speeds, source, device_bytes)
+    return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
 
 
 def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
     """The placement of a plan of this kind, with the tokens per second that the cost model predicts, the context half
     full."""
-    model, n_total = ModelBytes.of(layout, plan.needs.kv_bytes // 2), layout.n_expert_total
+    model, rest = ModelBytes.of(layout, plan.needs.kv_bytes // 2), plan.slots_layout(layout)
+    share = rest.expert_bytes / layout.expert_bytes
+    held = plan.n_slots / rest.n_expert_total
+    in_ram = min(1.0, held + plan.n_ram_slots / rest.n_expert_total)
+    hit_rate, read = hits.at(held), 1 - hits.at(in_ram)
+    prompt = partial(cost.prompt_tokens_per_s, layout, model, speeds, plan.n_ubatch, read=share * (1 - in_ram))
     if kind == "layers":
-        rest = plan.slots_layout(layout)
-        share, in_ram = rest.expert_bytes / layout.expert_bytes, plan.n_slots / rest.n_expert_total
-        seconds = cost.layers_s(model, speeds, len(rest.layers), share, share * (1 - hits.at(in_ram)))
-        work = PromptWork(plan.n_ubatch, share, from_disk=share * (1 - in_ram))
-        found = Placement(kind, 1 / seconds, len(plan.whole_layers))
+        seconds = cost.layers_s(model, speeds, len(rest.layers), share, share * read)
+        prompt_speed = prompt(on_cpu=share)
     elif kind == "cpu":
-        in_ram = plan.n_slots / n_total
-        work = PromptWork(plan.n_ubatch, 1.0, from_disk=1 - in_ram, device_dense=False)
-        found = Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hits.at(in_ram)))
+        seconds = cost.cpu_s(model, speeds, read)
+        prompt_speed = prompt(on_cpu=1.0, dense_on_cpu=True)
     else:
-        held, in_ram = plan.n_slots / n_total, min(1.0, (plan.n_slots + plan.n_ram_slots) / n_total)
-        hit_rate = hits.at(held)
-        missing = 1 - (held if plan.n_staging else hit_rate)
-        work = PromptWork(plan.n_ubatch, missing=missing, from_disk=1 - in_ram)
-        seconds = cost.slots_s(model, speeds, hit_rate, 1 - hits.at(in_ram))
-        n_layers, n_bytes = (len(layout.layers), 0) if kind == "resident" else (0, plan.budget_bytes)
-        found = Placement(kind, 1 / seconds, n_layers, n_bytes, hit_rate)
-    return replace(found, prompt_tokens_per_s=cost.prompt_tokens_per_s(layout, model, speeds, work))
+        seconds = cost.slots_s(model, speeds, hit_rate, read)
+        prompt_speed = prompt(copied=1 - (held if plan.n_staging else hit_rate))
+    n_layers = len(layout.layers) if kind == "resident" else len(plan.whole_layers)
+    return Placement(kind, 1 / seconds, prompt_speed, n_layers, plan.budget_bytes, hit_rate)
 
 
 # Slots of one memory.
