@@ -1,6 +1,7 @@
 # make        everything needed to use moegguf from this folder
 # make run    the bundled demo model, with a budget of half its experts
 # make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
+# make browser   what the tests of the page need: Playwright, and Chromium where this user may install Debian's packages
 # make lab    what the laboratory needs, see predictors/README.md      make evidence   docs/evidence.md anew: hours
 # make soak   a server under load for two minutes: clients of every API, kills, disconnects, changes of the budget
 # make slow   the tests that take minutes: 2,000 answers with drafts, 500 processes that are killed
@@ -24,7 +25,7 @@ JOBS ?= 2
 ARCH ?= $(shell uname -m)
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
-.PHONY: all run test soak slow test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
+.PHONY: all run test browser soak slow test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -47,6 +48,11 @@ run: $(READY)
 
 test: $(READY)
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+
+# A machine without these passes over the tests of the page, so nothing here fails.
+browser: $(READY)
+	@$(PY) tools/check_machine.py --requirements browser | $(PIP) install -r /dev/stdin || echo "note: Playwright cannot be installed"
+	@$(PY) tools/check_machine.py --chromium
 
 soak: $(READY)
 	@MOEGGUF_LONGEST_TEST_S=600 $(PY) -m pytest tests/soak -s

@@ -159,6 +159,8 @@ _TABLE = (
            default="the strategy's"),
     Option("prefetch", "load", RESEARCH, "Fetch predicted experts ahead while that saves time.",
            ("--prefetch/--no-prefetch",), kind="switch", default="the strategy's"),
+    Option("log", "load", OUTPUT, "debug prints on stderr why moegguf decided what it did: see decisions.md.",
+           variable="LOG", kind="choice", default="off", choices=("off", "debug")),
     Option("hooks", "load", RESEARCH, "0 runs plain llama.cpp.", variable="HOOKS", kind="switch", default="1"),
     Option("kernels", "load", RESEARCH, "The CPU's kernels for interleaved weights, to compare.", variable="KERNELS",
            kind="choice", default="the fastest that the processor has", choices=KERNELS),

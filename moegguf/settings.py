@@ -40,6 +40,7 @@ class Environment:
     home: Path | None = None
     trial_load: Literal["on", "off", "again"] = "on"
     kernels: str = ""
+    log: str = "off"
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:

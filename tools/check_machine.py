@@ -2,12 +2,16 @@
 
 Usage: python tools/check_machine.py            exit status 1 and one sentence per missing thing
        python tools/check_machine.py --requirements X  prints those of the build ("build") or of an extra
+       python tools/check_machine.py --chromium        installs Chromium from Debian's packages where root may do so
 Runs on any Python 3, so that one that is too old gets an error message too.
 """
 
 import os
 import shutil
+import subprocess
 import sys
+
+CHROMIUM = ("chromium-headless-shell", "chromium")  # packages of Debian and their commands, the smaller one first
 
 
 def missing():
@@ -36,10 +40,28 @@ def print_requirements(name):
     print("\n".join(table["build-system"]["requires"] if name == "build" else extras[name]))
 
 
+def install_chromium():
+    """Installs the first of the packages that apt-get installs; prints a note where there is none."""
+    if any(map(shutil.which, [*CHROMIUM, "chromium-browser", "google-chrome"])):
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        environment = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
+        steps = [["update"], *(["install", "--yes", "--no-install-recommends", name] for name in CHROMIUM)]
+        for step in steps:
+            print("apt-get " + " ".join(step))
+            done = subprocess.run(["apt-get", "-qq", *step], env=environment, stdout=subprocess.DEVNULL)
+            if done.returncode == 0 and shutil.which(step[-1]):
+                return
+    print("note: there is no Chromium, so the tests of the page are passed over; on Debian: apt install chromium")
+
+
 def main():
     """Runs the command line; returns the exit status."""
     if sys.argv[1:2] == ["--requirements"]:
         print_requirements(sys.argv[2])
+        return 0
+    if sys.argv[1:2] == ["--chromium"]:
+        install_chromium()
         return 0
     problems = list(missing())
     for problem in problems:

@@ -173,23 +173,29 @@ def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
     }
 
 
+def _tests(outcomes: Sequence[Outcome], index: int) -> dict[int, Row]:
+    """Returns {round: the results of a test}, without those of runs that failed."""
+    return {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
+
+
+def _stall_ms(test: Row) -> float:
+    return median(figures["stall_ms_per_token"] for figures in test["figures"])
+
+
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """Speed and stall of `own` divided by those of `other` (medians over rounds), and whether the tokens agree."""
-    mine, theirs = (
-        {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
-        for outcomes in (own, other)
-    )
-    pairs = [(test, theirs[n]) for n, test in mine.items() if n in theirs]  # of the same round
+    """Returns speed and stall of `own` divided by those of `other` (medians over rounds), and whether the tokens
+    agree."""
+    theirs = _tests(other, index)
+    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # of the same round
     row: Row = {"error": _error(other)}
     if not pairs:
         return row
     ratios = [median(speeds(a)) / median(speeds(b)) for a, b in pairs]
-    samples = [sample for a, b in pairs for sample in zip(a["tokens"], b["tokens"], strict=True)]
-    same = [x == y for a, b in samples for x, y in zip(a, b, strict=True)]
-    stalls = [
-        [median(figures["stall_ms_per_token"] for figures in test["figures"]) for test in pair]
-        for pair in pairs if pair[0]["figures"] and pair[1]["figures"]
-    ]  # fmt: skip
+    same: list[bool] = []
+    for a, b in pairs:
+        for mine, others in zip(a["tokens"], b["tokens"], strict=True):
+            same += [x == y for x, y in zip(mine, others, strict=True)]
+    stalls = [(_stall_ms(a), _stall_ms(b)) for a, b in pairs if a["figures"] and b["figures"]]
     if stalls and all(b > 0 for _, b in stalls):
         row["stall_ratio"] = median(a / b for a, b in stalls)
     return row | {

@@ -21,6 +21,7 @@ from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import ServeCommand, serve
 from moegguf.cli.top import top
 from moegguf.cli.trace import trace
+from moegguf.decisions import start_log
 from moegguf.errors import MoeggufError
 from moegguf.terminal.messages import print_message, run_with_exit_code
 
@@ -59,6 +60,7 @@ def root(
     ] = False,
 ) -> None:
     """Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory."""
+    start_log()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

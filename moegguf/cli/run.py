@@ -169,7 +169,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
             entry = with_files(find_or_pull(name), **files)
             parameters = _defaults(environment, entry) | parameters
             if sys.stderr.isatty() or verbose:
-                print_card_note(loading)
+                print_card_note(loading | {"n_gpu_layers": parameters.get("num_gpu")})
         if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
             parameters["num_ctx"] = connection.details(entry).n_ctx_train
         conversation = Conversation(entry, parameters, **settings)

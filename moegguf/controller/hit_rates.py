@@ -82,7 +82,8 @@ class Measured:
         if not ranges:
             return None
         bound = interpolate(self.bound, share)
-        low, high = (interpolate({at: ends[i] for at, ends in ranges.items()}, share) for i in range(2))
+        low = interpolate({at: ends[0] for at, ends in ranges.items()}, share)
+        high = interpolate({at: ends[1] for at, ends in ranges.items()}, share)
         return min(low, bound), min(high, bound)
 
 

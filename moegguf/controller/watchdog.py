@@ -8,6 +8,8 @@ from statistics import median
 
 import numpy as np
 
+from moegguf.decisions import log_decision
+
 
 @dataclass(frozen=True)
 class WatchdogOptions:
@@ -118,6 +120,7 @@ class Watchdog:
         self._weighs = False
         if busy < self.options.busy:
             self._rest()
+            log_decision("prefetch_not_tried", link_busy=round(busy, 3), needed=self.options.busy)
 
     def _rest(self) -> None:
         self._pause_tokens = self._next_pause_tokens
@@ -154,8 +157,12 @@ class Watchdog:
         return bool(abs(errors) >= self.options.certainty) and (errors > 0) == (self._gain() >= self.options.gain)
 
     def _gain(self) -> float:
-        without, with_ = (median(sum(period) / len(period) for period in self._periods_ns[on]) for on in (False, True))
-        return 1 - with_ / without if without > 0 else 0.0
+        without = self._token_ns(False)
+        return 1 - self._token_ns(True) / without if without > 0 else 0.0
+
+    def _token_ns(self, on: bool) -> float:
+        """Returns the median over periods of a token's mean time."""
+        return median(sum(period) / len(period) for period in self._periods_ns[on])
 
     def _decide(self) -> None:
         self.last_gain = self._gain()
@@ -163,3 +170,6 @@ class Watchdog:
         self._rest()
         self.trials += 1
         self.on = self.last_gain >= self.options.gain
+        log_decision(
+            "prefetch_switched", on=self.on, gain=round(self.last_gain, 3), needed=self.options.gain, trial=self.trials
+        )

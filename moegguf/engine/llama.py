@@ -17,6 +17,7 @@ from moegguf.controller.policies import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
+from moegguf.decisions import start_log
 from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.drafts import Drafts, ModelDrafts
 from moegguf.engine.kv_block_store import KvBlockStore, default_folder
@@ -146,6 +147,7 @@ class Llama(UpstreamLlama):
             AllocationError, ExpertIOError, LibraryError.
         """
         given: dict[str, Any] = dict(options)
+        start_log()
         check_options(given, Llama.__init__)
         environment = read_load_keywords()
         named = find_strategy(environment.get("strategy", "") if strategy is None else strategy)

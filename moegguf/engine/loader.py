@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.controller.artifacts import Artifacts
+from moegguf.decisions import is_logged
 from moegguf.engine.error_log import llama_log
+from moegguf.engine.eviction_log import EvictionLog
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import LoadPlan
 from moegguf.engine.machine import MACHINE, read_memory
@@ -64,6 +66,8 @@ class Loader:
             store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
         if load_plan.hooks:
             self.session = Session(plan.slots_layout(load_plan.layout), plan, store)
+            if is_logged():
+                self.session.listeners.add(EvictionLog(self.session))
             self.session.store.pause_fill(True)  # until llama.cpp has read
 
     def _report(self, share: float, _user: int = 0) -> bool:

@@ -76,7 +76,7 @@ class _Part:
 
 
 class _Parts:
-    """The parts of a sequence, no image of which is cut. `blocks`: the full ones that it begins with.
+    """The parts of a sequence, none of which cuts an image. `blocks`: the full parts that it begins with.
 
     name: of all that they depend on but tokens and `images`.
     """
@@ -100,7 +100,7 @@ class _Parts:
             name, end = block.name, block.end
 
     def rest(self, n_blocks: int, end: int) -> _Part | None:
-        """What follows the first blocks up to `end`, less than another block; None where it has no name."""
+        """Returns the part behind the first blocks up to `end`, less than another block; None where it has no name."""
         name, begin = (self.blocks[n_blocks - 1].name, self.blocks[n_blocks - 1].end) if n_blocks else (self._name, 0)
         return self._part(name, begin, end) if 0 <= end - begin < BLOCK_TOKENS and self._uncut(end) == end else None
 
@@ -112,7 +112,7 @@ class _Parts:
         return _Part(name, begin, end, self._positions[begin : end + 1])
 
     def _uncut(self, end: int) -> int:
-        """`end`, or that of the image that it would cut."""
+        """Returns `end`, or the end of the image that it would cut."""
         return next((image.end for image in self._images if image.begin < end < image.end), end)
 
 
@@ -213,7 +213,7 @@ class PrefixCache:
         self._pool.shutdown()
 
     def _kept_rests(self, parts: _Parts, n_blocks: int) -> Iterator[_Part]:
-        """Those on disk that follow the first blocks, the longest first."""
+        """Yields the parts on disk that follow the first blocks, the longest first."""
         begin = parts.blocks[n_blocks - 1].end if n_blocks else 0
         for end in range(begin + BLOCK_TOKENS - 1, begin - 1, -1):
             if (rest := parts.rest(n_blocks, end)) and self._store.holds(rest.name):
@@ -282,7 +282,8 @@ class PrefixCache:
         return part.name in self._queued or self._store.holds(part.name)
 
     def _keep_state(self, sequence: int, part: _Part) -> bool:
-        """Has the state of a sequence written as this part; False where it cannot be, or too much waits already."""
+        """Queues the state of a sequence to be written as this part. Returns False where llama.cpp cannot give it, or
+        too much waits already."""
         n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
         with self._lock:
             if self._queued and sum(self._queued.values()) + n_bytes > MOST_QUEUED_BYTES:
@@ -299,7 +300,7 @@ class PrefixCache:
         return True
 
     def _put(self, name: str, about: About, data: memoryview) -> None:
-        """Has a block written."""
+        """Queues a block to be written."""
 
         def write() -> None:
             self._store.write(name, about, [data])
@@ -342,7 +343,8 @@ class PrefixCache:
 
 
 def store_limit(given: str | int | None) -> int | None:
-    """Bytes of an option, or without it of the environment; None: as `KvBlockStore` chooses. Raises OptionError."""
+    """Returns the bytes of an option, or without it of the environment; None: as `KvBlockStore` chooses. Raises
+    OptionError."""
     try:
         return parse_store_size(read_load_keywords().get("context_store", "auto") if given is None else given)
     except ValueError as error:
@@ -366,7 +368,7 @@ def open_prefix_cache(
 
 
 def _is_of(block: Buffer, part: _Part) -> bool:
-    """Whether a state of one sequence has the cells of the part's tokens, each once and in any order of cells."""
+    """Returns whether a state of one sequence has the cells of the part's tokens, each once and in any order."""
     n_tokens = part.end - part.begin
     if len(block) < _STATE.size or _STATE.unpack_from(block)[2:] != (1, n_tokens):
         return False
@@ -385,7 +387,7 @@ def _hash(*parts: str | bytes) -> str:
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
-    """A hash of all that blocks depend on but tokens: those of another model, build or option have other names."""
+    """Returns a hash of everything except tokens that blocks depend on: model, build and options."""
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector
     parts = {

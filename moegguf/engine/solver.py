@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.controller.hit_rates import HitCurve
+from moegguf.decisions import log_decision
 from moegguf.engine import cost
 from moegguf.engine.cost import HitRates, Kind, ModelBytes, Placement, Speeds, format_speed, request_cost
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
@@ -165,6 +166,8 @@ def _choose(
     device_bytes = max(0, _expert_room(task, task.machine.devices[0])[1])
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
+    predictions = {placement.kind: round(placement.tokens_per_s, 2) for placement in ordered}
+    log_decision("placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason)
     return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from moegguf.decisions import log_decision
 from moegguf.engine.machine import ProcessorUse
 from moegguf.errors import AllocationError
 from moegguf.native import library
@@ -133,6 +134,9 @@ class GovernedThreads:
             n_threads = self._governor.decide(now_s, others, token_s)
             if n_threads != before:
                 self._set_n_threads(self._context, n_threads, n_threads)
+                log_decision(
+                    "threads_changed", n_threads=n_threads, before=before, others=round(others, 2), token_s=token_s
+                )
         self._decoded = []
         self._stalled_s, self._begun_s = stalled_s, now_s
 

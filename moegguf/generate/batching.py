@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from moegguf.decisions import log_decision
 from moegguf.engine.sequences import SequenceTokens
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
 from moegguf.generate.drafting import Drafter
@@ -361,6 +362,10 @@ class BatchLoop:
         if len(self._running) < 2:
             return False
         newest = self._running.pop()
+        log_decision(
+            "sequence_put_back", n_tokens=len(newest.place.tokens), n_running=len(self._running),
+            kv_tokens=int(self._llm.context_params.n_ctx),
+        )  # fmt: skip
         self._kv.truncate(newest.place, 0)
         self._kv.release(newest)
         insort(self._waiting, newest, key=_ticket)

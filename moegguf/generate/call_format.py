@@ -24,18 +24,19 @@ from moegguf.generate.tool_calls import (
     ElementCalls,
     JsonCalls,
     MarkedCalls,
-    MistralCalls,
     NamedCalls,
     PythonCalls,
     Reader,
     RelaxedCalls,
     TaggedCalls,
-    ToolCallBlock,
     Types,
     calls_in,
     closed_json,
     json_at,
+    json_calls,
     json_value,
+    parse_mistral,
+    parse_tool_call,
     pattern_of,
 )
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, has_channels, think_marks_of
@@ -143,7 +144,7 @@ def _json_written(open_mark: str, close: str, *, arguments: str = "arguments", l
 
 
 HARMONY_CALL = Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "")
-JSON_ONLY = ToolFormat("", "", (JsonCalls(),), _json_written("", ""))
+JSON_ONLY = ToolFormat("", "", (json_calls,), _json_written("", ""))
 
 _DEEPSEEK = NamedCalls(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?", r"\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?",
@@ -153,12 +154,12 @@ _DEEPSEEK = NamedCalls(
 # Formats that a model may use though its template does not render them, by a text that the template contains.
 KNOWN_FORMATS: Mapping[str, ToolFormat] = {
     "<tool_call>": ToolFormat(
-        "<tool_call>", "</tool_call>", (ToolCallBlock(),), _json_written("<tool_call>\n", "\n</tool_call>")
+        "<tool_call>", "</tool_call>", (parse_tool_call,), _json_written("<tool_call>\n", "\n</tool_call>")
     ),
     "<function=": ToolFormat(
         "<function=", "</function>", (replace(FUNCTIONS, before=""),), Written("<function=", ">", "</function>")
     ),
-    "[TOOL_CALLS]": ToolFormat("[TOOL_CALLS]", "", (MistralCalls(),), _json_written("[TOOL_CALLS]", "", listed=True)),
+    "[TOOL_CALLS]": ToolFormat("[TOOL_CALLS]", "", (parse_mistral,), _json_written("[TOOL_CALLS]", "", listed=True)),
     "<｜tool▁output": ToolFormat(
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", (_DEEPSEEK,),
         Written(
@@ -171,12 +172,12 @@ KNOWN_FORMATS: Mapping[str, ToolFormat] = {
         Written("<|tool_call_start|>[", "(", ")]<|tool_call_end|>", "python", key_close={"": "="}, separator=", "),
     ),
     "<TOOLCALL>": ToolFormat(
-        "<TOOLCALL>", "</TOOLCALL>", (JsonCalls(),), _json_written("<TOOLCALL>", "</TOOLCALL>", listed=True)
+        "<TOOLCALL>", "</TOOLCALL>", (json_calls,), _json_written("<TOOLCALL>", "</TOOLCALL>", listed=True)
     ),
-    "<|tool_call|>": ToolFormat("<|tool_call|>", "", (JsonCalls(),), _json_written("<|tool_call|>", "", listed=True)),
-    '"parameters"': ToolFormat("", "", (JsonCalls(),), _json_written("", "", arguments="parameters")),
+    "<|tool_call|>": ToolFormat("<|tool_call|>", "", (json_calls,), _json_written("<|tool_call|>", "", listed=True)),
+    '"parameters"': ToolFormat("", "", (json_calls,), _json_written("", "", arguments="parameters")),
     "<|python_tag|>": ToolFormat(
-        "<|python_tag|>", "", (JsonCalls(),), _json_written("<|python_tag|>", "", arguments="parameters")
+        "<|python_tag|>", "", (json_calls,), _json_written("<|python_tag|>", "", arguments="parameters")
     ),
 }  # fmt: skip
 
@@ -601,6 +602,6 @@ class AnswerFormat:
         if learned is None:
             return tuple(formats.values()) or (JSON_ONLY,)
         known = next((form for form in formats.values() if form.open and learned.open.startswith(form.open)), learned)
-        readers = dict.fromkeys((*learned.readers, *known.readers, JsonCalls()))
+        readers = dict.fromkeys((*learned.readers, *known.readers, json_calls))
         others = [form for form in formats.values() if form.open not in learned.open]
         return replace(learned, open=known.open, readers=tuple(readers)), *others

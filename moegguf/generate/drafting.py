@@ -4,12 +4,12 @@ The pass that decodes evaluates them beside the token that was sampled last. The
 is the sampled token, as if it had been evaluated then, with the same random numbers, and drops the others from the KV
 cache: where the model is batch-invariant an answer is the same, token for token.
 
-Whether and how wide to draft is decided by measured time. An accepted token is worth what a token costs without drafts;
+Measured time decides whether and how wide to draft. An accepted token is worth what a token costs without drafts;
 a drafted one costs what it makes the pass longer, which has in it whatever it does there, such as fetching experts that
 nobody else uses. A draft goes on as long as the chance that its next token is reached and accepted is worth more than
 that token costs. Where that is not so of the first, one is tried again now and then, narrow, from an allowance: a share
 of the time of passes. When drafts have lost the allowance and what they had saved before, they pause until there is
-some again. Looking for drafts costs time, too: a text is asked for n-grams only where its last tokens have occurred
+some again. Looking for drafts costs time, too: n-grams of a text are looked up only where its last tokens have occurred
 before, and when passes were in vain, some go by until the next one is looked at.
 """
 
@@ -21,6 +21,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moegguf.decisions import log_decision
 from moegguf.engine.drafts import N_MAX, Drafts, Source
 from moegguf.generate.sequence import KvSequence, Sequence
 
@@ -39,26 +40,28 @@ MEMORY = 0.9  # of measured costs, and of acceptance, the weight that stays with
 PRIOR = (0.8, 0.5, 0.6)  # chance of a token of each source to be accepted, before any was seen
 
 
+@dataclass
 class Acceptance:
-    """How likely a drafted token is accepted when those before it are: recent drafts count more. `base`: of a model,
-    what is true of an answer before it has drafts of its own."""
+    """How likely a drafted token is accepted when the tokens before it are: recent drafts count more."""
 
-    def __init__(self, prior: float, memory: float, base: Acceptance | None = None) -> None:
-        self._prior, self._memory, self._base = prior, memory, base
-        self._accepted = self._refused = 0.0
+    prior: float
+    memory: float
+    base: Acceptance | None = None  # of a model: used for an answer before it has drafts of its own
+    accepted: float = 0.0
+    refused: float = 0.0
 
     @property
     def chance(self) -> float:
         """From 0 to 1, exclusive."""
-        prior = self._prior if self._base is None else self._base.chance
-        return (self._accepted + 2 * prior) / (self._accepted + self._refused + 2)
+        prior = self.prior if self.base is None else self.base.chance
+        return (self.accepted + 2 * prior) / (self.accepted + self.refused + 2)
 
     def note(self, n_drafted: int, n_accepted: int) -> None:
-        """A draft was verified."""
-        if self._base is not None:
-            self._base.note(n_drafted, n_accepted)
-        self._accepted = self._memory * self._accepted + n_accepted
-        self._refused = self._memory * self._refused + (n_accepted < n_drafted)
+        """Notes a draft that was verified."""
+        if self.base is not None:
+            self.base.note(n_drafted, n_accepted)
+        self.accepted = self.memory * self.accepted + n_accepted
+        self.refused = self.memory * self.refused + (n_accepted < n_drafted)
 
 
 class PassTimes:
@@ -107,13 +110,14 @@ class DraftGate:
         self._tries = False  # in the next pass
         self._n_vain = 0  # passes that were due since one had an accepted token
         self._n_rested = self._n_resting = 0  # passes that go by between two that are due; that still do
+        self._pays = True
 
     def of_answer(self) -> list[Acceptance]:
         """Acceptance of each source in one answer."""
         return [Acceptance(0.5, MEMORY, base) for base in self.acceptance]
 
     def is_due(self) -> bool:
-        """Called once before each pass: whether it may have drafts, and `note_pass` is called after it."""
+        """Returns whether the next pass may have drafts, which `note_pass` follows. Called once before each pass."""
         self._n_resting -= 1
         return self._n_resting < 0
 
@@ -161,11 +165,15 @@ class DraftGate:
             saved_s = n_accepted * base_s / n_sequences - times.note(n_drafted, seconds, base_s)
             self._balance_s += saved_s
             self._allowance_s += min(0, saved_s) * self._tries
+        pays = not self._n_rested and self._balance_s >= 0
+        if pays != self._pays:
+            self._pays = pays
+            log_decision("drafts_switched", on=pays, n_vain=self._n_vain, balance_s=round(self._balance_s, 4))
 
 
 @dataclass
 class _Text:
-    """What drafts know of a sequence: the sequence, its tokens so far, and how often they were accepted."""
+    """The tokens of a sequence so far, and how often its drafts were accepted."""
 
     sequence: Sequence
     acceptance: list[Acceptance]
@@ -199,7 +207,7 @@ class Drafter:
         self._n_drafted = self._n_accepted = 0  # tokens of this pass
 
     def propose(self, sequences: list[Sequence]) -> None:
-        """Sets the drafts of answers that decode together in the next pass; nobody else takes part in it."""
+        """Sets the drafts of the sequences that decode in the next pass, in which no others take part."""
         texts = list[_Text]()
         for sequence in sequences:
             seq_id = sequence.place.seq_id
@@ -235,7 +243,7 @@ class Drafter:
         self._spent_s = time.thread_time() - start_s
 
     def note_verified(self, sequence: Sequence, kv: KvSequence, n_accepted: int) -> None:
-        """The first tokens of its draft were sampled, too."""
+        """Notes how many tokens of a draft were sampled, too."""
         text, n_drafted = self._texts[kv.seq_id], len(sequence.draft)
         self._llm.context.drafted.update(draft_passes=1, drafted_tokens=n_drafted, accepted_tokens=n_accepted)
         text.acceptance[text.source].note(n_drafted, n_accepted)
@@ -244,7 +252,7 @@ class Drafter:
         self._n_accepted += n_accepted
 
     def note_pass(self, n_sequences: int, seconds: float) -> None:
-        """A pass took so long in which so many sequences decoded, and nothing else."""
+        """Notes the time of a pass in which this number of sequences decoded, and nothing else was computed."""
         if not self._begins:
             self.gate.note_pass(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)
         self._begins, self._spent_s, self._n_drafted, self._n_accepted = False, 0.0, 0, 0

@@ -133,8 +133,8 @@ class Engine:
         self, prompt: Prompt | abc.Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
-        cancels it. `fields`: as of `generate`. Raises what `Sequence.read` gives and evaluations
-        raise, ClosedError."""
+        cancels it. `fields`: as of `generate`. Raises ClosedError, and the errors of
+        `Sequence.read` and of evaluations."""
         queue = asyncio.Queue[Delta]()
         loop = asyncio.get_running_loop()
 

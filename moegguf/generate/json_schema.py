@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moegguf.errors import SchemaError
@@ -108,13 +109,15 @@ class Schemas:
             raise SchemaError("the JSON schemas of a request are too large, or their combinations are; simplify them.")
 
 
+@dataclass
 class _Writer:
     """Writes the rules of one document."""
 
-    def __init__(self, document: Document, numbers: Iterator[int], count_part: Callable[[], None]) -> None:
-        self._document = document
-        self._numbers = numbers
-        self._count_part = count_part
+    document: Document
+    numbers: Iterator[int]
+    count_part: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._goals: dict[Goal, Rule] = {}
         self._todo: list[Goal] = []
         self._rules: dict[str, list[Sequence[Symbol]]] = {}
@@ -124,7 +127,7 @@ class _Writer:
 
     def rule(self, goal: Goal) -> Rule:
         """Returns the rule of values that follow a goal; it is written later."""
-        self._count_part()
+        self.count_part()
         if goal not in self._goals:
             self._goals[goal] = self._new_rule()
             self._todo.append(goal)
@@ -135,7 +138,7 @@ class _Writer:
         while self._todo:
             goal = self._todo.pop()
             rule = self._goals[goal]
-            for facts in self._document.alternatives(goal):
+            for facts in self.document.alternatives(goal):
                 self._rules[rule] += self._values(facts)
         possible = _productive(self._rules)
         if first not in possible:
@@ -147,14 +150,14 @@ class _Writer:
         return lines + self._lines
 
     def _new_rule(self, *alternatives: Sequence[Symbol]) -> Rule:
-        name = Rule(f"json_{next(self._numbers)}")
+        name = Rule(f"json_{next(self.numbers)}")
         self._rules[name] = list(alternatives)
         return name
 
     def _terminal(self, expression: str) -> str:
         """Returns the name of a terminal, which is defined once."""
         if expression not in self._names:
-            self._names[expression] = name = f"J_{next(self._numbers)}"
+            self._names[expression] = name = f"J_{next(self.numbers)}"
             self._lines.append(f"{name}: {expression}")
         return self._names[expression]
 
@@ -162,7 +165,7 @@ class _Writer:
         """Returns the name of a rule for a value without parts, which llguidance reads."""
         expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
         if expression not in self._names:
-            self._names[expression] = name = f"json_{next(self._numbers)}"
+            self._names[expression] = name = f"json_{next(self.numbers)}"
             self._lines.append(f"{name}: {expression}")
         return self._names[expression]
 
@@ -222,13 +225,13 @@ class _Writer:
             if found is not None:
                 yield from found
                 return
-            self._document.ignored.add("uniqueItems")
+            self.document.ignored.add("uniqueItems")
         if contained:
             counted = self._containing_items(facts, least, most, contained)
             if counted is not None:
                 yield "J_BEGIN", counted
                 return
-            self._document.ignored.add("contains")
+            self.document.ignored.add("contains")
         n_prefix = facts.n_prefix if most is None else min(facts.n_prefix, most)
         items = [self._item(facts, n) for n in range(n_prefix + 1)]
         rest = self._rest(items[n_prefix], n_prefix, least, most, "J_END")
@@ -240,8 +243,8 @@ class _Writer:
 
     def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
         """Returns the rule of an array's item, which follows further `schemas`; None where it is not allowed."""
-        goal = self._document.item_goal(facts, n)
-        return None if goal is None else self.rule(self._document.together(goal, *schemas))
+        goal = self.document.item_goal(facts, n)
+        return None if goal is None else self.rule(self.document.together(goal, *schemas))
 
     def _rest(self, one: Rule | None, n: int, least: int, most: int | None, end: str) -> Rule:
         """Items, or properties, after the first `n`, and the end."""
@@ -281,14 +284,14 @@ class _Writer:
     def _unique_items(self, facts: Facts, least: int, most: int | None) -> list[Sequence[Symbol]] | None:
         """Returns items that differ, as a rule whose parameter has a bit for each value that was there; None where the
         values of the items are not few."""
-        goal = self._document.item_goal(facts, 0)
+        goal = self.document.item_goal(facts, 0)
         values = None if goal is None or facts.n_prefix else self._few(goal)
         if values is None or len(values) > MAX_UNIQUE:
             return None
         most = len(values) if most is None else min(most, len(values))
         if least > most:
             return []  # there are too few values
-        first, more = (f"json_{next(self._numbers)}" for _ in range(2))
+        first, more = (f"json_{next(self.numbers)}" for _ in range(2))
         end = [f"J_END %if bit_count_ge(_, {least})"]
         begun, going = [end[0]], [end[0]]
         for bit, value in enumerate(values):
@@ -301,7 +304,7 @@ class _Writer:
     def _few(self, goal: Goal) -> list[str] | None:
         """Returns the texts of all values of a goal that has only a few scalars, None for another one."""
         texts = list[str]()
-        for facts in self._document.alternatives(goal):
+        for facts in self.document.alternatives(goal):
             for kind in facts.types:
                 values = self._scalars(facts, kind)
                 if values is None or (
@@ -320,7 +323,7 @@ class _Writer:
         names = facts.property_names
         n_counted = max(least, most or 0, 1)
         if n_counted > 1 and (len(names) + 1) * (min(len(names), n_counted) + 1) > MAX_STATES:
-            self._document.ignored |= {"minProperties", "maxProperties"}
+            self.document.ignored |= {"minProperties", "maxProperties"}
             least, most, n_counted = 0, None, 1
         filters = [self._name_filter(schema) for schema in facts.each("propertyNames")]
         other = self._new_rule(*self._pairs(facts, None, [*names, *facts.absent], filters))
@@ -348,7 +351,7 @@ class _Writer:
         groups = self._pattern_groups(facts)
         sizes = range((len(groups) if len(groups) <= MAX_MATCHES else 1) + 1)
         for matched in itertools.chain.from_iterable(itertools.combinations(groups, n) for n in sizes):
-            goal = self._document.property_goal(facts, name, [group[0] for group in matched])
+            goal = self.document.property_goal(facts, name, [group[0] for group in matched])
             if goal is None:
                 continue
             terms = [*key, *filters]
@@ -366,7 +369,7 @@ class _Writer:
         is_one = len(list(facts.each("patternProperties"))) == 1
         groups: dict[Any, list[str]] = {}
         for pattern in facts.patterns:
-            key = self._document.property_goal(facts, None, (pattern,)) if is_one else pattern
+            key = self.document.property_goal(facts, None, (pattern,)) if is_one else pattern
             groups.setdefault(key, []).append(pattern)
         if len(groups) > MAX_PATTERNS:
             raise SchemaError(
@@ -383,7 +386,7 @@ class _Writer:
 
     def _name_filter(self, schema: Any) -> str:
         """Returns the names that follow a schema, as a terminal."""
-        alternatives = self._document.alternatives(self._document.goal(schema))
+        alternatives = self.document.alternatives(self.document.goal(schema))
         expressions = [f"({self._texts(facts)})" for facts in alternatives if "string" in facts.types]
         return self._terminal(" | ".join(expressions) or "J_NAME & ~J_NAME")
 
@@ -401,7 +404,7 @@ class _Writer:
         for pattern in facts.each("pattern"):
             terms += ["J_PLAIN", self._name_pattern(pattern)]
         if any(facts.each("format")):
-            self._document.ignored.add("format beside excluded texts or inside propertyNames")
+            self.document.ignored.add("format beside excluded texts or inside propertyNames")
         return " & ".join(terms)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from moegguf.decisions import log_decision
 from moegguf.engine.sequences import common_tokens
 from moegguf.generate.sequence import KvSequence, Sequence
 
@@ -215,6 +216,10 @@ class KvSequences:
             kv.tokens = sequence.context[:n_now]
             sequence.summary.disk_tokens = max(0, n_now - n_held)
         sequence.has_begun = True
+        log_decision(
+            "prefix_reused", seq_id=kv.seq_id, n_prompt=len(sequence.context), n_reused=len(kv.tokens),
+            n_from_disk=sequence.summary.disk_tokens,
+        )  # fmt: skip
         if not sequence.summary.prompt_tokens:
             sequence.summary.cached_tokens = len(kv.tokens)
         return True

@@ -10,7 +10,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.call_format import AnswerFormat, ToolFormat, answer_format
@@ -397,28 +397,19 @@ class StopStrings:
         return text
 
 
+@dataclass
 class Transcript:
-    """The text of one answer, token by token, up to a stop string.
+    """The text of one answer, token by token, up to a stop string."""
 
-    `special`: include the text of control tokens, which `parser` needs where they mark thinking or calls.
-    `with_tokens`: deltas have their tokens.
-    """
+    vocabulary: Vocabulary
+    stops: Iterable[str] = ()
+    parser: AnswerParser | None = None
+    special: bool = False  # with the text of control tokens, where these mark thinking or calls for the parser
+    with_tokens: bool = False  # deltas have their tokens
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        stops: Iterable[str] = (),
-        parser: AnswerParser | None = None,
-        *,
-        special: bool = False,
-        with_tokens: bool = False,
-    ) -> None:
-        self._piece = vocabulary.piece
-        self._special = special
+    def __post_init__(self) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._stops = StopStrings(stops)
-        self._parser = parser
-        self._with_tokens = with_tokens
+        self._stops = StopStrings(self.stops)
         self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # the first character, and the token
         self._n_fed = self._n_passed = 0  # characters, counted where deltas have tokens or logprobs
 
@@ -429,8 +420,8 @@ class Transcript:
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
         """The delta after this token; None when it is empty."""
-        text = self._decode(self._piece(token, special=self._special))
-        if self._with_tokens or logprob is not None:
+        text = self._decode(self.vocabulary.piece(token, special=self.special))
+        if self.with_tokens or logprob is not None:
             self._held.append((self._n_fed, token, logprob))
             self._n_fed += len(text)
         return self._delta(self._stops.feed(text))
@@ -440,9 +431,9 @@ class Transcript:
         the answer."""
         rest = "" if self._stops.found else self._decode(b"", True)
         delta = self._delta(self._stops.feed(rest) + self._stops.end())
-        if self._parser is None:
+        if self.parser is None:
             return delta
-        last = self._parser.end(cut=cut)
+        last = self.parser.end(cut=cut)
         if delta is None:
             return last if last != Delta() else None
         return join((delta, last))
@@ -450,10 +441,10 @@ class Transcript:
     def _delta(self, text: str) -> Delta | None:
         released = self._released(len(text)) if self._held else []
         logprobs = tuple(logprob for _, logprob in released if logprob is not None)
-        tokens = tuple(token for token, _ in released) if self._with_tokens else ()
-        if self._parser is None:
+        tokens = tuple(token for token, _ in released) if self.with_tokens else ()
+        if self.parser is None:
             return Delta(text, logprobs=logprobs, tokens=tokens) if text or released else None
-        delta = self._parser.feed(text) if text else Delta()
+        delta = self.parser.feed(text) if text else Delta()
         if released:
             return replace(delta, logprobs=logprobs, tokens=tokens)
         return delta if delta.text or delta.thinking or delta.tool_calls else None

@@ -10,6 +10,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from moegguf.generate.call_format import answer_format
@@ -46,37 +47,25 @@ _RECIPIENTS = _Channels(
 _WINDOW = 512  # characters of the text in which a mark is looked for
 
 
+@dataclass
 class ThinkingBudget:
-    """Counts the tokens of one answer's thinking.
+    """Counts the tokens of one answer's thinking."""
 
-    open, close: patterns of what stands before and after the thinking. only_first: whether thinking can only be what
-    the answer begins with. n_tokens: the budget, of all thinking of the answer. ends: the tokens that end the thinking,
-    for the first time that it is ended, the second and so on; the last ones stay. message: tokens before them. begun:
-    the end of the prompt, which may have begun the thinking. thinks: whether it has.
-    """
+    vocabulary: Vocabulary
+    open: re.Pattern[str]  # stands before the thinking
+    close: re.Pattern[str]  # stands behind it
+    n_left: int  # the budget, for all thinking of the answer
+    ends: list[list[int]]  # tokens that end the thinking the first time, the second and so on; the last ones stay
+    only_first: bool = False  # thinking can only be at the beginning of the answer
+    message: Sequence[int] = ()  # tokens before the end
+    text: str = ""  # its end, since the thinking began or ended; at first of the prompt, which may have begun it
+    thinks: bool = False
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        open: re.Pattern[str],
-        close: re.Pattern[str],
-        n_tokens: int,
-        ends: Sequence[list[int]],
-        *,
-        only_first: bool = False,
-        message: Sequence[int] = (),
-        begun: str = "",
-        thinks: bool = False,
-    ) -> None:
-        self._piece = vocabulary.piece
+    def __post_init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._open, self._close, self._only_first = open, close, only_first
-        self._n_left = n_tokens
-        self._ends, self._message = deque(ends), message
-        self._last = deque[int](maxlen=max(map(len, ends)))
+        self._last = deque[int](maxlen=max(map(len, self.ends)))
         self._forced = deque[int]()
-        self._text = begun  # the end of the text, since the thinking began or ended
-        self._thinks, self._is_over = thinks, False
+        self._is_over = False
         self._look()
 
     @property
@@ -93,34 +82,36 @@ class ThinkingBudget:
         if self._is_over:
             return
         self._last.append(token)
-        self._text += self._decoder.decode(self._piece(token, special=True))
+        self.text += self._decoder.decode(self.vocabulary.piece(token, special=True))
         if self._forced:
             self._forced.popleft()
-        elif self._thinks:
-            self._n_left -= 1
+        elif self.thinks:
+            self.n_left -= 1
         self._look()
 
     def _look(self) -> None:
         """Notes where the thinking begins and ends, and ends it once the budget is used up."""
-        if not self._thinks and (match := self._open.search(self._text)):
-            self._thinks, self._text = True, self._text[match.end() :]
-        elif not self._thinks:
-            self._is_over = self._only_first and len(self._text.lstrip()) >= _WINDOW
-        if self._thinks and (match := self._close.search(self._text)):
-            self._thinks, self._text = False, self._text[match.start() :]
-            self._is_over = self._only_first
-        self._text = self._text[-_WINDOW:]
+        if not self.thinks and (match := self.open.search(self.text)):
+            self.thinks = True
+            self.text = self.text[match.end() :]
+        elif not self.thinks:
+            self._is_over = self.only_first and len(self.text.lstrip()) >= _WINDOW
+        if self.thinks and (match := self.close.search(self.text)):
+            self.thinks = False
+            self.text = self.text[match.start() :]
+            self._is_over = self.only_first
+        self.text = self.text[-_WINDOW:]
         is_whole = not self._decoder.getstate()[0]  # no character is cut in two
-        if self._thinks and self._n_left <= 0 and is_whole and not self._forced:
+        if self.thinks and self.n_left <= 0 and is_whole and not self._forced:
             self._force()
 
     def _force(self) -> None:
         """Forces the end, or the rest of an end that the model has begun."""
-        end, last = self._ends[0], list(self._last)
-        if len(self._ends) > 1:
-            self._ends.popleft()
+        end, last = self.ends[0], list(self._last)
+        if len(self.ends) > 1:
+            del self.ends[0]
         n_begun = next((n for n in range(len(end) - 1, 0, -1) if last[-n:] == end[:n]), 0)
-        self._forced.extend(end[n_begun:] if n_begun else [*self._message, *end])
+        self._forced.extend(end[n_begun:] if n_begun else [*self.message, *end])
 
 
 def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> ThinkingBudget | None:
@@ -140,7 +131,7 @@ def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> Thinking
         may_call = bool(request.tools) and request.tool_choice != "none"
         ends = [next_message] if may_call else []  # so that a call may follow, too
         ids = [tokens(end) for end in (*ends, next_message + answer)]
-        return ThinkingBudget(llm.vocabulary, open_pattern, close_pattern, n_tokens, ids, message=message, begun=last)
+        return ThinkingBudget(llm.vocabulary, open_pattern, close_pattern, n_tokens, ids, message=message, text=last)
     marks = form.think
     open, *closes = request.think_marks or ((marks.open, marks.close) if marks else ("", ""))
     if not (open and closes and closes[0]):

@@ -145,6 +145,7 @@ class Parameter:
 
 Types = Mapping[tuple[str, str], Parameter]
 """(tool, parameter) to its schema."""
+NO_TYPES: Types = {}
 
 
 def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
@@ -220,7 +221,7 @@ def pattern_of(text: str) -> str:
 class Reader:
     """Reads the calls in a block without its outer marks."""
 
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+    def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
         """Returns the calls, None when the text is no call. With `final` the answer has ended, and marks may be missing
         at the end of the text."""
         calls = list[Call]()
@@ -493,7 +494,7 @@ class ToolCallBlock(Reader):
             return JsonCalls()
         return FUNCTIONS if "<function=" in text else _ARGUMENT_PAIRS
 
-    def __call__(self, text: str, types: Types, *, final: bool = False) -> list[Call] | None:
+    def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
         """Returns the calls of a block."""
         return self._reader(text)(text.strip(), types, final=final)
 
@@ -501,6 +502,9 @@ class ToolCallBlock(Reader):
         """Returns whether the text ends within a value."""
         return self._reader(text).is_open(text)
 
+
+json_calls = JsonCalls()
+parse_tool_call = ToolCallBlock()
 
 _MISTRAL = re.compile(
     rf"(?:\[TOOL_CALLS\])?\s*(?:({NAME_PATTERN})(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{{)|(?=[\[{{]))"
@@ -518,6 +522,8 @@ class MistralCalls(Reader):
         calls = [(begin[1], found[0])] if begin[1] else calls_in(found[0])
         return None if calls is None else (calls, found[1])
 
+
+parse_mistral = MistralCalls()
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)|[\[\]{}]', re.DOTALL)
 _CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?$")

@@ -1,4 +1,4 @@
-// api.cpp: the C ABI over the store.
+// api.cpp: implements the functions of moegguf.h that need a store: it checks arguments and calls the store.
 #include "api.h"
 
 #include "ggml-impl.h" // ggml_print_backtrace

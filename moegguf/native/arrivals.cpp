@@ -1,3 +1,4 @@
+// arrivals.cpp: implements arrivals.h: which matrix a kernel takes next, and how it waits for one.
 #include "arrivals.h"
 
 namespace moegguf {

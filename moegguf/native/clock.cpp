@@ -1,3 +1,4 @@
+// clock.cpp: implements clock.h: real time, and virtual time, in which links carry one transfer after another.
 #include "clock.h"
 
 #include "layout.h"

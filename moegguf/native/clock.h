@@ -1,6 +1,6 @@
-// clock.h: time as a store sees it, and who carries its transfers: real, or virtual for simulations.
+// clock.h: a clock tells a store the time and carries its transfers, in real time or, for simulations, in virtual time.
 //
-// Nothing else in a store knows which of them it lives by. Knows no slots and no files.
+// Nothing else in a store knows which clock it has. Knows no slots and no files.
 #pragma once
 
 #include <chrono>

@@ -1,3 +1,4 @@
+// copies.cpp: implements copies.h: the thread that copies batches of matrices to a device.
 #include "copies.h"
 
 #include "clock.h"

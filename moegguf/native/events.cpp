@@ -1,3 +1,4 @@
+// events.cpp: implements events.h: the ring of records and the thread that calls the listener.
 #include "events.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// files.cpp: implements files.h: reads past the page cache, and how a file that was written to is recognized.
 #include "files.h"
 
 #include "huge_pages.h"

@@ -1,3 +1,4 @@
+// forecaster.cpp: implements forecaster.h: the ring of records, the thread that predicts, and prefetches.
 #include "forecaster.h"
 
 #include <algorithm>

@@ -1,8 +1,8 @@
-// hook.cpp: what the patched llama.cpp calls. While it loads a model: a buffer type that only reserves address space,
-// where it believes the expert tensors to be. While it builds a graph: what a managed layer adds, and the order of its
-// nodes. While it computes: the scheduler's eval callback, which stops at a layer's expert ids, where experts are
-// acquired, and before the multiplications whose matrices are still on their way, where kernels cannot wait for them
-// (streamed_supply.cpp).
+// hook.cpp: the patched llama.cpp calls these functions. While it loads a model: a buffer type that only reserves
+// address space, where it believes the expert tensors to be. While it builds a graph: what a managed layer adds, and
+// the order of its nodes. While it computes: the scheduler's eval callback, which stops at a layer's expert ids, where
+// experts are acquired, and before the multiplications whose matrices are still on their way, where kernels cannot wait
+// for them (arrivals.cpp).
 //
 // It may add and move nodes, and read and overwrite the ids of the node that it stops at, by Store::acquire alone. It
 // changes no slot itself.

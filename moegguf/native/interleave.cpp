@@ -1,6 +1,6 @@
-// interleave.cpp: upstream's repack goes through cached memory block by block: each line of a slot is read before it is
-// overwritten, and pushes out one that compute threads use. Written past the cache, it takes about two thirds of the
-// time.
+// interleave.cpp: rows are interleaved here past the cache. Upstream's repack goes through cached memory block by
+// block: each line of a slot is read before it is overwritten, and pushes out a line that compute threads use. Written
+// past the cache, it takes about two thirds of the time.
 #include "pool.h"
 
 #include "ggml-backend.h"

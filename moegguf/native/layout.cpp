@@ -1,3 +1,4 @@
+// layout.cpp: implements layout.h: checks the matrices of a config and computes strides.
 #include "layout.h"
 
 #include <numeric>

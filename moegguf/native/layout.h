@@ -1,5 +1,6 @@
-// layout.h: where each expert lies in the file, what a slot has to hold, and which slot ids the multiplications of a
-// layer use. Plain data, no I/O, and immutable but for the last. Knows no memory, no device and no experts held.
+// layout.h: the layout says where each expert lies in the file and what a slot has to hold; the numbering says which
+// slot ids the multiplications of a layer use. Plain data, without I/O, and immutable but for the numbering. Knows no
+// memory, no device and no experts held.
 #pragma once
 
 #include "moegguf.h"

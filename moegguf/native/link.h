@@ -1,4 +1,5 @@
-// link.h: a link into slots: its queue of transfers, which of them comes next, and what follows when one has ended.
+// link.h: a link into slots has a queue of transfers, chooses the next one, and settles what follows when one has
+// ended.
 //
 // A clock carries its transfers (clock.h): in real time by the link's own threads, in virtual time one after another.
 // It fills slots that were taken for its transfers, and takes none.

@@ -1,3 +1,4 @@
+// os.cpp: implements os.h: the table of the real operations.
 #include "os.h"
 
 #include <atomic>

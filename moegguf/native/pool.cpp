@@ -1,3 +1,4 @@
+// pool.cpp: implements pool.h: allocates arenas, binds pool tensors to them and writes experts into slots.
 #include "pool.h"
 
 #include "files.h"

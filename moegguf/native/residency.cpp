@@ -1,3 +1,4 @@
+// residency.cpp: implements residency.h: changes of slots, the choice of a victim, and the check.
 #include "residency.h"
 
 #include <algorithm>

@@ -1,6 +1,5 @@
-// shared.h: what the parts of one store share: its lock, its switches, its counters, its clock, and the one way in
-// which threads that compute wait.
-// Knows no slot and no queue.
+// shared.h: the parts of one store share its lock, its switches, its counters, its clock, and the one way in which
+// threads that compute wait. Knows no slot and no queue.
 #pragma once
 
 #include "clock.h"

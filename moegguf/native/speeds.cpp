@@ -1,5 +1,5 @@
-// speeds.cpp: how fast a machine is with a model's experts, measured with the pools, copies and kernels that a store
-// uses. It allocates and frees pools of its own. Knows no store that is open.
+// speeds.cpp: measures how fast a machine is with a model's experts, with the pools, copies and kernels that a store
+// uses. It allocates and frees pools of its own, and knows no store that is open.
 #include "api.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// store.cpp: implements store.h: puts the parts together and takes them apart.
 #include "store.h"
 
 #include <algorithm>

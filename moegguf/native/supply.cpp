@@ -1,3 +1,4 @@
+// supply.cpp: implements supply.h: the supply from slots, and the context.
 #include "supply.h"
 
 #include "copies.h"

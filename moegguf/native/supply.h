@@ -1,8 +1,8 @@
-// supply.h: how a layer's experts reach its multiplications in one pass: from slots of their own (Supply itself),
-// streamed through a few slots (streamed_supply.cpp), or staged in a tensor of the layer's shape (staged_supply.cpp).
-// Those two know nothing of each other. Store::acquire chooses one for each routing event. And what is served: the
-// llama_context of the store's model as the store knows it: the tokens that were announced, its place in a pass, the
-// routing event, the slots that it computes with, and why its pass failed.
+// supply.h: a supply brings a layer's experts to its multiplications in one pass: from slots of their own (Supply
+// itself), streamed through a few slots (streamed_supply.cpp), or staged in a tensor of the layer's shape
+// (staged_supply.cpp). Store::acquire chooses one for each routing event. The context is the llama_context as the store
+// knows it: the tokens that were announced, its place in a pass, the routing event, the slots that it computes with,
+// and why its pass failed.
 //
 // A supply may pin slots for a context, take slots for experts that are absent, and order transfers. It reads no file
 // and copies nothing itself. A context belongs to the thread that computes; what is pinned changes, and failures are

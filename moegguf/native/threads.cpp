@@ -1,3 +1,4 @@
+// threads.cpp: implements threads.h: short slices and short spins.
 #include "threads.h"
 
 #include <atomic>

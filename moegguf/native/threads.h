@@ -1,5 +1,5 @@
-// threads.h: how a store's own threads and those that compute leave the processor to each other.
-// It may start one thread for the process, which does nothing. Knows nothing of what threads do, and no store.
+// threads.h: a store's own threads and those that compute leave the processor to each other. It may start one thread
+// for the process, which does nothing. Knows nothing of what threads do, and no store.
 #pragma once
 
 #include "layout.h"

@@ -1,3 +1,4 @@
+// tier.cpp: implements tier.h: the verbs that change a slot, sizes of tiers, and the tiers of a store.
 #include "tier.h"
 
 #include "clock.h"

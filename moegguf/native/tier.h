@@ -1,9 +1,9 @@
-// tier.h: slots on one device for its layers: their memory, their numbering, which experts they hold, and which slots
-// of other tiers they are filled from. The tiers of a store: one per device that computes layers, one in RAM that those
-// of devices are filled from, and staging tensors for prompts.
+// tier.h: a tier is the slots on one device for the layers that compute there: their memory, their numbering, which
+// experts they hold, and which slots of other tiers they are filled from. A store has one tier per device that computes
+// layers, one in RAM that the tiers of devices are filled from, and staging tensors for prompts.
 //
-// It may take and empty its own slots, and pin those of other tiers that they are filled from. Look-ups and stalls are
-// counted here and nowhere else. Knows no queue and no thread.
+// A tier changes its own slots, and pins slots of other tiers that they are filled from. Look-ups and stalls are
+// counted here and nowhere else. It knows no queue and no thread.
 #pragma once
 
 #include "pool.h"

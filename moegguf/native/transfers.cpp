@@ -1,3 +1,4 @@
+// transfers.cpp: implements transfers.h: the queue of transfers and the threads that read.
 #include "transfers.h"
 
 #include "threads.h"

@@ -1,6 +1,6 @@
-// transfers.h: which bytes go where next: the one queue of what layers need and of what is worth having early, and the
-// link from the files: threads that read matrices of experts into slots. What RAM has goes to a device by copies
-// (copies.h).
+// transfers.h: the queue decides which bytes move next, first for layers that wait and then for what is worth having
+// early, and the link from the files has threads that read matrices of experts into slots. Bytes that RAM has go to a
+// device by copies (copies.h).
 //
 // It may take, fill and empty slots of every tier under the store's lock.
 #pragma once

@@ -24,11 +24,21 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Whole
 from moegguf.server.common.conversation import Json
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Loading, ModelName, Text, Texts, find, sampling_of, selected_model
+from moegguf.server.common.options import (
+    Loading,
+    ModelName,
+    SelectedName,
+    Text,
+    Texts,
+    find,
+    sampling_of,
+    selected_model,
+)
 from moegguf.server.common.replies import computed, to_ns
 from moegguf.server.ollama.chat import ModelBody
 
 NATIVE_MOST = 32760.0
+_Inputs = Annotated[list[str], Field(max_length=limits.INPUTS)]
 RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 
@@ -85,7 +95,7 @@ class EmbeddingsBody(Loading):
 
 
 class _EmbedRequest(ModelBody, Loading):
-    input: str | Annotated[list[str], Field(max_length=limits.INPUTS)] | None = None
+    input: str | _Inputs | None = None
     truncate: bool | None = None
     dimensions: Annotated[Whole | None, Field(ge=0, le=1 << 20)] = None
 
@@ -145,7 +155,7 @@ class _NativeEmbeddingsBody(Loading):
     """The body of /embeddings. `embd_normalize`: the power of the norm that vectors are divided by; -1: by none, 0: by
     the largest value, which becomes NATIVE_MOST."""
 
-    model: str = Field("", max_length=limits.NAME_CHARS)
+    model: SelectedName = ""
     input: Annotated[Texts, AfterValidator(_not_empty)] = Field(validation_alias=AliasChoices("input", "content"))
     embd_normalize: Annotated[Whole, Field(ge=-1, le=1 << 20)] = 2
 
@@ -164,10 +174,10 @@ async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) 
 class _RerankBody(Loading):
     """Without `model` it is the only loaded one. `documents`: texts, or objects with a `text`."""
 
-    model: str = Field("", max_length=limits.NAME_CHARS)
+    model: SelectedName = ""
     query: Annotated[str, Field(min_length=1)]
-    documents: list[str] | None = Field(None, max_length=limits.INPUTS)
-    texts: list[str] | None = Field(None, max_length=limits.INPUTS)
+    documents: _Inputs | None = None
+    texts: _Inputs | None = None
     top_n: Annotated[Whole, Field(ge=1)] | None = None
     return_documents: bool = False
     return_text: bool = False

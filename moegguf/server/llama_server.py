@@ -29,7 +29,9 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     MAX_TOKEN,
     ModelName,
+    SelectedName,
     Stop,
+    Stops,
     Texts,
     check_loaded,
     loaded_of,
@@ -202,14 +204,14 @@ class _NativeBody(chat.GenerationBody):
 
     limit = limits.BODY_BYTES
 
-    model: str = Field("", max_length=limits.NAME_CHARS)
+    model: SelectedName = ""
     n_predict: Annotated[Whole, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
     n_keep: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     n_probs: chat.TopLogprobs | None = None
     logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] | None = None
     reasoning_budget_start_tag: Stop | None = None
     reasoning_budget_end_tag: Stop | None = None
-    reasoning_budget_end_tags: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
+    reasoning_budget_end_tags: Stops | None = None
     return_tokens: bool | None = None
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
@@ -347,7 +349,7 @@ async def _set_adapters(request: HttpRequest) -> Response:
 
 
 class _TemplateBody(chat.ChatBody):
-    model: str = Field("", max_length=limits.NAME_CHARS)
+    model: SelectedName = ""
 
 
 _NativeBody.reply_kind = _NativeReply

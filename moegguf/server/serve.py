@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from moegguf.decisions import start_log
 from moegguf.errors import MoeggufError
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
@@ -202,7 +203,7 @@ class _JsonFormatter(logging.Formatter):
         found = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found | getattr(record, "request", {}))
+        return json.dumps(found | getattr(record, "request", {}) | getattr(record, "decision", {}))
 
 
 def _start_logging(level: str, form: str) -> None:
@@ -212,6 +213,7 @@ def _start_logging(level: str, form: str) -> None:
     handler.setFormatter(_JsonFormatter() if form == "json" else text)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("moegguf").setLevel(level.upper())
+    start_log(handler)
 
 
 def run_server(

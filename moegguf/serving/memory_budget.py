@@ -216,10 +216,12 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Admission:
-    """Reserve this and load; or unload the models in `unload` first; or, with neither, wait until others are idle."""
+    """Reserve this and load; or unload the models in `unload` first, for the bytes that are `short`; or, with neither,
+    wait until others are idle."""
 
     reserve: Room = field(default_factory=dict)
     unload: tuple[str, ...] = ()
+    short: Room = field(default_factory=dict)
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
@@ -236,6 +238,7 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
                 " that use it, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
             )
     free = {place: limits[place] - sum(model.used.get(place, 0) for model in models) for place in size.wanted}
+    shortage = {place: n_bytes - free[place] for place, n_bytes in size.wanted.items() if n_bytes > free[place]}
     n_free = (max_models or _UNLIMITED) - len(models)
     unload: list[str] = []
     for model in models:
@@ -249,7 +252,7 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
     if n_free <= 0 or any(free[place] < n_bytes for place, n_bytes in size.minimum.items()):
         return Admission()
     if unload:
-        return Admission(unload=tuple(unload))
+        return Admission(unload=tuple(unload), short=shortage)
     return Admission({place: min(free[place], n_bytes) for place, n_bytes in size.wanted.items()})
 
 

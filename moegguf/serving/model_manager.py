@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
+from moegguf.decisions import log_decision
 from moegguf.engine.devices import query_gpus
 from moegguf.engine.machine import Device
 from moegguf.errors import (
@@ -407,6 +408,7 @@ class ModelManager:
         expired = [name for name, at_s in expires_s.items() if at_s <= time.monotonic()]
         if len(expired) == len(model.uses) and not model.users and not model.waiting:
             model.ending.set()
+            log_decision("model_expired", name=model.key)
             return
         for name in expired:
             del model.uses[name], expires_s[name]
@@ -465,6 +467,7 @@ class ModelManager:
                     return True
                 for key in admission.unload:
                     self._models[key].ending.set()
+                    log_decision("model_unloaded", name=key, for_model=model.key, short_bytes=dict(admission.short))
                 self._short = model
                 await self._changed.wait()
             return False

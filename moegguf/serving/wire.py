@@ -8,7 +8,8 @@ To the worker, each with an id: load (config), which is first and whose value is
 embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents, client_key), tokenize (text, special),
 pieces (tokens), count and render (request), budget (bytes by the name of a budget), experts (watch_s, client_key: None
 sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value
-or error; stats and decisions once there is a model), warning (text).
+or error; stats and decisions once there is a model), warning (text),
+decision (fields).
 """
 
 from __future__ import annotations

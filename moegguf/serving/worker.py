@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
 
+from moegguf.decisions import DecisionHandler, start_log
 from moegguf.engine.llama import Llama
 from moegguf.errors import MoeggufError
 from moegguf.generate import sandbox_pool
@@ -308,6 +309,11 @@ class Worker:
         with suppress(OSError):  # the server closed the socket
             self._send("warning", text=" ".join(str(message).split()))
 
+    def send_decision(self, decision: Mapping[str, Any]) -> None:
+        """Sends the server a decision, for its log."""
+        with suppress(OSError):  # the server closed the socket
+            self._send("decision", fields={"model": self._name, **decision})
+
     def _reply(self, number: int, kind: str, fields: wire.Message) -> None:
         value, failure = None, None
         try:
@@ -345,6 +351,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         worker = Worker(connection)
         warnings.showwarning = worker.send_warning
+        start_log(DecisionHandler(worker.send_decision))
         worker.run(sys.argv[2:])
     sys.stderr.flush()
     os._exit(0)  # all is closed: to free what is left would keep who waits for this process

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from moegguf.child import child_command, child_environment
+from moegguf.decisions import log_decision
 from moegguf.engine.stats import Stats
 from moegguf.errors import DeviceLostError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import AnswerSummary
@@ -237,6 +238,9 @@ class WorkerProcess:
         kind = message["kind"]
         if kind == "warning":
             self.on_warning(message["text"])
+            return
+        if kind == "decision":
+            log_decision(**message["fields"])
             return
         if "stats" in message:
             self.stats, self.decisions = wire.build(Stats, message["stats"]), message["decisions"]

@@ -101,14 +101,17 @@ def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
 
 
 def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]]]:
-    """{policy: {share: (low, high)}}: 49 in 50 requests of all rows have a decode hit rate between the two."""
-    rates: dict[str, dict[float, list[float]]] = {}
+    """Returns {policy: {share: (low, high)}}: 49 in 50 requests have a decode hit rate between the two."""
+    rates: dict[tuple[str, float], list[float]] = {}
     for row in rows:
         if row.simulated is not None:
-            of_share = rates.setdefault(row.policy, {}).setdefault(row.share, [])
-            of_share += [span.hit_rate for span in row.simulated.sequences.values()]
-    ends = {policy: {at: np.quantile(of, (0.01, 0.99)) for at, of in by.items()} for policy, by in rates.items()}
-    return {policy: {at: (float(low), float(high)) for at, (low, high) in by.items()} for policy, by in ends.items()}
+            found = [span.hit_rate for span in row.simulated.sequences.values()]
+            rates.setdefault((row.policy, row.share), []).extend(found)
+    ranges: dict[str, dict[float, tuple[float, float]]] = {}
+    for (policy, share), found in rates.items():
+        low, high = np.quantile(found, (0.01, 0.99)).tolist()
+        ranges.setdefault(policy, {})[share] = low, high
+    return ranges
 
 
 def _check_prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> None:

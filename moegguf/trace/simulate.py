@@ -167,12 +167,12 @@ def layout_of(shape: MoeShape) -> ExpertLayout:
     n = shape.n_layer
     k = shape.n_expert_used
     sizes: dict[Kind, int] = {"gate": third, "up": third, "down": max(1, shape.expert_bytes - 2 * third)}
-    layers = tuple(
-        MoeLayer(il, shape.n_expert, k, tuple(
-            ExpertMatrix(il, kind, f"blk.{il}.ffn_{kind}_exps", GGML_TYPE_I8, size, 1, shape.n_expert, 0, 0, size)
-            for kind, size in sizes.items()
-        )) for il in shape.layers
-    )  # fmt: skip
+
+    def matrix(il: int, kind: Kind) -> ExpertMatrix:
+        name = f"blk.{il}.ffn_{kind}_exps"
+        return ExpertMatrix(il, kind, name, GGML_TYPE_I8, sizes[kind], 1, shape.n_expert, 0, 0, sizes[kind])
+
+    layers = tuple(MoeLayer(il, shape.n_expert, k, tuple(matrix(il, kind) for kind in sizes)) for il in shape.layers)
     hparams = Hparams(
         arch="trace", n_layer_all=n, n_layer=n, n_ctx_train=0, n_embd=shape.n_embd, n_expert=shape.n_expert,
         n_expert_used=(k,) * n, n_head=(1,) * n, n_head_kv=(1,) * n, n_ff=(0,) * n, n_ff_exp=(0,) * n, key_length=0,

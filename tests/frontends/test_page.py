@@ -62,13 +62,8 @@ def test_all_responses_of_the_page_have_security_headers(http: httpx.Client, pat
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_has_its_media_type(http: httpx.Client, path: Path) -> None:
     response = http.get(f"/page/{path.relative_to(page.FOLDER).as_posix()}")
-    kinds = {
-        ".html": "text/html",
-        ".css": "text/css",
-        ".svg": "image/svg+xml",
-        ".txt": "text/plain",
-        ".woff2": "font/woff2",
-    }
+    kinds = {".html": "text/html", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
+    kinds[".woff2"] = "font/woff2"
     kind = kinds.get(path.suffix, "javascript")
     assert response.status_code == 200 and response.content == path.read_bytes()
     assert kind in response.headers["content-type"]

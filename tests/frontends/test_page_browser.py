@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browsing import Look, answered, ask, ended, ready, until
+from browsing import Look, answered, ask, ended, looking, ready, until
+from fake_manager import FakeCatalog, FakeManager, entry_of, server_of
 from servers import Server, serving
+
+from moegguf.models.catalog import demo_path
 
 # A snapshot from within an answer has experts that are on their way; the one after its end has none.
 RESIDENT = "document.getElementById('resident').textContent.startsWith('48 of 192 in memory')"
@@ -106,6 +109,20 @@ def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, lo
     assert page.input_value("#ram-budget") == "24"
     server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # by somebody else
     until(page, "document.getElementById('ram-budget').value === '48'")
+    assert page.inner_text("#budget-note") == ""  # it was about the budget before
+    labels = [page.inner_text(f"#bytes-chart small >> nth={i}") for i in range(2)]
+    assert re.fullmatch(r"[125]0{0,2} [kM]B", labels[0]) and labels[1] == "0"
+
+
+def test_a_second_name_of_a_loaded_model_has_its_figures(server: Server, look: Look) -> None:
+    server.call("/api/copy", {"source": "demo", "destination": "mine"})
+    server.call("/api/chat", {"model": "mine", "messages": [], "options": {"num_thread": 1}})
+    page = look(server.url)
+    ready(page)
+    for name in ("demo:latest", "mine:latest"):
+        page.select_option("#model", name)
+        until(page, "document.getElementById('ram-budget-value').textContent === '48 of 192 experts, 2.65 MB'")
+    server.call("/api/delete", {"model": "mine"}, method="DELETE")
 
 
 def test_tiers_and_staging_tensors_are_shown_where_layers_compute_in_vram(server: Server, look: Look) -> None:
@@ -152,7 +169,8 @@ def test_nothing_overflows_on_a_phone(server: Server, look: Look, viewport: dict
     assert page.evaluate(wide) == []
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
     until(page, RESIDENT)
-    page.tap("#fold")
+    title = page.locator(".panel h2").bounding_box()
+    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)  # the whole bar opens the map
     page.wait_for_selector("#map")
     assert page.evaluate(wide) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -168,12 +186,17 @@ def test_nothing_overflows_on_a_phone(server: Server, look: Look, viewport: dict
 # Shows a text in pieces of n characters (0: at once). Returns its HTML and the elements that were removed meanwhile.
 SHOW = """async ([text, n]) => {
   const { Markdown, load } = await import("/page/markdown.js");
-  await load();
-  const element = document.createElement("div"), markdown = new Markdown(element), removed = [];
+  const { load: loadKatex } = await import("/page/math.js");
+  await Promise.all([load(), loadKatex()]);
+  const answer = document.createElement("article"), element = document.createElement("div"), removed = [];
+  answer.className = "answer";
+  element.className = "content";
+  answer.append(element);
+  const markdown = new Markdown(element);
   const observer = new MutationObserver((records) => {
     for (const { removedNodes } of records) removed.push(...[...removedNodes].map((e) => e.outerHTML).filter(Boolean));
   });
-  document.getElementById("log").replaceChildren(element);
+  document.getElementById("log").replaceChildren(answer);
   observer.observe(element, { childList: true, subtree: true });
   for (let end = n; n && end < text.length; end += n) {
     markdown.show(text.slice(0, end), false);
@@ -185,9 +208,11 @@ SHOW = """async ([text, n]) => {
 }"""
 
 
-@pytest.fixture
-def page(url: str, look: Look) -> Any:
-    return look(url)
+@pytest.fixture(scope="module")
+def page(chromium: Any) -> Iterator[Any]:
+    """One page for all texts, which change nothing but the conversation."""
+    with server_of(FakeManager(FakeCatalog(entry_of(demo_path())))) as url, looking(chromium) as look:
+        yield look(url)
 
 
 def shown(page: Any, text: str, piece: int = 0) -> str:
@@ -220,6 +245,11 @@ CASES = {
         '<tbody><tr><td><code>1</code> |</td><td style="text-align: right;"><em>2</em></td></tr></tbody></table>',
     ),
     "a picture is its description": ("![a **cat**](https://a.example/cat.png)", "<p>a <strong>cat</strong></p>"),
+    "a task list": (
+        "- [x] **a**\n- [ ] b\n- [y] c",
+        '<ul><li class="task"><input type="checkbox" disabled="" aria-label="Done"><strong>a</strong></li>'
+        '<li class="task"><input type="checkbox" disabled="" aria-label="To do">b</li><li>[y] c</li></ul>',
+    ),
     "line ends of other systems": ("a\r\nb\r\n\r\nc", "<p>a<br>b</p><p>c</p>"),
 }
 
@@ -261,7 +291,73 @@ def test_hostile_text_stays_text(page: Any, case: str, piece: int) -> None:
         assert re.match(r'<a href="(https?://|mailto:)', tag) and 'target="_blank" rel="noopener noreferrer"' in tag
 
 
-@pytest.mark.parametrize("text", ["> " * 9999, "- " * 500 + "x\n" * 9000, "[a](" * 5000, "*a_" * 7000, "|" * 20000])
+SOURCES = """([text, n]) => {
+  const found = [...document.querySelectorAll("#log .formula")];
+  return found.map((e) => [e.querySelector("annotation")?.textContent ?? e.textContent, e.matches(".apart")]);
+}"""
+FORMULAS = {
+    "$a$, \\(b_1\\), and $$c$$": [["a", False], ["b_1", False], ["c", True]],
+    "$$\na\n= b\n- c\n$$\n\n\\[\nx\n\\]": [["\na\n= b\n- c\n", True], ["\nx\n", True]],
+    "text\n\\[ x \\]\ntext": [[" x ", True]],
+    "- one\n  $$\n  + x\n  $$\n> $y_1$ **$z$**": [["\n+ x\n", True], ["y_1", False], ["z", False]],
+    "It costs $5 and $6, $n$ times.": [["n", False]],
+    "$\\frac{a$ and $\\text{for all } x$": [["$\\frac{a$", False], ["\\text{for all } x", False]],
+    "the $n$th and the $k$-means": [["n", False], ["k", False]],
+    "$a * b * c$ and $d_1 e_2 f_3$": [["a * b * c", False], ["d_1 e_2 f_3", False]],
+}
+AMOUNTS = [
+    "$5 and $6", "US$5 or US$6", "from $5 to 10$", "**$5** and **$6**", "$5-$6", "$5/month, $6/year", "$HOME/$USER",
+    "$path/$file",
+    "$ a $", "a $ b", "\\$a\\$", "`$a$`", "~$5k, ~$6k", "a$b$", "$5,000 (or $6,000)", "```sh\necho $a $b$\n```", "$$",
+    "echo $$ prints a number",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+@pytest.mark.parametrize("piece", [0, 1])
+def test_formulas_are_drawn(page: Any, text: str, piece: int) -> None:
+    shown(page, text, piece)
+    assert page.evaluate(SOURCES, [text, piece]) == FORMULAS[text]
+
+
+@pytest.mark.parametrize("text", AMOUNTS)
+def test_amounts_and_variables_are_no_formulas(page: Any, text: str) -> None:
+    html = shown(page, text)
+    assert "formula" not in html and html == shown(page, text, piece=1)
+    assert page.inner_text("#log").count("$") == text.count("$")
+
+
+HOSTILE_FORMULAS = [
+    r"$\href{javascript:window.hacked=1}{x}$ $\url{javascript:window.hacked=1}$ \(\href{https://a.example}{b}\)",
+    r"$$\includegraphics[width=9em]{https://a.example/x.png}$$ $\htmlClass{tool}{x}$ $\htmlStyle{position:fixed}{x}$",
+    r"$\htmlData{a=b}{x}$ $\htmlId{log}{x}$ $<img src=x onerror=window.hacked=1>$ \[\text{<script>hacked=1</script>}\]",
+    r"$\def\x{\x\x}\x$ $\rule{99999em}{99999em}$ $\kern{99999em}$ $\def\a#1{#1#1#1}\a{\a{\a{\a{\a{\a{\a{x}}}}}}}$",
+    r"$\frac{a" + r"{" * 900 + r"$ $" + r"\frac{x}{" * 300 + "y" + "}" * 300 + "$",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_FORMULAS)
+def test_hostile_formulas_do_nothing(page: Any, text: str) -> None:
+    html = shown(page, text)
+    assert page.evaluate("window.hacked") is None
+    assert not re.findall(r"<(a|img|script|iframe|style|link|object|form)\b", html)
+    assert not re.findall(r'<[^>]*\s(on\w+|href|src|id|data-\w+)="', html)
+    assert page.evaluate("document.querySelector('#log').scrollWidth") < 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "> " * 9999,
+        "- " * 500 + "x\n" * 9000,
+        "[a](" * 5000,
+        "*a_" * 7000,
+        "|" * 20000,
+        "$a" * 9000,
+        "\\(" * 9000,
+        "$$\n" * 9000,
+    ],
+)
 def test_repetition_does_not_hang_the_page(page: Any, text: str) -> None:
     page.set_default_timeout(20_000)
     assert shown(page, text)
@@ -286,6 +382,14 @@ x = [1] ** 2  # *
 ```
 
 7. Seven
+
+With $x_1$ it is $5 or $\\frac{a * b}{c_2}$:
+$$
+x = \\sqrt{b}
+- c
+$$
+- [x] \\(d\\) and
+- [ ] $e$
 """
 
 
@@ -303,10 +407,11 @@ def test_a_long_answer_is_not_parsed_from_its_begin_again(page: Any) -> None:
       const markdown = new Markdown(document.createElement("div")), { parse } = prototype;
       let n = 0;
       prototype.parse = function (text, env) { return (n += text.length, parse.call(this, text, env)); };
-      for (let end = 10; end < text.length; end += 10) markdown.show(text.slice(0, end), false);
+      for (let end = 20; end < text.length; end += 20) markdown.show(text.slice(0, end), false);
       markdown.show(text, true);
+      prototype.parse = parse;
       return n;
     }"""
-    text = ANSWER * 90
+    text = ANSWER * 70
     n = page.evaluate(n_parsed, text)
     assert len(text) > 20_000 and len(text) < n < 20 * len(text)

@@ -232,15 +232,14 @@ def test_pictures_are_chosen_pasted_and_dropped(manager: FakeManager, url: str, 
     page = look(url)
     ready(page)
     page.evaluate(PASTE, data)
-    page.wait_for_selector("text=demo:latest does not see pictures.")
-    assert not page.is_visible("#attach")
+    page.wait_for_selector("text=picture.png: demo:latest does not see pictures.")
     page.select_option("#model", "see:latest")
-    page.set_input_files("#pictures", [picture])
+    page.set_input_files("#files", [picture])
     page.wait_for_selector("#attached img")
     page.evaluate(PASTE, data)
     page.wait_for_selector("#attached img >> nth=2")
-    page.set_input_files("#pictures", [text])
-    page.wait_for_selector("text=text.png is not a picture that the browser can read.")
+    page.set_input_files("#files", [text])
+    page.wait_for_selector("text=text.png: it is no picture that the browser can read.")
     page.click("#attached button >> nth=2")
     page.click("#send")
     page.wait_for_selector(".answer")
@@ -257,7 +256,7 @@ def test_a_large_picture_is_made_smaller(url: str, look: Look, tmp_path: Path) -
     page = look(url)
     ready(page)
     page.select_option("#model", "see:latest")
-    page.set_input_files("#pictures", [path])
+    page.set_input_files("#files", [path])
     until(page, "document.querySelector('#attached img')?.naturalWidth === 2048")
 
 
@@ -300,46 +299,84 @@ def test_a_server_that_has_stopped_is_told_and_asked_again(manager: FakeManager,
 
 
 @pytest.fixture
-def violations() -> Callable[[Any], list[str]]:
-    """What axe finds on a page: the serious and the critical."""
+def violations() -> Callable[..., list[str]]:
+    """`violations(page, *rules)`: what axe finds on a page by these rules, or all: the serious and the critical."""
     reason = "axe-playwright-python is not installed"
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
 
-    def find(page: Any) -> list[str]:
-        found = axe.run(page).response["violations"]
+    def find(page: Any, *rules: str) -> list[str]:
+        options = {"resultTypes": ["violations"], "elementRef": False}
+        if rules:
+            options["runOnly"] = {"type": "rule", "values": rules}
+        found = axe.run(page, options=options).response["violations"]
         grave = [each for each in found if each["impact"] in ("serious", "critical")]
         return [f"{each['id']}: {node['html']}" for each in grave for node in each["nodes"]]
 
     return find
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+ANSWER = """# Title
+
+```py
+x = 'a'  # one
+def f(y: int): return 1
+```
+| a |
+|---|
+| [c](http://c.example) |
+
+- [x] done, as $x^2$
+- [ ] to do
+
+$$\\frac{a}{b}$$
+"""
+
+
+# Colours are all that differs in the dark.
+@pytest.mark.parametrize(("scheme", "rules"), [("light", ()), ("dark", ("color-contrast",))])
 def test_axe_has_no_serious_finding(
-    manager: FakeManager, url: str, look: Look, violations: Callable[[Any], list[str]], scheme: str
-) -> None:
-    page = look(url, color_scheme=scheme, expected="status of 5", reduced_motion="reduce")
+    manager: FakeManager, url: str, look: Look, violations: Callable[..., list[str]], tmp_path: Path, scheme: str,
+    rules: Sequence[str],
+) -> None:  # fmt: skip
+    notes = tmp_path / "notes.txt"
+    notes.write_text("Some notes.")
+    page = look(url, color_scheme=scheme, expected="status of [45]", reduced_motion="reduce")
     ready(page)
     page.select_option("#model", "able:latest")
-    assert violations(page) == []
     page.click("#open-settings")
-    assert violations(page) == []
+    assert violations(page, *rules) == []
     page.keyboard.press("Escape")
-    code = "# Title\n\n```py\nx = 'a'  # one\ndef f(y: int): return 1\n```\n| a |\n|---|\n| [c](http://c.example) |\n"
+    page.click("#open-models")
+    page.fill("#pull-name", "no-such-model")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#pulls .problem")
+    assert violations(page, *rules) == []
+    page.keyboard.press("Escape")
     call = ToolCall(id="call_1", name="weather", arguments={"city": "Paris"})
-    manager.script = [Delta(thinking="hm"), *texts(code), Delta(tool_calls=(call,))]
+    manager.script = [Delta(thinking="hm"), *texts(ANSWER), Delta(tool_calls=(call,))]
+    page.set_input_files("#files", [notes, notes])
+    page.wait_for_selector("#attached .file-name >> nth=1")
+    page.click("#attached button >> nth=1")
     answered(page, "Write")
     page.wait_for_selector(".code .hl-keyword")
+    page.wait_for_selector(".apart .katex")
+    page.set_input_files("#files", [notes])
+    page.wait_for_selector("#attached .file-name")
+    page.click(".user .file summary")
     page.click("#open-list")
-    assert violations(page) == []
+    page.fill("#filter", "done")
+    page.wait_for_selector("#list mark")
+    assert violations(page, *rules) == []
+    page.click("#attached button")
     manager.enter_error = WorkerError("it does not load.")
     ask(page, "Again")
     page.wait_for_selector("text=it does not load.")
     page.focus(".user [title=Edit] >> nth=0")
     page.keyboard.press("Enter")
-    assert violations(page) == []
     page.set_viewport_size({"width": 390, "height": 844})
+    assert violations(page, *rules) == []
     page.click("#open-list")
-    assert violations(page) == []
+    assert violations(page, *rules) == []
 
 
 @pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")])

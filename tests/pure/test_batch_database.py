@@ -195,7 +195,8 @@ def test_no_kill_loses_or_doubles_an_answer(tmp_path: Path) -> None:
 
     async def finish() -> dict[str, list[str]]:
         async with batches_in(folder, Endpoint()) as found:
-            await until(lambda: all(batch.status in FINAL for batch in found.all()))
+            await until(lambda: not found._tasks)
+            assert all(batch.status in FINAL for batch in found.all())
             assert found.files.database.execute("SELECT * FROM answer") == []
             assert {file.id for file in found.files.all()} == {path.stem for path in (folder / "files").iterdir()}
             outputs = {batch.id: entries(found.files.path(batch.output_file_id or "")) for batch in found.all()}

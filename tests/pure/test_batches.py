@@ -42,7 +42,7 @@ def content(found: Batches, file_id: str | None) -> list[Any]:
 
 
 async def ended(found: Batches, batch: Batch) -> Batch:
-    await until(lambda: found.get(batch.id).status in FINAL)
+    await until(lambda: found.get(batch.id).status in FINAL and batch.id not in found._tasks)
     return found.get(batch.id)
 
 
@@ -118,8 +118,10 @@ async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, window_s=0.3) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
+        batch.expires_at = batch.created_at + 3  # whole seconds
+        await until(lambda: endpoint.running == 1)
         later = found.create(CHAT, stored(found, [request("c")]))  # its turn does not come in time
-        batch.expires_at, later.expires_at = batch.created_at + 2, batch.created_at + 1  # which are whole seconds
+        later.expires_at = batch.created_at + 2
         for each in (batch, later):
             await ended(found, each)
             assert each.status == "expired" and each.expired_at

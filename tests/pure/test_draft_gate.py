@@ -37,7 +37,7 @@ class Simulation:
                 if n:
                     answer[SOURCE].note(n, right)
             pass_s = (1 + self._cost * sum(n_drafted)) * self._random.uniform(1 - self._noise, 1 + self._noise)
-            self.gate.ran(self._n_sequences, sum(n_drafted), sum(n_accepted), pass_s)
+            self.gate.note_pass(self._n_sequences, sum(n_drafted), sum(n_accepted), pass_s)
             seconds += pass_s
             n_done += 1 + sum(n_accepted) // self._n_sequences
             self.widths.append(n_drafted[0])
@@ -91,7 +91,7 @@ def seconds_in_vain(gate: DraftGate, n_passes: int, look_s: float) -> float:
         if gate.is_due():
             spent_s = look_s * any(map(any, gate.widths([gate.of_answer()])))
             seconds += spent_s
-            gate.ran(1, 0, 0, 1 + spent_s, spent_s)
+            gate.note_pass(1, 0, 0, 1 + spent_s, spent_s)
     return seconds
 
 

@@ -119,6 +119,12 @@ def test_packages_import_each_other_in_one_direction_only() -> None:
     assert all(order.index(lower) < order.index(upper) for upper, allowed in ALLOWED.items() for lower in allowed)
 
 
+def test_no_module_but_the_manager_and_its_leases_uses_worker_processes() -> None:
+    users = {name_of(path) for path in MODULES if "moegguf.serving.worker_process" in imports_of(path)}
+    starts_early = "moegguf.chat.local"  # before it has a manager, which gets these workers
+    assert users == {"moegguf.serving.model_manager", "moegguf.serving.lease", starts_early}
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     arrows = {
         name_of(path): {name for name in imports_of(path, types=True) if name in NAMES} - {"moegguf"}

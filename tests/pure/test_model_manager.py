@@ -242,6 +242,16 @@ async def test_a_failed_load_fails_its_waiters_and_is_tried_once_for_each_choice
         assert await generate(manager, "a", "say x") == "x"
 
 
+async def test_the_share_that_a_load_has_read_is_known_by_the_names_that_wait(catalog: FakeCatalog) -> None:
+    catalog.add("d", stall=True, fractions=2)
+    async with manager_of(catalog) as manager:
+        assert manager.loading() == {}
+        asked = asyncio.ensure_future(generate(manager, "d", "say x"))
+        await until(lambda: list(manager.loading().values()) == [1.0])
+        assert [name.partition(":")[0] for name in manager.loading()] == ["d"]
+        asked.cancel()
+
+
 async def test_a_load_that_reads_nothing_for_too_long_ends(catalog: FakeCatalog) -> None:
     catalog.add("d", stall=True, fractions=2)
     async with manager_of(catalog, load_timeout_s=0.1) as manager:

@@ -22,12 +22,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from moegguf.generate.request import AnswerSummary, Delta, Message, PromptProgress, Request, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
-from moegguf.server.common import limits
 from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import EventReply, Json, RequestBody, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.messages import ChatMessage, Tool, messages_of, own_tools, read_parts, with_entry_messages
-from moegguf.server.common.options import MAX_TOKEN, Stop, in_range, sampling_of
+from moegguf.server.common.messages import Messages, Tools, messages_of, own_tools, read_parts, with_entry_messages
+from moegguf.server.common.options import MAX_TOKEN, Stops, in_range, sampling_of
 from moegguf.server.common.replies import event_line
 from moegguf.serving.events import Done, Event
 
@@ -126,11 +125,9 @@ class _OutputConfig(Body):
 class _CountBody(RequestBody):
     """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
 
-    messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES), BeforeValidator(_messages_of)
-    ]
+    messages: Annotated[Messages, BeforeValidator(_messages_of)]
     system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = Field(default_factory=list)
-    tools: Annotated[list[Tool], Field(max_length=limits.TOOLS), BeforeValidator(_own_tools)] | None = None
+    tools: Annotated[Tools, BeforeValidator(_own_tools)] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
@@ -171,7 +168,7 @@ class _MessagesBody(_CountBody):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None
-    stop_sequences: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
+    stop_sequences: Stops | None = None
     exact: bool | None = None  # as in `options`
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:

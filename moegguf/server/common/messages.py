@@ -16,6 +16,7 @@ from moegguf.errors import OptionError
 from moegguf.generate.images import image_part, text_of
 from moegguf.generate.request import Message
 from moegguf.models.entry import ModelEntry
+from moegguf.server.common import limits
 from moegguf.server.common.body import Body, parse_json
 
 log = logging.getLogger(__name__)
@@ -162,6 +163,9 @@ class ChatMessage(Body):
         return message
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
+
+
 def messages_of(given: Sequence[ChatMessage]) -> Iterator[Message]:
     """The messages for `Request`; results of tools have the names of the calls before."""
     names = {call.id or "": call.function.name for message in given for call in message.tool_calls or ()}
@@ -197,6 +201,9 @@ class Tool(Body):
 
     type: str | None = "function"
     function: Function
+
+
+Tools = Annotated[list[Tool], Field(max_length=limits.TOOLS)]
 
 
 def own_tools(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]  # "": the only loaded model
 
 # Models
 
@@ -118,6 +119,7 @@ def in_range(name: str) -> Any:
 Number = float | None
 Budget = Annotated[str | Whole | None, AfterValidator(_budget)]
 Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
 
 class SamplingOptions(Body):
@@ -136,8 +138,8 @@ class SamplingOptions(Body):
     presence_penalty: Number = in_range("presence_penalty")
     frequency_penalty: Number = in_range("frequency_penalty")
     reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
-    reasoning_budget_message: str | None = Field(default=None, max_length=limits.STOP_CHARS)
-    stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS)] = None
+    reasoning_budget_message: Stop | None = None
+    stop: Stops | None = None
     exact: bool | None = None
 
 

@@ -27,7 +27,7 @@ from moegguf.server.common import limits, replies
 from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import Json, Reply, RequestBody, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.messages import Tool, ToolCall, with_entry_messages
+from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
 from moegguf.server.common.options import ModelName, check_capabilities, find, sampling_of
 from moegguf.serving.events import Done, Event
 
@@ -136,7 +136,7 @@ class ChatRequest(_GenerationBody):
     """The body of /api/chat."""
 
     messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
-    tools: Annotated[list[Tool] | None, Field(max_length=limits.TOOLS)] = None
+    tools: Tools | None = None
 
     @property
     def asks(self) -> bool:

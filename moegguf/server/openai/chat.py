@@ -27,8 +27,8 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, Whole, without_nulls
 from moegguf.server.common.conversation import Json, Reply, RequestBody, about_prompt, conversation
-from moegguf.server.common.messages import ChatMessage, Tool, messages_of, with_entry_messages
-from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stop, in_range, sampling_of
+from moegguf.server.common.messages import Messages, Tool, messages_of, with_entry_messages
+from moegguf.server.common.options import MAX_TOKEN, SamplingOptions, Stops, in_range, sampling_of
 from moegguf.server.common.replies import cut_object, event_line, logprob_objects, moe_object
 from moegguf.serving.events import Done, Event
 
@@ -74,9 +74,7 @@ class GenerationBody(RequestBody, SamplingOptions):
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
     max_tokens: Limit | None = None
-    stop: Annotated[
-        list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
-    ] = None
+    stop: Annotated[Stops | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
     thinking_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     ignore_eos: bool | None = None  # llama-server's and vLLM's: the answer ends at its limit only
@@ -263,7 +261,7 @@ class ChatBody(ToolsBody):
     the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
     (vLLM's names). `add_generation_prompt` false: the prompt ends with the last message."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
+    messages: Messages
     max_completion_tokens: Limit | None = None
     response_format: Annotated[Format | None, BeforeValidator(_format_of)] = None
     reasoning_effort: Effort | None = None

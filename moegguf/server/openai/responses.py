@@ -26,7 +26,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body, without_nulls
 from moegguf.server.common.conversation import EventReply, Json, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.messages import SEARCH_RESULT, ChatMessage, messages_of, own_tools, read_parts
+from moegguf.server.common.messages import SEARCH_RESULT, Messages, messages_of, own_tools, read_parts
 from moegguf.server.common.replies import dumps, event_line, logprob_objects, usage
 from moegguf.server.openai import chat
 from moegguf.serving.events import Done, Event
@@ -141,9 +141,7 @@ class _TextOptions(Body):
 class ResponsesBody(chat.ToolsBody):
     """The body of /v1/responses."""
 
-    messages: Annotated[
-        list[ChatMessage], Field(alias="input", min_length=1, max_length=limits.MESSAGES), BeforeValidator(_messages_of)
-    ]
+    messages: Annotated[Messages, Field(alias="input"), BeforeValidator(_messages_of)]
     instructions: str | None = None
     tools: Annotated[chat.Tools, BeforeValidator(_functions_of)] | None = None
     max_output_tokens: chat.Limit | None = None

@@ -35,13 +35,16 @@ const library = new Library(models, { onChange: listModels, onChoose: (name) => 
 
 // Models
 
+let again = 0; // the timer of the next try
+
 async function listModels() {
   try {
     await models.refresh(chat.conversation.model);
   } catch (error) {
     models.fail(error);
     panel.disconnect(error);
-    if (error.status !== 401) setTimeout(listModels, AGAIN_MS);
+    clearTimeout(again);
+    if (error.status !== 401) again = setTimeout(listModels, AGAIN_MS);
   }
   library.draw();
   showState();

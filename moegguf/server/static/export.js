@@ -1,6 +1,7 @@
 // A conversation as a file: what is shown as Markdown, or all of it as JSON.
 
 import { make } from "./dom.js";
+import { pictureUrl } from "./turns.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Result of a tool" };
 
@@ -22,7 +23,7 @@ function markdownOf({ title, model, changed, settings: { system }, path }) {
 function partsOf({ role, content, thinking, images = [], files = [], tool_name: tool, tool_calls: calls = [] }) {
   return [
     `## ${NAMES[role]}${tool ? `: ${tool}` : ""}`,
-    ...images.map((data, i) => `![Picture ${i + 1}](data:image;base64,${data})`),
+    ...images.map((data, i) => `![Picture ${i + 1}](${pictureUrl(data)})`),
     ...files.flatMap(({ name, text }) => [`File ${name}:`, fenced(text)]),
     ...(thinking ? [thinking.trim().replace(/^/gm, "> ")] : []),
     ...(content ? [role === "tool" ? fenced(content) : content.trim()] : []),

@@ -36,7 +36,8 @@ async function readText(file) {
 async function readPdf(file) {
   checkSize(file, MAX_PDF_BYTES);
   const { n_pages: nPages, text } = await json("pdf-text", { body: file });
-  if (!text.trim()) throw new Error(`its ${nPages === 1 ? "page has" : `${nPages} pages have`} no text, as in a scan. A model that sees pictures can read pictures of its pages.`);
+  const pages = nPages === 1 ? "page has" : `${nPages} pages have`;
+  if (!text.trim()) throw new Error(`its ${pages} no text, as in a scan. A model that sees pictures can read pictures of its pages.`);
   return { text, n_pages: nPages };
 }
 

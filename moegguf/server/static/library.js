@@ -15,11 +15,14 @@ export class Library {
       at("pull-name").value = "";
       if (name) this.pull(name);
     });
+    addEventListener("beforeunload", (event) => this.busy && event.preventDefault()); // a download ends with the page
+  }
+
+  get busy() {
+    return [...this.pulls.values()].some((view) => view.running);
   }
 
   open() {
-    at("models-note").textContent = "";
-    this.draw();
     at("models").showModal();
     this.onChange();
   }
@@ -53,8 +56,7 @@ export class Library {
   }
 
   showBusy() {
-    const busy = [...this.pulls.values()].some((view) => view.running);
-    at("open-models").classList.toggle("busy", busy);
+    at("open-models").classList.toggle("busy", this.busy);
   }
 
   draw() {

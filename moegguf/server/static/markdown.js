@@ -16,7 +16,7 @@ const TAGS = { h1: "h3", h2: "h3", h3: "h4", h5: "h4", h6: "h4" }; // h1 and h2 
 // Ends of an unfinished text whose meaning the next characters decide.
 const TABLE_HEAD = /(?<!^\|.*\n)^\|.*(\n[-|: \t]*)?$(?![^])/m;
 const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?(\[[ xX]?\]?[ \t]*)?$/;
-const INLINE_MARKS = /(?<![*_`~[$\\])[*_`~[$\\]+$/;
+const INLINE_MARKS = /(?<![*_`~[\\])[*_`~[\\]+$/;
 const LINK_ADDRESS = /!?\[([^[\]]*)\]\([^()\s]*$/;
 const OPEN = { open: true }; // of a block of code that may go on
 const TASK = /^\[([ xX])\]\s/;
@@ -66,7 +66,7 @@ function withoutOpenEnd(text) {
   if (text.match(FENCES)?.length % 2) return text; // in a block of code
   text = withoutOpenFormula(text).replace(TABLE_HEAD, "");
   const start = text.lastIndexOf("\n") + 1;
-  const line = text.slice(start).replace(LINE_MARKS, "").replace(INLINE_MARKS, "").replace(LINK_ADDRESS, "$1");
+  const line = text.slice(start).replace(INLINE_MARKS, "").replace(LINE_MARKS, "").replace(LINK_ADDRESS, "$1");
   const open = ["`", "**"].find((mark) => line.split(mark).length % 2 === 0 && /^\S/.test(line.split(mark).at(-1)));
   return text.slice(0, start) + (open ? line.trimEnd() + open : line);
 }

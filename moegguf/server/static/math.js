@@ -7,13 +7,12 @@ const APART = ["$$", "\\["]; // a formula between these has lines of its own
 const LONGEST = 4000; // characters
 const BLANK_LINE = /\n[ \t]*\n/;
 const MAX_BLOCK_LINES = 100;
-// Words without any mark of a formula between two dollar signs, as in "$5 or 10$".
-const isProse = (source) => /[a-z]{2}/i.test(source) && /\s/.test(source) && !/[\\^_={}]/.test(source);
 const CODE_OR_MARK = /(`+)[^`]+(\1|$)|\\[^]|\$\$?/g;
+const MAX_DEPTH = 200; // of elements: a browser's layout has an end, and a formula of a book has 40
 const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 200 };
 
-/** The formula at a position: its source, its end, whether it stands apart, and the mark before it. Its end is undefined where the text ends before the
- *  formula does. Returns undefined where there is no formula, as at "$5". */
+/** The formula at a position: its source, its end, whether it stands apart, and the mark before it. Its end is undefined where the
+ *  text ends before the formula does. Returns undefined where there is no formula, as at "$5". */
 function formulaAt(text, start) {
   const opening = Object.keys(CLOSING).find((mark) => text.startsWith(mark, start));
   if (!opening) return undefined;
@@ -26,10 +25,17 @@ function formulaAt(text, start) {
   return { source, end, apart: APART.includes(opening), opening };
 }
 
+/** Whether these are words without any mark of a formula, as between the signs of "$5 or 10$". */
+function isProse(source) {
+  return /[a-z]{2}/i.test(source) && /\s/.test(source) && !/[\\^_={}]/.test(source);
+}
+
 /** Whether this is a formula between single dollar signs. `after` is undefined where the second sign is missing. */
 function isBetweenDollars(source, before, after) {
   if (/[\w$]/.test(before ?? "") || /^\s|\n/.test(source) || isProse(source)) return false;
-  return after === undefined || !(/\s$/.test(source) || /[\w$]/.test(after));
+  if (after === undefined) return true;
+  const isVariable = /^[a-z]{2}/i.test(source) && /[a-z]/.test(after); // "$path/$file", but not "$n$th"
+  return !isVariable && !/\s$/.test(source) && !/[\dA-Z_$]/.test(after);
 }
 
 /** The index of a mark whose first character is not escaped. */
@@ -45,13 +51,13 @@ function isEscaped(text, i) {
   return n % 2 === 1;
 }
 
-/** A text that is being written, without the formula that it ends in. */
+/** A text that is being written, without the formula that it ends in. What follows "$x$" decides whether that is one. */
 export function withoutOpenFormula(text) {
   const marks = new RegExp(CODE_OR_MARK);
   marks.lastIndex = text.lastIndexOf("\n\n") + 1;
   for (let found; (found = marks.exec(text)); ) {
     const formula = formulaAt(text, found.index);
-    if (formula && !formula.end) return text.slice(0, found.index);
+    if (formula && (!formula.end || (formula.opening === "$" && formula.end === text.length))) return text.slice(0, found.index);
     if (formula) marks.lastIndex = formula.end;
   }
   return text;
@@ -91,7 +97,10 @@ export function formulaView({ content: source, block: apart, markup: opening }) 
   const element = make("span", apart ? { className: "formula apart", tabIndex: 0 } : { className: "formula" }, shown); // wide ones scroll
   const draw = () => {
     try {
-      katex.render(source, element, { ...OPTIONS, displayMode: apart });
+      const drawn = make("span");
+      katex.render(source, drawn, { ...OPTIONS, displayMode: apart });
+      if (depthOf(drawn) > MAX_DEPTH) throw new Error("The formula nests too deep.");
+      element.replaceChildren(...drawn.childNodes);
     } catch (error) {
       shown.title = error.message;
       element.replaceChildren(shown);
@@ -103,6 +112,10 @@ export function formulaView({ content: source, block: apart, markup: opening }) 
     load();
   }
   return element;
+}
+
+function depthOf(element) {
+  return 1 + Math.max(0, ...Array.from(element.children, depthOf));
 }
 
 /** Fetches KaTeX with its style, which is done with the first formula. */

@@ -115,8 +115,9 @@ export class Panel {
   }
 }
 
-/** A line over time, one point per snapshot in which the model computed. `plot`: an element with a label at the top, a picture
- *  of an area, a line and a dot, and a label at zero; `max`: top of the scale, by default a round number not below the largest point; `format(value)` labels it. */
+/** A line over time, one point per snapshot in which the model computed. `plot`: an element with a label at the top, a picture of an
+ *  area, a line and a dot, and a label at zero; `max`: top of the scale, by default a round number not below the largest point;
+ *  `format(value)` labels it. */
 class Chart {
   constructor(plot, format, max) {
     [this.top, { children: this.shapes }, this.zero] = plot.children;

@@ -45,8 +45,9 @@ export class Sidebar {
   }
 
   /** Opens the list to search in it. */
-  async find() {
-    if (!this.element.open) await this.toggle();
+  find() {
+    if (!this.element.open) this.toggle();
+    at("filter").focus();
     at("filter").select();
   }
 
@@ -80,7 +81,8 @@ export class Sidebar {
       this.heads ??= [];
       this.note = `This browser keeps no conversations: ${problem.message}`;
     }
-    this.draw();
+    if (this.words) this.search();
+    else this.draw();
   }
 
   draw() {

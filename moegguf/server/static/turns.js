@@ -30,10 +30,14 @@ export function fileName(file) {
   return make("span", { className: "file-name" }, icon("file"), make("b", {}, file.name), make("small", {}, factsOf(file)));
 }
 
-/** A picture of a message, by its base64. */
-export function pictureView(data, alt) {
+/** The address of a picture that is given by its base64. */
+export function pictureUrl(data) {
   const kind = { iVBOR: "png", R0lGO: "gif" }[data.slice(0, 5)] ?? "jpeg";
-  return make("img", { src: `data:image/${kind};base64,${data}`, alt });
+  return `data:image/${kind};base64,${data}`;
+}
+
+export function pictureView(data, alt) {
+  return make("img", { src: pictureUrl(data), alt });
 }
 
 /** Asks for the results of tool calls; `onResults(messages)` gets them. */

@@ -35,6 +35,7 @@ BLOCK_BYTES = 1 << 20
 LOAD_OPTIONS = ("num_ctx", "num_thread", "expert_cache", "moe_cache_ram")
 _ID = re.compile(r"batch_req_([0-9a-f]{16})_([1-9]\d{0,17})")
 ADD_ANSWER = "INSERT INTO answer VALUES (?, ?, ?, ?)"
+N_REMOVED = 200  # answers at a time
 NOT_EXECUTED = ("batch_cancelled", "batch_expired")  # codes of requests that were not begun
 OK = 200
 BUSY = (429, 503)
@@ -325,8 +326,10 @@ class Journal:
         self.remove()
 
     def remove(self) -> None:
-        """Removes all answers. Raises StorageError."""
-        self.database.execute("DELETE FROM answer WHERE batch = ?", self.batch)
+        """Removes all answers, some at a time, so that other threads need not wait for all. Raises StorageError."""
+        some = f"SELECT rowid FROM answer WHERE batch = ? LIMIT {N_REMOVED}"
+        while self.database.execute(some, self.batch):
+            self.database.execute(f"DELETE FROM answer WHERE rowid IN ({some})", self.batch, flush=False)
         self.answered.clear()
 
 

@@ -145,6 +145,8 @@ class Batches:
         for path in (self.folder, *self.folder.rglob("*")):  # older versions let others read them
             make_private(path)
         migrate(self.folder, database, lambda known: _row_of(_batch_of(known)))
+        ended = "SELECT batch FROM answer EXCEPT SELECT id FROM batch WHERE needs IS NOT NULL"
+        database.execute(f"DELETE FROM answer WHERE batch IN ({ended})")
         self._files = FileStore(self.folder / "files", database, self.max_bytes, self.now)
         self._batches = {}
         for (about,) in database.execute("SELECT about FROM batch ORDER BY created_ns"):
@@ -232,6 +234,10 @@ class Batches:
             except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
                 self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
+        with suppress(OSError):  # else they go when the folder is opened again
+            self._files.remove_unused(batch.input_file_id)
+            await _in_thread(Journal(self._files.database, batch.id).remove)
+            self._files.count_answers()
 
     async def _advance(self, batch: Batch) -> None:
         """From one status to the next; cancelled where the status changes meanwhile."""
@@ -320,17 +326,10 @@ class Batches:
             yield requests, journal
 
     def _update(self, batch: Batch, **changes: Any) -> None:
-        """Changes a batch, on disk first; with its end its answers go. Raises StorageError."""
-        changed = replace(batch, **changes)
-        has_ended = changed.status in FINAL
-        with self._files.database.transaction():
-            self._files.database.execute("INSERT OR REPLACE INTO batch VALUES (?, ?, ?, ?)", *_row_of(changed))
-            if has_ended:
-                self._files.database.execute("DELETE FROM answer WHERE batch = ?", batch.id)
+        """Changes a batch, on disk first. Raises StorageError."""
+        row = _row_of(replace(batch, **changes))
+        self._files.database.execute("INSERT OR REPLACE INTO batch VALUES (?, ?, ?, ?)", *row)
         vars(batch).update(changes)
-        if has_ended:
-            self._files.count_answers()
-            self._files.remove_unused(batch.input_file_id)
 
     def _try_update(self, batch: Batch, **changes: Any) -> None:
         try:

@@ -26,6 +26,7 @@ SCHEMA = (
     "CREATE TABLE answer (batch TEXT, number INTEGER, requests TEXT, line BLOB, PRIMARY KEY (batch, number))",
     f"PRAGMA user_version = {VERSION}",
 )
+MAX_LOG_BYTES = 4 << 20  # of the log, where nothing waits in it to be written to the database
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -71,7 +72,10 @@ class Database:
             self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             try:
                 self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+                if not path.stat().st_size:
+                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # the disk gets back what is deleted
                 self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
                 with self.transaction():
                     self._make_tables()
             except BaseException:

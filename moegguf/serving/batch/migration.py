@@ -51,8 +51,6 @@ def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any
                 os.replace(requests, files / f"{needs}.data")
         for path in (*folder.glob("batch_*/"), *folder.glob("batch_*.json"), *files.glob("*.json")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        ended = "SELECT batch FROM answer EXCEPT SELECT id FROM batch WHERE needs IS NOT NULL"
-        database.execute(f"DELETE FROM answer WHERE batch IN ({ended})")
         lock.unlink()
 
 

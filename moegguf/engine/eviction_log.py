@@ -1,0 +1,51 @@
+"""Logs which experts were evicted for which others, once a second at most."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.decisions import log_decision
+from moegguf.engine.session import RoutingListener, Session
+from moegguf.native.events import RoutingEvent
+from moegguf.native.store import ListenOptions
+
+PERIOD_S = 1.0
+MAX_NAMED = 8  # experts that a record names
+
+
+class EvictionLog(RoutingListener):
+    """Compares which experts have slots at two routing events in a row."""
+
+    listen_options = ListenOptions(lazy=True)
+
+    def __init__(self, session: Session) -> None:
+        self._store = session.store
+        self._layers = [layer.il for layer in session.layout.layers]
+        self._before: npt.NDArray[np.bool_] | None = None
+        self._logged_s = -PERIOD_S
+
+    def observe(self, event: RoutingEvent) -> None:
+        """Looks at the slots, unless the last record is recent."""
+        if time.monotonic() - self._logged_s < PERIOD_S:
+            return
+        now = self._store.residency() > 0
+        before, self._before = self._before, now
+        if before is None or not (before & ~now).any():
+            return
+        self._logged_s = time.monotonic()
+        self._before = None
+        log_decision(
+            "experts_evicted",
+            il=event.il,
+            phase=event.phase.name.lower(),
+            evicted=self._names(before & ~now),
+            for_experts=self._names(now & ~before),
+            n_evicted=int((before & ~now).sum()),
+        )
+
+    def _names(self, experts: npt.NDArray[np.bool_]) -> list[str]:
+        """Returns the first of these experts, as "layer/expert"."""
+        return [f"{self._layers[row]}/{expert}" for row, expert in np.argwhere(experts)[:MAX_NAMED].tolist()]

@@ -1,0 +1,86 @@
+"""The log of decisions: its table, its cost when it is off, its records, and a worker's records in the server's log."""
+
+import ast
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moegguf import decisions
+from moegguf.decisions import DecisionHandler, is_logged, log_decision, start_log
+from moegguf.errors import OptionError
+from moegguf.server.serve import _JsonFormatter
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    before = decisions.log.level, decisions.log.propagate, list(decisions.log.handlers)
+    yield
+    decisions.log.setLevel(before[0])
+    decisions.log.propagate = before[1]
+    decisions.log.handlers = before[2]
+
+
+def logged_in_code() -> dict[str, set[str]]:
+    """Returns {event: its fields} of all calls in the package."""
+    found = {}
+    for path in (ROOT / "moegguf").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "log_decision"):
+                continue
+            if node.args:  # else a worker's decision, which is passed on
+                event = ast.literal_eval(node.args[0])
+                assert event not in found, f"{event} is logged at two places"
+                found[event] = {keyword.arg or "" for keyword in node.keywords}
+    return found
+
+
+def test_the_table_in_the_documentation_has_every_event_with_its_fields() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE)
+    assert {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows} == logged_in_code()
+
+
+def test_without_the_variable_nothing_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("MOEGGUF_LOG", raising=False)
+    logging.getLogger("moegguf").setLevel(logging.DEBUG)  # as with --log-level debug
+    try:
+        start_log()
+        assert not is_logged() and not decisions.log.handlers
+        log_decision("model_expired", name="a")
+        assert caplog.records == []
+    finally:
+        logging.getLogger("moegguf").setLevel(logging.NOTSET)
+
+
+def test_with_debug_a_decision_is_a_line_on_stderr_and_fields_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOEGGUF_LOG", "debug")
+    start_log()
+    start_log()  # once is enough
+    log_decision("model_unloaded", name="a", for_model="b", short_bytes={"RAM": 5})
+    assert capsys.readouterr().err == "model_unloaded name=a for_model=b short_bytes={'RAM': 5}\n"
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    start_log(handler)
+    log_decision("model_unloaded", name="a", for_model="b", short_bytes={"RAM": 5})
+    found = json.loads(_JsonFormatter().format(records[0]))
+    assert found["event"] == "model_unloaded" and found["short_bytes"] == {"RAM": 5} and found["level"] == "debug"
+    taken = list[object]()
+    start_log(DecisionHandler(taken.append))
+    log_decision("model_expired", name="a")
+    assert taken == [{"event": "model_expired", "name": "a"}] and len(records) == 1
+
+
+def test_another_value_of_the_variable_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_LOG", "loud")
+    with pytest.raises(OptionError, match=r"MOEGGUF_LOG.*debug"):
+        start_log()
