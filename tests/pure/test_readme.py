@@ -83,10 +83,10 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}, target
 
 
-def test_the_readme_is_two_screens_and_the_architecture_one_page() -> None:
+def test_the_readme_is_two_screens_and_the_architecture_is_read_in_ten_minutes() -> None:
     assert len(README.splitlines()) <= 130
     assert len(README.split()) <= 1300
-    assert len(ARCHITECTURE.splitlines()) <= 125
+    assert len(ARCHITECTURE.split()) <= 2200
 
 
 def test_python_examples_compile_and_import_what_exists() -> None:
