@@ -171,7 +171,7 @@ def _machine() -> Facts:
         "cpus_allowed": n_cpu,
         "cores": min(psutil.cpu_count(logical=False) or n_cpu, n_cpu),
         "cpus_of_the_machine": os.cpu_count(),
-        "memory": asdict(read_memory()),
+        "memory": {name: value for name, value in asdict(read_memory()).items() if name != "margin_bytes"},
         "load": _fact(lambda: [round(value, 2) for value in os.getloadavg()]),
     }
 
