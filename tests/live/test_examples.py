@@ -68,8 +68,8 @@ PRINTED = {
 }  # fmt: skip
 
 
-def output_of(program: str, folder: Path, *arguments: str) -> str:
-    """Returns what a program prints on stdout; it has ended well and printed nothing on stderr."""
+def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program, which has to end well."""
     done = subprocess.run(
         [sys.executable, FOLDER / f"{program}.py", *arguments],
         cwd=folder,
@@ -79,8 +79,7 @@ def output_of(program: str, folder: Path, *arguments: str) -> str:
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+    return done
 
 
 def check_printed(program: str, text: str) -> None:
@@ -110,7 +109,9 @@ def test_a_program_is_short_and_says_what_it_prints(program: str) -> None:
 
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if name not in ("openai_client", "trace_and_plot")])
 def test_a_program_prints_what_it_says(program: str, tmp_path: Path) -> None:
-    check_printed(program, output_of(program, tmp_path))
+    done = run(program, tmp_path)
+    assert done.stderr == ""
+    check_printed(program, done.stdout)
     assert {path.name for path in tmp_path.iterdir()} <= {"home"}
 
 
@@ -118,7 +119,7 @@ def test_the_plot_is_written_into_the_given_folder(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "plots"
     folder.mkdir()
-    check_printed("trace_and_plot", output_of("trace_and_plot", tmp_path, str(folder)))
+    check_printed("trace_and_plot", run("trace_and_plot", tmp_path, str(folder)).stdout)
     assert {path.name for path in folder.iterdir()} == {"routing.npz", "routing.png"}
     assert (folder / "routing.png").read_bytes().startswith(b"\x89PNG")
 
@@ -126,7 +127,7 @@ def test_the_plot_is_written_into_the_given_folder(tmp_path: Path) -> None:
 def test_the_client_gets_an_answer_of_a_local_server(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     with serving(tmp_path / "server", "--expert-cache", "50%") as server:
-        text = output_of("openai_client", tmp_path, server.url)
+        text = run("openai_client", tmp_path, server.url).stdout
     check_printed("openai_client", text)
     whole, parts = text.splitlines()[1:]
     assert parts.replace("|", "") == whole
