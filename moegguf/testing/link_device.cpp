@@ -58,6 +58,13 @@ struct LinkDevice {
         });
     }
 
+    // Strict: asks whether the device's side of a copy is still there.
+    bool bears_copy(const void * there, size_t n) {
+        const bool bears = !strict || allocated.contain(there, n);
+        note(bears ? "" : "a copy reads or writes memory that is not there");
+        return bears;
+    }
+
     // Strict: the end comes before the beginning, and both some time later.
     void move(void * to, const void * from, size_t n) {
         if (!strict) {
@@ -234,7 +241,9 @@ size_t digest(const void * data, size_t n) {
 void set_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_t offset, size_t n) {
     LinkDevice & device = of(backend).device;
     void * to = address(t, offset);
-    const auto copy = [&device, to, n](const void * from) { device.copy(device.to_device, to, from, n); };
+    const auto copy = [&device, to, n](const void * from) {
+        if (device.bears_copy(to, n)) { device.copy(device.to_device, to, from, n); }
+    };
     if (!device.strict) {
         push_copy(of(backend), [copy, data] { copy(data); });
         if (!device.pinned.contain(data, n)) { synchronize(backend); }
@@ -252,7 +261,9 @@ void set_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_
 void get_async(ggml_backend_t backend, const ggml_tensor * t, void * data, size_t offset, size_t n) {
     LinkDevice & device = of(backend).device;
     const void * from = address(t, offset);
-    push_copy(of(backend), [&device, data, from, n] { device.copy(device.to_host, data, from, n); });
+    push_copy(of(backend), [&device, data, from, n] {
+        if (device.bears_copy(from, n)) { device.copy(device.to_host, data, from, n); }
+    });
     if (!device.pinned.contain(data, n)) { synchronize(backend); }
 }
 
@@ -267,6 +278,7 @@ bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const 
     if (source != destination) { wait_in(of(destination), of(source).queue.mark()); }
     LinkDevice & device = of(destination).device;
     push_copy(of(destination), [&device, to_data = to->data, from_data = from->data, n = ggml_nbytes(from)] {
+        if (!device.bears_copy(to_data, n) || !device.bears_copy(from_data, n)) { return; }
         if (device.strict) { memset(to_data, poison, n); }
         device.move(to_data, from_data, n);
     });
