@@ -391,6 +391,14 @@ class Context:
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
 
+    def warm_up(self, n_tokens: int) -> None:
+        """Evaluates a pass of `n_tokens`, so that backends take what they keep for it, and empties the context.
+
+        One token is repeated: all of them use one token's experts.
+        """
+        self.eval([0] * n_tokens)
+        self.clear()
+
     def clear(self) -> None:
         """Empties all sequences; the next token is placed as in a new context."""
         self._bindings.llama_memory_clear(self._llm._ctx.memory, False)

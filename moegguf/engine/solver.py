@@ -25,7 +25,7 @@ from moegguf.engine import cost
 from moegguf.engine.cost import HitRates, Kind, ModelBytes, Placement, Speeds, format_speed, request_cost
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
-from moegguf.engine.memory import FIXED_BYTES, VOCAB_TOKEN_BYTES, Sizes, choose_context, row_bytes
+from moegguf.engine.memory import Sizes, choose_context, fixed_bytes, row_bytes, slot_work_bytes
 from moegguf.engine.plan import (
     NO_LIMIT,
     MemoryPlan,
@@ -83,7 +83,8 @@ def make_plan(
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
     reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[spec.placement]]
-    return replace(found, reasons=(*found.reasons, *reasons), placement=placement)
+    warms_up = found.on_device and any(device.margin < VRAM_MARGIN_BYTES for device in machine.devices)
+    return replace(found, reasons=(*found.reasons, *reasons), placement=placement, warms_up=warms_up)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ class Task:
         """Whether the store may stream experts through the CPU's slots."""
         store = self.spec.store
         return store.overlap if self.machine.devices else store.can_stream
+
+    @property
+    def device_sizes(self) -> Sizes:
+        """The sizes of what lies on devices."""
+        return replace(self.sizes, on_device=True)
 
     @property
     def n_gpu_layers(self) -> int:
@@ -397,10 +403,8 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary and
-    buffers."""
-    embedding = row_bytes(F16, layout.hparams.n_embd)
-    return layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES) + FIXED_BYTES
+    """Returns the RAM that a model takes whose layers are all on a device: token embeddings, logits, what is fixed."""
+    return layout.embedding_bytes + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
 def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
@@ -430,9 +434,9 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
     """The context of a device that computes every layer, and its bytes for experts within its budget, below 0 where not
     even everything else fits."""
     budget, layout = task.spec.vram_cache[0], task.layout
-    sizes = choose_context(layout, task.sizes, device.free_bytes, budget)
+    sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
-        free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - VRAM_MARGIN_BYTES
+        free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - device.margin
         return sizes, min(free, budget.n_bytes or free)
     if budget.mode == "fraction" and budget.fraction >= 1:
         return sizes, layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
@@ -473,7 +477,7 @@ def plan_layers(task: Task) -> Plan:
         )
     n_ubatch = min(sizes.most_ubatch, allowed)
     needs = sizes.needs(rest, n_ubatch)
-    host = host_bytes(layout, n_ubatch) + n_slots * (size + needs.slot_work_bytes)
+    host = host_bytes(layout, n_ubatch) + n_slots * (size + slot_work_bytes(layout, n_ubatch))
     on_device = needs.total_bytes(0)
     if on_device > device.free_bytes:
         raise BudgetError(
@@ -492,7 +496,7 @@ def plan_layers(task: Task) -> Plan:
         MemoryPlan(None, layers, n_slots, host, ram.available_bytes),
     )
     return _planned(
-        rest, sizes, memories, n_ubatch, needs=needs.with_slots(0), streams=streams, whole_layers=whole,
+        rest, sizes, memories, n_ubatch, needs=needs, streams=streams, whole_layers=whole,
         n_gpu_layers=-1, reasons=(*sizes.reasons, *reasons), warnings=tuple(short_of(host, ram, " of RAM")),
     )  # fmt: skip
 
@@ -621,8 +625,8 @@ class _SlotsPlanner:
         self._pool = Pool(
             self._layout,
             self._joint_budget(),
-            Memory(total, free, where, VRAM_MARGIN_BYTES * n_devices),
-            task.sizes,
+            Memory(total, free, where, sum(device.margin for device in self._devices)),
+            task.device_sizes,
             n_staging > 0,
             "vram_cache",
             n_devices * self._staging_bytes,
@@ -630,7 +634,7 @@ class _SlotsPlanner:
             self._slot_tokens if self._is_alone else NO_LIMIT,  # of several: `_allowed`
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
-        self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch).with_slots(self._n_slots)
+        self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)
         self._size = self._pool.slot_bytes
         counts = {layer.il: layer.n_expert for layer in self._layout.layers}
         self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
@@ -712,9 +716,9 @@ class _SlotsPlanner:
         """The tensor_split with which llama.cpp does as planned, given or by the memory that devices have for layers,
         and the device of each layer."""
         n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
-        beside = VRAM_MARGIN_BYTES + self._needs.compute_bytes + self._staging_bytes
+        beside = self._needs.compute_bytes + self._staging_bytes
         for d, device in enumerate(self._devices):
-            free = max(1, device.free_bytes - beside)
+            free = max(1, device.free_bytes - device.margin - beside)
             rooms.append(min(free, self._slots_bytes(d, free)))
         split = tuple(map(float, self._split or rooms))
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
@@ -753,7 +757,8 @@ class _SlotsPlanner:
         size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
         if not self._is_shared:
-            own = (self._slots_bytes(d, max(0, free - VRAM_MARGIN_BYTES)) // size for d, free in enumerate(left))
+            rooms = [free - d.margin for d, free in zip(self._devices, left, strict=True)]
+            own = (self._slots_bytes(d, max(0, room)) // size for d, room in enumerate(rooms))
             return [min(pair) for pair in zip(most, own, strict=True)]
         total = min(self._n_slots, sum(most))
         held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
