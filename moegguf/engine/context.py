@@ -119,6 +119,7 @@ class Context:
         self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
         self.controller = loader.controller  # what decides on experts, if anything does
         self._bindings = library.llama_cpp()
+        self.run_hits = loader.run_hits
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
         self._chunk_rows: list[int] = []  # of the last pass, those with logits

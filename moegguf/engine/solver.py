@@ -22,7 +22,17 @@ import numpy as np
 from moegguf.controller.hit_rates import HitCurve
 from moegguf.decisions import log_decision
 from moegguf.engine import cost
-from moegguf.engine.cost import HitRates, Kind, ModelBytes, Placement, Speeds, format_speed, request_cost
+from moegguf.engine.cost import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    HitRates,
+    Kind,
+    ModelBytes,
+    Placement,
+    PromptWork,
+    Speeds,
+    request_cost,
+)
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
 from moegguf.engine.memory import Sizes, choose_context, fixed_bytes, row_bytes, slot_work_bytes
@@ -162,19 +172,22 @@ def _choose(
 ) -> PlacementPlan:
     """Chooses the fastest of the allowed placements."""
     predicted = {kind: _predict(task.layout, kind, found, speeds, hits) for kind, found in plans.items()}
-    chosen = max((predicted[kind] for kind in allowed), key=lambda placement: placement.tokens_per_s)
-    ordered = tuple(sorted(predicted.values(), key=lambda placement: -placement.tokens_per_s))
-    reason = f"{chosen}: about {format_speed(chosen.tokens_per_s)} tokens/s"
+    ordered = tuple(sorted(predicted.values(), key=lambda placement: placement.request_s))
+    chosen = next(placement for placement in ordered if placement.kind in allowed)
+    reason = f"{chosen}: about {chosen.speeds}"
     for other in [placement for placement in ordered if placement.kind != chosen.kind][:1]:
-        reason += f", against {format_speed(other.tokens_per_s)} with {other}"
+        reason += f", against {other.speeds} with {other}"
+    reason += f"; compared by a request of {PROMPT_TOKENS} tokens that is answered with {ANSWER_TOKENS}"
+    source = hits.source_at(plans[chosen.kind].n_slots / task.layout.n_expert_total)
     if "slots" in predicted:
-        reason += f" (hit rates {hits.source})"
+        source = hits.source_at(plans["slots"].n_slots / task.layout.n_expert_total)
+        reason += f" (hit rates {source})"
     device_bytes = max(0, _expert_room(task, task.machine.devices[0])[1])
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
     predictions = {placement.kind: round(placement.tokens_per_s, 2) for placement in ordered}
     log_decision("placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason)
-    return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
+    return PlacementPlan(ordered, chosen, reason, speeds, source, device_bytes)
 
 
 def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
@@ -183,26 +196,31 @@ def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits:
     model, n_total = ModelBytes.of(layout, plan.needs.kv_bytes // 2), layout.n_expert_total
     if kind == "layers":
         rest = plan.slots_layout(layout)
-        share = rest.expert_bytes / layout.expert_bytes
-        from_disk = share * (1 - hits.at(plan.n_slots / rest.n_expert_total))
-        seconds = cost.layers_s(model, speeds, len(rest.layers), share, from_disk)
-        return Placement(kind, 1 / seconds, len(plan.whole_layers))
-    hit_rate = hits.at(plan.n_slots / n_total)
-    if kind == "cpu":
-        return Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hit_rate))
-    from_disk = 1 - hits.at((plan.n_slots + plan.n_ram_slots) / n_total)
-    seconds = cost.slots_s(model, speeds, hit_rate, from_disk)
-    if kind == "resident":
-        return Placement(kind, 1 / seconds, len(layout.layers), hit_rate=1.0)
-    return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate)
+        share, in_ram = rest.expert_bytes / layout.expert_bytes, plan.n_slots / rest.n_expert_total
+        seconds = cost.layers_s(model, speeds, len(rest.layers), share, share * (1 - hits.at(in_ram)))
+        work = PromptWork(plan.n_ubatch, share, from_disk=share * (1 - in_ram))
+        found = Placement(kind, 1 / seconds, len(plan.whole_layers))
+    elif kind == "cpu":
+        in_ram = plan.n_slots / n_total
+        work = PromptWork(plan.n_ubatch, 1.0, from_disk=1 - in_ram, device_dense=False)
+        found = Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hits.at(in_ram)))
+    else:
+        held, in_ram = plan.n_slots / n_total, min(1.0, (plan.n_slots + plan.n_ram_slots) / n_total)
+        hit_rate = hits.at(held)
+        missing = 1 - (held if plan.n_staging else hit_rate)
+        work = PromptWork(plan.n_ubatch, missing=missing, from_disk=1 - in_ram)
+        seconds = cost.slots_s(model, speeds, hit_rate, 1 - hits.at(in_ram))
+        n_layers, n_bytes = (len(layout.layers), 0) if kind == "resident" else (0, plan.budget_bytes)
+        found = Placement(kind, 1 / seconds, n_layers, n_bytes, hit_rate)
+    return replace(found, prompt_tokens_per_s=cost.prompt_tokens_per_s(layout, model, speeds, work))
 
 
 # Slots of one memory.
 
 
-def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit:
+def best_fit(layout: ExpertLayout, found: Iterable[Fit]) -> Fit:
     """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
-    costs = [(request_cost(layout, slot_bytes, *fit), fit) for fit in found]
+    costs = [(request_cost(layout, *fit), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)
 
@@ -272,7 +290,7 @@ class Pool:
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
                 f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.option} a size."
             )
-        fit = found[0] if found[0][1] == sizes.n_ubatch else best_fit(layout, size, found)
+        fit = found[0] if found[0][1] == sizes.n_ubatch else best_fit(layout, found)
         beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
         self.reasons.append(
             f"{format_bytes(memory.available_bytes)} are free ({memory.limited_by}); {format_bytes(beside)} go to"
@@ -596,7 +614,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     if staged.device_slots < layout.token_cycle_slots <= without.device_slots:
         return False
     cost, otherwise = (
-        request_cost(layout, plan.slot_bytes, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without)
+        request_cost(layout, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without)
         for plan in (staged, without)
     )
     return cost < otherwise

@@ -191,6 +191,14 @@ def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(here
     assert "predicted with speeds of the device as supposed" in shown.stdout and "tokens/s" in shown.stdout
     found = json.loads(here("estimate", tiny(), *device, "--ctx", 512, "--json").stdout)["placement"]
     assert {placement["kind"] for placement in found["placements"]} & {"cpu", "resident"}
+    rows = (
+        shown.stdout.partition("What a device gives")[2].partition("What these predictions rest on")[0].splitlines()[1:]
+    )
+    assert rows[0].split() == ["tokens/s", "prompt", "answer"] and max(map(len, rows)) <= 80
+    for placement in found["placements"]:
+        (row,) = [row for row in rows if placement["text"] in row]
+        assert len(re.findall(r" [\d,.]+(?= |$)", row.removeprefix(placement["text"]))) >= 2
+    assert re.search(r"about [\d.]+ tokens/s of a prompt and [\d.]+ of an answer|every expert fits", shown.stdout)
 
 
 Mine = Callable[..., "CompletedProcess[str]"]

@@ -1,6 +1,8 @@
 """Plans of two well-known models, of which only the headers are here, for cards with 8 and 16 GB."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ from moegguf.engine.cost import HitRates, Speeds
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.plan import Plan
+from moegguf.engine.run_hits import RunHits, read_run_hits
 from moegguf.engine.solver import make_plan
+from moegguf.engine.speeds import cpu_pool_bytes
+from moegguf.engine.stats import Stats
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.quantities import GIB, MIB, Link
 from tools.models import PRESETS, write_sparse_model
@@ -46,7 +51,7 @@ def speeds(cpu_bytes_per_s: float) -> Speeds:
 def plan(layout: ExpertLayout, device: Device, cpu_bytes_per_s: float = 45e9, **options: Any) -> Plan:
     spec = LoadSpec(**{"n_ctx": 2048, **options})
     there = Machine(RAM, devices=(device,))
-    return make_plan(layout, there, spec, speeds(cpu_bytes_per_s), HitRates(layout).curve())
+    return make_plan(layout, there, spec, speeds(cpu_bytes_per_s), HitRates.of(layout).curve())
 
 
 @pytest.mark.parametrize(
@@ -77,3 +82,54 @@ def test_what_others_use_of_a_card_makes_the_margin_larger_and_only_a_small_one_
         assert device.margin == margin
         assert 0 <= found.available_bytes - found.total_bytes - margin < found.slot_bytes
         assert found.warms_up == (margin < GIB)
+
+
+def test_an_unknown_shape_has_the_middle_curve_and_slots_win_with_a_usual_processor(layouts: Layouts) -> None:
+    layout = layouts("qwen1.5-moe-a2.7b")
+    found = plan(layout, card(8 * GB), 60e9).placement
+    assert found is not None and found.chosen.kind == "slots"
+    assert found.hit_rates.startswith("not known for this model; the middle of those published: Qwen3.6")
+
+
+def test_a_hit_rate_that_answers_reached_counts_with_about_the_same_share_of_slots(
+    layouts: Layouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    layout = layouts("qwen1.5-moe-a2.7b")
+    answer = Stats(passes=256, lookups=1000, hits_ready=400, hits_late=20, n_slots=800, slots_used=800, n_experts=1440)
+    hits = RunHits(layout)
+    for ignored in ({"passes": 8}, {"slots_used": 700}, {"n_slots": 1440, "slots_used": 1440}):
+        hits.add(replace(answer, **ignored))
+    hits.save()
+    assert read_run_hits(layout) == {}
+    hits.add(answer)
+    hits.add(replace(answer, hits_ready=440))
+    hits.save()
+    assert read_run_hits(layout) == {0.55: pytest.approx(0.44)}
+    found = plan(layout, card(8 * GB), 60e9).placement
+    assert found is not None and found.chosen.kind == "layers" and "that answers reached here" in found.reason
+    curve = HitRates.of(layout).curve()
+    assert curve.at(0.56) == pytest.approx(0.44) and curve.at(0.62) > 0.8 and curve.at(1.0) == 1
+
+
+@pytest.mark.parametrize("cpu_bytes_per_s", [45e9, 60e9, 80e9])
+def test_with_prompts_slots_win_over_layers_whose_prompts_the_processor_computes(
+    layouts: Layouts, cpu_bytes_per_s: float
+) -> None:
+    found = plan(layouts("qwen1.5-moe-a2.7b"), card(8 * GB), cpu_bytes_per_s)
+    assert found.placement is not None and found.device == "CUDA0" and not found.whole_layers
+    slots, layers = found.placement.placements[:2]
+    assert (slots.kind, layers.kind) == ("slots", "layers")
+    assert slots.prompt_tokens_per_s > 2 * layers.prompt_tokens_per_s
+    assert "of a prompt and" in found.placement.reason and "answered with 256" in found.placement.reason
+
+
+def test_a_processor_is_measured_with_four_times_its_last_cache_and_a_quarter_of_the_memory_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "size"
+    monkeypatch.setattr("moegguf.engine.speeds.LAST_CACHE", cache)
+    assert cpu_pool_bytes(64 * GIB) == 96 * MIB
+    cache.write_text("307200K")
+    assert cpu_pool_bytes(64 * GIB) == 1200 * MIB
+    assert cpu_pool_bytes(2 * GIB) == 512 * MIB

@@ -165,7 +165,7 @@ def test_hit_curves() -> None:
     assert curve.at(0) == 0 and curve.at(1) == curve.at(2) == 1
     assert curve.at(0.18) == pytest.approx(0.706)
     unknown = published_curve(7, 3)
-    assert unknown.source.startswith("not known for this model; conservative")
+    assert unknown.source.startswith("not known for this model; the middle of those published: Qwen3.6")
     assert unknown.at(0.25) <= curve.at(0.25)
 
 
