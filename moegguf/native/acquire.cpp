@@ -270,6 +270,7 @@ void Store::resize(Tier & tier, int n_slots) {
     const bool ended = shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
     transfers.pause_prefetch(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
+    n_bindings += 1;
     tier.resize(std::min(n_slots, tier.residency.n_usable())); // what is to go is not kept in new memory
     tier.resize(tier.reallocate(n_slots));
 }

@@ -261,8 +261,9 @@ extern "C" bool moegguf_abort(void * store) { return ((moegguf_store *)store)->s
 
 extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched) {
     if (eval != moegguf_eval) { return; }
-    ((moegguf_store *)store)->store.context.scheduler = sched;
-    ggml_backend_sched_set_callback_version(sched, &Pool::n_bindings);
+    Store & of = ((moegguf_store *)store)->store;
+    of.context.scheduler = sched;
+    ggml_backend_sched_set_callback_version(sched, &of.n_bindings);
 }
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) != nullptr; }

@@ -315,10 +315,7 @@ void Pool::set_op_params(int matrix, const void * pointer) {
     if (tensors_[matrix]) { ggml_set_op_params(tensors_[matrix], &pointer, sizeof(pointer)); }
 }
 
-uint64_t Pool::n_bindings = 0;
-
 void Pool::share_all_slots(int n_slots) {
-    n_bindings += 1;
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (!tensors_[i]) { continue; }
         tensors_[i]->data = arenas_[kind_[i]].base;
@@ -369,7 +366,6 @@ void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_
 
 // The tensors of a kind lie in its arena as it is now; every layer's window is all slots.
 void Pool::rebind(int kind, int n_slots) {
-    n_bindings += 1;
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (kind_[i] != kind || !tensors_[i]) { continue; }
         show(tensors_[i], n_slots);

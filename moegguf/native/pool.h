@@ -76,9 +76,6 @@ class Pool {
     // sources are on, and these kernels are to read the very ids that the hook has written.
     ggml_tensor * cpu_anchor() const { return cpu_anchor_; }
 
-    // How often memory was bound to tensors of any pool, which a graph that has run before may multiply with.
-    static uint64_t n_bindings;
-
     // Every layer's window becomes all slots: for a pool that leaves the resident numbering.
     void share_all_slots(int n_slots);
 

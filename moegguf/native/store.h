@@ -56,6 +56,7 @@ class Store {
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
     std::atomic<bool> has_graph{false}; // of a model, which is loaded by then
+    uint64_t n_bindings = 0; // grows before memory is bound to tensors that a graph which has run may multiply with
 
   private:
     void stop_links();
