@@ -29,12 +29,8 @@ const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
 
 size_t mapped_bytes(size_t size) { return size ? size : 1; }
 
-// Once the model is loaded, only adapters ask for memory of the kind that its experts have: they get some of the host.
 // Reading a reserved tensor (to save a model, say) gives zeros, not a fault.
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    if (((Store *)buft->context)->has_graph) {
-        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
-    }
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
     if (address == MAP_FAILED) { return nullptr; }
@@ -268,6 +264,12 @@ extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, voi
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) != nullptr; }
 
+extern "C" ggml_backend_buffer_type_t moegguf_adapter_buft(const ggml_tensor * w) {
+    Store * store = store_of(w);
+    const Tier * tier = store ? store->tier_of(w->name) : nullptr;
+    return tier ? tier->pool()->memory().buft : ggml_backend_buffer_get_type(w->buffer);
+}
+
 extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w, const ggml_tensor * ids) {
     Store * store = store_of(w);
     return store ? store->pool_tensor(w->name, (int)ids->ne[1]) : w;
@@ -277,7 +279,6 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
                                           ggml_tensor * weights, ggml_tensor * input, int il) {
     Store * store = store_of(w);
     if (!store) { return nullptr; }
-    store->has_graph = true;
     ggml_tensor * ids = ggml_cont(ctx, expert_ids);
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // computed before, and still there when the hook reads them

@@ -491,6 +491,10 @@ MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, vo
 // Returns true for a tensor whose experts a store keeps.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 
+// Returns the buffer type for an adapter's matrices on `w`: of the device that computes the layer where `w` is
+// reserved, and of w itself where not.
+MOEGGUF_API ggml_backend_buffer_type_t moegguf_adapter_buft(const struct ggml_tensor * w);
+
 // Returns what to multiply with in place of `w`, by the router's ids: by their number of tokens a pool tensor or, of a
 // prompt, a staging tensor; w itself when it is not reserved.
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);

@@ -42,7 +42,8 @@ class Store {
     void resize(Tier & tier, int n_slots);   // no pass is under way
     std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
-    ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
+    ggml_tensor * pool_tensor(const char * name, int n_tokens) const; // of a matrix; nullptr: there is none
+    const Tier * tier_of(const char * name) const;                    // likewise, that computes its layer
 
     // The parts. Each is used by those that follow.
     const Layout layout;
@@ -55,7 +56,6 @@ class Store {
     Supply slots;
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
-    std::atomic<bool> has_graph{false}; // of a model, which is loaded by then
     uint64_t n_bindings = 0; // grows before memory is bound to tensors that a graph which has run may multiply with
 
   private:
