@@ -326,6 +326,9 @@ typedef struct moegguf_kv_blocks moegguf_kv_blocks;
 // Returns MOEGGUF_ABI_VERSION of the library.
 MOEGGUF_API uint32_t moegguf_abi_version(void);
 
+// Returns the bits of remedies that MOEGGUF_SWITCHES can switch off (switches.h).
+MOEGGUF_API uint32_t moegguf_switches(void);
+
 // Returns why the last call of this thread failed, until its next call; empty after one that succeeded.
 MOEGGUF_API const char * moegguf_last_error(void);
 

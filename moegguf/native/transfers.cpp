@@ -1,6 +1,7 @@
 // transfers.cpp: implements transfers.h: the queue of transfers and the threads that read.
 #include "transfers.h"
 
+#include "switches.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -121,7 +122,7 @@ void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
     if (!demand_.empty()) {
         wake_readers(); // once: each wake-up is a system call
     }
-    if (tier.copies) { tier.copies->wake(); }
+    if (tier.copies && !(is_on(Remedy::quiet_copies) && tier.copies->idle())) { tier.copies->wake(); }
 }
 
 void Transfers::copy(Tier & to, int s, bool demand) {

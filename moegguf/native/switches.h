@@ -1,0 +1,30 @@
+// switches.h: remedies for the time that a layer with slots on a device costs. Each can be switched off, so that one
+// library measures each of them (docs/gpu.md, "The short run"). They change speed, and never a bit of a result.
+//
+// The environment variable MOEGGUF_SWITCHES holds the bits of those that are on, and is read when the library is
+// loaded.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+namespace moegguf {
+
+enum class Remedy : uint32_t {
+    quiet_copies = 1, // the thread that copies wakes up only when something is queued for it
+};
+
+constexpr uint32_t all_remedies = 1;
+// Without the variable all are on.
+constexpr uint32_t default_remedies = all_remedies;
+
+inline uint32_t read_switches() {
+    const char * bits = getenv("MOEGGUF_SWITCHES");
+    return bits && *bits ? (uint32_t)strtoul(bits, nullptr, 10) : default_remedies;
+}
+
+inline const uint32_t remedies_on = read_switches();
+
+inline bool is_on(Remedy remedy) { return remedies_on & (uint32_t)remedy; }
+
+} // namespace moegguf
