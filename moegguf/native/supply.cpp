@@ -2,6 +2,7 @@
 #include "supply.h"
 
 #include "copies.h"
+#include "switches.h"
 
 #include <cstdio>
 
@@ -26,7 +27,9 @@ bool Supply::place(Context & context, Lock & lock) {
         event.slot_of[expert] = s;
     }
     pinned.tier->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
-    transfers_.demand(*pinned.tier, pinned.slots);
+    const bool submits = is_on(Remedy::own_copies) && pinned.stream;
+    transfers_.demand(*pinned.tier, pinned.slots, submits);
+    if (submits) { tier.copies->submit_own(lock); }
     if (pinned.stream && !pinned.awaits_file(all_kinds)) {
         event.wait_kinds = all_kinds; // the stream waits for copies, so the layer need not stop again
     }

@@ -11,12 +11,14 @@
 namespace moegguf {
 
 enum class Remedy : uint32_t {
-    quiet_copies = 1, // the thread that copies wakes up only when something is queued for it
+    quiet_copies = 1,   // the thread that copies wakes up only when something is queued for it
+    own_copies = 4,     // the thread that computes submits its layer's copies, and the other one only notes their end
+    large_batches = 16, // up to 96 matrices for a prompt's next layer are copied as one, not 8
 };
 
-constexpr uint32_t all_remedies = 1;
-// Without the variable all are on.
-constexpr uint32_t default_remedies = all_remedies;
+constexpr uint32_t all_remedies = 1 | 4 | 16;
+// Without the variable all are on but one: no card has shown yet that two threads may use one stream of a backend.
+constexpr uint32_t default_remedies = all_remedies & ~(uint32_t)Remedy::own_copies;
 
 inline uint32_t read_switches() {
     const char * bits = getenv("MOEGGUF_SWITCHES");
