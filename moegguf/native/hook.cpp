@@ -71,15 +71,24 @@ int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
 
 constexpr int waits_word = 0; // of op_params of the node of slot ids: whether experts may be missing
 
-// The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
-// tensor does not hold n of them in a row.
-const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scratch) {
+void synchronize(ggml_backend_t backend) {
+    if (backend) { ggml_backend_synchronize(backend); }
+}
+
+// Returns the floats of a tensor: in place where they lie in host memory, copied to `scratch` where not, in the stream
+// of the backend, which is to be synchronized before they are read. NULL when the tensor does not hold n in a row.
+const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, std::vector<float> & scratch) {
     if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
         return nullptr;
     }
     if (ggml_backend_buffer_is_host(t->buffer)) { return (const float *)t->data; }
     scratch.resize(n);
-    ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
+    if (backend && ggml_backend_supports_buft(backend, ggml_backend_buffer_get_type(t->buffer))) {
+        ggml_backend_tensor_get_async(backend, t, scratch.data(), 0, n * sizeof(float));
+    } else {
+        synchronize(backend);
+        ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
+    }
     return scratch.data();
 }
 
@@ -155,25 +164,22 @@ bool must_stop(Context & context, const ggml_tensor * t) {
 }
 
 // What observers asked for besides the ids; the patch makes these tensors sources of the node.
-void read_details(Context & context, const ggml_tensor * t, Choice & choice) {
+void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backend, Choice & choice) {
     const Store & store = context.store;
     if (store.events.wants_weights()) {
-        choice.weights = floats(t->src[1], (size_t)choice.n_expert_used * choice.n_tokens, context.weights);
+        const size_t n = (size_t)choice.n_expert_used * choice.n_tokens;
+        choice.weights = floats(t->src[1], n, backend, context.weights);
     }
     const int n_tokens = choice.n_tokens;
     if ((store.events.wants_inputs(n_tokens) || store.forecaster.wants_inputs(n_tokens)) && t->src[2]) {
         choice.n_embd = (int)t->src[2]->ne[0];
-        choice.inputs = floats(t->src[2], (size_t)choice.n_embd * n_tokens, context.inputs);
+        choice.inputs = floats(t->src[2], (size_t)choice.n_embd * n_tokens, backend, context.inputs);
     }
 }
 
 // What computes the node; nullptr: that is not known, and has been waited for.
 ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
-}
-
-void synchronize(ggml_backend_t backend) {
-    if (backend) { ggml_backend_synchronize(backend); }
 }
 
 // What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
@@ -194,16 +200,14 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
     choice.ids_in_place = in_place;
     choice.stream = store.layout.has_experts(il) ? stream_of(backend, store.tiers.of(il)) : nullptr;
     if (!in_place) {
-        if (context.ids.size() < n) {
-            synchronize(backend); // which may still read them
-            context.ids.resize(n);
-        }
-        choice.ids = context.ids.data();
+        ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer));
+        if (!context.ids.hold(device, n)) { synchronize(backend); } // which may still read those before
+        choice.ids = context.ids.space(device, n);
         backend ? ggml_backend_tensor_get_async(backend, t, choice.ids, 0, n_bytes)
                 : ggml_backend_tensor_get(t, choice.ids, 0, n_bytes);
     }
+    read_details(context, t, backend, choice);
     synchronize(backend);
-    read_details(context, t, choice);
     store.acquire(choice);
     if (!in_place) {
         backend ? ggml_backend_tensor_set_async(backend, t, choice.ids, 0, n_bytes)

@@ -4,6 +4,7 @@
 #include "copies.h"
 #include "switches.h"
 
+#include <algorithm>
 #include <cstdio>
 
 namespace moegguf {
@@ -153,6 +154,21 @@ uint8_t Pinned::missing(int s, uint8_t kinds) const {
     }
     const uint8_t submitted = stream ? tier->copies->submitted(s) : 0; // before they are ready: no gap between both
     return chunks & kinds & ~submitted & ~tier->residency.ready(s);
+}
+
+int32_t * HostIds::space(ggml_backend_dev_t device, size_t n) {
+    constexpr size_t least = 1024;
+    ggml_backend_buffer_ptr & memory = space_[device];
+    if (!memory || size_of(device) < n) {
+        const bool pinned = is_on(Remedy::pinned_ids);
+        ggml_backend_buffer_type_t buft = pinned ? host_memory({device}).buft : ggml_backend_cpu_buffer_type();
+        memory.reset(ggml_backend_buft_alloc_buffer(buft, std::max(n, least) * sizeof(int32_t)));
+        if (!memory) {
+            space_.erase(device);
+            throw Error(MOEGGUF_MEMORY, "no memory for the ids of experts");
+        }
+    }
+    return (int32_t *)ggml_backend_buffer_get_base(memory.get());
 }
 
 Context::Context(Store & store, Tier & tier, int n_expert_max) : store(store) {

@@ -14,6 +14,7 @@
 
 #include "ggml-backend.h"
 
+#include <map>
 #include <string>
 
 namespace moegguf {
@@ -102,6 +103,22 @@ struct Failure {
     uint64_t given_up = 0;    // likewise
 };
 
+// Ids on their way between a device and the thread that computes: in memory that the device copies to and from by
+// itself, where it has such memory.
+class HostIds {
+  public:
+    bool hold(ggml_backend_dev_t device, size_t n) const { return space_.count(device) && size_of(device) >= n; }
+    // Returns memory for n ids of a device. The ids before are lost where there was less. Throws Error(MEMORY).
+    int32_t * space(ggml_backend_dev_t device, size_t n);
+
+  private:
+    size_t size_of(ggml_backend_dev_t device) const {
+        return ggml_backend_buffer_get_size(space_.at(device).get()) / sizeof(int32_t);
+    }
+
+    std::map<ggml_backend_dev_t, ggml_backend_buffer_ptr> space_;
+};
+
 struct Context {
     Context(Store & store, Tier & tier, int n_expert_max);
 
@@ -125,7 +142,7 @@ struct Context {
     Supply * supply = nullptr; // of the layer computing now; nullptr: none holds anything for it
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
-    std::vector<int32_t> ids;                 // scratch for devices whose memory is not the host's, as what follows
+    HostIds ids;                              // of devices whose memory is not the host's, as what follows
     std::vector<float> weights;
     std::vector<float> inputs;
 };
