@@ -1,6 +1,7 @@
 // acquire.cpp: the barrier between the router's choice and the multiplication, and the state of a pass (store.h). Under
 // the store's lock the context's supply pins slots and orders transfers. Nothing here changes a slot or a graph itself.
 #include "store.h"
+#include "switches.h"
 
 #include <algorithm>
 
@@ -17,15 +18,6 @@ constexpr bool checks_every_event = false;
 #endif
 
 constexpr auto longest_reads = std::chrono::seconds(60);
-
-// What a stream waited for has been copied, or has failed, as that layer is computed: only the thread that copies may
-// not have said so yet. Neither what the next layer evicts nor whether the pass has failed depends on that.
-void await_copies(Context & context, Lock & lock) {
-    const Pinned & pinned = context.pinned;
-    const auto noted = [&](int s) { return !(pinned.tier->residency.slot(s).reading & pinned.ordered); };
-    context.store.shared.wait(lock, [&] { return std::all_of(pinned.slots.begin(), pinned.slots.end(), noted); });
-    context.pinned.ordered = 0;
-}
 
 void end_layer(Context & context) {
     if (context.supply) { context.supply->release(context); }
@@ -190,8 +182,13 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
         context.fail(MOEGGUF_ROUTING, "the router chose expert " + std::to_string(*wrong) + " of " +
                                           std::to_string(layout.layers[choice.il].n_expert));
     }
-    await_copies(context, lock);
-    context.note_failures(shared);
+    const bool is_same_pass = choice.il > context.pass.il;
+    if (is_on(Remedy::late_notes) && is_same_pass) {
+        context.set_aside(shared, lock);
+        context.note_failures(shared);
+    } else {
+        context.await_copies(shared, lock);
+    }
     end_layer(context);
     count_pass(context, choice.il, choice.n_tokens);
 }
@@ -199,7 +196,8 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
 // The context, its tokens and its failures.
 
 bool Store::is_clear() const {
-    return !context.failed() && !context.supply && context.noted(shared) && !shared.forked();
+    return !context.failed() && !context.supply && context.late.slots.empty() && context.noted(shared) &&
+           !shared.forked();
 }
 
 void Store::take_failure(moegguf_failure & out, bool clear) {
@@ -208,8 +206,7 @@ void Store::take_failure(moegguf_failure & out, bool clear) {
         return;
     }
     Lock lock(shared.mutex);
-    await_copies(context, lock);
-    context.note_failures(shared);
+    context.await_copies(shared, lock);
     out = context.failed() ? context.failure.reason : moegguf_failure{};
     if (clear) {
         context.failure.reason = {};
@@ -261,6 +258,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
+    context.await_copies(shared, lock);
     end_layer(context); // pins of the last layer of a pass that has ended
     staged->drop_ahead();
     transfers.forget(Cause::request);

@@ -91,6 +91,8 @@ struct Pinned {
     bool decided(uint8_t kinds) const;     // every such matrix is there, or will not come
     bool pending(uint8_t kinds) const;     // some are on their way, or failed, and the stream does not wait for them
     bool awaits_file(uint8_t kinds) const; // some are not even in RAM; under the store's lock
+    bool noted() const;                    // none that the stream waits for is being copied; likewise
+    void unpin();                          // all of them; likewise
 
   private:
     uint8_t missing(int s, uint8_t kinds) const;
@@ -131,6 +133,11 @@ struct Context {
     }
     void note_failures(const Shared & shared); // of what is pinned
 
+    // Waits until the thread that copies has noted what streams waited for, and frees slots of earlier layers. Neither
+    // what is evicted next nor whether the pass has failed depends then on when that thread does so.
+    void await_copies(Shared & shared, Lock & lock);
+    void set_aside(Shared & shared, Lock & lock); // what await_copies() would wait for; end_layer() then frees the rest
+
     bool gather_tokens(int n_event_tokens); // into event.sequences and phases; false: all are of announced.sequence
     bool has_one_token_each() const;        // the pass decodes one token of each of several sequences
 
@@ -139,6 +146,7 @@ struct Context {
     Pass pass;
     Event event;
     Pinned pinned;
+    Pinned late; // slots of an earlier layer of the pass, until the thread that copies has noted that they are there
     Supply * supply = nullptr; // of the layer computing now; nullptr: none holds anything for it
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
