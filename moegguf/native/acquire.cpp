@@ -153,7 +153,7 @@ bool changes_size(const Tier & tier, int n_slots) {
 void Store::acquire(const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
     if (shared.forked()) { // a thread of the parent may hold the lock
-        context.fail(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
+        context.fail_forked();
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);
         return;
     }
@@ -275,10 +275,31 @@ void Store::resize(Tier & tier, int n_slots) {
 
 // Layers of which every expert is there.
 
+bool Store::has_nothing_to_do(const Tier & tier) const {
+    return tier.numbering.resident() && tier.residency.all_ready() && !events.on() && !watched_;
+}
+
 bool Store::idle(int il) const {
-    if (shared.forked() || !layout.has_experts(il)) { return false; }
-    const Tier & tier = tiers.of(il);
-    return tier.numbering.resident() && tier.residency.all_ready() && !events.on() && !watched_ && !shared.cancelled;
+    return !shared.forked() && layout.has_experts(il) && has_nothing_to_do(tiers.of(il)) && !shared.cancelled;
+}
+
+bool Store::passes_over(const Tier & tier) const { return is_on(Remedy::shared_ids) && has_nothing_to_do(tier); }
+
+uint64_t Store::passed_over() const {
+    uint64_t bits = 0;
+    for (size_t d = 0; d < tiers.compute.size(); d++) { bits |= (uint64_t)passes_over(*tiers.compute[d]) << d; }
+    return bits;
+}
+
+void Store::pass_over(int il, int n_expert_used, int n_tokens) {
+    if (shared.forked()) {
+        context.fail_forked();
+    } else if (!tiers.of(il).numbering.resident()) {
+        context.fail(MOEGGUF_BROKEN, "a graph multiplies by experts, and layer " + std::to_string(il) + " has slots");
+    } else {
+        if (shared.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
+        count_idle(il, n_expert_used, n_tokens);
+    }
 }
 
 void Store::count_idle(int il, int n_expert_used, int n_tokens) {

@@ -58,6 +58,7 @@ Store * store_of(const ggml_tensor * t) {
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
 constexpr char ready_node[] = "ffn_moe_ready_ids-"; // the same ids: what follows multiplies with gate and up
 constexpr char down_node[] = "ffn_moe_down_in-";    // what follows multiplies with down
+constexpr char own_ids_node[] = "ffn_moe_own_ids-"; // the router's ids, where the layer multiplies by them: no stop
 
 // Whether it may be one of them: asked of every node of a pass.
 bool is_of_experts(const ggml_tensor * t) { return memcmp(t->name, "ffn_moe_", 8) == 0; }
@@ -153,6 +154,10 @@ uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
 // Whether the scheduler has to stop at this node.
 bool must_stop(Context & context, const ggml_tensor * t) {
     if (!is_of_experts(t)) { return false; }
+    if (const int own_il = layer_of(t, own_ids_node); own_il >= 0) {
+        context.store.pass_over(own_il, (int)t->ne[0], (int)t->ne[1]);
+        return false;
+    }
     const int il = layer_of(t, ids_node);
     if (il >= 0) {
         const bool idle = context.store.idle(il);
@@ -263,7 +268,14 @@ extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, voi
     if (eval != moegguf_eval) { return; }
     Store & of = ((moegguf_store *)store)->store;
     of.context.scheduler = sched;
+    of.context.passed_over = of.passed_over();
     ggml_backend_sched_set_callback_version(sched, &of.n_bindings);
+}
+
+extern "C" bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store) {
+    if (eval != moegguf_eval) { return true; }
+    const Store & of = ((moegguf_store *)store)->store;
+    return of.context.passed_over == of.passed_over();
 }
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) != nullptr; }
@@ -283,6 +295,10 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
                                           ggml_tensor * weights, ggml_tensor * input, int il) {
     Store * store = store_of(w);
     if (!store) { return nullptr; }
+    if (store->passes_over(store->tiers.of(il))) {
+        ggml_format_name(expert_ids, "%s%d", own_ids_node, il);
+        return nullptr;
+    }
     ggml_tensor * ids = ggml_cont(ctx, expert_ids);
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // computed before, and still there when the hook reads them

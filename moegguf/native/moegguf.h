@@ -491,6 +491,10 @@ MOEGGUF_API bool moegguf_abort(void * store);
 // copies to the device, where it has events, instead of the thread that computes.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
+// Returns whether the graph that moegguf_set_scheduler was called for still finds experts where they are. The next one
+// is built otherwise, and moegguf_set_scheduler called for it. True for another callback.
+MOEGGUF_API bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store);
+
 // Returns true for a tensor whose experts a store keeps.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 
@@ -502,8 +506,9 @@ MOEGGUF_API ggml_backend_buffer_type_t moegguf_adapter_buft(const struct ggml_te
 // prompt, a staging tensor; w itself when it is not reserved.
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);
 
-// Returns a node for a layer's slot ids where `w` is reserved, NULL where not: the hook stops there, has the experts
-// fetched and writes slot ids over the expert ids. The node keeps the router's weights and input in memory until then.
+// Returns a node for a layer's slot ids where `w` is reserved: the hook stops there, has the experts fetched and writes
+// slot ids over the expert ids. The node keeps the router's weights and input in memory until then. NULL: multiply by
+// expert_ids, because w is not reserved, or every expert of the layer is in a slot of its own.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, int il);

@@ -28,6 +28,12 @@ class Store {
     // Counts such an event. Its ids are not known: they count as distinct, as many as the layer has experts at most.
     void count_idle(int il, int n_expert_used, int n_tokens);
 
+    // True where graphs that are built now multiply with the router's own ids in the layers of this device.
+    bool passes_over(const Tier & tier) const;
+    uint64_t passed_over() const; // a bit for each such device: a graph serves while they are the same
+    // Counts an event of such a layer. The pass fails where it was cancelled, or where slots are not the experts' own.
+    void pass_over(int il, int n_expert_used, int n_tokens);
+
     // The pass must end: it failed, was cancelled, or what its layer waits for could not be read. The thread that
     // computes calls this after every node: no lock unless something failed.
     bool must_abort();
@@ -61,6 +67,7 @@ class Store {
   private:
     void stop_links();
     void begin_event(const Choice & choice, Lock & lock);
+    bool has_nothing_to_do(const Tier & tier) const;
 
     std::atomic<bool> watched_{false};
     const std::shared_ptr<ggml_backend_buffer_type> buft_;

@@ -126,6 +126,7 @@ struct Context {
 
     // The first failure of a pass is kept; from then on its slot ids are all 0.
     void fail(moegguf_status status, const std::string & why);
+    void fail_forked() { fail(MOEGGUF_FORKED, forked_text); }
     bool failed() const { return failure.failed; }
     // Nothing has failed in the store since note_failures() looked, which does so under its lock.
     bool noted(const Shared & shared) const {
@@ -150,6 +151,7 @@ struct Context {
     Supply * supply = nullptr; // of the layer computing now; nullptr: none holds anything for it
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
+    uint64_t passed_over = 0;                 // Store::passed_over() when its graph was built
     HostIds ids;                              // of devices whose memory is not the host's, as what follows
     std::vector<float> weights;
     std::vector<float> inputs;

@@ -16,9 +16,10 @@ enum class Remedy : uint32_t {
     own_copies = 4,     // the thread that computes submits its layer's copies, and the other one only notes their end
     late_notes = 8,     // that end is waited for where slots are needed or the pass ends, not at each next layer
     large_batches = 16, // up to 96 matrices for a prompt's next layer are copied as one, not 8
+    shared_ids = 32,    // layers whose experts are all there multiply by the router's own ids, which nothing copies
 };
 
-constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16;
+constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32;
 // Without the variable all are on but one: no card has shown yet that two threads may use one stream of a backend.
 constexpr uint32_t default_remedies = all_remedies & ~(uint32_t)Remedy::own_copies;
 
