@@ -7,22 +7,23 @@ import ctypes as c
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, make_model
+from fake_model import F16, F32, MXFP4, Q4_0, Q4_K, Q8_0, FakeModel, layer_matrices, make_model
 from own_process import in_own_process
 from product import InitParams, load
 
 from moegguf.errors import AllocationError, OptionError
-from moegguf.native.slot_sizes import matrices_of, most_slots, padded, slot_sizes
+from moegguf.gguf.experts import Kind, MoeLayer
+from moegguf.native.slot_sizes import matrices_of, most_slots, padded, slot_sizes, slot_tokens
 from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
 from moegguf.testing.link_device import LinkFigures, add_link_device, link_device, link_figures
 
-F32 = 0
 FREE = Link(1e12)  # copies take what memory takes
 GPU = 1  # enum ggml_backend_dev_type
 
@@ -284,6 +285,30 @@ def test_a_pool_has_the_slots_that_buffers_take_and_a_full_device_refuses(tmp_pa
     assert "LINK0 refused" in message
     fake = make_model(tmp_path, n_embd=256, n_ff=256)
     assert "refused" in in_own_process(store_on_full_device, fake)
+
+
+def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[tuple[int, int]]:
+    """How many of so many slots a pool of each layer can have on a device, and on the CPU."""
+    device = add_link_device(FREE)
+    layouts = [replace(fake.layout, layers=(layer,)) for layer in layers]
+    return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
+
+
+def test_kernels_of_a_device_find_every_slot_of_a_pool_by_32_bit_offsets(tmp_path: Path) -> None:
+    """Offsets count blocks of a type, of which experts of 2048 x 768 values have as many as 2^31 / the slots."""
+    most = {F32: 1365, F16: 1365, Q4_0: 43690, Q8_0: 43690, MXFP4: 43690, Q4_K: 349525}
+    kinds: tuple[Kind, ...] = ("gate", "up", "down")
+    types = [dict.fromkeys(kinds, ggml_type) for ggml_type in most] + [{"gate": Q4_K, "up": Q4_K, "down": F16}]
+    layers = [MoeLayer(0, 128, 8, tuple(layer_matrices(0, of, 2048, 768, 128))) for of in types]
+    found = in_own_process(most_slots_of, make_model(tmp_path), layers, 1 << 20)
+    assert found == [(n, 1 << 20) for n in [*most.values(), 1365]]
+
+
+def test_slots_are_exact_for_as_many_tokens_as_a_backend_says() -> None:
+    device = link_device(FREE)
+    assert slot_tokens(device) == slot_tokens("none such") == 1
+    assert slot_tokens("CUDA7") == 4, "of a card that is only simulated: the least of all cards"
+    assert slot_tokens(None) == 2**31 - 1
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:
