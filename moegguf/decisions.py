@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moegguf.settings import read_environment
+from moegguf.settings import logs_decisions
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.WARNING)  # not by the level of another log
@@ -18,7 +18,7 @@ log.setLevel(logging.WARNING)  # not by the level of another log
 def start_log(handler: logging.Handler | None = None) -> None:
     """Prints decisions on stderr from now on, or passes them to `handler`, where MOEGGUF_LOG=debug. Raises OptionError
     for another value of that variable."""
-    if read_environment().log != "debug":
+    if not logs_decisions():
         return
     log.setLevel(logging.DEBUG)
     log.propagate = False

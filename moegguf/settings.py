@@ -40,7 +40,6 @@ class Environment:
     home: Path | None = None
     trial_load: Literal["on", "off", "again"] = "on"
     kernels: str = ""
-    log: str = "off"
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
@@ -56,6 +55,11 @@ def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | N
     if commands:
         found |= _read(OF_COMMANDS, ("MOEGGUF_", "OLLAMA_"), environ)
     return load_keywords(found)
+
+
+def logs_decisions() -> bool:
+    """Returns whether MOEGGUF_LOG is "debug". Reads no other variable. Raises OptionError for another value."""
+    return _read(["log"], ("MOEGGUF_",), None).get("log") == "debug"
 
 
 def shows_tracebacks() -> bool:

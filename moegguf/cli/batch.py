@@ -77,7 +77,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
     A running server that has the models answers, other clients first; else they are loaded here. The same command
-    goes on where it was stopped or killed, and answers each request once. Until the end the answers are in
+    goes on where it was stopped or killed, and answers each request once. Until the end answers are in
     FILE.partial.db. The exit code is 1 when a request failed: its line says why.
     """
     from moegguf.chat.client import running_server

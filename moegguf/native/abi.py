@@ -127,11 +127,6 @@ enum = _HEADER.enum
 declare = _HEADER.declare
 
 
-def functions() -> dict[str, tuple[Any, list[Any], bool]]:
-    """Returns the functions of moegguf.h (`Header.functions`)."""
-    return _HEADER.functions
-
-
 def __getattr__(name: str) -> Any:
     """Returns a constant or a struct of moegguf.h by its name without the prefix."""
     return getattr(_HEADER, name)

@@ -1,6 +1,7 @@
 // acquire.cpp: the barrier between the router's choice and the multiplication, and the state of a pass (store.h). Under
 // the store's lock the context's supply pins slots and orders transfers. Nothing here changes a slot or a graph itself.
 #include "store.h"
+#include "switches.h"
 
 #include <algorithm>
 
@@ -17,15 +18,6 @@ constexpr bool checks_every_event = false;
 #endif
 
 constexpr auto longest_reads = std::chrono::seconds(60);
-
-// What a stream waited for has been copied, or has failed, as that layer is computed: only the thread that copies may
-// not have said so yet. Neither what the next layer evicts nor whether the pass has failed depends on that.
-void await_copies(Context & context, Lock & lock) {
-    const Pinned & pinned = context.pinned;
-    const auto noted = [&](int s) { return !(pinned.tier->residency.slot(s).reading & pinned.ordered); };
-    context.store.shared.wait(lock, [&] { return std::all_of(pinned.slots.begin(), pinned.slots.end(), noted); });
-    context.pinned.ordered = 0;
-}
 
 void end_layer(Context & context) {
     if (context.supply) { context.supply->release(context); }
@@ -161,7 +153,7 @@ bool changes_size(const Tier & tier, int n_slots) {
 void Store::acquire(const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
     if (shared.forked()) { // a thread of the parent may hold the lock
-        context.fail(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
+        context.fail_forked();
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);
         return;
     }
@@ -190,8 +182,13 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
         context.fail(MOEGGUF_ROUTING, "the router chose expert " + std::to_string(*wrong) + " of " +
                                           std::to_string(layout.layers[choice.il].n_expert));
     }
-    await_copies(context, lock);
-    context.note_failures(shared);
+    const bool is_same_pass = choice.il > context.pass.il;
+    if (is_on(Remedy::late_notes) && is_same_pass) {
+        context.set_aside(shared, lock);
+        context.note_failures(shared);
+    } else {
+        context.await_copies(shared, lock);
+    }
     end_layer(context);
     count_pass(context, choice.il, choice.n_tokens);
 }
@@ -199,7 +196,8 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
 // The context, its tokens and its failures.
 
 bool Store::is_clear() const {
-    return !context.failed() && !context.supply && context.noted(shared) && !shared.forked();
+    return !context.failed() && !context.supply && context.late.slots.empty() && context.noted(shared) &&
+           !shared.forked();
 }
 
 void Store::take_failure(moegguf_failure & out, bool clear) {
@@ -208,8 +206,7 @@ void Store::take_failure(moegguf_failure & out, bool clear) {
         return;
     }
     Lock lock(shared.mutex);
-    await_copies(context, lock);
-    context.note_failures(shared);
+    context.await_copies(shared, lock);
     out = context.failed() ? context.failure.reason : moegguf_failure{};
     if (clear) {
         context.failure.reason = {};
@@ -261,6 +258,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
+    context.await_copies(shared, lock);
     end_layer(context); // pins of the last layer of a pass that has ended
     staged->drop_ahead();
     transfers.forget(Cause::request);
@@ -270,16 +268,38 @@ void Store::resize(Tier & tier, int n_slots) {
     const bool ended = shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
     transfers.pause_prefetch(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
+    n_bindings += 1;
     tier.resize(std::min(n_slots, tier.residency.n_usable())); // what is to go is not kept in new memory
     tier.resize(tier.reallocate(n_slots));
 }
 
 // Layers of which every expert is there.
 
+bool Store::has_nothing_to_do(const Tier & tier) const {
+    return tier.numbering.resident() && tier.residency.all_ready() && !events.on() && !watched_;
+}
+
 bool Store::idle(int il) const {
-    if (shared.forked() || !layout.has_experts(il)) { return false; }
-    const Tier & tier = tiers.of(il);
-    return tier.numbering.resident() && tier.residency.all_ready() && !events.on() && !watched_ && !shared.cancelled;
+    return !shared.forked() && layout.has_experts(il) && has_nothing_to_do(tiers.of(il)) && !shared.cancelled;
+}
+
+bool Store::passes_over(const Tier & tier) const { return is_on(Remedy::shared_ids) && has_nothing_to_do(tier); }
+
+uint64_t Store::passed_over() const {
+    uint64_t bits = 0;
+    for (size_t d = 0; d < tiers.compute.size(); d++) { bits |= (uint64_t)passes_over(*tiers.compute[d]) << d; }
+    return bits;
+}
+
+void Store::pass_over(int il, int n_expert_used, int n_tokens) {
+    if (shared.forked()) {
+        context.fail_forked();
+    } else if (!tiers.of(il).numbering.resident()) {
+        context.fail(MOEGGUF_BROKEN, "a graph multiplies by experts, and layer " + std::to_string(il) + " has slots");
+    } else {
+        if (shared.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
+        count_idle(il, n_expert_used, n_tokens);
+    }
 }
 
 void Store::count_idle(int il, int n_expert_used, int n_tokens) {

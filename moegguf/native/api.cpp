@@ -1,5 +1,6 @@
 // api.cpp: implements the functions of moegguf.h that need a store: it checks arguments and calls the store.
 #include "api.h"
+#include "switches.h"
 
 #include "ggml-impl.h" // ggml_print_backtrace
 
@@ -150,6 +151,8 @@ void add_tier(moegguf_tier_info & out, const Tier & tier) {
 extern "C" {
 
 uint32_t moegguf_abi_version(void) { return MOEGGUF_ABI_VERSION; }
+
+uint32_t moegguf_switches(void) { return all_remedies; }
 
 const char * moegguf_last_error(void) { return last_error.c_str(); }
 

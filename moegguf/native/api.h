@@ -39,9 +39,7 @@ template <typename F>
 int on(moegguf_store * store, F && body) {
     return guarded([&] {
         if (!store) { throw Error(MOEGGUF_INVALID, "no store"); }
-        if (store->store.shared.forked()) {
-            throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
-        }
+        if (store->store.shared.forked()) { throw Error(MOEGGUF_FORKED, forked_text); }
         body(store->store);
     });
 }

@@ -2,6 +2,7 @@
 #include "copies.h"
 
 #include "clock.h"
+#include "switches.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -10,7 +11,8 @@
 namespace moegguf {
 namespace {
 
-constexpr size_t most_ahead = 8; // matrices for a prompt's next layer that are copied as one
+constexpr size_t most_ahead = 96; // matrices for a prompt's next layer that are copied as one
+constexpr size_t few_ahead = 8;   // likewise, where that remedy is off
 
 int matrix_of(const Layout & layout, const Job & job) { return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)]; }
 
@@ -27,6 +29,7 @@ void Copies::start_threads() {
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(device, &props);
     if (props.caps.async && props.caps.events) { event_.reset(ggml_backend_event_new(device)); }
+    ggml_backend_synchronize(backend_.get()); // it has its stream before two threads use it
     thread_ = start_thread("the thread that copies", [this] { run(); });
 }
 
@@ -37,6 +40,7 @@ void Copies::stop() {
     }
     work_.notify_all();
     if (thread_.joinable()) { thread_.join(); }
+    if (backend_) { ggml_backend_synchronize(backend_.get()); } // for what the thread that computes submitted
 }
 
 void Copies::queue(int s, uint8_t kinds, bool demand) {
@@ -79,58 +83,103 @@ uint8_t Copies::submitted(int s) const { return submitted_[s].load(std::memory_o
 
 void Copies::order(ggml_backend_t stream) {
     std::lock_guard<std::mutex> lock(event_mutex_);
-    if (in_flight_) {
+    if (n_in_flight_ > 0) {
         ggml_backend_event_wait(stream, event_.get());
         count(to_.counters.stream_waits);
     }
 }
 
-// The thread.
+// The threads that submit: that of the copies, and the one that computes.
+
+void Copies::submit_own(Lock & lock) {
+    if (!own_.jobs.empty()) { // what it submitted before may not be noted yet
+        if (!idle()) { wake(); }
+        return;
+    }
+    for (Job job; pop(demand_, job);) {
+        begin(job);
+        own_.jobs.push_back(job);
+    }
+    if (own_.jobs.empty()) { return; }
+    submit(own_, lock);
+    own_submitted_ = true;
+    wake();
+}
 
 void Copies::run() {
     Lock lock(shared_.mutex);
     while (!shared_.stopping) {
-        // Everything that layers wait for, so that neighbours can go as one; else one matrix, or some for a prompt, so
-        // that a layer waits for no more.
-        const size_t most = to_.staged_for ? most_ahead : 1;
-        batch_.clear();
-        for (Job job; batch_.empty() || !demand_.empty() || (!batch_.back().demand && batch_.size() < most);) {
-            if (!begin_next(job)) { break; }
-            batch_.push_back(job);
-        }
-        if (batch_.empty()) {
+        if (own_submitted_) {
+            complete(own_, lock);
+            own_submitted_ = false;
+        } else if (take_batch()) {
+            submit(batch_, lock);
+            complete(batch_, lock);
+        } else {
             work_.wait(lock);
-            continue;
         }
-        lock.unlock();
-        const uint64_t start = now_ns();
-        std::string why;
-        try {
-            submit_batch();
-            mark_submitted(lock);
-            ggml_backend_synchronize(backend_.get());
-        } catch (const std::exception & e) { // memory, too
-            why = e.what();
-        }
-        const uint64_t took_ns = now_ns() - start;
-        count(shared_.counters.upload_ns, took_ns);
-        count(to_.counters.copy_ns, took_ns);
-        {
-            std::lock_guard<std::mutex> event_lock(event_mutex_);
-            in_flight_ = false;
-        }
-        lock.lock();
-        for (const Job & job : batch_) { finish(job, why); }
     }
 }
 
-void Copies::submit_batch() {
-    std::sort(batch_.begin(), batch_.end(), [](const Job & a, const Job & b) {
+// Everything that layers wait for, so that neighbours can go as one; else one matrix, or some for a prompt, so that a
+// layer waits for no more. Returns false where there is nothing.
+bool Copies::take_batch() {
+    const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
+    std::vector<Job> & jobs = batch_.jobs;
+    for (Job job; jobs.empty() || !demand_.empty() || (!jobs.back().demand && jobs.size() < most);) {
+        if (!begin_next(job)) { break; }
+        jobs.push_back(job);
+    }
+    return !jobs.empty();
+}
+
+// Puts a batch into the stream. From then on another stream can wait for it. The lock is free meanwhile.
+void Copies::submit(Batch & batch, Lock & lock) {
+    lock.unlock();
+    batch.start_ns = now_ns();
+    batch.why.clear();
+    try {
+        std::lock_guard<std::mutex> one_at_a_time(submit_mutex_);
+        copy(batch.jobs);
+    } catch (const std::exception & e) { // memory, too
+        batch.why = e.what();
+    }
+    if (event_) {
+        std::lock_guard<std::mutex> event_lock(event_mutex_);
+        ggml_backend_event_record(event_.get(), backend_.get());
+        n_in_flight_ += 1;
+    }
+    lock.lock();
+    if (!event_ || !batch.why.empty()) { return; }
+    for (const Job & job : batch.jobs) {
+        submitted_[job.destination.slot].fetch_or(job.kinds, std::memory_order_release);
+    }
+    shared_.done.notify_all();
+}
+
+// Waits for a batch that was submitted, and notes that its matrices are there. The lock is free while it waits.
+void Copies::complete(Batch & batch, Lock & lock) {
+    lock.unlock();
+    ggml_backend_synchronize(backend_.get());
+    const uint64_t took_ns = now_ns() - batch.start_ns;
+    count(shared_.counters.upload_ns, took_ns);
+    count(to_.counters.copy_ns, took_ns);
+    if (event_) {
+        std::lock_guard<std::mutex> event_lock(event_mutex_);
+        n_in_flight_ -= 1;
+    }
+    lock.lock();
+    for (const Job & job : batch.jobs) { finish(job, batch.why); }
+    batch.jobs.clear();
+}
+
+void Copies::copy(std::vector<Job> & jobs) const {
+    std::sort(jobs.begin(), jobs.end(), [](const Job & a, const Job & b) {
         return std::tie(a.il, a.kinds, a.destination.slot) < std::tie(b.il, b.kinds, b.destination.slot);
     });
-    for (size_t first = 0; first < batch_.size();) {
-        const Job & job = batch_[first];
-        const int matrix = matrix_of(layout_, job), n = count_neighbours(first);
+    for (size_t first = 0; first < jobs.size();) {
+        const Job & job = jobs[first];
+        const int matrix = matrix_of(layout_, job), n = count_neighbours(jobs, first);
         const Pool &from = *tiers_.of(job.source, job.il).pool(), &to = *to_.pool();
         if (job.source.tier == TierId::ram) {
             to.write_slots(backend_.get(), matrix, job.destination.slot, n, from.data(matrix, job.source.slot));
@@ -141,29 +190,15 @@ void Copies::submit_batch() {
     }
 }
 
-// From here on a stream can wait for the batch. `lock` is not held before or after.
-void Copies::mark_submitted(Lock & lock) {
-    if (!event_) { return; }
-    {
-        std::lock_guard<std::mutex> event_lock(event_mutex_);
-        ggml_backend_event_record(event_.get(), backend_.get());
-        in_flight_ = true;
-    }
-    lock.lock();
-    for (const Job & job : batch_) { submitted_[job.destination.slot].fetch_or(job.kinds, std::memory_order_release); }
-    shared_.done.notify_all();
-    lock.unlock();
-}
-
 // Jobs from the first on whose slots lie side by side in both tiers.
-int Copies::count_neighbours(size_t first) const {
-    const Job & job = batch_[first];
+int Copies::count_neighbours(const std::vector<Job> & jobs, size_t first) const {
+    const Job & job = jobs[first];
     size_t n = 1;
     const auto follows = [&](const Job & next) {
         return next.il == job.il && next.kinds == job.kinds && next.source.tier == job.source.tier &&
                next.destination.slot == job.destination.slot + (int)n && next.source.slot == job.source.slot + (int)n;
     };
-    while (!to_.pool()->repacked(matrix_of(layout_, job)) && first + n < batch_.size() && follows(batch_[first + n])) {
+    while (!to_.pool()->repacked(matrix_of(layout_, job)) && first + n < jobs.size() && follows(jobs[first + n])) {
         n += 1;
     }
     return (int)n;

@@ -29,12 +29,8 @@ const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
 
 size_t mapped_bytes(size_t size) { return size ? size : 1; }
 
-// Once the model is loaded, only adapters ask for memory of the kind that its experts have: they get some of the host.
 // Reading a reserved tensor (to save a model, say) gives zeros, not a fault.
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    if (((Store *)buft->context)->has_graph) {
-        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
-    }
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
     if (address == MAP_FAILED) { return nullptr; }
@@ -62,6 +58,7 @@ Store * store_of(const ggml_tensor * t) {
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
 constexpr char ready_node[] = "ffn_moe_ready_ids-"; // the same ids: what follows multiplies with gate and up
 constexpr char down_node[] = "ffn_moe_down_in-";    // what follows multiplies with down
+constexpr char own_ids_node[] = "ffn_moe_own_ids-"; // the router's ids, where the layer multiplies by them: no stop
 
 // Whether it may be one of them: asked of every node of a pass.
 bool is_of_experts(const ggml_tensor * t) { return memcmp(t->name, "ffn_moe_", 8) == 0; }
@@ -75,15 +72,24 @@ int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
 
 constexpr int waits_word = 0; // of op_params of the node of slot ids: whether experts may be missing
 
-// The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
-// tensor does not hold n of them in a row.
-const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scratch) {
+void synchronize(ggml_backend_t backend) {
+    if (backend) { ggml_backend_synchronize(backend); }
+}
+
+// Returns the floats of a tensor: in place where they lie in host memory, copied to `scratch` where not, in the stream
+// of the backend, which is to be synchronized before they are read. NULL when the tensor does not hold n in a row.
+const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, std::vector<float> & scratch) {
     if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
         return nullptr;
     }
     if (ggml_backend_buffer_is_host(t->buffer)) { return (const float *)t->data; }
     scratch.resize(n);
-    ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
+    if (backend && ggml_backend_supports_buft(backend, ggml_backend_buffer_get_type(t->buffer))) {
+        ggml_backend_tensor_get_async(backend, t, scratch.data(), 0, n * sizeof(float));
+    } else {
+        synchronize(backend);
+        ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
+    }
     return scratch.data();
 }
 
@@ -148,6 +154,10 @@ uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
 // Whether the scheduler has to stop at this node.
 bool must_stop(Context & context, const ggml_tensor * t) {
     if (!is_of_experts(t)) { return false; }
+    if (const int own_il = layer_of(t, own_ids_node); own_il >= 0) {
+        context.store.pass_over(own_il, (int)t->ne[0], (int)t->ne[1]);
+        return false;
+    }
     const int il = layer_of(t, ids_node);
     if (il >= 0) {
         const bool idle = context.store.idle(il);
@@ -159,25 +169,22 @@ bool must_stop(Context & context, const ggml_tensor * t) {
 }
 
 // What observers asked for besides the ids; the patch makes these tensors sources of the node.
-void read_details(Context & context, const ggml_tensor * t, Choice & choice) {
+void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backend, Choice & choice) {
     const Store & store = context.store;
     if (store.events.wants_weights()) {
-        choice.weights = floats(t->src[1], (size_t)choice.n_expert_used * choice.n_tokens, context.weights);
+        const size_t n = (size_t)choice.n_expert_used * choice.n_tokens;
+        choice.weights = floats(t->src[1], n, backend, context.weights);
     }
     const int n_tokens = choice.n_tokens;
     if ((store.events.wants_inputs(n_tokens) || store.forecaster.wants_inputs(n_tokens)) && t->src[2]) {
         choice.n_embd = (int)t->src[2]->ne[0];
-        choice.inputs = floats(t->src[2], (size_t)choice.n_embd * n_tokens, context.inputs);
+        choice.inputs = floats(t->src[2], (size_t)choice.n_embd * n_tokens, backend, context.inputs);
     }
 }
 
 // What computes the node; nullptr: that is not known, and has been waited for.
 ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
-}
-
-void synchronize(ggml_backend_t backend) {
-    if (backend) { ggml_backend_synchronize(backend); }
 }
 
 // What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
@@ -198,16 +205,14 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
     choice.ids_in_place = in_place;
     choice.stream = store.layout.has_experts(il) ? stream_of(backend, store.tiers.of(il)) : nullptr;
     if (!in_place) {
-        if (context.ids.size() < n) {
-            synchronize(backend); // which may still read them
-            context.ids.resize(n);
-        }
-        choice.ids = context.ids.data();
+        ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer));
+        if (!context.ids.hold(device, n)) { synchronize(backend); } // which may still read those before
+        choice.ids = context.ids.space(device, n);
         backend ? ggml_backend_tensor_get_async(backend, t, choice.ids, 0, n_bytes)
                 : ggml_backend_tensor_get(t, choice.ids, 0, n_bytes);
     }
+    read_details(context, t, backend, choice);
     synchronize(backend);
-    read_details(context, t, choice);
     store.acquire(choice);
     if (!in_place) {
         backend ? ggml_backend_tensor_set_async(backend, t, choice.ids, 0, n_bytes)
@@ -261,11 +266,25 @@ extern "C" bool moegguf_abort(void * store) { return ((moegguf_store *)store)->s
 
 extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched) {
     if (eval != moegguf_eval) { return; }
-    ((moegguf_store *)store)->store.context.scheduler = sched;
-    ggml_backend_sched_set_callback_version(sched, &Pool::n_bindings);
+    Store & of = ((moegguf_store *)store)->store;
+    of.context.scheduler = sched;
+    of.context.passed_over = of.passed_over();
+    ggml_backend_sched_set_callback_version(sched, &of.n_bindings);
+}
+
+extern "C" bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store) {
+    if (eval != moegguf_eval) { return true; }
+    const Store & of = ((moegguf_store *)store)->store;
+    return of.context.passed_over == of.passed_over();
 }
 
 extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) != nullptr; }
+
+extern "C" ggml_backend_buffer_type_t moegguf_adapter_buft(const ggml_tensor * w) {
+    Store * store = store_of(w);
+    const Tier * tier = store ? store->tier_of(w->name) : nullptr;
+    return tier ? tier->pool()->memory().buft : ggml_backend_buffer_get_type(w->buffer);
+}
 
 extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w, const ggml_tensor * ids) {
     Store * store = store_of(w);
@@ -276,7 +295,10 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
                                           ggml_tensor * weights, ggml_tensor * input, int il) {
     Store * store = store_of(w);
     if (!store) { return nullptr; }
-    store->has_graph = true;
+    if (store->passes_over(store->tiers.of(il))) {
+        ggml_format_name(expert_ids, "%s%d", own_ids_node, il);
+        return nullptr;
+    }
     ggml_tensor * ids = ggml_cont(ctx, expert_ids);
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // computed before, and still there when the hook reads them

@@ -326,6 +326,9 @@ typedef struct moegguf_kv_blocks moegguf_kv_blocks;
 // Returns MOEGGUF_ABI_VERSION of the library.
 MOEGGUF_API uint32_t moegguf_abi_version(void);
 
+// Returns the bits of remedies that MOEGGUF_SWITCHES can switch off (switches.h).
+MOEGGUF_API uint32_t moegguf_switches(void);
+
 // Returns why the last call of this thread failed, until its next call; empty after one that succeeded.
 MOEGGUF_API const char * moegguf_last_error(void);
 
@@ -488,15 +491,24 @@ MOEGGUF_API bool moegguf_abort(void * store);
 // copies to the device, where it has events, instead of the thread that computes.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
+// Returns whether the graph that moegguf_set_scheduler was called for still finds experts where they are. The next one
+// is built otherwise, and moegguf_set_scheduler called for it. True for another callback.
+MOEGGUF_API bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store);
+
 // Returns true for a tensor whose experts a store keeps.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
+
+// Returns the buffer type for an adapter's matrices on `w`: of the device that computes the layer where `w` is
+// reserved, and of w itself where not.
+MOEGGUF_API ggml_backend_buffer_type_t moegguf_adapter_buft(const struct ggml_tensor * w);
 
 // Returns what to multiply with in place of `w`, by the router's ids: by their number of tokens a pool tensor or, of a
 // prompt, a staging tensor; w itself when it is not reserved.
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);
 
-// Returns a node for a layer's slot ids where `w` is reserved, NULL where not: the hook stops there, has the experts
-// fetched and writes slot ids over the expert ids. The node keeps the router's weights and input in memory until then.
+// Returns a node for a layer's slot ids where `w` is reserved: the hook stops there, has the experts fetched and writes
+// slot ids over the expert ids. The node keeps the router's weights and input in memory until then. NULL: multiply by
+// expert_ids, because w is not reserved, or every expert of the layer is in a slot of its own.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, int il);

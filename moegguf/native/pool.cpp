@@ -96,6 +96,12 @@ bool multiplies(ggml_backend_dev_t device, const moegguf_matrix & m, int n_slots
     return ggml_backend_dev_supports_op(device, ggml_mul_mat_id(ctx.get(), w, x, ids));
 }
 
+// Kernels of devices count where a matrix begins in 32 bits with a sign, in blocks of its type.
+bool begins_within_32_bits(ggml_backend_dev_t device, ggml_type type, uint64_t arena_bytes) {
+    return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU ||
+           arena_bytes / ggml_type_size(type) <= INT32_MAX;
+}
+
 // patches/arrivals.patch is in two kernels: the plain one and the one for interleaved weights.
 bool kernel_asks_for_order(ggml_backend_buffer_type_t interleaved) {
     return !interleaved || strcmp(ggml_backend_buft_name(interleaved), "CPU_REPACK") == 0;
@@ -196,7 +202,9 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
         const uint64_t stride = strides.of_kind[m->kind];
         if (as_last || !multiplies(device, *m, 1, stride)) { continue; }
         const auto fits = [&](int slots) {
-            return strides.arena_bytes(m->kind, slots) <= largest && multiplies(device, *m, slots, stride);
+            const uint64_t bytes = strides.arena_bytes(m->kind, slots);
+            return bytes <= largest && begins_within_32_bits(device, (ggml_type)m->type, bytes) &&
+                   multiplies(device, *m, slots, stride);
         };
         int least = 1, most = n_slots; // between these
         while (least < most) {
@@ -307,10 +315,7 @@ void Pool::set_op_params(int matrix, const void * pointer) {
     if (tensors_[matrix]) { ggml_set_op_params(tensors_[matrix], &pointer, sizeof(pointer)); }
 }
 
-uint64_t Pool::n_bindings = 0;
-
 void Pool::share_all_slots(int n_slots) {
-    n_bindings += 1;
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (!tensors_[i]) { continue; }
         tensors_[i]->data = arenas_[kind_[i]].base;
@@ -361,7 +366,6 @@ void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_
 
 // The tensors of a kind lie in its arena as it is now; every layer's window is all slots.
 void Pool::rebind(int kind, int n_slots) {
-    n_bindings += 1;
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (kind_[i] != kind || !tensors_[i]) { continue; }
         show(tensors_[i], n_slots);

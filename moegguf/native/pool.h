@@ -36,8 +36,8 @@ PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 // Raises the padding of matrices to what the device's memory has behind each: kernels read on there.
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 
-// How many of n_slots slots a pool of these matrices can have on a device: kernels take a pool as one tensor, and it
-// lies in one buffer. n_slots where none of its kernels takes a single slot.
+// Returns how many of n_slots slots a pool of these matrices can have on a device: kernels take a pool as one tensor,
+// whose slots they find by 32-bit offsets, and it lies in one buffer. n_slots where no kernel takes a single slot.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
 
 // Rows from the file's layout into the one that the CPU's kernels multiply with, past the cache (interleave.cpp).
@@ -75,9 +75,6 @@ class Pool {
     // Where they do, a weight that nothing is computed with: ggml puts a node on the device that the weights among its
     // sources are on, and these kernels are to read the very ids that the hook has written.
     ggml_tensor * cpu_anchor() const { return cpu_anchor_; }
-
-    // How often memory was bound to tensors of any pool, which a graph that has run before may multiply with.
-    static uint64_t n_bindings;
 
     // Every layer's window becomes all slots: for a pool that leaves the resident numbering.
     void share_all_slots(int n_slots);

@@ -44,6 +44,8 @@ inline const int fork_counted = pthread_atfork(nullptr, nullptr, [] { fork_gener
 
 inline thread_local uint64_t waited_ns = 0; // real time that this thread has spent in Shared::wait
 
+constexpr char forked_text[] = "the model was loaded in the parent process; load it again in this one";
+
 struct Shared {
     explicit Shared(uint32_t flags)
         : flags(flags),

@@ -28,6 +28,12 @@ class Store {
     // Counts such an event. Its ids are not known: they count as distinct, as many as the layer has experts at most.
     void count_idle(int il, int n_expert_used, int n_tokens);
 
+    // True where graphs that are built now multiply with the router's own ids in the layers of this device.
+    bool passes_over(const Tier & tier) const;
+    uint64_t passed_over() const; // a bit for each such device: a graph serves while they are the same
+    // Counts an event of such a layer. The pass fails where it was cancelled, or where slots are not the experts' own.
+    void pass_over(int il, int n_expert_used, int n_tokens);
+
     // The pass must end: it failed, was cancelled, or what its layer waits for could not be read. The thread that
     // computes calls this after every node: no lock unless something failed.
     bool must_abort();
@@ -42,7 +48,8 @@ class Store {
     void resize(Tier & tier, int n_slots);   // no pass is under way
     std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
-    ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
+    ggml_tensor * pool_tensor(const char * name, int n_tokens) const; // of a matrix; nullptr: there is none
+    const Tier * tier_of(const char * name) const;                    // likewise, that computes its layer
 
     // The parts. Each is used by those that follow.
     const Layout layout;
@@ -55,11 +62,12 @@ class Store {
     Supply slots;
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
-    std::atomic<bool> has_graph{false}; // of a model, which is loaded by then
+    uint64_t n_bindings = 0; // grows before memory is bound to tensors that a graph which has run may multiply with
 
   private:
     void stop_links();
     void begin_event(const Choice & choice, Lock & lock);
+    bool has_nothing_to_do(const Tier & tier) const;
 
     std::atomic<bool> watched_{false};
     const std::shared_ptr<ggml_backend_buffer_type> buft_;

@@ -2,7 +2,9 @@
 #include "supply.h"
 
 #include "copies.h"
+#include "switches.h"
 
+#include <algorithm>
 #include <cstdio>
 
 namespace moegguf {
@@ -13,9 +15,11 @@ bool Supply::place(Context & context, Lock & lock) {
     pin_present(context, INT32_MAX);
     if (shared_.has(MOEGGUF_PREEMPT) && !pinned.tier->numbering.resident()) { transfers_.drop_prefetches(event.il); }
     Tier & tier = *pinned.tier;
+    const auto is_absent = [&](int expert) { return event.slot_of[expert] == Event::no_slot_yet; };
+    if (std::any_of(event.experts.begin(), event.experts.end(), is_absent)) { context.await_copies(shared_, lock); }
     const bool fits = (int)event.experts.size() <= tier.residency.n_usable();
     for (int expert : event.experts) { // that have no slot yet
-        if (event.slot_of[expert] != Event::no_slot_yet) { continue; }
+        if (!is_absent(expert)) { continue; }
         const auto take = [&] { return tier.assign(event.il, expert, event.step); };
         const int s = fits ? wait_for_slot(context, take, lock) : -1;
         if (s < 0) {
@@ -26,7 +30,9 @@ bool Supply::place(Context & context, Lock & lock) {
         event.slot_of[expert] = s;
     }
     pinned.tier->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
-    transfers_.demand(*pinned.tier, pinned.slots);
+    const bool submits = is_on(Remedy::own_copies) && pinned.stream;
+    transfers_.demand(*pinned.tier, pinned.slots, submits);
+    if (submits) { tier.copies->submit_own(lock); }
     if (pinned.stream && !pinned.awaits_file(all_kinds)) {
         event.wait_kinds = all_kinds; // the stream waits for copies, so the layer need not stop again
     }
@@ -34,8 +40,7 @@ bool Supply::place(Context & context, Lock & lock) {
 }
 
 void Supply::release(Context & context) {
-    for (int s : context.pinned.slots) { context.pinned.tier->unpin(s); }
-    context.pinned.slots.clear();
+    context.pinned.unpin();
     context.supply = nullptr;
 }
 
@@ -88,7 +93,8 @@ void Supply::wait(Context & context, uint8_t kinds) {
         if (shared_.cancelled) { context.fail(MOEGGUF_CANCELLED, "cancelled"); }
         context.note_failures(shared_);
     }
-    if (pinned.stream && kinds && !context.failed()) { // it waits for copies that are under way
+    const bool orders = !is_on(Remedy::late_notes) || pinned.pending(kinds);
+    if (pinned.stream && kinds && orders && !context.failed()) { // it waits for copies that are under way
         pinned.tier->copies->order(pinned.stream);
         pinned.ordered |= kinds;
     }
@@ -144,12 +150,37 @@ bool Pinned::awaits_file(uint8_t kinds) const {
     });
 }
 
+bool Pinned::noted() const {
+    return std::none_of(slots.begin(), slots.end(), [&](int s) { return tier->residency.slot(s).reading & ordered; });
+}
+
+void Pinned::unpin() {
+    for (int s : slots) { tier->unpin(s); }
+    slots.clear();
+    ordered = 0;
+}
+
 uint8_t Pinned::missing(int s, uint8_t kinds) const {
     if (tier->residency.slot(s).streams()) {
         return 0; // readers know what comes there
     }
     const uint8_t submitted = stream ? tier->copies->submitted(s) : 0; // before they are ready: no gap between both
     return chunks & kinds & ~submitted & ~tier->residency.ready(s);
+}
+
+int32_t * HostIds::space(ggml_backend_dev_t device, size_t n) {
+    constexpr size_t least = 1024;
+    ggml_backend_buffer_ptr & memory = space_[device];
+    if (!memory || size_of(device) < n) {
+        const bool pinned = is_on(Remedy::pinned_ids);
+        ggml_backend_buffer_type_t buft = pinned ? host_memory({device}).buft : ggml_backend_cpu_buffer_type();
+        memory.reset(ggml_backend_buft_alloc_buffer(buft, std::max(n, least) * sizeof(int32_t)));
+        if (!memory) {
+            space_.erase(device);
+            throw Error(MOEGGUF_MEMORY, "no memory for the ids of experts");
+        }
+    }
+    return (int32_t *)ggml_backend_buffer_get_base(memory.get());
 }
 
 Context::Context(Store & store, Tier & tier, int n_expert_max) : store(store) {
@@ -173,9 +204,35 @@ void Context::note_failures(const Shared & shared) {
         fail(MOEGGUF_CANCELLED, "cancelled");
     }
     failure.given_up = given_up;
-    for (int s : pinned.slots) {
-        if (pinned.tier->residency.failed(s)) { fail(MOEGGUF_IO, shared.error); }
+    for (const Pinned * layer : {&late, &pinned}) {
+        for (int s : layer->slots) {
+            if (layer->tier->residency.failed(s)) { fail(MOEGGUF_IO, shared.error); }
+        }
     }
+}
+
+void Context::await_copies(Shared & shared, Lock & lock) {
+    for (Pinned * layer : {&late, &pinned}) {
+        shared.wait(lock, [&] { return layer->noted(); });
+        layer->ordered = 0;
+    }
+    note_failures(shared);
+    late.unpin();
+}
+
+void Context::set_aside(Shared & shared, Lock & lock) {
+    if (pinned.noted()) {
+        pinned.ordered = 0;
+        return;
+    }
+    if (!late.slots.empty()) {
+        shared.wait(lock, [&] { return late.noted(); });
+        note_failures(shared);
+        late.unpin();
+    }
+    late.tier = pinned.tier;
+    std::swap(late.slots, pinned.slots);
+    std::swap(late.ordered, pinned.ordered);
 }
 
 // The last layer may be computed for fewer tokens than the pass has: those whose logits are wanted.

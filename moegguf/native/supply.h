@@ -14,6 +14,7 @@
 
 #include "ggml-backend.h"
 
+#include <map>
 #include <string>
 
 namespace moegguf {
@@ -90,6 +91,8 @@ struct Pinned {
     bool decided(uint8_t kinds) const;     // every such matrix is there, or will not come
     bool pending(uint8_t kinds) const;     // some are on their way, or failed, and the stream does not wait for them
     bool awaits_file(uint8_t kinds) const; // some are not even in RAM; under the store's lock
+    bool noted() const;                    // none that the stream waits for is being copied; likewise
+    void unpin();                          // all of them; likewise
 
   private:
     uint8_t missing(int s, uint8_t kinds) const;
@@ -102,17 +105,39 @@ struct Failure {
     uint64_t given_up = 0;    // likewise
 };
 
+// Ids on their way between a device and the thread that computes: in memory that the device copies to and from by
+// itself, where it has such memory.
+class HostIds {
+  public:
+    bool hold(ggml_backend_dev_t device, size_t n) const { return space_.count(device) && size_of(device) >= n; }
+    // Returns memory for n ids of a device. The ids before are lost where there was less. Throws Error(MEMORY).
+    int32_t * space(ggml_backend_dev_t device, size_t n);
+
+  private:
+    size_t size_of(ggml_backend_dev_t device) const {
+        return ggml_backend_buffer_get_size(space_.at(device).get()) / sizeof(int32_t);
+    }
+
+    std::map<ggml_backend_dev_t, ggml_backend_buffer_ptr> space_;
+};
+
 struct Context {
     Context(Store & store, Tier & tier, int n_expert_max);
 
     // The first failure of a pass is kept; from then on its slot ids are all 0.
     void fail(moegguf_status status, const std::string & why);
+    void fail_forked() { fail(MOEGGUF_FORKED, forked_text); }
     bool failed() const { return failure.failed; }
     // Nothing has failed in the store since note_failures() looked, which does so under its lock.
     bool noted(const Shared & shared) const {
         return failure.read_errors == get(shared.counters.read_errors) && failure.given_up == shared.given_up;
     }
     void note_failures(const Shared & shared); // of what is pinned
+
+    // Waits until the thread that copies has noted what streams waited for, and frees slots of earlier layers. Neither
+    // what is evicted next nor whether the pass has failed depends then on when that thread does so.
+    void await_copies(Shared & shared, Lock & lock);
+    void set_aside(Shared & shared, Lock & lock); // what await_copies() would wait for; end_layer() then frees the rest
 
     bool gather_tokens(int n_event_tokens); // into event.sequences and phases; false: all are of announced.sequence
     bool has_one_token_each() const;        // the pass decodes one token of each of several sequences
@@ -122,10 +147,12 @@ struct Context {
     Pass pass;
     Event event;
     Pinned pinned;
+    Pinned late; // slots of an earlier layer of the pass, until the thread that copies has noted that they are there
     Supply * supply = nullptr; // of the layer computing now; nullptr: none holds anything for it
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
-    std::vector<int32_t> ids;                 // scratch for devices whose memory is not the host's, as what follows
+    uint64_t passed_over = 0;                 // Store::passed_over() when its graph was built
+    HostIds ids;                              // of devices whose memory is not the host's, as what follows
     std::vector<float> weights;
     std::vector<float> inputs;
 };

@@ -4,11 +4,13 @@
 #include "clock.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace moegguf {
 namespace {
 
 constexpr int most_devices = 64;
+constexpr int least_of_cuda = 4; // tokens, of all cards: for a card that is only simulated
 
 [[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
 
@@ -29,10 +31,19 @@ std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config &
 
 } // namespace
 
-// Kernels multiply each token on its own up to ggml's get_mmvq_mmid_max_batch, which is this at least.
-int most_slot_tokens(const char * device) {
-    const std::string name = device ? device : "";
-    return name.rfind("CUDA", 0) == 0 || name.rfind("ROCm", 0) == 0 ? 4 : 1;
+// CUDA's kernels multiply each token on its own up to a number that depends on the card and the type; the backend says
+// which (patches/vector-tokens.patch). Its kernels for floats do not choose by the number of experts.
+int most_slot_tokens(const char * name) {
+    ggml_backend_dev_t device = name ? ggml_backend_dev_by_name(name) : nullptr;
+    if (!device) { return name && strncmp(name, "CUDA", 4) == 0 ? least_of_cuda : 1; }
+    using VectorTokens = int (*)(ggml_backend_dev_t, ggml_type);
+    const auto tokens_of =
+        (VectorTokens)ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "moegguf_vector_tokens");
+    int most = tokens_of ? INT32_MAX : 1;
+    for (int type = 0; tokens_of && type < GGML_TYPE_COUNT; type++) {
+        if (ggml_is_quantized((ggml_type)type)) { most = std::min(most, tokens_of(device, (ggml_type)type)); }
+    }
+    return most;
 }
 
 Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const Memory & memory, Tier * ram,

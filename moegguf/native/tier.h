@@ -44,8 +44,9 @@ struct Job {
 // The most tensors of a device that prompts are staged in (staged_supply.cpp).
 constexpr int most_staging_tensors = 2;
 
-// Up to so many tokens of a pass a device's kernels round as with every expert resident, however many slots there are.
-int most_slot_tokens(const char * device);
+// Returns up to how many tokens of a pass a device's kernels round as with every expert resident, whatever the number
+// of slots and the type of the experts: as its backend says, else 1.
+int most_slot_tokens(const char * name);
 
 using Memory = std::optional<PoolMemory>; // none, in a simulation
 

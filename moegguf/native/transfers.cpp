@@ -1,6 +1,7 @@
 // transfers.cpp: implements transfers.h: the queue of transfers and the threads that read.
 #include "transfers.h"
 
+#include "switches.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -108,7 +109,7 @@ void Transfers::read(const Job & job, const ReadBuffer & buffer) {
 
 // What layers need.
 
-void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
+void Transfers::demand(Tier & tier, const std::vector<int> & slots, bool submits) {
     if (tier.ram()) { find_sources(tier, slots); }
     for (const uint8_t kinds : order_of_use) {
         for (int s : slots) {
@@ -121,7 +122,7 @@ void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
     if (!demand_.empty()) {
         wake_readers(); // once: each wake-up is a system call
     }
-    if (tier.copies) { tier.copies->wake(); }
+    if (tier.copies && !submits && !(is_on(Remedy::quiet_copies) && tier.copies->idle())) { tier.copies->wake(); }
 }
 
 void Transfers::copy(Tier & to, int s, bool demand) {

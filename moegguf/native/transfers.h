@@ -43,7 +43,8 @@ class Transfers final : public Link {
 
     // Under the store's lock.
     // What layers need now, before all else: every matrix of slots of one layer that is not there or being read.
-    void demand(Tier & tier, const std::vector<int> & slots);
+    // submits: the caller calls submit_own() of the tier's copies.
+    void demand(Tier & tier, const std::vector<int> & slots, bool submits = false);
     void copy(Tier & to, int s, bool demand); // every matrix, from the slot that is its source
     // What is worth having early: each cause in the order given, requests first. wake_readers() when all is said.
     void want(const Want & want);

@@ -218,7 +218,7 @@ class Admission:
 
     reserve: Room = field(default_factory=dict)
     unload: tuple[str, ...] = ()
-    short: Room = field(default_factory=dict)
+    short: Room = field(default_factory=dict, compare=False)
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:

@@ -287,6 +287,8 @@ def _flatten(facts: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in facts.items():
         if isinstance(value, dict) and set(value) == {"error"}:
             yield prefix + name, f"unknown: {value['error']}"
+        elif isinstance(value, dict) and set(value) == {"path", "size_bytes"}:
+            yield prefix + name, f"{format_bytes(value['size_bytes'])} in {value['path']}"
         elif isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name} ")
         elif name.endswith("_bytes"):

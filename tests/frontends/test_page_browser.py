@@ -107,9 +107,11 @@ def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, lo
     page.keyboard.press("Home")
     page.wait_for_selector("#budget-note >> text=is too small")
     assert page.input_value("#ram-budget") == "24"
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("#resident >> text='23 of 192 in memory, 1.27 MB'")
+    assert page.inner_text("#budget-note") == ""  # it was about another budget
     server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # by somebody else
     until(page, "document.getElementById('ram-budget').value === '48'")
-    assert page.inner_text("#budget-note") == ""  # it was about the budget before
     labels = [page.inner_text(f"#bytes-chart small >> nth={i}") for i in range(2)]
     assert re.fullmatch(r"[125]0{0,2} [kM]B", labels[0]) and labels[1] == "0"
 

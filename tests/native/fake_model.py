@@ -113,7 +113,7 @@ def _slot_bytes(store: Store, m: ExpertMatrix, slot: int, n_tokens: int) -> byte
     return data.raw
 
 
-def _layer_matrices(il: int, types: Types, n_embd: int, n_ff: int, n_expert: int) -> list[ExpertMatrix]:
+def layer_matrices(il: int, types: Types, n_embd: int, n_ff: int, n_expert: int) -> list[ExpertMatrix]:
     shapes: dict[Kind, tuple[int, int]] = {
         "gate": (n_embd, n_ff), "up": (n_embd, n_ff), "down": (n_ff, n_embd), "gate_up": (n_embd, 2 * n_ff),
     }  # fmt: skip
@@ -160,7 +160,7 @@ def make_model(
         if il in dense_layers:
             continue
         placed = []
-        for m in _layer_matrices(il, types[il % len(types)], n_embd, n_ff, n_expert):
+        for m in layer_matrices(il, types[il % len(types)], n_embd, n_ff, n_expert):
             shard = (il + len(placed)) % n_shards
             offset = -(-(ends[shard] + gap) // 32) * 32
             ends[shard] = offset + n_expert * m.expert_bytes

@@ -7,22 +7,23 @@ import ctypes as c
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, make_model
+from fake_model import F16, F32, MXFP4, Q4_0, Q4_K, Q8_0, FakeModel, layer_matrices, make_model
 from own_process import in_own_process
 from product import InitParams, load
 
 from moegguf.errors import AllocationError, OptionError
-from moegguf.native.slot_sizes import matrices_of, most_slots, padded, slot_sizes
+from moegguf.gguf.experts import Kind, MoeLayer
+from moegguf.native.slot_sizes import matrices_of, most_slots, padded, slot_sizes, slot_tokens
 from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
-from moegguf.testing.link_device import add_link_device, link_device
+from moegguf.testing.link_device import LinkFigures, add_link_device, link_device, link_figures
 
-F32 = 0
 FREE = Link(1e12)  # copies take what memory takes
 GPU = 1  # enum ggml_backend_dev_type
 
@@ -30,7 +31,7 @@ _POINTERS = (
     "ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_init", "ggml_backend_dev_get",
     "ggml_backend_dev_buffer_type", "ggml_backend_dev_host_buffer_type", "ggml_backend_buft_alloc_buffer",
     "ggml_backend_buffer_get_base", "ggml_backend_alloc_ctx_tensors_from_buft", "ggml_backend_event_new",
-    "ggml_backend_buffer_get_type", "ggml_get_data",
+    "ggml_backend_buffer_get_type", "ggml_get_data", "ggml_dup", "ggml_new_graph",
 )  # fmt: skip
 
 
@@ -66,6 +67,17 @@ class Rig:
         buffer = self.call("alloc_ctx_tensors_from_buft", context, self.call("dev_buffer_type", self.device))
         self._free += [lambda: self.call("buffer_free", buffer), lambda: self.ggml.ggml_free(c.c_void_p(context))]
         return made
+
+    def graph(self, n_bytes: int) -> tuple[int, int, int, Callable[[], object]]:
+        """Returns a graph that copies one tensor of F32 on the device to another, both, and what frees them."""
+        context = self.ggml.ggml_init(InitParams(1 << 20, None, True))
+        source: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
+        result: int = self.ggml.ggml_dup(c.c_void_p(context), c.c_void_p(source))
+        graph: int = self.ggml.ggml_new_graph(c.c_void_p(context))
+        self.ggml.ggml_build_forward_expand(c.c_void_p(graph), c.c_void_p(result))
+        buffer = self.call("alloc_ctx_tensors_from_buft", context, self.call("dev_buffer_type", self.device))
+        self._free.append(lambda: self.ggml.ggml_free(c.c_void_p(context)))
+        return graph, source, result, lambda: self.call("buffer_free", buffer)
 
     def host_memory(self, n_bytes: int) -> tuple[int, str]:
         """Address of ones in memory of the device's host buffer type, and the name of the type that it got."""
@@ -148,6 +160,62 @@ def test_copies_from_pinned_memory_go_on_after_the_call_strict_ones_wait_and_oth
     assert in_own_process(asynchronous_copies, False, FREE) == ("CPU", True, True, True)
 
 
+def launches(n: int) -> tuple[list[bool], LinkFigures]:
+    """Returns whether a result was there after each of n launches behind a copy of 0.2 s, and after waiting; and the
+    device's figures."""
+    n_bytes = 1 << 20
+    rig = Rig(Link(n_bytes / 0.2))
+    memory, _ = rig.host_memory(n_bytes)
+    graph, source, result, free = rig.graph(n_bytes)
+    stream, there = rig.backend(), []
+    rig.call("tensor_set_async", stream, source, memory, 0, n_bytes)
+    for _ in range(n):
+        assert rig.call("graph_compute_async", stream, graph) == 0
+        there.append(rig.there(result, n_bytes))
+    rig.call("synchronize", stream)
+    there.append(rig.there(result, n_bytes))
+    free()
+    rig.close()
+    return there, link_figures(rig.name)
+
+
+def test_graphs_are_launched_behind_copies_and_repeated_from_the_third_launch_on() -> None:
+    there, figures = in_own_process(launches, 4)
+    assert there == [False] * 4 + [True]
+    assert (figures.launches, figures.replays, figures.launches_beside_copies, figures.fault) == (4, 2, 4, "")
+
+
+def faults_of_users() -> list[str]:
+    """Returns what strict devices say of a copy whose source changes before it is done, and of a graph whose memory is
+    freed before it is computed; whether such a device computes on; and of a device that is used well."""
+    n_bytes, found = 1 << 16, []
+    for misuse in ("source", "memory", ""):
+        rig = Rig(FREE, strict_seed=1)
+        memory, _ = rig.host_memory(n_bytes)
+        graph, source, _, free = rig.graph(n_bytes)
+        stream = rig.backend()
+        rig.call("tensor_set_async", stream, source, memory, 0, n_bytes)
+        if misuse == "source":
+            c.memset(memory + n_bytes // 2, 2, 4)
+        else:
+            rig.call("graph_compute_async", stream, graph)
+        if misuse == "memory":
+            free()
+        rig.call("synchronize", stream)
+        if misuse:
+            assert rig.call("graph_compute_async", stream, graph) != 0
+        rig.close()
+        found.append(link_figures(rig.name).fault)
+    return found
+
+
+def test_a_strict_device_keeps_what_it_cannot_bear() -> None:
+    source, memory, nothing = in_own_process(faults_of_users)
+    assert source == "what was to be copied has changed before it was"
+    assert "memory that is not there" in memory
+    assert nothing == ""
+
+
 def copy_times() -> list[float]:
     """Seconds of one copy, of two at once, of one there and one back at once, and of two in one stream."""
     n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
@@ -217,6 +285,30 @@ def test_a_pool_has_the_slots_that_buffers_take_and_a_full_device_refuses(tmp_pa
     assert "LINK0 refused" in message
     fake = make_model(tmp_path, n_embd=256, n_ff=256)
     assert "refused" in in_own_process(store_on_full_device, fake)
+
+
+def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[tuple[int, int]]:
+    """How many of so many slots a pool of each layer can have on a device, and on the CPU."""
+    device = add_link_device(FREE)
+    layouts = [replace(fake.layout, layers=(layer,)) for layer in layers]
+    return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
+
+
+def test_kernels_of_a_device_find_every_slot_of_a_pool_by_32_bit_offsets(tmp_path: Path) -> None:
+    """Offsets count blocks of a type, of which experts of 2048 x 768 values have as many as 2^31 / the slots."""
+    most = {F32: 1365, F16: 1365, Q4_0: 43690, Q8_0: 43690, MXFP4: 43690, Q4_K: 349525}
+    kinds: tuple[Kind, ...] = ("gate", "up", "down")
+    types = [dict.fromkeys(kinds, ggml_type) for ggml_type in most] + [{"gate": Q4_K, "up": Q4_K, "down": F16}]
+    layers = [MoeLayer(0, 128, 8, tuple(layer_matrices(0, of, 2048, 768, 128))) for of in types]
+    found = in_own_process(most_slots_of, make_model(tmp_path), layers, 1 << 20)
+    assert found == [(n, 1 << 20) for n in [*most.values(), 1365]]
+
+
+def test_slots_are_exact_for_as_many_tokens_as_a_backend_says() -> None:
+    device = link_device(FREE)
+    assert slot_tokens(device) == slot_tokens("none such") == 1
+    assert slot_tokens("CUDA7") == 4, "of a card that is only simulated: the least of all cards"
+    assert slot_tokens(None) == 2**31 - 1
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from batch_files import CHAT, Endpoint, entries, jsonl, request, requests_in
@@ -105,6 +105,31 @@ def test_an_old_journal_of_a_command_is_taken_over(tmp_path: Path) -> None:
         assert list(journal.lines()) == old
         with pytest.raises(BatchFileError, match="another process"), open_journal(journal.database.path, requests):
             pass
+
+
+def test_a_transaction_that_raises_keeps_none_of_its_changes(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db", 0o600)
+    add = "INSERT INTO answer VALUES ('', ?, '', 'x')"
+
+    def fail() -> None:
+        with database.transaction():
+            database.execute(add, 1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with database.transaction():
+        database.execute(add, 2)
+    assert database.execute("SELECT number FROM answer") == [(2,)]
+    database.close()
+
+
+def test_a_folder_without_write_permission_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    Database(path, 0o600).close()
+    refused = sqlite3.OperationalError("attempt to write a readonly database")
+    with patch("sqlite3.connect", side_effect=refused), pytest.raises(StorageError, match="its folder writable"):
+        Database(path, 0o600)
 
 
 def test_a_process_that_another_one_keeps_out_changes_nothing(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def gates(hub: FakeHub, data: bytes) -> Iterator[list[Fault]]:
 def test_the_plan_is_that_of_the_fetched_model(gates: list[Fault], data: bytes, tmp_path: Path) -> None:
     path = tmp_path / PATH
     path.write_bytes(data)
-    remote, local = (estimate_model(name, "50%", 512) for name in ("hf.co/u/r", str(path)))
+    remote, local = (estimate_model(name, {"expert_cache": "50%", "n_ctx": 512}) for name in ("hf.co/u/r", str(path)))
     assert remote["plan"] == local["plan"] | {"available_bytes": remote["plan"]["available_bytes"]}
     assert "not fetched" in remote["path"] and not remote["fetched"]
     assert remote["expected"]["tokens_per_s_low"] is None and remote["disk"] is None
@@ -69,7 +69,7 @@ def test_a_split_model_has_the_header_of_each_shard(hub: FakeHub) -> None:
 def test_a_projector_is_counted_unless_damaged(hub: FakeHub, data: bytes, projector: Callable[[str], Path]) -> None:
     for repo, content in (("u/see", projector("mlp").read_bytes()), ("u/damaged", b"GGUF" + b"x" * 5000)):
         hub.add(repo, {PATH: data, "mmproj-m.gguf": content})
-        plan = estimate_model(f"hf.co/{repo}", "50%", 512)["plan"]
+        plan = estimate_model(f"hf.co/{repo}", {"expert_cache": "50%", "n_ctx": 512})["plan"]
         assert bool(plan["projector_bytes"]) == (repo == "u/see")
 
 
@@ -80,7 +80,7 @@ def test_transient_errors_are_overcome_and_other_errors_told(hub: FakeHub, data:
             assert read_layout(entry.path).n_layer == 6
     for name in ("u/none", "u/r:Q8_0"):
         with pytest.raises(ModelNotFoundError):
-            estimate_model(f"hf.co/{name}", None, None)
+            estimate_model(f"hf.co/{name}")
 
 
 @pytest.mark.parametrize("content", [b"GGUF" + b"x" * 5000, b"<html>"])
@@ -100,5 +100,5 @@ def test_a_header_without_end_is_given_up(hub: FakeHub, data: bytes, monkeypatch
 def test_offline_only_what_is_here_is_found(hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFoundError, match="moegguf pull"):
-        estimate_model("hf.co/u/r", None, None)
+        estimate_model("hf.co/u/r")
     assert hub.requests == []

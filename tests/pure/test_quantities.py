@@ -25,7 +25,7 @@ from moegguf.quantities import (
     parse_size,
     processor_split,
 )
-from moegguf.settings import read_environment
+from moegguf.settings import read_environment, read_load_keywords
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,14 @@ def test_rounded_up_sizes_read_back_as_enough(n_bytes: int) -> None:
 
 def test_environment_and_an_unknown_option_names_the_nearest() -> None:
     assert read_environment({}) == read_environment({"MOEGGUF_HOOKS": "", "MOEGGUF_EXPERT_CACHE": " "})
-    env = read_environment({"MOEGGUF_HOOKS": "0", "MOEGGUF_EXPERT_CACHE": "25%", "MOEGGUF_MODELS": "/m"})
-    assert (env.hooks, env.expert_cache, env.models, env.library) == (False, "25%", Path("/m"), None)
+    variables = {"MOEGGUF_HOOKS": "0", "MOEGGUF_EXPERT_CACHE": "25%", "MOEGGUF_MODELS": "/m"}
+    env = read_environment(variables)
+    assert (env.hooks, env.models, env.library) == (False, Path("/m"), None)
+    assert str(read_load_keywords(environ=variables)["expert_cache"]) == "25%"
     with pytest.raises(OptionError, match="MOEGGUF_HOOKS"):
         read_environment({"MOEGGUF_HOOKS": "maybe"})
     with pytest.raises(BudgetError, match="MOEGGUF_EXPERT_CACHE"):
-        read_environment({"MOEGGUF_EXPERT_CACHE": "lots"})
+        read_load_keywords(environ={"MOEGGUF_EXPERT_CACHE": "lots"})
     error = OptionError.unknown("n_gpu_layer", ["n_ctx", "n_gpu_layers", "n_batch"])
     assert "did you mean 'n_gpu_layers'?" in str(error)
     assert isinstance(error, TypeError)

@@ -34,6 +34,8 @@ FILE_TYPES = {
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "iq4_xs": LlamaFileType.MOSTLY_IQ4_XS,
     "mxfp4": LlamaFileType.MOSTLY_MXFP4_MOE,
+    "f16": LlamaFileType.MOSTLY_F16,
+    "bf16": LlamaFileType.MOSTLY_BF16,
 }
 
 Progress = Callable[[int, int], None]

@@ -3,6 +3,7 @@
 import { json } from "./api.js";
 import { at, count, size } from "./dom.js";
 
+const SETTLE_MS = 2000; // for snapshots that have the budget before the last change
 const TIERS = { ram: "expert_cache", vram: "vram_cache" };
 
 export class Budget {
@@ -22,7 +23,7 @@ export class Budget {
   }
 
   draw(now) {
-    if (keyOf(now) !== this.refused) at("budget-note").textContent = "";
+    if (performance.now() - this.refusedAt > SETTLE_MS) at("budget-note").textContent = "";
     this.now = now;
     for (const [tier, name] of Object.entries(TIERS)) {
       const staged = tier === "vram" ? now.staging_bytes : 0, most = Math.floor((now[`max_${name}_bytes`] - staged) / now.slot_bytes);
@@ -57,7 +58,7 @@ export class Budget {
         this.now &&= { ...this.now, ...changed };
       }
     } catch (error) {
-      this.refused = keyOf(this.now);
+      this.refusedAt = performance.now();
       at("budget-note").textContent = error.message;
     }
     this.changing = false;

@@ -1,0 +1,138 @@
+"""What a layer with slots on a device costs beside its products: copies of adapters, copies of ids, and stops."""
+
+import ctypes as c
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from own_process import in_own_process
+from rpc_device import on_servers
+from running import Llama, Logits, TinyModel, greedy_logits, hooks_off, share_for, write_adapter
+
+from moegguf.gguf.experts import read_layout
+from moegguf.native import library
+from moegguf.native.store import StoreOptions
+from moegguf.quantities import Link
+from moegguf.testing.link_device import add_link_device
+
+OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
+DEVICE_BYTES = 256 << 20
+LINK = Link(8e9, 5e-6)
+REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}  # as tools/gpu/short_plan.py has them
+
+
+def strict_devices(n: int) -> list[str]:
+    return [add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1 + i) for i in range(n)]
+
+
+def scheduled(run: Callable[[], object]) -> str:
+    """Returns what the scheduler logs about the nodes of graphs that are built while `run` runs, and about the inputs
+    that it copies to a device (GGML_SCHED_DEBUG)."""
+    lines: list[str] = []
+
+    @c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
+    def keep(_level: int, text: bytes, _data: int | None) -> None:
+        lines.append(text.decode())
+
+    base = c.CDLL(str(library.find_library() / "libggml-base.so"))
+    base.ggml_log_set(keep, None)
+    run()
+    base.ggml_log_set(None, None)
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("n_devices", [1, 2])
+@on_servers()
+def test_no_pass_copies_an_adapter_on_experts_to_their_device(path: Path, tmp_path: Path, n_devices: int) -> None:
+    matrix, shape = "blk.3.ffn_gate_exps.weight", (16, 64, 128)
+    adapter = write_adapter(tmp_path / "adapter.gguf", "qwen2moe", matrix, shape)
+    names = strict_devices(n_devices)
+    slots = {"vram_cache": "60%", "expert_cache": "50%", "placement": "slots"}
+    options: dict[str, Any] = OPTIONS | {"lora_path": str(adapter), "n_ubatch": 1}
+    os.environ["GGML_SCHED_DEBUG"] = "2"
+    with Llama(path, store=StoreOptions(staging=0), **slots, **options) as llm:
+        logged = scheduled(lambda: llm.eval([1]))
+        logits = greedy_logits(llm, n_new=4)
+        assert llm.stats().evictions > 0
+    del os.environ["GGML_SCHED_DEBUG"]
+    assert f"## SPLIT #1: {names[0]}" in logged or f"## SPLIT #0: {names[0]}" in logged
+    assert "lora_" not in logged
+    with hooks_off(), Llama(path, n_gpu_layers=-1, **options) as llm:
+        assert np.array_equal(greedy_logits(llm, n_new=4), logits)
+    with hooks_off(), Llama(path, n_gpu_layers=-1, **OPTIONS | {"n_ubatch": 1}) as llm:
+        assert not np.array_equal(greedy_logits(llm, n_new=4), logits)
+
+
+@on_servers()
+def test_ids_are_copied_only_while_an_expert_may_be_absent_or_somebody_listens(path: Path) -> None:
+    os.environ["GGML_SCHED_DEBUG"] = "2"
+    [device] = strict_devices(1)
+    layout = read_layout(path)
+
+    def evaluate(llm: Llama) -> tuple[str, Logits]:
+        """Returns which ids all layers of a graph multiply by, empty where the graph is the last one, and logits."""
+        before = llm.stats()
+        llm.reset()
+        logged = scheduled(lambda: llm.eval([5]))
+        counted = llm.stats() - before
+        assert (counted.tokens, counted.lookups) == (1, layout.token_cycle_slots)
+        used = {kind for kind in ("slot", "own") if f"ffn_moe_{kind}_ids-" in logged}
+        assert all(f"ffn_moe_{kind}_ids-{il}" in logged for kind in used for il in range(layout.n_layer))
+        return " and ".join(used), llm.scores[0].copy()
+
+    with Llama(path, vram_cache="100%", placement="slots", store=StoreOptions(device=device), **OPTIONS) as llm:
+        store, results = llm.session.store, list[tuple[str, Logits]]()
+        store.drain(10)
+        results.append(evaluate(llm))
+        store.watch(True)
+        results.append(evaluate(llm))
+        store.watch(False)
+        results.append(evaluate(llm))
+        results.append(evaluate(llm))
+        store.resize(24)
+        results.append(evaluate(llm))
+        store.resize(layout.n_expert_total)
+        results.append(evaluate(llm))
+    assert [used for used, _ in results] == ["own", "slot", "own", "", "slot", ""]
+    for _, logits in results[1:]:
+        assert np.array_equal(logits, results[0][1])
+
+
+def logits_with_slots(path: Path, vram: int, ram: int) -> list[Logits]:
+    """Returns logits with few slots on a strict device: in passes of one token, and staged; and with every expert."""
+    [device] = strict_devices(1)
+    few = {"vram_cache": share_for(path, vram, device), "expert_cache": share_for(path, ram, device)}
+    found = []
+    for staging, budgets in ((0, few), (2, few), (0, {"vram_cache": "100%"})):
+        store = StoreOptions(device=device, staging=staging)
+        with Llama(path, placement="slots", store=store, **budgets, **OPTIONS | {"n_ubatch": 64}) as llm:
+            llm.n_batch = 1 if staging == 0 else 64
+            found.append(greedy_logits(llm))
+            found.append(greedy_logits(llm))
+            assert (llm.stats().evictions > 0) == ("expert_cache" in budgets)
+    return found
+
+
+@pytest.fixture(scope="module")
+def without_remedies(tiny: TinyModel) -> list[Logits]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEGGUF_SWITCHES", "0")
+        return in_own_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
+
+
+@pytest.mark.parametrize("letters", [*REMEDIES, "abcdef"])
+def test_a_remedy_changes_no_bit(
+    tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
+) -> None:
+    monkeypatch.setenv("MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters)))
+    found = in_own_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
+    for logits, without in zip(found, without_remedies, strict=True):
+        assert np.isfinite(logits).all()
+        assert np.array_equal(logits, without)
+
+
+def test_every_remedy_has_a_switch() -> None:
+    assert library.load().moegguf_switches() == sum(REMEDIES.values())
