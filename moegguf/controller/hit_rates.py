@@ -19,6 +19,7 @@ from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
 LEAST_GAIN = 0.005  # of the hit rate: less is noise between traces
+NEAR_SHARE = 0.05  # between shares of experts whose hit rates are taken for the same
 
 T = TypeVar("T")
 
@@ -163,10 +164,23 @@ class HitCurve:
     source: str
     n_expert: int = 0
     n_expert_used: int = 0
+    of_answers: Mapping[float, float] = field(default_factory=dict)  # reached here, which count where they are near
 
     def at(self, share: float) -> float:
-        """The hit rate with so large a share of the experts in slots."""
-        return interpolate(self.rates, share)
+        """Returns the hit rate with so large a share of the experts in slots."""
+        reached = self._reached(share)
+        return interpolate(self.rates, share) if reached is None else reached
+
+    def source_at(self, share: float) -> str:
+        """Returns where the hit rate at this share comes from."""
+        return self.source if self._reached(share) is None else "that answers reached here"
+
+    def _reached(self, share: float) -> float | None:
+        """Returns the hit rate that answers reached with about this share, if there were any."""
+        near = [known for known in self.of_answers if abs(known - share) <= NEAR_SHARE]
+        if share >= 1 or not near:
+            return None
+        return self.of_answers[min(near, key=lambda known: abs(known - share))]
 
 
 PUBLISHED = (
@@ -191,10 +205,11 @@ def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[HitCurve, ..
 
 
 def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """Returns the curve of a model of this shape; else, of all curves, the one with the fewest hits at a quarter."""
+    """Returns the middle one, by hits at a quarter, of the curves of models of this shape, else of all curves."""
     curves, same = published_for(n_expert, n_expert_used)
-    chosen = min(curves, key=lambda curve: curve.at(0.25))
-    kind = "published for" if same else "not known for this model; conservative: published for"
+    ordered = sorted(curves, key=lambda curve: curve.at(0.25))
+    chosen = ordered[(len(ordered) - 1) // 2]
+    kind = "published for" if same else "not known for this model; the middle of those published:"
     return replace(chosen, source=f"{kind} {chosen.source}")
 
 

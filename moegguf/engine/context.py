@@ -119,6 +119,7 @@ class Context:
         self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
         self.controller = loader.controller  # what decides on experts, if anything does
         self._bindings = library.llama_cpp()
+        self.run_hits = loader.run_hits
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
         self._chunk_rows: list[int] = []  # of the last pass, those with logits
@@ -390,6 +391,14 @@ class Context:
             self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
+
+    def warm_up(self, n_tokens: int) -> None:
+        """Evaluates a pass of `n_tokens`, so that backends take what they keep for it, and empties the context.
+
+        One token is repeated: all of them use one token's experts.
+        """
+        self.eval([0] * n_tokens)
+        self.clear()
 
     def clear(self) -> None:
         """Empties all sequences; the next token is placed as in a new context."""

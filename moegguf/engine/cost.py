@@ -13,6 +13,10 @@ experts that are in no memory are read from the disk. `way`: of activations from
 of a layer's misses besides their bytes. Speeds are those that kernels and copies reach; of a device that is only
 supposed they are 0.65 of its memory's bandwidth, and the constants here: measurements of others were fitted with them.
 
+A pass of a prompt reads weights once, those of all experts that its tokens use, and multiplies DEVICE_GAIN or CPU_GAIN
+times as fast as single tokens. Where experts are staged, those without a slot are copied meanwhile. A placement is as
+good as it is fast with a typical request: PROMPT_TOKENS, then ANSWER_TOKENS.
+
 Hit rates to expect are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
 the range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there
 are any. Placements are compared by one curve of hit rates. Within one placement, slots and passes are
@@ -22,8 +26,9 @@ weighed against each other before any speed is known: by the bytes that a reques
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moegguf.controller.artifacts import Artifacts
@@ -35,6 +40,7 @@ from moegguf.controller.hit_rates import (
     published_range,
     typical_hit_rate,
 )
+from moegguf.engine.run_hits import read_run_hits
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import Link, format_bytes
@@ -47,6 +53,7 @@ TOLERANCE = 0.15  # between predicted and measured tokens per second
 LAYER_NODES = 30  # of a layer's graph that read few or no weights: norms, attention, the router
 PICK_NODES = 2  # the same for each expert that a token uses: its weight, its sum
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of a typical request
+DEVICE_GAIN, CPU_GAIN = 10, 5  # of many tokens together: H100 and H200 reached 9 to 12, 16 cores of a Xeon 5
 SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
 MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
 
@@ -120,14 +127,25 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Placement:
-    """One way to place the experts, and its prediction. n_layers: whole layers on the device; slot_bytes: memory of the
-    slots there; hit_rate: of these."""
+    """One way to place the experts, and its prediction."""
 
     kind: Kind
-    tokens_per_s: float
-    n_layers: int = 0
-    slot_bytes: int = 0
-    hit_rate: float = 0.0
+    tokens_per_s: float  # of an answer
+    n_layers: int = 0  # whole layers on the device
+    slot_bytes: int = 0  # memory of the slots there
+    hit_rate: float = 0.0  # of these
+    prompt_tokens_per_s: float = math.inf
+
+    @property
+    def request_s(self) -> float:
+        """Seconds of a typical request."""
+        return PROMPT_TOKENS / self.prompt_tokens_per_s + ANSWER_TOKENS / self.tokens_per_s
+
+    @property
+    def speeds(self) -> str:
+        """Both speeds, for a sentence."""
+        prompt, answer = format_speed(self.prompt_tokens_per_s), format_speed(self.tokens_per_s)
+        return f"{prompt} tokens/s of a prompt and {answer} of an answer"
 
     def __str__(self) -> str:
         return {
@@ -163,6 +181,46 @@ def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float
     return layers_s(model, speeds, 0, 0.0, from_disk) + misses_s + model.n_layer * speeds.stop_s
 
 
+@dataclass(frozen=True)
+class PromptWork:
+    """What a pass of a prompt does in one placement."""
+
+    n_ubatch: int
+    cpu_share: float = 0.0  # of the experts that the CPU multiplies with
+    missing: float = 0.0  # of the experts that are copied to the device
+    from_disk: float = 0.0  # of the experts that are in no memory
+    device_dense: bool = True  # everything but experts is on the device
+
+
+def prompt_tokens_per_s(layout: ExpertLayout, model: ModelBytes, speeds: Speeds, work: PromptWork) -> float:
+    """Returns the speed of a typical request's prompt."""
+    n_tokens = min(work.n_ubatch, PROMPT_TOKENS)
+    touched = touched_bytes(layout, n_tokens)
+
+    def multiply_s(dense_bytes: float, share: float, bytes_per_s: float, gain: int) -> float:
+        """Seconds of dense weights and a share of the experts."""
+        read = dense_bytes + share * touched
+        multiplied = n_tokens / gain * (dense_bytes + share * model.token_bytes)
+        return max(read, multiplied) / bytes_per_s
+
+    device_dense = model.dense_bytes if work.device_dense else 0
+    cpu_dense = model.dense_bytes - device_dense
+    on_device_s = multiply_s(device_dense, 1 - work.cpu_share, speeds.device_bytes_per_s, DEVICE_GAIN)
+    on_cpu_s = multiply_s(cpu_dense, work.cpu_share, speeds.cpu_bytes_per_s, CPU_GAIN)
+    copies_s = touched * work.missing / speeds.copies.bytes_per_s
+    disk_s = touched * work.from_disk / speeds.disk_bytes_per_s
+    return n_tokens / (max(on_device_s, copies_s) + on_cpu_s + disk_s)
+
+
+def touched_bytes(layout: ExpertLayout, n_tokens: int) -> float:
+    """Returns the bytes of experts that independent tokens of a pass use, on average."""
+    found = 0.0
+    for layer in layout.layers:
+        unused = (1 - layer.n_expert_used / layer.n_expert) ** n_tokens
+        found += layer.n_expert * layer.expert_bytes * (1 - unused)
+    return found
+
+
 def is_off(measured: float, predicted: float) -> bool:
     """Whether a measured speed differs from the predicted one by more than TOLERANCE of it."""
     return abs(measured - predicted) > TOLERANCE * predicted
@@ -173,16 +231,12 @@ def format_speed(number: float) -> str:
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def request_cost(
-    layout: ExpertLayout, slot_bytes: int, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False
-) -> float:
+def request_cost(layout: ExpertLayout, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False) -> float:
     """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch and ANSWER_TOKENS one by
     one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
     of the experts that has slots."""
     n_pass = -(-PROMPT_TOKENS // n_ubatch)
-    touched = 0.0  # bytes of the experts that independent tokens of a pass use, on average
-    for layer in layout.layers:
-        touched += slot_bytes * layer.n_expert * (1 - (1 - layer.n_expert_used / layer.n_expert) ** n_ubatch)
+    touched = touched_bytes(layout, n_ubatch)
     hit_rate = typical_hit_rate(layout, n_slots)
     missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
     prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
@@ -206,24 +260,31 @@ class Expected:
 
 @dataclass(frozen=True)
 class HitRates:
-    """What is known of a model's hit rates. measured: None for a model whose routing was not recorded."""
+    """What is known of a model's hit rates."""
 
     layout: ExpertLayout
-    measured: Measured | None = None
+    measured: Measured | None = None  # None: its routing was not recorded
+    of_answers: Mapping[float, float] = field(default_factory=dict)  # that answers reached here, by share of slots
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:
-        """With the nearest measurement of this very model, which its routers identify, if the file has them here."""
+        """Returns them with the nearest measurement of this very model, which its routers identify, if the file has
+        them here, and with what answers reached."""
+        if not layout.is_moe:
+            return cls(layout)
+        of_answers = read_run_hits(layout)
         with suppress(ExpertIOError):
-            return cls(layout, Artifacts(layout).measured() if layout.is_moe else None)
-        return cls(layout)
+            return cls(layout, Artifacts(layout).measured(), of_answers)
+        return cls(layout, None, of_answers)
 
     def curve(self) -> HitCurve:
-        """That of the policy that was measured to be best, else the one to expect of a model of this shape."""
-        if not self.measured or not self.measured.hit_rates:
-            return published_curve(self.layout.n_expert, self.layout.n_expert_used)
-        policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")
-        return HitCurve(self.measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
+        """Returns the curve of the policy that was measured to be best, else the one to expect of a model of this
+        shape."""
+        found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
+        if self.measured and self.measured.hit_rates:
+            policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")
+            found = HitCurve(self.measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
+        return replace(found, of_answers=self.of_answers)
 
     def range_at(self, n_slots: int) -> HitRange:
         """The range for `n_slots` slots."""

@@ -1,4 +1,4 @@
-"""Facts for a bug report: versions, build, devices, processor, memory, disk.
+"""Facts for a bug report: versions, build, devices, processor, memory, disk, folders.
 
 Each fact is collected by itself: one that fails is reported with the reason and does not affect the others. Facts are
 plain values, ready for JSON; the frontends format them.
@@ -12,9 +12,11 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,11 +26,11 @@ from moegguf.engine.devices import BackendDevice, all_devices
 from moegguf.engine.machine import count_cpus, disk_read_speed, read_memory
 from moegguf.errors import LibraryError, ModelNotFoundError, MoeggufError
 from moegguf.models.catalog import find_model
-from moegguf.models.sources import demo_path, folder_files
+from moegguf.models.sources import demo_path, folder_files, hub_cache
 from moegguf.native import library, plugins
 from moegguf.package import __version__, package_folders
 from moegguf.processor import read_processor
-from moegguf.settings import read_environment
+from moegguf.settings import cache_folder, data_folder, models_folder, read_environment
 from moegguf.text import without_password
 
 DISK_SECONDS = 0.5
@@ -57,6 +59,7 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
         "cards": _cards,
         "machine": _machine,
         "disk": partial(_disk, model),
+        "folders": _folders,
     }
     return {name: _fact(collect) for name, collect in sections.items()} | {"environment": environment}
 
@@ -189,6 +192,41 @@ def _disk(model: str | None) -> Facts:
         "bytes_per_s": round(speed.bytes_per_s),
         "past_page_cache": speed.direct,
     }
+
+
+def _folders() -> Facts:
+    """Returns path and size of every folder that moegguf uses.
+
+    The folder of models lies in the folder of data unless MOEGGUF_MODELS names another one. Other programs use the
+    folder of downloads, too.
+    """
+    folders: dict[str, Callable[[], Path]] = {
+        "package": lambda: package_folders()[0].resolve(),
+        "data": data_folder,
+        "models": models_folder,
+        "cache": cache_folder,
+        "downloads": hub_cache,
+    }
+    return {name: _fact(partial(_folder, find)) for name, find in folders.items()}
+
+
+def _folder(find: Callable[[], Path]) -> Facts:
+    folder = find()
+    return {"path": str(folder), "size_bytes": folder_size(folder)}
+
+
+def folder_size(folder: Path) -> int:
+    """Returns the bytes of the files below a folder that this user may list; 0 where there is no folder.
+
+    A file with several hard links counts once. A symbolic link counts as itself, so its target is not counted.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # a file that another process has just deleted
+                status = os.lstat(os.path.join(parent, name))
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 def _environment() -> Facts:

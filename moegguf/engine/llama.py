@@ -188,6 +188,8 @@ class Llama(UpstreamLlama):
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)
             self.context = Context(self, loader, mmproj if self.reads_images else None)
+            if self.plan.warms_up:
+                self.context.warm_up(min(self.plan.n_ubatch, self.n_ctx()))
             self._drafts.open(self, self.n_seq_max, self.batch_invariant)
             self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)

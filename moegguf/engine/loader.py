@@ -23,6 +23,7 @@ from moegguf.engine.eviction_log import EvictionLog
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import LoadPlan
 from moegguf.engine.machine import MACHINE, read_memory
+from moegguf.engine.run_hits import RunHits
 from moegguf.engine.session import Session
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
@@ -52,6 +53,7 @@ class Loader:
         self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
         self.recording: Recording | None = None
+        self.run_hits = RunHits(load_plan.layout)
         self._saves_uses, self._artifacts = False, Artifacts(load_plan.layout)
         self._threadpool: Threadpool | None = None
         self._bindings = library.llama_cpp()
@@ -207,6 +209,7 @@ class Loader:
         for part in (self.controller, self.recording):
             if part is not None:
                 part.close()
+        self.run_hits.save()
         if self._saves_uses and self.session is not None:
             save_uses(self.session, self._artifacts)
 

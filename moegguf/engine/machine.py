@@ -23,7 +23,9 @@ from moegguf.errors import ModelNotFoundError
 ROOT = Path("/")
 MACHINE = "the machine"
 MARGIN_BYTES = 256 << 20  # of RAM, that stay free at least
-VRAM_MARGIN_BYTES = 1 << 30  # of a device: drivers, displays and other programs take some at any time
+VRAM_MARGIN_BYTES = 1 << 30  # of a device that others use, too: displays and other programs take some at any time
+OWN_MARGIN_BYTES = 384 << 20  # of a device that nothing else uses: libraries' workspaces and captured graphs
+IDLE_BYTES = 768 << 20  # in use at most where nothing else uses a device: its driver and this process's context
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
 BUSY_SHARE = 0.25  # of the processors, by the load of the last minute, from which speeds are too low
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times
@@ -71,11 +73,20 @@ class Device:
     total_bytes: int
     description: str = ""
     handle: int = 0
+    margin_bytes: int | None = None  # that stay free with a budget "auto"; None: by what else uses the device
+
+    @property
+    def margin(self) -> int:
+        """Bytes that stay free with a budget "auto". A driver that reports nothing in use does not know."""
+        if self.margin_bytes is not None:
+            return self.margin_bytes
+        is_idle = 0 < self.total_bytes - self.free_bytes <= IDLE_BYTES
+        return OWN_MARGIN_BYTES if is_idle else VRAM_MARGIN_BYTES
 
     @property
     def memory(self) -> Memory:
         """The memory as a plan takes it."""
-        return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}", VRAM_MARGIN_BYTES)
+        return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}", self.margin)
 
 
 @dataclass(frozen=True)

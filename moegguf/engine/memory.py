@@ -96,10 +96,13 @@ def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = 
     return n_tokens * per_token + hp.n_layer * 4 * recurrent
 
 
-def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: bool = False) -> int:
-    """Buffers of one pass of `n_ubatch` tokens: its widest stage, what lives through all stages, and fixed costs.
+def pass_bytes(
+    layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: bool = False, on_device: bool = False
+) -> int:
+    """Returns the bytes of buffers of one pass of `n_ubatch` tokens: its widest stage, and what lives through all.
 
     Stages reuse each other's memory, so the largest of output logits, attention scores and expert activations counts.
+    A device converts attention scores to 16 bits beside them, in a pool that its backend never returns.
     """
     hp = layout.hparams
     n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
@@ -113,9 +116,20 @@ def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: b
     dense = 3 * max(hp.n_ff)
     lasting = 8 * n_wide + masks * n_tokens  # residual stream, Q, K, V; the mask in two types
     per_token = 4 * (max(scores + sparse, layout.n_vocab, experts, dense) + lasting)
-    routers = ROUTER_COPIES * hp.n_embd * layout.n_expert_total
-    n_ubatch += HEADS_UBATCH_TOKENS * layout.loads_heads
-    return n_ubatch * per_token + layout.n_vocab * VOCAB_TOKEN_BYTES + routers + FIXED_BYTES
+    if on_device:
+        per_token += row_bytes(F16, scores)
+    return (n_ubatch + HEADS_UBATCH_TOKENS * layout.loads_heads) * per_token
+
+
+def fixed_bytes(layout: ExpertLayout) -> int:
+    """Returns the bytes of RAM that a model takes wherever it is computed: the vocabulary, routers and libraries."""
+    routers = ROUTER_COPIES * layout.hparams.n_embd * layout.n_expert_total
+    return layout.n_vocab * VOCAB_TOKEN_BYTES + routers + FIXED_BYTES
+
+
+def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
+    """Returns the bytes of a row list that the CPU's kernels keep for each slot: 8 per chosen expert and token."""
+    return 8 * layout.n_expert_used * n_ubatch
 
 
 @dataclass(frozen=True)
@@ -133,6 +147,7 @@ class Sizes:
     projector: ProjectorHeader | None = None  # of a model that reads images, too
     adapter_bytes: int = 0  # of a LoRA adapter
     pools: bool = False  # texts are pooled, each in one pass
+    on_device: bool = False  # what lies in RAM beside a device does not count
     reasons: tuple[str, ...] = ()  # of what was chosen
 
     @classmethod
@@ -181,14 +196,16 @@ class Sizes:
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
         """Returns upper bounds of memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left.
 
-        CPU mul_mat_id keeps a row list of 8 bytes per slot, chosen expert and token.
+        Token embeddings are in RAM also where devices compute every layer.
         """
         n_kv = self.kv_tokens or self.n_ctx or 0
+        buffers = pass_bytes(layout, n_kv, n_ubatch, self.flash_attn, self.on_device)
+        dense_bytes = layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes
         return MemoryNeeds(
-            layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes,
+            dense_bytes - layout.embedding_bytes if self.on_device else dense_bytes,
             kv_bytes(layout, n_kv, self.type_k, self.type_v),
-            compute_bytes(layout, n_kv, n_ubatch, self.flash_attn),
-            8 * layout.n_expert_used * n_ubatch,
+            buffers if self.on_device else buffers + fixed_bytes(layout),
+            0 if self.on_device else slot_work_bytes(layout, n_ubatch),
             self.projector.total_bytes if self.projector else 0,
         )
 
@@ -214,10 +231,10 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     given_bytes = 0 if cache.mode == "auto" else cache.n_bytes or round(cache.fraction * layout.expert_bytes)
     pool_bytes = min(given_bytes, layout.expert_bytes)
     free_bytes -= sizes.adapter_bytes + (sizes.projector.total_bytes if sizes.projector else 0)
-    buffers = partial(compute_bytes, layout, flash_attn=sizes.flash_attn)
+    buffers = partial(pass_bytes, layout, flash_attn=sizes.flash_attn)
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
-    rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1)
+    rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1) - fixed_bytes(layout)
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
 
     def is_modest(n_tokens: int) -> bool:

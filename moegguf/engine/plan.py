@@ -63,6 +63,7 @@ class Plan:
     whole_layers: tuple[int, ...] = ()  # whose experts all lie on a device, as plain weights, and have no slots
     n_gpu_layers: int = 0  # as llama.cpp's: that devices compute
     tensor_split: tuple[float, ...] | None = None  # with which llama.cpp divides layers, where several memories compute
+    warms_up: bool = False  # backends grow to what the largest pass takes while loading: little stays free beside it
     placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
     reasons: tuple[str, ...] = ()  # sentences for the user
     warnings: tuple[str, ...] = ()

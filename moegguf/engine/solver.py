@@ -22,10 +22,20 @@ import numpy as np
 from moegguf.controller.hit_rates import HitCurve
 from moegguf.decisions import log_decision
 from moegguf.engine import cost
-from moegguf.engine.cost import HitRates, Kind, ModelBytes, Placement, Speeds, format_speed, request_cost
+from moegguf.engine.cost import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    HitRates,
+    Kind,
+    ModelBytes,
+    Placement,
+    PromptWork,
+    Speeds,
+    request_cost,
+)
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
-from moegguf.engine.memory import FIXED_BYTES, VOCAB_TOKEN_BYTES, Sizes, choose_context, row_bytes
+from moegguf.engine.memory import Sizes, choose_context, fixed_bytes, row_bytes, slot_work_bytes
 from moegguf.engine.plan import (
     NO_LIMIT,
     MemoryPlan,
@@ -83,7 +93,8 @@ def make_plan(
         found = plans[placement.chosen.kind]
         reasons.append(placement.reason)
     reasons += [f"not {kind}: {error}" for kind, error in refused.items() if kind in KINDS_OF[spec.placement]]
-    return replace(found, reasons=(*found.reasons, *reasons), placement=placement)
+    warms_up = found.on_device and any(device.margin < VRAM_MARGIN_BYTES for device in machine.devices)
+    return replace(found, reasons=(*found.reasons, *reasons), placement=placement, warms_up=warms_up)
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,11 @@ class Task:
         """Whether the store may stream experts through the CPU's slots."""
         store = self.spec.store
         return store.overlap if self.machine.devices else store.can_stream
+
+    @property
+    def device_sizes(self) -> Sizes:
+        """The sizes of what lies on devices."""
+        return replace(self.sizes, on_device=True)
 
     @property
     def n_gpu_layers(self) -> int:
@@ -156,19 +172,22 @@ def _choose(
 ) -> PlacementPlan:
     """Chooses the fastest of the allowed placements."""
     predicted = {kind: _predict(task.layout, kind, found, speeds, hits) for kind, found in plans.items()}
-    chosen = max((predicted[kind] for kind in allowed), key=lambda placement: placement.tokens_per_s)
-    ordered = tuple(sorted(predicted.values(), key=lambda placement: -placement.tokens_per_s))
-    reason = f"{chosen}: about {format_speed(chosen.tokens_per_s)} tokens/s"
+    ordered = tuple(sorted(predicted.values(), key=lambda placement: placement.request_s))
+    chosen = next(placement for placement in ordered if placement.kind in allowed)
+    reason = f"{chosen}: about {chosen.speeds}"
     for other in [placement for placement in ordered if placement.kind != chosen.kind][:1]:
-        reason += f", against {format_speed(other.tokens_per_s)} with {other}"
+        reason += f", against {other.speeds} with {other}"
+    reason += f"; compared by a request of {PROMPT_TOKENS} tokens that is answered with {ANSWER_TOKENS}"
+    source = hits.source_at(plans[chosen.kind].n_slots / task.layout.n_expert_total)
     if "slots" in predicted:
-        reason += f" (hit rates {hits.source})"
+        source = hits.source_at(plans["slots"].n_slots / task.layout.n_expert_total)
+        reason += f" (hit rates {source})"
     device_bytes = max(0, _expert_room(task, task.machine.devices[0])[1])
     if chosen.kind == "resident":
         reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
     predictions = {placement.kind: round(placement.tokens_per_s, 2) for placement in ordered}
     log_decision("placement_chosen", placement=chosen.kind, tokens_per_s=predictions, why=reason)
-    return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
+    return PlacementPlan(ordered, chosen, reason, speeds, source, device_bytes)
 
 
 def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
@@ -177,26 +196,31 @@ def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits:
     model, n_total = ModelBytes.of(layout, plan.needs.kv_bytes // 2), layout.n_expert_total
     if kind == "layers":
         rest = plan.slots_layout(layout)
-        share = rest.expert_bytes / layout.expert_bytes
-        from_disk = share * (1 - hits.at(plan.n_slots / rest.n_expert_total))
-        seconds = cost.layers_s(model, speeds, len(rest.layers), share, from_disk)
-        return Placement(kind, 1 / seconds, len(plan.whole_layers))
-    hit_rate = hits.at(plan.n_slots / n_total)
-    if kind == "cpu":
-        return Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hit_rate))
-    from_disk = 1 - hits.at((plan.n_slots + plan.n_ram_slots) / n_total)
-    seconds = cost.slots_s(model, speeds, hit_rate, from_disk)
-    if kind == "resident":
-        return Placement(kind, 1 / seconds, len(layout.layers), hit_rate=1.0)
-    return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate)
+        share, in_ram = rest.expert_bytes / layout.expert_bytes, plan.n_slots / rest.n_expert_total
+        seconds = cost.layers_s(model, speeds, len(rest.layers), share, share * (1 - hits.at(in_ram)))
+        work = PromptWork(plan.n_ubatch, share, from_disk=share * (1 - in_ram))
+        found = Placement(kind, 1 / seconds, len(plan.whole_layers))
+    elif kind == "cpu":
+        in_ram = plan.n_slots / n_total
+        work = PromptWork(plan.n_ubatch, 1.0, from_disk=1 - in_ram, device_dense=False)
+        found = Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hits.at(in_ram)))
+    else:
+        held, in_ram = plan.n_slots / n_total, min(1.0, (plan.n_slots + plan.n_ram_slots) / n_total)
+        hit_rate = hits.at(held)
+        missing = 1 - (held if plan.n_staging else hit_rate)
+        work = PromptWork(plan.n_ubatch, missing=missing, from_disk=1 - in_ram)
+        seconds = cost.slots_s(model, speeds, hit_rate, 1 - hits.at(in_ram))
+        n_layers, n_bytes = (len(layout.layers), 0) if kind == "resident" else (0, plan.budget_bytes)
+        found = Placement(kind, 1 / seconds, n_layers, n_bytes, hit_rate)
+    return replace(found, prompt_tokens_per_s=cost.prompt_tokens_per_s(layout, model, speeds, work))
 
 
 # Slots of one memory.
 
 
-def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit:
+def best_fit(layout: ExpertLayout, found: Iterable[Fit]) -> Fit:
     """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
-    costs = [(request_cost(layout, slot_bytes, *fit), fit) for fit in found]
+    costs = [(request_cost(layout, *fit), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)
 
@@ -266,7 +290,7 @@ class Pool:
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
                 f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.option} a size."
             )
-        fit = found[0] if found[0][1] == sizes.n_ubatch else best_fit(layout, size, found)
+        fit = found[0] if found[0][1] == sizes.n_ubatch else best_fit(layout, found)
         beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
         self.reasons.append(
             f"{format_bytes(memory.available_bytes)} are free ({memory.limited_by}); {format_bytes(beside)} go to"
@@ -397,10 +421,8 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary and
-    buffers."""
-    embedding = row_bytes(F16, layout.hparams.n_embd)
-    return layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES) + FIXED_BYTES
+    """Returns the RAM that a model takes whose layers are all on a device: token embeddings, logits, what is fixed."""
+    return layout.embedding_bytes + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
 def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
@@ -430,9 +452,9 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
     """The context of a device that computes every layer, and its bytes for experts within its budget, below 0 where not
     even everything else fits."""
     budget, layout = task.spec.vram_cache[0], task.layout
-    sizes = choose_context(layout, task.sizes, device.free_bytes, budget)
+    sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
-        free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - VRAM_MARGIN_BYTES
+        free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - device.margin
         return sizes, min(free, budget.n_bytes or free)
     if budget.mode == "fraction" and budget.fraction >= 1:
         return sizes, layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
@@ -473,7 +495,7 @@ def plan_layers(task: Task) -> Plan:
         )
     n_ubatch = min(sizes.most_ubatch, allowed)
     needs = sizes.needs(rest, n_ubatch)
-    host = host_bytes(layout, n_ubatch) + n_slots * (size + needs.slot_work_bytes)
+    host = host_bytes(layout, n_ubatch) + n_slots * (size + slot_work_bytes(layout, n_ubatch))
     on_device = needs.total_bytes(0)
     if on_device > device.free_bytes:
         raise BudgetError(
@@ -492,7 +514,7 @@ def plan_layers(task: Task) -> Plan:
         MemoryPlan(None, layers, n_slots, host, ram.available_bytes),
     )
     return _planned(
-        rest, sizes, memories, n_ubatch, needs=needs.with_slots(0), streams=streams, whole_layers=whole,
+        rest, sizes, memories, n_ubatch, needs=needs, streams=streams, whole_layers=whole,
         n_gpu_layers=-1, reasons=(*sizes.reasons, *reasons), warnings=tuple(short_of(host, ram, " of RAM")),
     )  # fmt: skip
 
@@ -592,7 +614,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     if staged.device_slots < layout.token_cycle_slots <= without.device_slots:
         return False
     cost, otherwise = (
-        request_cost(layout, plan.slot_bytes, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without)
+        request_cost(layout, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without)
         for plan in (staged, without)
     )
     return cost < otherwise
@@ -621,8 +643,8 @@ class _SlotsPlanner:
         self._pool = Pool(
             self._layout,
             self._joint_budget(),
-            Memory(total, free, where, VRAM_MARGIN_BYTES * n_devices),
-            task.sizes,
+            Memory(total, free, where, sum(device.margin for device in self._devices)),
+            task.device_sizes,
             n_staging > 0,
             "vram_cache",
             n_devices * self._staging_bytes,
@@ -630,7 +652,7 @@ class _SlotsPlanner:
             self._slot_tokens if self._is_alone else NO_LIMIT,  # of several: `_allowed`
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
-        self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch).with_slots(self._n_slots)
+        self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)
         self._size = self._pool.slot_bytes
         counts = {layer.il: layer.n_expert for layer in self._layout.layers}
         self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
@@ -712,9 +734,9 @@ class _SlotsPlanner:
         """The tensor_split with which llama.cpp does as planned, given or by the memory that devices have for layers,
         and the device of each layer."""
         n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
-        beside = VRAM_MARGIN_BYTES + self._needs.compute_bytes + self._staging_bytes
+        beside = self._needs.compute_bytes + self._staging_bytes
         for d, device in enumerate(self._devices):
-            free = max(1, device.free_bytes - beside)
+            free = max(1, device.free_bytes - device.margin - beside)
             rooms.append(min(free, self._slots_bytes(d, free)))
         split = tuple(map(float, self._split or rooms))
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
@@ -753,7 +775,8 @@ class _SlotsPlanner:
         size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
         if not self._is_shared:
-            own = (self._slots_bytes(d, max(0, free - VRAM_MARGIN_BYTES)) // size for d, free in enumerate(left))
+            rooms = [free - d.margin for d, free in zip(self._devices, left, strict=True)]
+            own = (self._slots_bytes(d, max(0, room)) // size for d, room in enumerate(rooms))
             return [min(pair) for pair in zip(most, own, strict=True)]
         total = min(self._n_slots, sum(most))
         held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]

@@ -22,7 +22,7 @@ from moegguf.child import child_command, child_environment
 from moegguf.engine.cost import Speeds
 from moegguf.engine.devices import gpus
 from moegguf.engine.known_facts import KnownFact
-from moegguf.engine.machine import Device, DiskSpeed, disk_read_speed, memory_read_speed
+from moegguf.engine.machine import Device, DiskSpeed, disk_read_speed, memory_read_speed, read_memory
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
@@ -34,7 +34,9 @@ SECONDS = 0.06  # for each figure, in all turns together
 TURNS = 3  # spread over the measuring: what else the machine does takes some time at once, and only makes slower
 DENSE_BYTES = 4 * MIB  # of a matrix that stands for those of no expert
 LEAST_SHARE = 0.05  # of the weights that are no experts, of a type that is measured
-POOL_BYTES, CACHES = 96 * MIB, 4  # of slots that take turns; or so many times the last cache, which is faster
+POOL_BYTES = 96 * MIB  # of slots that take turns in each memory: beyond the caches of devices
+CACHES = 4  # times the CPU's last cache, which is faster, have its slots at least
+MOST_SLOTS = 1024
 LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # "32768K"
 GRAPH_SHARE = 0.85  # of the speed of experts' kernels alone that all of a model's kernels reach, by turns
 DISK_S = 0.15
@@ -130,24 +132,28 @@ def _speeds_of(facts: dict[str, Any]) -> Speeds:
 
 
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
-    """Measures with the first of the model's largest layers with experts; device: ggml's name.
+    """Measures with copies of an expert of the model's largest layer; device: ggml's name.
 
-    Every figure is measured in TURNS, and is the best of them. Takes a second or two on a fast link, and about 100 MiB
-    of each memory, or a token's experts of one layer where these are more. Raises AllocationError, ExpertIOError,
-    OptionError where the device has no kernel for these experts.
+    Every figure is measured in TURNS, and is the best of them. Takes a few seconds, POOL_BYTES of the device, and as
+    many of RAM or CACHES times the CPU's last cache, or a token's experts of one layer where these are more. Raises
+    AllocationError, ExpertIOError, OptionError where the device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), SECONDS / TURNS
-    # All experts of a small layer take turns, at least those of a token of a large one.
-    pool_bytes = POOL_BYTES
-    with suppress(OSError, ValueError):
-        pool_bytes = max(pool_bytes, CACHES * parse_size(LAST_CACHE.read_text()))
-    n_slots = min(layer.n_expert, max(layer.n_expert_used, pool_bytes // slot_sizes(of_layer).slot_bytes))
+    ram_bytes = cpu_pool_bytes(read_memory().usable_bytes)
+    size = slot_sizes(of_layer).slot_bytes
+    n_slots, n_ram_slots = (
+        max(layer.n_expert_used, min(MOST_SLOTS, n_bytes // size)) for n_bytes in (POOL_BYTES, ram_bytes)
+    )
+    matrices = matrices_of(of_layer)
+    for matrix in matrices:
+        matrix.n_expert = max(n_slots, n_ram_slots)
     paths = [os.fsencode(shard.path) for shard in layout.shards]
     how, token_bytes = (device, n_threads, repack), layer.n_expert_used * layer.expert_bytes
     turns, dense_turns = list[Any](), dict[int, list[Any]]()
     for _ in range(TURNS):
-        turns.append(_measure(matrices_of(of_layer), paths, layer.il, layer.n_expert_used, n_slots, *how, seconds))
+        slots = n_slots, n_ram_slots
+        turns.append(_measure(matrices, paths, layer.il, layer.n_expert_used, slots, *how, seconds))
         for number in dense:
             _, block, block_bytes = GGML_TYPES[number]
             n_blocks, is_whole = layout.hparams.n_embd // block, layout.hparams.n_embd % block == 0
@@ -156,7 +162,8 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
                 shape = (1 << 10, n_blocks * block, n_rows, 0, 0, 0, n_rows * n_blocks * block_bytes)
                 matrix = (abi.Matrix * 1)(abi.Matrix(b"dense", 0, abi.DOWN, number, *shape))
                 with suppress(OptionError):  # no kernel for experts of this type, which it is not
-                    found = _measure(matrix, [], 0, 1, max(2, POOL_BYTES // shape[-1]), *how, seconds / 2)
+                    slots = max(2, POOL_BYTES // shape[-1]), max(2, min(MOST_SLOTS, ram_bytes // shape[-1]))
+                    found = _measure(matrix, [], 0, 1, slots, *how, seconds / 2)
                     dense_turns.setdefault(number, []).append(found)
     speeds = best_of(turns, token_bytes)
     cpu_ns = device_ns = 0.0
@@ -178,6 +185,15 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
         device_dense_bytes_per_s=share * n_dense / device_ns if n_dense else 0.0,
         cpu_dense_bytes_per_s=share * n_dense / cpu_ns if n_dense else 0.0,
     )
+
+
+def cpu_pool_bytes(usable_bytes: int) -> int:
+    """Returns the bytes of slots with which the CPU is measured, a quarter of the usable ones at most: weights that its
+    last cache does not hold."""
+    wanted = POOL_BYTES
+    with suppress(OSError, ValueError):
+        wanted = max(wanted, CACHES * parse_size(LAST_CACHE.read_text()))
+    return min(wanted, usable_bytes // 4)
 
 
 def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
@@ -204,9 +220,10 @@ def dense_types(layout: ExpertLayout) -> dict[int, int]:
 
 
 def _measure(
-    matrices: Any, paths: list[bytes], il: int, n_used: int, n_slots: int, device: str, n_threads: int,
+    matrices: Any, paths: list[bytes], il: int, n_used: int, slots: tuple[int, int], device: str, n_threads: int,
     repack: bool, seconds: float,
 ) -> Any:  # fmt: skip
+    """Returns struct moegguf_speeds. slots: on the device, and of the CPU."""
     pad(matrices, [device])
     used = (c.c_int32 * (il + 1))()
     used[il] = n_used
@@ -220,7 +237,8 @@ def _measure(
         matrices=matrices,
         shard_paths=(c.c_char_p * len(paths))(*paths),
         n_expert_used=used,
-        devices=(abi.Device * 1)(abi.Device(device.encode(), n_slots)),
+        devices=(abi.Device * 1)(abi.Device(device.encode(), slots[0])),
+        n_ram_slots=slots[1],
     )
     speeds = abi.Speeds()
     library.load().moegguf_measure_speeds(c.byref(config), n_threads, seconds, c.byref(speeds))

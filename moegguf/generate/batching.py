@@ -242,6 +242,8 @@ class BatchLoop:
         if work.number >= 0:
             error = work.complete(self._stats_now(), error)
             self._n_ended_tokens += work.summary.answer_tokens
+            if not self._running and not work.request.begins_with_token:  # a prompt of tokens may be no text
+                self._llm.context.run_hits.add(work.summary.answer_stats)
         work.events.on_end(work.summary, error)
 
     def _stats_now(self) -> Stats:

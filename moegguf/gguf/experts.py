@@ -158,6 +158,11 @@ class ExpertLayout:
         present = {m.kind for m in self.matrices}
         return tuple(kind for kind in KINDS if kind in present)
 
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of the embedding matrix."""
+        return self.looked_up_bytes + self.tied_output_bytes
+
     def only(self, layers: Iterable[int]) -> ExpertLayout:
         """Returns the layout in which only these layers' experts count as experts. The experts of other layers count as
         weights that every token uses."""

@@ -9,8 +9,9 @@
 namespace moegguf {
 namespace {
 
-constexpr int most_tokens = 16; // of a graph that multiplies: so many layers' work without a stop
-constexpr int n_small_ops = 64; // of a graph that measures what a node costs
+constexpr int most_tokens = 1024; // of a graph that multiplies, so that each slot is read once
+constexpr int n_small_ops = 64;   // of a graph that measures what a node costs
+constexpr int n_part_ops = 25;    // of a graph before a stop, about as many as lie between two layers' stops
 constexpr int least_runs = 3;
 constexpr int longest = 10; // times `seconds` that these may take: other processes may have the processors
 
@@ -193,12 +194,13 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
 
 // Stops at a layer, and layers whose experts the CPU multiplies with: what lies between two parts of a graph.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
-    Graph graph(backend, 16);
+    Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();
     ggml_tensor * x = ggml_new_tensor_1d(graph.context(), GGML_TYPE_F32, experts.n_embd());
     ggml_tensor * ids = ggml_new_tensor_1d(graph.context(), GGML_TYPE_I32, n_used);
     ggml_tensor * chosen = ggml_new_tensor_2d(graph.context(), GGML_TYPE_F32, experts.n_embd(), n_used);
-    ggml_tensor * y = ggml_add(graph.context(), x, x);
+    ggml_tensor * y = x;
+    for (int i = 0; i < n_part_ops; i++) { y = ggml_add(graph.context(), y, x); }
     graph.add(y);
     graph.allocate();
     set_all(x, 1);
@@ -217,8 +219,8 @@ void measure_stops(ggml_backend_t backend, const Experts & experts, double secon
         ggml_backend_tensor_set(chosen, host_chosen.data(), 0, ggml_nbytes(chosen));
         ggml_backend_synchronize(backend);
     });
-    out.stop_ns = std::max(0.0, stop_ns - out.device_op_ns);
-    out.cpu_layer_ns = std::max(0.0, layer_ns - out.device_op_ns);
+    out.stop_ns = std::max(0.0, stop_ns - n_part_ops * out.device_op_ns);
+    out.cpu_layer_ns = std::max(0.0, layer_ns - n_part_ops * out.device_op_ns);
 }
 
 void measure_cpu(const Experts & experts, bool repack, int n_threads, double seconds, moegguf_speeds & out) {
@@ -249,12 +251,12 @@ moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, doub
     }
     const moegguf_device & device = config.devices[0];
     const Layout layout(config);
-    const Experts experts(layout, device.n_slots);
-    if (layout.n_moe_layers != 1 || experts.n_slots() < experts.n_used()) {
+    const Experts experts(layout, device.n_slots), of_cpu(layout, config.n_ram_slots);
+    if (layout.n_moe_layers != 1 || std::min(experts.n_slots(), of_cpu.n_slots()) < experts.n_used()) {
         throw Error(MOEGGUF_INVALID, "speeds are measured with one layer, and slots for the experts of one token");
     }
     moegguf_speeds out = {};
-    measure_cpu(experts, config.flags & MOEGGUF_REPACK, n_threads, seconds, out);
+    measure_cpu(of_cpu, config.flags & MOEGGUF_REPACK, n_threads, seconds, out);
     if (device.name) { measure_device(experts, device.name, n_threads, seconds, out); }
     return out;
 }

@@ -14,7 +14,7 @@ from typing import Any
 from moegguf.engine.devices import query_gpus
 from moegguf.engine.load import known_speeds, plan_load, read_model
 from moegguf.engine.load_spec import F16, LoadSpec
-from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory, read_memory
+from moegguf.engine.machine import Device, Machine, Memory, read_memory
 from moegguf.engine.memory import Sizes, choose_context, is_embedding
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
 from moegguf.engine.solver import make_plan
@@ -146,10 +146,7 @@ class _Owner:
             expert_cache=_at_most(self.spec.expert_cache, n_experts, one_slot),
             vram_cache=tuple(_at_most(cache, n_experts, one_slot) for cache in self.spec.vram_cache),
         )
-        gpus = [
-            replace(gpu, free_bytes=room.get(gpu.name, 0) + VRAM_MARGIN_BYTES)
-            for gpu in self._devices(wanted)
-        ]  # fmt: skip
+        gpus = [replace(gpu, free_bytes=room.get(gpu.name, 0), margin_bytes=0) for gpu in self._devices(wanted)]
         memory = Memory(room[RAM], room[RAM], "the models' budget", 0)
         with suppress(BudgetError):
             found = make_plan(self.layout, Machine(memory, devices=tuple(gpus)), smaller)

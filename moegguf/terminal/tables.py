@@ -189,7 +189,8 @@ def print_estimate(facts: Facts) -> None:
         _section("What to expect while it answers", _expectation_rows(facts))
     if facts["placement"]:
         title = "What a device gives: predicted with speeds " + facts["placement"]["speeds"]["source"]
-        _section(title, _placement_rows(facts["placement"]))
+        _section(title, _placement_rows(facts["placement"]), right=(1, 2))
+        _section("What these predictions rest on", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
     supposed = facts["placement"] if not plan["placement"] else None  # a plan has its own reason
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
@@ -232,10 +233,16 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _placement_rows(placement: Facts) -> Iterator[Row]:
-    """A row for each placement of experts, the fastest first, and what the prediction rests on."""
-    speeds = placement["speeds"]
+    """Yields a row for each placement of experts, the fastest with a typical request first."""
+    yield "tokens/s", "prompt", "answer"
     for each in placement["placements"]:
-        yield each["text"], f"{two_digits(each['tokens_per_s'], each['tokens_per_s'])} tokens/s", ""
+        prompt, answer = (two_digits(each[name], each[name]) for name in ("prompt_tokens_per_s", "tokens_per_s"))
+        yield each["text"], prompt, answer
+
+
+def _speed_rows(placement: Facts) -> Iterator[Row]:
+    """Yields speeds and hit rates from which placements are predicted."""
+    speeds = placement["speeds"]
     device, cpu, disk = (f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "cpu", "disk"))
     link = f"{speeds['copies']['bytes_per_s'] / 1e9:.3g} GB/s, {speeds['copies']['latency_s'] * 1e6:.0f} us a layer"
     to_cpu = f"{speeds['cpu_layer_s'] * 1e6:.0f} us to the CPU and back"
@@ -280,6 +287,8 @@ def _flatten(facts: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in facts.items():
         if isinstance(value, dict) and set(value) == {"error"}:
             yield prefix + name, f"unknown: {value['error']}"
+        elif isinstance(value, dict) and set(value) == {"path", "size_bytes"}:
+            yield prefix + name, f"{format_bytes(value['size_bytes'])} in {value['path']}"
         elif isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name} ")
         elif name.endswith("_bytes"):

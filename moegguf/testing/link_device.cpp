@@ -3,111 +3,37 @@
 // Its memory lies in RAM, but nobody else may touch it: ggml takes it for a device's. It computes as the CPU backend
 // does, with as many threads or a number of its own, which makes it faster or slower than the CPU. A copy between it
 // and the host takes the link's latency, and then its bytes over the bandwidth, in each direction one copy after
-// another; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its
-// own, events connect streams, a copy from or to memory that is not pinned keeps the caller waiting, and where memory
-// cannot be pinned the host buffer type gives ordinary memory.
+// another; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its own, on
+// a thread of its own; graphs are launched into it as they are at that moment, or are repeated as they were
+// (link_launch.h); events connect streams; a copy from or to memory that is not pinned keeps the caller waiting; and
+// where memory cannot be pinned the host buffer type gives ordinary memory.
 //
 // Strict, it is as hard on its users as CUDA may be: binding a quantised tensor zeroes the padding behind it; kernels
-// read rows up to that padding's end, and give NaN where they meet what they should not; fresh memory
-// is full of NaN; copies come in pieces of any order, and a stream does nothing before somebody waits for it.
+// read rows up to that padding's end, and give NaN where they meet what they should not; fresh memory, and memory that
+// a copy under way writes, is full of NaN; freed memory is gone for good; copies come in pieces of any order, from
+// memory that is not pinned, too, after the call; a stream does nothing before somebody waits for it, but for some
+// launches, which begin at once. A launch that chooses by ids that do not exist, or touches freed memory, and a copy
+// whose source has changed before it came, are faults: the device keeps the first one, and computes no more.
 //
 // It may touch its own memory and what it is told to copy. Knows no store.
 #include "api.h"
+#include "link_launch.h"
 #include "link_stream.h"
+#include "link_strict.h"
 #include "testing.h"
 
-#include "ggml-backend-impl.h" // devices are not public; patches/README.md lists what we lean on
 #include "ggml-cpp.h"
-#include "ggml-impl.h" // ggml_graph_view
 
 #include <sys/mman.h>
 
 #include <atomic>
-#include <cmath>
-#include <cstring>
-#include <map>
 #include <random>
-#include <string>
-#include <vector>
+#include <string_view>
 
 namespace moegguf {
 namespace {
 
 constexpr size_t most_memory_bytes = (size_t)1 << 46; // what is reported where there is no limit
-
-// What CUDA asks of those who use its memory and its kernels, in strict mode
-
-constexpr int64_t row_padding = 512; // MATRIX_ROW_PADDING of ggml-cuda; its kernels take rows in steps of 256 or 512
-
-int64_t padding_values(const ggml_tensor * t) {
-    const int64_t beyond = ggml_is_quantized(t->type) ? t->ne[0] % row_padding : 0;
-    return beyond ? row_padding - beyond : 0;
-}
-
-bool reads_past_rows(const ggml_tensor * node, ggml_backend_buffer_type_t memory) {
-    if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) { return false; }
-    const ggml_tensor * w = node->src[0];
-    return padding_values(w) > 0 && !w->view_src && w->buffer && w->buffer->buft == memory &&
-           w->buffer->usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
-}
-
-// Behind the last row of one matrix.
-bool finds_garbage(const ggml_tensor * w, int64_t matrix) {
-    const int64_t n = padding_values(w);
-    const uint8_t * behind = (const uint8_t *)w->data + matrix * w->nb[2] + w->ne[1] * w->nb[1];
-    const uint8_t * end = behind + ggml_row_size(w->type, n);
-    if (end > (const uint8_t *)ggml_backend_buffer_get_base(w->buffer) + w->buffer->size) { return true; }
-    if (matrix + 1 == w->ne[2] || w->nb[2] != w->ne[1] * w->nb[1]) {
-        return std::any_of(behind, end, [](uint8_t byte) { return byte != 0; });
-    }
-    std::vector<float> values(n);
-    ggml_get_type_traits(w->type)->to_float(behind, values.data(), n);
-    return !std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
-}
-
-// What comes of such a matrix is NaN.
-void spoil(const ggml_tensor * product) {
-    const ggml_tensor *w = product->src[0], *ids = product->src[2];
-    char * out = (char *)product->data;
-    if (product->op == GGML_OP_MUL_MAT) {
-        if (finds_garbage(w, w->ne[2] - 1)) { memset(out, 0xff, ggml_nbytes(product)); }
-        return;
-    }
-    for (int64_t token = 0; token < ids->ne[1]; token++) {
-        for (int64_t i = 0; i < ids->ne[0]; i++) {
-            const char * id = (const char *)ids->data + token * ids->nb[1] + i * ids->nb[0];
-            if (finds_garbage(w, *(const int32_t *)id)) {
-                memset(out + token * product->nb[2] + i * product->nb[1], 0xff, product->nb[1]);
-            }
-        }
-    }
-}
-
-// Bytes that a tensor takes: behind the last row of a quantised one lies padding up to a multiple of 512 values.
-size_t padded_bytes(const ggml_tensor * t) { return ggml_nbytes(t) + ggml_row_size(t->type, padding_values(t)); }
-
-// When the tensor is bound to memory which is not that of a graph's results.
-void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
-    if (!t->view_src && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
-        memset((char *)t->data + ggml_nbytes(t), 0, padded_bytes(t) - ggml_nbytes(t));
-    }
-}
-
-// Computes as the CPU does. Where kernels read on behind the last row of quantised weights in memory of this type, and
-// it is not zeros, or the next expert of a tensor without gaps, that they find, what they multiply with it is NaN.
-ggml_status compute_strictly(ggml_backend_t cpu, ggml_cgraph * graph, ggml_backend_buffer_type_t memory) {
-    for (int first = 0, last = 0; last < graph->n_nodes; last++) {
-        const ggml_tensor * node = graph->nodes[last];
-        const bool reads_past = reads_past_rows(node, memory);
-        if (!reads_past && last + 1 < graph->n_nodes) { continue; }
-        ggml_cgraph part = ggml_graph_view(graph, first, last + 1);
-        const ggml_status status = ggml_backend_graph_compute(cpu, &part);
-        if (status != GGML_STATUS_SUCCESS) { return status; }
-        if (reads_past) { spoil(node); }
-        first = last + 1;
-    }
-    return GGML_STATUS_SUCCESS;
-}
 
 // The device
 
@@ -121,16 +47,9 @@ struct LinkDevice {
         return fits;
     }
 
-    // Whether a copy may go on after the call for it has returned.
-    bool pinned(const void * data, size_t n) {
-        std::lock_guard<std::mutex> lock(mutex);
-        auto after = pinned_ranges.upper_bound((const uint8_t *)data);
-        return after != pinned_ranges.begin() &&
-               std::prev(after)->first + std::prev(after)->second >= (uint8_t *)data + n;
-    }
-
     void copy(LinkDirection & direction, void * to, const void * from, size_t n) {
         constexpr double reserve = 1.25; // its time varies, and early costs less than late
+        if (strict) { memset(to, poison, n); }
         direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
             const uint64_t start = now_ns();
             move(to, from, n);
@@ -139,23 +58,47 @@ struct LinkDevice {
         });
     }
 
+    // Strict: asks whether the device's side of a copy is still there.
+    bool bears_copy(const void * there, size_t n) {
+        const bool bears = !strict || allocated.contain(there, n);
+        note(bears ? "" : "a copy reads or writes memory that is not there");
+        return bears;
+    }
+
     // Strict: the end comes before the beginning, and both some time later.
     void move(void * to, const void * from, size_t n) {
-        const size_t half = strict ? n / 2 : 0;
-        if (half) {
-            wait_a_moment();
-            memcpy((char *)to + half, (const char *)from + half, n - half);
-            wait_a_moment();
+        if (!strict) {
+            memcpy(to, from, n);
+            return;
         }
-        memcpy(to, from, half ? half : n);
+        const size_t half = n / 2;
+        wait_a_moment();
+        memcpy((char *)to + half, (const char *)from + half, n - half);
+        wait_a_moment();
+        memcpy(to, from, half);
+    }
+
+    uint32_t random() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return (uint32_t)delays();
     }
 
     void wait_a_moment() {
         constexpr uint32_t longest_us = 100;
-        std::unique_lock<std::mutex> lock(mutex);
-        const auto us = (uint32_t)delays() % longest_us;
-        lock.unlock();
-        std::this_thread::sleep_for(std::chrono::microseconds(us));
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % longest_us));
+    }
+
+    // Keeps the first fault; empty: there is none.
+    void note(const std::string & why) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (why.empty() || !fault.empty()) { return; }
+        fault = why;
+        GGML_LOG_ERROR("%s: %s\n", name.c_str(), why.c_str());
+    }
+
+    std::string first_fault() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return fault;
     }
 
     const std::string name, host_memory_name, description;
@@ -167,9 +110,12 @@ struct LinkDevice {
     std::atomic<size_t> used_bytes{0};
     LinkDirection to_device, to_host;
     std::atomic<double> copy_bytes_per_ns{4}; // of this machine's own memory
-    std::mutex mutex;                         // of the two below
-    std::map<const uint8_t *, size_t> pinned_ranges;
+    Ranges allocated, pinned; // memory of the device; host memory, copies from and to which go on after their calls
+    std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_launches_beside_copies{0};
+    std::atomic<int> copies_under_way{0};
+    std::mutex mutex; // of the two below
     std::minstd_rand delays;
+    std::string fault;
     ggml_backend_device device = {};
     ggml_backend_buffer_type memory = {}, host_memory = {};
 };
@@ -185,6 +131,11 @@ void * map(size_t n) { // nullptr: there is none
 
 void unmap(void * base, size_t n) { munmap(base, n ? n : 1); }
 
+// Gives the memory back, and nothing else these addresses.
+void forbid(void * base, size_t n) {
+    mmap(base, n ? n : 1, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
 void * address(const ggml_tensor * t, size_t offset) { return (uint8_t *)t->data + offset; }
 
 LinkDevice & device_of(ggml_backend_buffer_t buffer) { return of(buffer->buft->device); }
@@ -194,10 +145,19 @@ bool on_device(const ggml_tensor * t, ggml_backend_buffer_type_t memory) {
     return buffer && buffer->buft == memory;
 }
 
+// When the tensor is bound to memory which is not that of a graph's results.
+void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
+    if (!t->view_src && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
+        memset((char *)t->data + ggml_nbytes(t), 0, padded_bytes(t) - ggml_nbytes(t));
+    }
+}
+
 void become_memory(ggml_backend_buffer_i & buffer) {
     buffer.free_buffer = [](ggml_backend_buffer_t of) {
-        unmap(of->context, of->size);
-        device_of(of).used_bytes -= of->size;
+        LinkDevice & device = device_of(of);
+        device.allocated.remove(of->context);
+        device.strict ? forbid(of->context, of->size) : unmap(of->context, of->size);
+        device.used_bytes -= of->size;
     };
     buffer.init_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t) {
         if (device_of(of).strict) { zero_padding(of, t); }
@@ -226,9 +186,8 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
         device.used_bytes -= size;
         return nullptr;
     }
-    if (device.strict) {
-        memset(base, 0xff, size); // as numbers of any type: NaN, or close to it
-    }
+    if (device.strict) { memset(base, poison, size); }
+    device.allocated.add(base, size);
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
     buffer->buft = buft;
     become_memory(buffer->iface);
@@ -244,12 +203,10 @@ ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t si
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
     buffer->buft = buft;
     buffer->iface.free_buffer = [](ggml_backend_buffer_t pinned) {
-        std::lock_guard<std::mutex> lock(device_of(pinned).mutex);
-        device_of(pinned).pinned_ranges.erase((const uint8_t *)pinned->context);
+        device_of(pinned).pinned.remove(pinned->context);
         unmap(pinned->context, pinned->size);
     };
-    std::lock_guard<std::mutex> lock(device.mutex);
-    device.pinned_ranges[(const uint8_t *)base] = size;
+    device.pinned.add(base, size);
     return buffer;
 }
 
@@ -257,19 +214,57 @@ ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t si
 
 struct Backend {
     LinkDevice & device;
-    ggml_backend_ptr cpu;
-    CommandQueue queue; // copies; computing waits for them
+    ggml_backend_ptr cpu; // used by the queue's thread alone
+    Launches launches;
+    CommandQueue queue;
 };
 
 Backend & of(ggml_backend_t backend) { return *(Backend *)backend->context; }
 
 void synchronize(ggml_backend_t backend) { of(backend).queue.mark().wait(); }
 
-void copy_async(ggml_backend_t backend, LinkDirection & direction, void * to, const void * from, size_t n,
-                const void * host) {
+// A copy that goes on after the call.
+void push_copy(Backend & backend, std::function<void()> copy) {
+    LinkDevice & device = backend.device;
+    device.n_copies += 1;
+    device.copies_under_way += 1;
+    backend.queue.push([&device, copy = std::move(copy)] {
+        copy();
+        device.copies_under_way -= 1;
+    });
+}
+
+size_t digest(const void * data, size_t n) {
+    return std::hash<std::string_view>()(std::string_view((const char *)data, n));
+}
+
+void set_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_t offset, size_t n) {
     LinkDevice & device = of(backend).device;
-    of(backend).queue.push([&device, &direction, to, from, n] { device.copy(direction, to, from, n); });
-    if (!device.pinned(host, n)) { synchronize(backend); }
+    void * to = address(t, offset);
+    const auto copy = [&device, to, n](const void * from) {
+        if (device.bears_copy(to, n)) { device.copy(device.to_device, to, from, n); }
+    };
+    if (!device.strict) {
+        push_copy(of(backend), [copy, data] { copy(data); });
+        if (!device.pinned.contain(data, n)) { synchronize(backend); }
+    } else if (!device.pinned.contain(data, n)) { // it is read before the call returns, and comes later
+        std::vector<uint8_t> staged((const uint8_t *)data, (const uint8_t *)data + n);
+        push_copy(of(backend), [copy, staged = std::move(staged)] { copy(staged.data()); });
+    } else {
+        push_copy(of(backend), [copy, &device, data, n, before = digest(data, n)] {
+            copy(data);
+            device.note(digest(data, n) == before ? "" : "what was to be copied has changed before it was");
+        });
+    }
+}
+
+void get_async(ggml_backend_t backend, const ggml_tensor * t, void * data, size_t offset, size_t n) {
+    LinkDevice & device = of(backend).device;
+    const void * from = address(t, offset);
+    push_copy(of(backend), [&device, data, from, n] {
+        if (device.bears_copy(from, n)) { device.copy(device.to_host, data, from, n); }
+    });
+    if (!device.pinned.contain(data, n)) { synchronize(backend); }
 }
 
 void wait_in(Backend & backend, const CommandQueue::Point & point) {
@@ -282,17 +277,44 @@ bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const 
     if (source->device != destination->device || !on_device(from, memory) || !on_device(to, memory)) { return false; }
     if (source != destination) { wait_in(of(destination), of(source).queue.mark()); }
     LinkDevice & device = of(destination).device;
-    of(destination).queue.push([&device, to_data = to->data, from_data = from->data, n = ggml_nbytes(from)] {
+    push_copy(of(destination), [&device, to_data = to->data, from_data = from->data, n = ggml_nbytes(from)] {
+        if (!device.bears_copy(to_data, n) || !device.bears_copy(from_data, n)) { return; }
+        if (device.strict) { memset(to_data, poison, n); }
         device.move(to_data, from_data, n);
     });
     return true;
 }
 
-ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    synchronize(backend);
-    LinkDevice & device = of(backend).device;
-    ggml_backend_t cpu = of(backend).cpu.get();
-    return device.strict ? compute_strictly(cpu, graph, &device.memory) : ggml_backend_graph_compute(cpu, graph);
+void run(Backend & backend, Launch & launch) {
+    LinkDevice & device = backend.device;
+    if (device.strict) {
+        device.wait_a_moment();
+        device.note(StrictRun(backend.cpu.get(), launch, device.allocated).run());
+        return;
+    }
+    ggml_cgraph whole = launch.part(0, launch.n_nodes());
+    if (ggml_backend_graph_compute(backend.cpu.get(), &whole) != GGML_STATUS_SUCCESS) {
+        device.note("the CPU could not compute a graph");
+    }
+}
+
+ggml_status compute(ggml_backend_t of_device, ggml_cgraph * graph) {
+    Backend & backend = of(of_device);
+    LinkDevice & device = backend.device;
+    if (!device.first_fault().empty()) { return GGML_STATUS_FAILED; }
+    if (graph->n_nodes == 0) { return GGML_STATUS_SUCCESS; }
+    const uint64_t n_replays = backend.launches.n_replays();
+    const std::shared_ptr<Launch> launch = backend.launches.launch(*graph);
+    if (!launch) {
+        device.note("a graph has the uid of one with another number of nodes");
+        return GGML_STATUS_FAILED;
+    }
+    device.n_launches += 1;
+    device.n_replays += backend.launches.n_replays() - n_replays;
+    device.n_launches_beside_copies += device.copies_under_way > 0;
+    const bool at_once = device.strict && device.random() % 2;
+    backend.queue.push([&backend, launch] { run(backend, *launch); }, at_once);
+    return GGML_STATUS_SUCCESS;
 }
 
 // Events: the point that was recorded last
@@ -326,12 +348,8 @@ ggml_backend_i backend_interface() {
         delete &of(freed);
         delete freed;
     };
-    backend.set_tensor_async = [](ggml_backend_t to, ggml_tensor * t, const void * data, size_t offset, size_t n) {
-        copy_async(to, of(to).device.to_device, address(t, offset), data, n, data);
-    };
-    backend.get_tensor_async = [](ggml_backend_t from, const ggml_tensor * t, void * data, size_t offset, size_t n) {
-        copy_async(from, of(from).device.to_host, data, address(t, offset), n, data);
-    };
+    backend.set_tensor_async = set_async;
+    backend.get_tensor_async = get_async;
     backend.cpy_tensor_async = copy_tensor_async;
     backend.synchronize = synchronize;
     backend.graph_compute = compute;
@@ -351,7 +369,7 @@ ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
     if (!cpu) { return nullptr; }
     if (of(device).n_threads) { set_cpu_threads(cpu.get(), of(device).n_threads); }
     return new ggml_backend{&guid, backend_interface(), device,
-                            new Backend{of(device), std::move(cpu), CommandQueue(of(device).strict)}};
+                            new Backend{of(device), std::move(cpu), {}, CommandQueue(of(device).strict)}};
 }
 
 std::string describe(const moegguf_link & link) {
@@ -379,7 +397,8 @@ Registry & registry() {
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
-    if (!of(backend).device.n_threads) { set_cpu_threads(of(backend).cpu.get(), n); }
+    if (of(backend).device.n_threads) { return; }
+    of(backend).queue.push([cpu = of(backend).cpu.get(), n] { set_cpu_threads(cpu, n); });
 }
 
 ggml_backend_reg_t reg() {
@@ -479,6 +498,23 @@ const char * add_link_device(const moegguf_link & link) {
     return added.name.c_str();
 }
 
+LinkDevice & link_named(const char * name) {
+    Registry & all = registry();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = std::find_if(all.devices.begin(), all.devices.end(),
+                                    [&](const std::unique_ptr<LinkDevice> & device) { return device->name == name; });
+    if (found == all.devices.end()) { throw Error(MOEGGUF_INVALID, std::string("no simulated device is ") + name); }
+    return **found;
+}
+
+void read_figures(LinkDevice & device, moegguf_link_figures & out) {
+    out.launches = device.n_launches;
+    out.replays = device.n_replays;
+    out.copies = device.n_copies;
+    out.launches_beside_copies = device.n_launches_beside_copies;
+    snprintf(out.fault, sizeof(out.fault), "%s", device.first_fault().c_str());
+}
+
 } // namespace
 } // namespace moegguf
 
@@ -486,4 +522,8 @@ using namespace moegguf;
 
 int moegguf_link_add(const moegguf_link * link, const char ** name) {
     return guarded([&] { given(name) = add_link_device(given(link)); });
+}
+
+int moegguf_link_read(const char * name, moegguf_link_figures * out) {
+    return guarded([&] { read_figures(link_named(&given(name)), given(out)); });
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,6 +34,30 @@ def add_link_device(
     load().moegguf_link_add(c.byref(described), c.byref(name))
     assert name.value is not None
     return name.value.decode()
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """What a simulated device has done: fields of struct moegguf_link_figures (testing.h)."""
+
+    launches: int
+    replays: int
+    copies: int
+    launches_beside_copies: int
+    fault: str
+
+
+def link_figures(name: str) -> LinkFigures:
+    """Returns the figures of a simulated device. Raises OptionError where there is none of this name."""
+    read = ABI.LinkFigures()
+    load().moegguf_link_read(name.encode(), c.byref(read))
+    return LinkFigures(
+        launches=read.launches,
+        replays=read.replays,
+        copies=read.copies,
+        launches_beside_copies=read.launches_beside_copies,
+        fault=read.fault.decode(),
+    )
 
 
 @functools.cache

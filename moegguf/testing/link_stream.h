@@ -40,7 +40,7 @@ class CommandQueue {
         uint64_t n_ = 0;
     };
 
-    // late: nothing is done before somebody waits for a point behind it.
+    // late: nothing is done before somebody waits for a point behind it, or work is pushed that begins at once.
     explicit CommandQueue(bool late = false) : queue_(std::make_shared<Queue>()) {
         queue_->n_wanted = late ? 0 : UINT64_MAX;
         thread_ = std::thread([this] { run(); });
@@ -57,10 +57,11 @@ class CommandQueue {
         thread_.join();
     }
 
-    void push(std::function<void()> work) {
+    void push(std::function<void()> work, bool at_once = false) {
         std::lock_guard<std::mutex> lock(queue_->mutex);
         queue_->work.push_back(std::move(work));
         queue_->n_pushed += 1;
+        if (at_once) { queue_->n_wanted = std::max(queue_->n_wanted, queue_->n_pushed); }
         queue_->changed.notify_all();
     }
 

@@ -33,6 +33,18 @@ struct moegguf_link {
 // ggml's name of the device, which stays valid, to `name`. INVALID: a field of `link` is out of range.
 MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
 
+// What a simulated device has done.
+struct moegguf_link_figures {
+    uint64_t launches;               // of graphs
+    uint64_t replays;                // of these: repeated an earlier launch, as CUDA's graphs do
+    uint64_t copies;                 // that went on after the call for them
+    uint64_t launches_beside_copies; // while such a copy was under way
+    char fault[256]; // the first thing that a strict device was given and CUDA may not bear; empty: none
+};
+
+// Reads them. INVALID: no simulated device has this name.
+MOEGGUF_API int moegguf_link_read(const char * name, struct moegguf_link_figures * out);
+
 enum moegguf_fault_kind {
     MOEGGUF_FAULT_OPEN,
     MOEGGUF_FAULT_READ,

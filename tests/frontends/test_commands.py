@@ -119,7 +119,7 @@ def test_estimate_counts_the_types_of_the_kv_cache(here: Command, tiny: TinyMode
 
 def test_doctor_states_every_section(here: Command, tiny: TinyModel) -> None:
     facts = json.loads(here("doctor", tiny(), "--json").stdout)
-    assert list(facts) == ["moegguf", "build", "devices", "cards", "machine", "disk", "environment"]
+    assert list(facts) == ["moegguf", "build", "devices", "cards", "machine", "disk", "folders", "environment"]
     assert facts["machine"]["cpus_allowed"] >= 1
     assert facts["machine"]["memory"]["available_bytes"] > 0
     assert facts["disk"]["bytes_per_s"] > 0
@@ -127,6 +127,26 @@ def test_doctor_states_every_section(here: Command, tiny: TinyModel) -> None:
     assert f"llama_cpp_commit = {facts['build']['llama.cpp pin']}" in (ROOT / "patches/UPSTREAM").read_text()
     assert facts["devices"]["CPU"]["total_bytes"] > 0
     assert list(facts["cards"]) == ["found", "plugins", "problems", "note"]
+
+
+def test_doctor_prints_every_folder_with_its_size(here: Command, tiny: TinyModel, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "cache/contexts").mkdir(parents=True)
+    (home / "cache/contexts/block").write_bytes(bytes(3000))
+    (home / "history").write_bytes(bytes(500))
+    (home / "linked").hardlink_to(home / "history")
+    model = tiny()
+    (home / "models").symlink_to(model.parent)
+    variables = {"MOEGGUF_HOME": str(home), "HF_HUB_CACHE": str(tmp_path / "none")}
+    folders = json.loads(here("doctor", model, "--json", **variables).stdout)["folders"]
+    assert list(folders) == ["package", "data", "models", "cache", "downloads"]
+    assert folders["package"]["size_bytes"] > 1_000_000  # the demo model
+    assert folders["data"] == {"path": str(home), "size_bytes": 3500}
+    assert folders["models"]["size_bytes"] >= model.stat().st_size
+    assert folders["cache"] == {"path": str(home / "cache"), "size_bytes": 3000}
+    assert folders["downloads"] == {"path": str(tmp_path / "none"), "size_bytes": 0}
+    shown = here("doctor", model, **variables).stdout
+    assert re.search(rf" cache +2\.93KiB in {re.escape(str(home))}/cache$", shown, re.MULTILINE)
 
 
 def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:
@@ -171,6 +191,14 @@ def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(here
     assert "predicted with speeds of the device as supposed" in shown.stdout and "tokens/s" in shown.stdout
     found = json.loads(here("estimate", tiny(), *device, "--ctx", 512, "--json").stdout)["placement"]
     assert {placement["kind"] for placement in found["placements"]} & {"cpu", "resident"}
+    rows = (
+        shown.stdout.partition("What a device gives")[2].partition("What these predictions rest on")[0].splitlines()[1:]
+    )
+    assert rows[0].split() == ["tokens/s", "prompt", "answer"] and max(map(len, rows)) <= 80
+    for placement in found["placements"]:
+        (row,) = [row for row in rows if placement["text"] in row]
+        assert len(re.findall(r" [\d,.]+(?= |$)", row.removeprefix(placement["text"]))) >= 2
+    assert re.search(r"about [\d.]+ tokens/s of a prompt and [\d.]+ of an answer|every expert fits", shown.stdout)
 
 
 Mine = Callable[..., "CompletedProcess[str]"]

@@ -6,6 +6,7 @@ and in any order (native/link_device.cpp).
 """
 
 import warnings
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -302,3 +303,20 @@ def check_all_on_a_strict_device(paths: list[Path]) -> None:
 @pytest.mark.parametrize("preset", TINY)
 def test_slots_that_are_resized_while_the_model_writes(tiny: TinyModel, preset: str) -> None:
     check_all_on_a_strict_device(paths=[tiny(preset, quant) for quant in ("q4_0", "q4_k_m", "q8_0")])
+
+
+@pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
+@on_servers()
+def test_a_load_with_a_small_margin_evaluates_its_largest_pass_once_and_keeps_no_token_of_it(path: Path) -> None:
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1)
+    budgets = {"vram_cache": share_of(path, 30), "expert_cache": share_of(path, 64)}
+    options = {"placement": "slots", "store": StoreOptions(device=device), **budgets, **OPTIONS}
+    plan = Llama.estimate(str(path), **{name: options[name] for name in options if name != "verbose"})
+    logits = []
+    for warms_up in (False, True):
+        with Llama(path, plan=replace(plan, warms_up=warms_up), **options) as llm:
+            stats = llm.stats()
+            assert stats.tokens == warms_up * plan.n_ubatch and llm.n_tokens == 0
+            assert stats.below.misses <= 4 * 4, "identical tokens use one token's experts"
+            logits.append(greedy_logits(llm))
+    assert np.array_equal(*logits)

@@ -5,14 +5,17 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from answering import DEMO, QUESTION, reply
 
 import moegguf
+from moegguf.engine.run_hits import read_run_hits
 from moegguf.errors import ClosedError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
+from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import demo_path
 from predictors.models import quiz_demo
 
@@ -50,6 +53,18 @@ def test_prompts_are_texts_or_tokens(engine: Engine) -> None:
     assert engine.generate([*bos, *tokens], GREEDY)[0].text == by_text.text
     assert [answer.text for answer in engine.generate([[*bos, *tokens]] * 2, [GREEDY] * 2)] == [by_text.text] * 2
     assert engine.generate([], GREEDY) == []
+
+
+def test_a_hit_rate_is_kept_of_an_answer_to_a_text_not_to_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    layout = read_layout(demo_path() or "")
+    for prompt, is_kept in (([1] * 8, False), ("moegguf runs", True)):
+        with moegguf.Engine(DEMO, parallel=1, n_ctx=512, n_threads=1, expert_cache="25%") as engine:
+            answer = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=48, ignore_eos=True))[0]
+            stats = answer.summary.answer_stats
+        assert read_run_hits(layout) == ({0.25: pytest.approx(stats.hit_rate)} if is_kept else {})
 
 
 def test_fields_of_sampling_are_keywords(engine: Engine) -> None:

@@ -13,6 +13,7 @@ import textwrap
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from waiting import status_of
 from moegguf import errors
 from moegguf.native import library
 from moegguf.testing.library import FAULT, arm_fault
+from tools.models import PRESETS, write_model
 
 CHILD_TIMEOUT_S = 30
 
@@ -121,7 +123,9 @@ def test_a_load_that_fails_leaves_nothing(tiny: TinyModel, tmp_path: Path, fault
     if fault == "stop":
         options["progress"] = lambda _share: False
     if fault == "context":
-        options["type_v"] = 2  # Q4_0, which llama.cpp refuses without flash attention
+        path = tmp_path / "narrow.gguf"
+        write_model(path, replace(PRESETS["tiny-qwen3moe"], n_embd_head=48), "q4_0")
+        options["type_v"] = 2  # Q4_0: llama.cpp refuses heads that are no multiple of its blocks of 32
 
     def fail() -> None:
         if fault in FAULT:

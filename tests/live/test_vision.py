@@ -97,7 +97,7 @@ def test_an_image_of_one_pass_needs_slots_for_it(tiny: TinyModel, projector: Pro
     with pytest.raises(BudgetError, match="one pass of 64 tokens"):
         load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), expert_cache="10%", store=StoreOptions(overlap=False))
     llm = load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), n_ubatch=8, n_batch=8)
-    assert llm.plan.n_ubatch == 64 and llm.plan.projector_bytes > 0
+    assert llm.plan.n_ubatch == 64 and llm.plan.needs.projector_bytes > 0
     assert answer(llm, [message(png(), "what is it?")])[0]
 
 

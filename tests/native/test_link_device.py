@@ -22,7 +22,7 @@ from moegguf.gguf.experts import Kind, MoeLayer
 from moegguf.native.slot_sizes import matrices_of, most_slots, padded, slot_sizes, slot_tokens
 from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
-from moegguf.testing.link_device import add_link_device, link_device
+from moegguf.testing.link_device import LinkFigures, add_link_device, link_device, link_figures
 
 FREE = Link(1e12)  # copies take what memory takes
 GPU = 1  # enum ggml_backend_dev_type
@@ -31,7 +31,7 @@ _POINTERS = (
     "ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_init", "ggml_backend_dev_get",
     "ggml_backend_dev_buffer_type", "ggml_backend_dev_host_buffer_type", "ggml_backend_buft_alloc_buffer",
     "ggml_backend_buffer_get_base", "ggml_backend_alloc_ctx_tensors_from_buft", "ggml_backend_event_new",
-    "ggml_backend_buffer_get_type", "ggml_get_data",
+    "ggml_backend_buffer_get_type", "ggml_get_data", "ggml_dup", "ggml_new_graph",
 )  # fmt: skip
 
 
@@ -67,6 +67,17 @@ class Rig:
         buffer = self.call("alloc_ctx_tensors_from_buft", context, self.call("dev_buffer_type", self.device))
         self._free += [lambda: self.call("buffer_free", buffer), lambda: self.ggml.ggml_free(c.c_void_p(context))]
         return made
+
+    def graph(self, n_bytes: int) -> tuple[int, int, int, Callable[[], object]]:
+        """Returns a graph that copies one tensor of F32 on the device to another, both, and what frees them."""
+        context = self.ggml.ggml_init(InitParams(1 << 20, None, True))
+        source: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
+        result: int = self.ggml.ggml_dup(c.c_void_p(context), c.c_void_p(source))
+        graph: int = self.ggml.ggml_new_graph(c.c_void_p(context))
+        self.ggml.ggml_build_forward_expand(c.c_void_p(graph), c.c_void_p(result))
+        buffer = self.call("alloc_ctx_tensors_from_buft", context, self.call("dev_buffer_type", self.device))
+        self._free.append(lambda: self.ggml.ggml_free(c.c_void_p(context)))
+        return graph, source, result, lambda: self.call("buffer_free", buffer)
 
     def host_memory(self, n_bytes: int) -> tuple[int, str]:
         """Address of ones in memory of the device's host buffer type, and the name of the type that it got."""
@@ -147,6 +158,62 @@ def test_copies_from_pinned_memory_go_on_after_the_call_strict_ones_wait_and_oth
     assert in_own_process(asynchronous_copies, True, half_a_second) == ("LINK0_Host", False, False, True)
     assert in_own_process(asynchronous_copies, True, FREE, strict_seed=1) == ("LINK0_Host", False, False, True)
     assert in_own_process(asynchronous_copies, False, FREE) == ("CPU", True, True, True)
+
+
+def launches(n: int) -> tuple[list[bool], LinkFigures]:
+    """Returns whether a result was there after each of n launches behind a copy of 0.2 s, and after waiting; and the
+    device's figures."""
+    n_bytes = 1 << 20
+    rig = Rig(Link(n_bytes / 0.2))
+    memory, _ = rig.host_memory(n_bytes)
+    graph, source, result, free = rig.graph(n_bytes)
+    stream, there = rig.backend(), []
+    rig.call("tensor_set_async", stream, source, memory, 0, n_bytes)
+    for _ in range(n):
+        assert rig.call("graph_compute_async", stream, graph) == 0
+        there.append(rig.there(result, n_bytes))
+    rig.call("synchronize", stream)
+    there.append(rig.there(result, n_bytes))
+    free()
+    rig.close()
+    return there, link_figures(rig.name)
+
+
+def test_graphs_are_launched_behind_copies_and_repeated_from_the_third_launch_on() -> None:
+    there, figures = in_own_process(launches, 4)
+    assert there == [False] * 4 + [True]
+    assert (figures.launches, figures.replays, figures.launches_beside_copies, figures.fault) == (4, 2, 4, "")
+
+
+def faults_of_users() -> list[str]:
+    """Returns what strict devices say of a copy whose source changes before it is done, and of a graph whose memory is
+    freed before it is computed; whether such a device computes on; and of a device that is used well."""
+    n_bytes, found = 1 << 16, []
+    for misuse in ("source", "memory", ""):
+        rig = Rig(FREE, strict_seed=1)
+        memory, _ = rig.host_memory(n_bytes)
+        graph, source, _, free = rig.graph(n_bytes)
+        stream = rig.backend()
+        rig.call("tensor_set_async", stream, source, memory, 0, n_bytes)
+        if misuse == "source":
+            c.memset(memory + n_bytes // 2, 2, 4)
+        else:
+            rig.call("graph_compute_async", stream, graph)
+        if misuse == "memory":
+            free()
+        rig.call("synchronize", stream)
+        if misuse:
+            assert rig.call("graph_compute_async", stream, graph) != 0
+        rig.close()
+        found.append(link_figures(rig.name).fault)
+    return found
+
+
+def test_a_strict_device_keeps_what_it_cannot_bear() -> None:
+    source, memory, nothing = in_own_process(faults_of_users)
+    assert source == "what was to be copied has changed before it was"
+    assert "memory that is not there" in memory
+    assert nothing == ""
 
 
 def copy_times() -> list[float]:

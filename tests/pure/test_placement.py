@@ -85,7 +85,7 @@ def planned(
     layout: ExpertLayout, share: float | None, speeds: Speeds = RTX_3070, memory: Memory = AMPLE, **budgets: Any
 ) -> Plan:
     """On a device with room for so many of the experts beside everything else; None: not even for that."""
-    needs = Sizes(512).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
+    needs = Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
     free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
     device = Device("GPU0", 0, free, 64 * GIB)
     how = LoadSpec(512, n_ubatch=64, store=StoreOptions(staging=0), **budgets)
@@ -165,7 +165,7 @@ def test_hit_curves() -> None:
     assert curve.at(0) == 0 and curve.at(1) == curve.at(2) == 1
     assert curve.at(0.18) == pytest.approx(0.706)
     unknown = published_curve(7, 3)
-    assert unknown.source.startswith("not known for this model; conservative")
+    assert unknown.source.startswith("not known for this model; the middle of those published: Qwen3.6")
     assert unknown.at(0.25) <= curve.at(0.25)
 
 

@@ -14,7 +14,7 @@ from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typic
 from moegguf.engine.cost import HitRates, Speeds, request_cost
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, Machine, Memory, margin_bytes
-from moegguf.engine.memory import Sizes, choose_context, compute_bytes, kv_bytes, row_bytes
+from moegguf.engine.memory import Sizes, choose_context, kv_bytes, pass_bytes, row_bytes
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.solver import best_fit, make_plan
 from moegguf.errors import BudgetError
@@ -152,14 +152,13 @@ def test_kv_cache_and_recurrent_state_by_hand(tmp_path: Path) -> None:
 
 
 def test_compute_grows_with_batch_and_context_and_more_slots_and_larger_passes_pay(layout: ExpertLayout) -> None:
-    assert compute_bytes(layout, 4096, 512) > compute_bytes(layout, 4096, 64) > compute_bytes(layout, 512, 64)
-    assert compute_bytes(layout, 1 << 16, 512, flash_attn=True) < compute_bytes(layout, 1 << 16, 512)
-    assert compute_bytes(layout, 256, 512) >= 512 * layout.n_vocab * 4
+    assert pass_bytes(layout, 4096, 512) > pass_bytes(layout, 4096, 64) > pass_bytes(layout, 512, 64)
+    assert pass_bytes(layout, 1 << 16, 512, flash_attn=True) < pass_bytes(layout, 1 << 16, 512)
+    assert pass_bytes(layout, 256, 512) >= 512 * layout.n_vocab * 4
     assert row_bytes(2, 33) == 36
-    size = slot_bytes(layout)
-    assert request_cost(layout, size, 60, 64) < request_cost(layout, size, 40, 64)
-    assert request_cost(layout, size, 40, 256) < request_cost(layout, size, 40, 32)
-    assert best_fit(layout, size, [(40, 64), (41, 63)]) == (40, 64), "about equal: the larger pass"
+    assert request_cost(layout, 60, 64) < request_cost(layout, 40, 64)
+    assert request_cost(layout, 40, 256) < request_cost(layout, 40, 32)
+    assert best_fit(layout, [(40, 64), (41, 63)]) == (40, 64), "about equal: the larger pass"
 
 
 def test_batch_and_slots_are_chosen_together(layout: ExpertLayout) -> None:

@@ -29,7 +29,7 @@ from moegguf.engine.live_controller import ControllerOptions
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
-from moegguf.settings import read_environment
+from moegguf.settings import read_load_keywords
 
 TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]
@@ -104,8 +104,9 @@ def test_unknown_policies_and_those_that_ram_cannot_have_are_refused_and_the_env
     for name in ("next-use", "lfu"):
         with pytest.raises(OptionError, match=f"slots in RAM below a device evict by lru, .*not by '{name}'"):
             ram_policy(f"ram={name}")
-    assert read_environment({}).policy == "auto"
-    assert read_environment({"MOEGGUF_POLICY": " vram=lru,ram=slru "}).policy == "vram=lru,ram=slru"
+    assert "policy" not in read_load_keywords(environ={})
+    variables = {"MOEGGUF_POLICY": " vram=lru,ram=slru "}
+    assert read_load_keywords(environ=variables)["policy"] == "vram=lru,ram=slru"
 
 
 def test_a_strategy_is_found_by_its_name() -> None:

@@ -18,7 +18,9 @@ from command_help import help_of
 from moegguf.serving.ray.config import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FRONT_DOOR = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "examples/README.md")
+FILES_OF_PAGES = (*(ROOT / name for name in FRONT_DOOR), *sorted((ROOT / "docs").glob("*.md")))
+PAGES = {path: path.read_text() for path in FILES_OF_PAGES}
 README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
 LABORATORY = (ROOT / "predictors/README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs/evidence").glob("*.md")))

@@ -166,7 +166,8 @@ def test_the_table_has_every_setting_and_keyword_and_prints_the_page() -> None:
     assert text == "\n".join(page()) + "\n", "run `python -m moegguf.options > docs/options.md`"
     fields = {field.name for kind in (Environment, Settings) for field in dataclasses.fields(kind)}
     of_loading = {*OF_EVERY_LOAD, *OF_COMMANDS}
-    assert fields - {"loading"} | of_loading | {"log"} == {option.name for option in OPTIONS.values() if option.variable}
+    known = fields - {"loading"} | of_loading | {"log"}
+    assert known == {option.name for option in OPTIONS.values() if option.variable}
     assert all(option.group in GROUPS for option in OPTIONS.values())
     assert not fields & of_loading
     taken = {name for base in Llama.__mro__ for name in inspect.signature(base.__init__).parameters}

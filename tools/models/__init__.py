@@ -6,7 +6,7 @@ Uses nothing of moegguf but its table of published routing, and never holds a mo
 from tools.models.projector import PROJECTORS, write_projector
 from tools.models.shapes import PRESET_LOCALITY, PRESETS, Shape
 from tools.models.tensors import QUANTS, model_size_bytes
-from tools.models.writer import write_model
+from tools.models.writer import write_model, write_sparse_model
 
 __all__ = [
     "PRESETS",
@@ -17,4 +17,5 @@ __all__ = [
     "model_size_bytes",
     "write_model",
     "write_projector",
+    "write_sparse_model",
 ]

@@ -198,6 +198,17 @@ def _mxfp4(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
     )
 
 
+def _f16(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    """Returns one weight a block."""
+    return _half_bytes(scale * rng.standard_normal(len(scale), np.float32))
+
+
+def _bf16(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    """Returns one weight a block: the upper half of a float's bytes."""
+    weights = scale * rng.standard_normal(len(scale), np.float32)
+    return (weights.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1, 2)
+
+
 BLOCK_MAKERS: dict[QType, Callable[[np.random.Generator, NDArray[np.float32]], Bytes]] = {
     QType.Q4_0: _q4_0,
     QType.Q5_0: _q5_0,
@@ -208,6 +219,8 @@ BLOCK_MAKERS: dict[QType, Callable[[np.random.Generator, NDArray[np.float32]], B
     QType.IQ4_NL: _iq4_nl,
     QType.IQ4_XS: _iq4_xs,
     QType.MXFP4: _mxfp4,
+    QType.F16: _f16,
+    QType.BF16: _bf16,
 }
 
 

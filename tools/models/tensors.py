@@ -20,7 +20,10 @@ QUANTS = {
     "q8_0": QType.Q8_0,
     "iq4_xs": QType.IQ4_XS,
     "mxfp4": QType.MXFP4,
+    "f16": QType.F16,
+    "bf16": QType.BF16,
 }
+PURE = ("q4_0", "q8_0", "f16", "bf16")  # every matrix has the same type
 
 # llama.cpp's tensor_type_fallback for rows that a super-block of 256 does not divide
 ROW_FALLBACK = {
@@ -85,7 +88,7 @@ def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tenso
 
 def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QType:
     """The type of one matrix, by the rules of llama_tensor_get_type_impl (llama-quant.cpp)."""
-    qtype = QUANTS[quant] if quant in ("q4_0", "q8_0") else _qtype_of_role(name, role, shape, quant)
+    qtype = QUANTS[quant] if quant in PURE else _qtype_of_role(name, role, shape, quant)
     if n_columns % GGML_QUANT_SIZES[qtype][0]:
         qtype = ROW_FALLBACK.get(qtype, qtype)
     block = GGML_QUANT_SIZES[qtype][0]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from gguf import GGUFWriter
@@ -33,6 +34,8 @@ FILE_TYPES = {
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "iq4_xs": LlamaFileType.MOSTLY_IQ4_XS,
     "mxfp4": LlamaFileType.MOSTLY_MXFP4_MOE,
+    "f16": LlamaFileType.MOSTLY_F16,
+    "bf16": LlamaFileType.MOSTLY_BF16,
 }
 
 Progress = Callable[[int, int], None]
@@ -136,15 +139,34 @@ def _shard_paths(path: Path, n_split: int) -> list[Path]:
     return [path.with_name(f"{stem}-{no:05d}-of-{n_split:05d}.gguf") for no in range(1, n_split + 1)]
 
 
-def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, advance: Callable[[int], None]) -> None:
+def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
+    """Writes a model of which only the header is on the disk, for plans; its weights are a hole in the file."""
+    plan = tensors(shape, quant)
+    writer = GGUFWriter(path, shape.arch)
+    _add_metadata(writer, shape, quant, "random", None)
+    add_tokenizer(writer, shape.n_vocab)
+    try:
+        out = _write_header(writer, plan)
+        out.truncate(out.tell() + sum(tensor.n_bytes + ALIGNMENT for tensor in plan))
+    finally:
+        writer.close()
+    return path
+
+
+def _write_header(writer: GGUFWriter, shard: list[Tensor]) -> BinaryIO:
+    """Writes all that stands before the weights, and returns the file."""
     for tensor in shard:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, tensor.qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    return writer.fout[0]
+
+
+def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, advance: Callable[[int], None]) -> None:
     try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        assert writer.fout is not None
-        out = writer.fout[0]
+        out = _write_header(writer, shard)
         for tensor in shard:
             out.write(bytes(-out.tell() % ALIGNMENT))
             for piece in weights.pieces(tensor):

@@ -1,0 +1,35 @@
+"""OpenAI's client against a server on this machine: start one with `moegguf serve` first.
+
+Prints the names of the server's models, a whole answer, and the parts of the same answer as they come. The address of
+another server is the first argument; its key, where it has one, is in MOEGGUF_API_KEY. The client comes with
+`pip install openai`.
+"""
+
+import os
+import sys
+
+from openai import OpenAI
+
+
+def main(url: str) -> None:
+    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("MOEGGUF_API_KEY") or "any")
+    print("models: " + ", ".join(model.id for model in client.models.list()))
+    whole = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "What is a router?"}], temperature=0, max_tokens=60
+    )
+    print(whole.choices[0].message.content)
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "What is a router?"}],
+        temperature=0,
+        max_tokens=60,
+        stream=True,
+    )
+    for chunk in stream:
+        if chunk.choices:
+            print(chunk.choices[0].delta.content or "", end="|", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:11434")

@@ -1,0 +1,43 @@
+"""A recording of what the routers chose, a simulation, and a plot.
+
+Writes routing.npz and routing.png into the folder that is given (default: this one). Prints how many passes were
+recorded, and the hit rate that two policies and Belady's bound, which knows the future, reach with a quarter of the
+experts.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moegguf import Llama
+from moegguf.trace.analysis import TraceAnalysis
+from moegguf.trace.trace import Trace
+
+
+def plot(trace: Trace, file: Path) -> None:
+    """Draws how often each expert was used in each layer."""
+    uses = [np.bincount(layer[layer >= 0], minlength=trace.shape.n_expert) for layer in trace.expert_ids]
+    figure = Figure()
+    axes = figure.subplots()
+    image = axes.imshow(uses, aspect="auto")
+    axes.set(xlabel="expert", ylabel="layer with experts")
+    figure.colorbar(image, label="tokens")
+    figure.savefig(file)
+
+
+def main(folder: Path) -> None:
+    recorded = folder / "routing.npz"
+    with Llama("demo", n_ctx=512, trace=recorded, verbose=False) as llm:
+        llm.create_chat_completion([{"role": "user", "content": "What is an expert?"}], temperature=0, max_tokens=60)
+    analysis = TraceAnalysis.open(recorded)
+    print(f"{analysis.trace.n_pass} passes over {analysis.trace.n_tokens} tokens")
+    for row in analysis.simulate(["lru", "next-use"], ["none"], [0.25]):
+        print(f"{row.policy}: {row.hit_rate:.0%} hits in {row.n_slots} slots")
+    plot(analysis.trace, folder / "routing.png")
+    print(f"wrote {folder / 'routing.png'}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

@@ -1,0 +1,149 @@
+// link_launch.h: what a simulated device takes from a graph when it is launched (link_device.cpp): operations,
+// parameters, shapes and addresses as they are at that moment, as a launch of CUDA's kernels takes them; and which
+// launches only repeat an earlier one, as ggml's CUDA backend decides for its graphs (ggml_backend_cuda_graph_compute).
+// Knows no device, and computes nothing.
+#pragma once
+
+#include "ggml-backend-impl.h" // buffers are not public; patches/README.md lists what we lean on
+#include "ggml-impl.h"         // nor is ggml_cgraph
+
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+namespace moegguf {
+
+// The nodes of a graph and their sources, copied: what becomes of the originals does not reach them.
+class Launch {
+  public:
+    explicit Launch(const ggml_cgraph & graph)
+        : uses_(ggml_hash_set_new((size_t)graph.n_nodes * 2)),
+          use_counts_(uses_.size, 0) {
+        for (int i = 0; i < graph.n_nodes; i++) {
+            const ggml_tensor * node = graph.nodes[i];
+            ggml_tensor * copied = copy(node);
+            for (int j = 0; j < GGML_MAX_SRC; j++) { copied->src[j] = node->src[j] ? copy(node->src[j]) : nullptr; }
+            nodes_.push_back(copied);
+            use_counts_[ggml_hash_find_or_insert(&uses_, copied)] = ggml_node_get_use_count(&graph, i);
+        }
+    }
+    ~Launch() { ggml_hash_set_free(&uses_); }
+    Launch(const Launch &) = delete;
+    Launch & operator=(const Launch &) = delete;
+
+    int n_nodes() const { return (int)nodes_.size(); }
+    const ggml_tensor * node(int i) const { return nodes_[i]; }
+
+    // Returns the nodes from `first` on and before `end`, for a backend that computes them.
+    ggml_cgraph part(int first, int end) {
+        ggml_cgraph graph = {};
+        graph.n_nodes = end - first;
+        graph.nodes = nodes_.data() + first;
+        graph.use_counts = use_counts_.data();
+        graph.visited_hash_set = uses_;
+        return graph;
+    }
+
+    // Returns where the buffer of a weight ends; nullptr: it is none, or a view.
+    const uint8_t * end_of_weights(const ggml_tensor * copied) const {
+        const auto found = ends_of_weights_.find(copied);
+        return found == ends_of_weights_.end() ? nullptr : found->second;
+    }
+
+  private:
+    ggml_tensor * copy(const ggml_tensor * t) {
+        ggml_tensor *& known = copies_[t];
+        if (known) { return known; }
+        known = &memory_.emplace_back(*t);
+        if (!t->view_src && t->buffer && t->buffer->usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+            ends_of_weights_[known] = (const uint8_t *)ggml_backend_buffer_get_base(t->buffer) + t->buffer->size;
+        }
+        known->buffer = nullptr; // it may be freed before this is computed
+        std::fill(std::begin(known->src), std::end(known->src), nullptr);
+        return known;
+    }
+
+    std::deque<ggml_tensor> memory_;
+    std::vector<ggml_tensor *> nodes_;
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> copies_; // by the original
+    std::unordered_map<const ggml_tensor *, const uint8_t *> ends_of_weights_;
+    ggml_hash_set uses_;
+    std::vector<int32_t> use_counts_; // as kernels that compute two nodes at once look them up
+};
+
+// The launches of one stream. A graph is known by its first node. Where neither its uid nor, without one, any node has
+// changed since its second launch, that one is repeated, whatever its tensors say by now.
+class Launches {
+  public:
+    // Returns what is to be computed for this graph; nullptr: it has the uid of a graph with another number of nodes.
+    std::shared_ptr<Launch> launch(const ggml_cgraph & graph) {
+        Known & known = known_[graph.nodes[0]];
+        if (graph.uid != 0 && graph.uid == known.uid && (int)known.properties.size() != graph.n_nodes) {
+            return nullptr;
+        }
+        const bool changed = update(known, graph);
+        if (changed || !known.settled) {
+            auto fresh = std::make_shared<Launch>(graph);
+            known.settled = !changed;
+            if (known.settled) { known.repeated = fresh; }
+            return fresh;
+        }
+        n_replays_ += 1;
+        return known.repeated;
+    }
+
+    uint64_t n_replays() const { return n_replays_; }
+
+  private:
+    struct Properties {
+        ggml_tensor node;
+        struct {
+            const void * data;
+            int64_t ne[GGML_MAX_DIMS];
+            size_t nb[GGML_MAX_DIMS];
+        } sources[GGML_MAX_SRC];
+    };
+
+    struct Known {
+        uint64_t uid = 0;
+        bool settled = false; // launched twice without a change: `repeated` is what is launched from then on
+        std::vector<Properties> properties;
+        std::shared_ptr<Launch> repeated;
+    };
+
+    static void describe(const ggml_tensor * node, Properties & out) {
+        memset((void *)&out, 0, sizeof(out)); // bytes between fields are compared, too
+        memcpy((void *)&out.node, node, sizeof(out.node));
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            const ggml_tensor * source = node->src[j];
+            if (!source) { continue; }
+            out.sources[j].data = source->data;
+            memcpy(out.sources[j].ne, source->ne, sizeof(source->ne));
+            memcpy(out.sources[j].nb, source->nb, sizeof(source->nb));
+        }
+    }
+
+    // Returns whether the graph is another one than at its last launch, and remembers it as it is now.
+    static bool update(Known & known, const ggml_cgraph & graph) {
+        if (graph.uid != 0 && graph.uid == known.uid) { return false; }
+        known.uid = graph.uid;
+        bool changed = (int)known.properties.size() != graph.n_nodes;
+        known.properties.resize(graph.n_nodes);
+        for (int i = 0; i < graph.n_nodes; i++) {
+            Properties now;
+            describe(graph.nodes[i], now);
+            if (changed || memcmp(&now, &known.properties[i], sizeof(now)) != 0) {
+                memcpy((void *)&known.properties[i], &now, sizeof(now));
+                changed = true;
+            }
+        }
+        return changed;
+    }
+
+    std::unordered_map<const void *, Known> known_; // by the first node
+    uint64_t n_replays_ = 0;
+};
+
+} // namespace moegguf

@@ -1,0 +1,135 @@
+"""Plans of two well-known models, of which only the headers are here, for cards with 8 and 16 GB."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moegguf.engine.cost import HitRates, Speeds
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.plan import Plan
+from moegguf.engine.run_hits import RunHits, read_run_hits
+from moegguf.engine.solver import make_plan
+from moegguf.engine.speeds import cpu_pool_bytes
+from moegguf.engine.stats import Stats
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.quantities import GIB, MIB, Link
+from tools.models import PRESETS, write_sparse_model
+
+GB = 10**9
+CONTEXT_BYTES = 400 * MIB  # that a driver keeps for this process on a card that nothing else uses
+RAM = Memory(128 * GIB, 120 * GIB, "the machine")
+
+Layouts = Callable[[str], ExpertLayout]
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Layouts:
+    folder, known = tmp_path_factory.mktemp("sparse"), dict[str, ExpertLayout]()
+
+    def layout(name: str) -> ExpertLayout:
+        if name not in known:
+            known[name] = read_layout(write_sparse_model(folder / f"{name}.gguf", PRESETS[name], "q4_k_m"))
+        return known[name]
+
+    return layout
+
+
+def card(n_bytes: int, used_bytes: int = CONTEXT_BYTES) -> Device:
+    """A card with so much free memory."""
+    return Device("CUDA0", 0, n_bytes, n_bytes + used_bytes)
+
+
+def speeds(cpu_bytes_per_s: float) -> Speeds:
+    """Speeds of a fast card behind PCIe 5."""
+    return Speeds(1.2e12, Link(50e9, 10e-6), cpu_bytes_per_s, device_node_s=2e-6, source="supposed")
+
+
+def plan(layout: ExpertLayout, device: Device, cpu_bytes_per_s: float = 45e9, **options: Any) -> Plan:
+    spec = LoadSpec(**{"n_ctx": 2048, **options})
+    there = Machine(RAM, devices=(device,))
+    return make_plan(layout, there, spec, speeds(cpu_bytes_per_s), HitRates.of(layout).curve())
+
+
+@pytest.mark.parametrize(
+    ("name", "n_bytes", "share"),
+    [("qwen1.5-moe-a2.7b", 8 * GB, 0.55), ("qwen3-30b-a3b", 8 * GB, 0.28), ("qwen3-30b-a3b", 16 * GB, 0.70)],
+)
+def test_a_card_that_nothing_else_uses_has_slots_for_so_many_experts(
+    layouts: Layouts, name: str, n_bytes: int, share: float
+) -> None:
+    layout = layouts(name)
+    found = plan(layout, card(n_bytes), placement="slots")
+    assert found.n_slots >= share * layout.n_expert_total
+    assert found.total_bytes <= n_bytes - 384 * MIB
+
+
+def test_embeddings_and_bytes_of_the_host_are_planned_in_ram_alone(layouts: Layouts) -> None:
+    layout = layouts("qwen3-30b-a3b")
+    on_card, on_cpu = plan(layout, card(8 * GB), placement="slots"), plan(layout, card(8 * GB), placement="cpu")
+    assert on_cpu.needs.dense_bytes - on_card.needs.dense_bytes == layout.embedding_bytes > 0
+    assert on_card.host_bytes > layout.embedding_bytes + on_card.n_ram_slots * on_card.slot_bytes
+
+
+def test_what_others_use_of_a_card_makes_the_margin_larger_and_only_a_small_one_is_warmed_up(layouts: Layouts) -> None:
+    layout = layouts("qwen3-30b-a3b")
+    for used_bytes, margin in ((CONTEXT_BYTES, 384 * MIB), (GIB, GIB), (0, GIB)):  # 0: the driver does not know
+        device = card(8 * GB, used_bytes)
+        found = plan(layout, device, placement="slots")
+        assert device.margin == margin
+        assert 0 <= found.available_bytes - found.total_bytes - margin < found.slot_bytes
+        assert found.warms_up == (margin < GIB)
+
+
+def test_an_unknown_shape_has_the_middle_curve_and_slots_win_with_a_usual_processor(layouts: Layouts) -> None:
+    layout = layouts("qwen1.5-moe-a2.7b")
+    found = plan(layout, card(8 * GB), 60e9).placement
+    assert found is not None and found.chosen.kind == "slots"
+    assert found.hit_rates.startswith("not known for this model; the middle of those published: Qwen3.6")
+
+
+def test_a_hit_rate_that_answers_reached_counts_with_about_the_same_share_of_slots(
+    layouts: Layouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    layout = layouts("qwen1.5-moe-a2.7b")
+    answer = Stats(passes=256, lookups=1000, hits_ready=400, hits_late=20, n_slots=800, slots_used=800, n_experts=1440)
+    hits = RunHits(layout)
+    for ignored in ({"passes": 8}, {"slots_used": 700}, {"n_slots": 1440, "slots_used": 1440}):
+        hits.add(replace(answer, **ignored))
+    hits.save()
+    assert read_run_hits(layout) == {}
+    hits.add(answer)
+    hits.add(replace(answer, hits_ready=440))
+    hits.save()
+    assert read_run_hits(layout) == {0.55: pytest.approx(0.44)}
+    found = plan(layout, card(8 * GB), 60e9).placement
+    assert found is not None and found.chosen.kind == "layers" and "that answers reached here" in found.reason
+    curve = HitRates.of(layout).curve()
+    assert curve.at(0.56) == pytest.approx(0.44) and curve.at(0.62) > 0.8 and curve.at(1.0) == 1
+
+
+@pytest.mark.parametrize("cpu_bytes_per_s", [45e9, 60e9, 80e9])
+def test_with_prompts_slots_win_over_layers_whose_prompts_the_processor_computes(
+    layouts: Layouts, cpu_bytes_per_s: float
+) -> None:
+    found = plan(layouts("qwen1.5-moe-a2.7b"), card(8 * GB), cpu_bytes_per_s)
+    assert found.placement is not None and found.device == "CUDA0" and not found.whole_layers
+    slots, layers = found.placement.placements[:2]
+    assert (slots.kind, layers.kind) == ("slots", "layers")
+    assert slots.prompt_tokens_per_s > 2 * layers.prompt_tokens_per_s
+    assert "of a prompt and" in found.placement.reason and "answered with 256" in found.placement.reason
+
+
+def test_a_processor_is_measured_with_four_times_its_last_cache_and_a_quarter_of_the_memory_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "size"
+    monkeypatch.setattr("moegguf.engine.speeds.LAST_CACHE", cache)
+    assert cpu_pool_bytes(64 * GIB) == 96 * MIB
+    cache.write_text("307200K")
+    assert cpu_pool_bytes(64 * GIB) == 1200 * MIB
+    assert cpu_pool_bytes(2 * GIB) == 512 * MIB

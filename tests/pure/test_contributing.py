@@ -1,0 +1,83 @@
+"""CONTRIBUTING.md names files, rooms, commands and header fields that exist; issue forms are valid."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_help import help_of
+
+from tools.patches import HEADER_FIELDS
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+FORMS = sorted(path.stem for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+COMMANDS = sorted(set(re.findall(r"\.venv/bin/moegguf ([^`\n]*)", GUIDE)))
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """Returns the cells of the first table below a heading, without its first two lines."""
+    table = re.search(rf"^#+ {heading}\n.*?((?:^\|[^\n]*\n)+)", GUIDE, re.MULTILINE | re.DOTALL)
+    assert table, heading
+    return [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table[1].splitlines()[2:]]
+
+
+def form(name: str) -> Any:
+    return pytest.importorskip("yaml").safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text("utf-8"))
+
+
+def test_every_file_that_the_guide_names_exists() -> None:
+    named = set(re.findall(r"(?<![\w/.])((?:tests|tools|patches|moegguf|docs|build)/[\w/.]*\w)", GUIDE))
+    assert len(named) > 15
+    built = {name for name in named if name.startswith("build/")}
+    assert {name for name in named - built if not (ROOT / name).exists()} == set()
+
+
+def test_the_example_of_a_test_name_is_a_test() -> None:
+    (name,) = set(re.findall(r"`(test_\w+)`", GUIDE))
+    assert any(f"def {name}(" in path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+def test_every_room_of_tests_is_in_the_table() -> None:
+    rooms = {path.parent for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert {row[0] for row in rows_below("One test")} == {f"`tests/{path.name}`" for path in rooms}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_guide_exists(command: str) -> None:
+    name, *rest = shlex.split(command)
+    shown = help_of(name)
+    assert all(re.search(rf"(^|[\s,│]){word}\b", shown, re.MULTILINE) for word in rest if word.startswith("-"))
+
+
+def test_the_guide_names_the_header_fields_of_a_patch() -> None:
+    fields = re.search(r"header fields (.*?),? a line in", GUIDE, re.DOTALL)
+    assert fields
+    assert tuple(re.findall(r"`(\w+)`", fields[1])) == HEADER_FIELDS
+
+
+def test_plain_english_has_ten_pairs_and_each_word_has_one_meaning() -> None:
+    pairs = rows_below("Plain English")
+    assert len(pairs) == 10
+    assert all(len(pair) == 2 and pair[0] != pair[1] for pair in pairs)
+    words = [word for row in rows_below("Words") for word in row[0].split(", ")]
+    assert len(words) == len(set(words)) > 20
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_issue_form_is_valid(name: str) -> None:
+    parsed = form(name)
+    assert set(parsed) == {"name", "description", "labels", "body"}
+    ids = [part["id"] for part in parsed["body"] if part["type"] != "markdown"]
+    assert len(ids) == len(set(ids)) > 0
+    for part in parsed["body"]:
+        assert part["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
+        assert part["attributes"]["value" if part["type"] == "markdown" else "label"]
+        assert all(isinstance(option, str) for option in part["attributes"].get("options", ()))
+
+
+def test_the_form_for_bugs_requires_the_output_of_doctor() -> None:
+    (doctor,) = (part for part in form("bug")["body"] if part.get("id") == "doctor")
+    assert "moegguf doctor" in doctor["attributes"]["label"]
+    assert doctor["validations"] == {"required": True}
