@@ -185,7 +185,6 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
     const bool is_same_pass = choice.il > context.pass.il;
     if (is_on(Remedy::late_notes) && is_same_pass) {
         context.set_aside(shared, lock);
-        context.note_failures(shared);
     } else {
         context.await_copies(shared, lock);
     }

@@ -206,7 +206,6 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
     choice.stream = store.layout.has_experts(il) ? stream_of(backend, store.tiers.of(il)) : nullptr;
     if (!in_place) {
         ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer));
-        if (!context.ids.hold(device, n)) { synchronize(backend); } // which may still read those before
         choice.ids = context.ids.space(device, n);
         backend ? ggml_backend_tensor_get_async(backend, t, choice.ids, 0, n_bytes)
                 : ggml_backend_tensor_get(t, choice.ids, 0, n_bytes);
@@ -282,8 +281,7 @@ extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) 
 
 extern "C" ggml_backend_buffer_type_t moegguf_adapter_buft(const ggml_tensor * w) {
     Store * store = store_of(w);
-    const Tier * tier = store ? store->tier_of(w->name) : nullptr;
-    return tier ? tier->pool()->memory().buft : ggml_backend_buffer_get_type(w->buffer);
+    return ggml_backend_buffer_get_type((store ? store->pool_tensor(w->name, 1) : w)->buffer);
 }
 
 extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w, const ggml_tensor * ids) {

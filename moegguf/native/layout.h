@@ -79,11 +79,6 @@ struct Layout {
 
     bool has_experts(int il) const { return il >= 0 && il < (int)layers.size() && layers[il].n_expert > 0; }
     bool has_expert(int il, int expert) const { return has_experts(il) && expert >= 0 && expert < layers[il].n_expert; }
-    int find(const char * name) const { // of a matrix, its index; -1: there is none
-        const auto is_named = [&](const Matrix & m) { return m.name == name; };
-        const auto found = std::find_if(matrices.begin(), matrices.end(), is_named);
-        return found == matrices.end() ? -1 : int(found - matrices.begin());
-    }
     int key(int il, int expert) const { return il * n_expert_max + expert; }
     size_t n_keys() const { return layers.size() * n_expert_max; }
     uint64_t bytes(int il, uint8_t kinds) const { // of these matrices of an expert, those that the layer has

@@ -351,9 +351,10 @@ MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_mat
 MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
 
 // Measures how fast the CPU, in n_ram_slots slots, and the config's one device, in its n_slots, are with copies of the
-// first expert of one layer; with the CPU for a device, the device's figures are 0. Without shards (MOEGGUF_SIMULATE) the experts are
-// zeros. Each figure takes about `seconds` (at most 60), with n_threads threads; nothing else should compute meanwhile.
-// The slots are freed again. INVALID: the config has several devices or layers; MEMORY: a device refuses the slots.
+// first expert of one layer; with the CPU for a device, the device's figures are 0. Without shards (MOEGGUF_SIMULATE)
+// the experts are zeros. Each figure takes about `seconds` (at most 60), with n_threads threads; nothing else should
+// compute meanwhile. The slots are freed again. INVALID: the config has several devices or layers; MEMORY: a device
+// refuses the slots.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 

@@ -59,13 +59,12 @@ void Store::stop_links() {
 }
 
 ggml_tensor * Store::pool_tensor(const char * name, int n_tokens) const {
-    const int i = layout.find(name);
-    return i >= 0 ? tiers.of(layout.matrices[i].il, n_tokens).pool()->tensor(i) : nullptr;
-}
-
-const Tier * Store::tier_of(const char * name) const {
-    const int i = layout.find(name);
-    return i >= 0 ? &tiers.of(layout.matrices[i].il) : nullptr;
+    for (size_t i = 0; i < layout.matrices.size(); i++) {
+        if (layout.matrices[i].name == name) {
+            return tiers.of(layout.matrices[i].il, n_tokens).pool()->tensor((int)i);
+        }
+    }
+    return nullptr;
 }
 
 std::vector<Tier *> Store::tiers_at(int index) {

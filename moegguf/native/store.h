@@ -48,8 +48,7 @@ class Store {
     void resize(Tier & tier, int n_slots);   // no pass is under way
     std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
-    ggml_tensor * pool_tensor(const char * name, int n_tokens) const; // of a matrix; nullptr: there is none
-    const Tier * tier_of(const char * name) const;                    // likewise, that computes its layer
+    ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 
     // The parts. Each is used by those that follow.
     const Layout layout;

@@ -16,7 +16,7 @@ bool Supply::place(Context & context, Lock & lock) {
     if (shared_.has(MOEGGUF_PREEMPT) && !pinned.tier->numbering.resident()) { transfers_.drop_prefetches(event.il); }
     Tier & tier = *pinned.tier;
     const auto is_absent = [&](int expert) { return event.slot_of[expert] == Event::no_slot_yet; };
-    if (std::any_of(event.experts.begin(), event.experts.end(), is_absent)) { context.await_copies(shared_, lock); }
+    if (std::any_of(event.experts.begin(), event.experts.end(), is_absent)) { context.free_late(shared_, lock); }
     const bool fits = (int)event.experts.size() <= tier.residency.n_usable();
     for (int expert : event.experts) { // that have no slot yet
         if (!is_absent(expert)) { continue; }
@@ -170,17 +170,17 @@ uint8_t Pinned::missing(int s, uint8_t kinds) const {
 
 int32_t * HostIds::space(ggml_backend_dev_t device, size_t n) {
     constexpr size_t least = 1024;
-    ggml_backend_buffer_ptr & memory = space_[device];
-    if (!memory || size_of(device) < n) {
+    std::vector<ggml_backend_buffer_ptr> & memory = memory_[device];
+    const size_t n_bytes = n * sizeof(int32_t),
+                 there = memory.empty() ? 0 : ggml_backend_buffer_get_size(memory.back().get());
+    if (there < n_bytes) {
         const bool pinned = is_on(Remedy::pinned_ids);
         ggml_backend_buffer_type_t buft = pinned ? host_memory({device}).buft : ggml_backend_cpu_buffer_type();
-        memory.reset(ggml_backend_buft_alloc_buffer(buft, std::max(n, least) * sizeof(int32_t)));
-        if (!memory) {
-            space_.erase(device);
-            throw Error(MOEGGUF_MEMORY, "no memory for the ids of experts");
-        }
+        ggml_backend_buffer_ptr more(ggml_backend_buft_alloc_buffer(buft, std::max({least, n_bytes, 2 * there})));
+        if (!more) { throw Error(MOEGGUF_MEMORY, "no memory for the ids of experts"); }
+        memory.push_back(std::move(more));
     }
-    return (int32_t *)ggml_backend_buffer_get_base(memory.get());
+    return (int32_t *)ggml_backend_buffer_get_base(memory.back().get());
 }
 
 Context::Context(Store & store, Tier & tier, int n_expert_max) : store(store) {
@@ -212,27 +212,28 @@ void Context::note_failures(const Shared & shared) {
 }
 
 void Context::await_copies(Shared & shared, Lock & lock) {
-    for (Pinned * layer : {&late, &pinned}) {
-        shared.wait(lock, [&] { return layer->noted(); });
-        layer->ordered = 0;
-    }
+    free_late(shared, lock);
+    shared.wait(lock, [this] { return pinned.noted(); });
+    pinned.ordered = 0;
+    note_failures(shared);
+}
+
+void Context::free_late(Shared & shared, Lock & lock) {
+    if (late.slots.empty()) { return; }
+    shared.wait(lock, [this] { return late.noted(); });
     note_failures(shared);
     late.unpin();
 }
 
 void Context::set_aside(Shared & shared, Lock & lock) {
-    if (pinned.noted()) {
-        pinned.ordered = 0;
-        return;
+    if (!pinned.noted()) {
+        free_late(shared, lock);
+        late.tier = pinned.tier;
+        late.ordered = pinned.ordered;
+        late.slots.swap(pinned.slots);
     }
-    if (!late.slots.empty()) {
-        shared.wait(lock, [&] { return late.noted(); });
-        note_failures(shared);
-        late.unpin();
-    }
-    late.tier = pinned.tier;
-    std::swap(late.slots, pinned.slots);
-    std::swap(late.ordered, pinned.ordered);
+    pinned.ordered = 0;
+    note_failures(shared);
 }
 
 // The last layer may be computed for fewer tokens than the pass has: those whose logits are wanted.

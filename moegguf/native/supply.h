@@ -109,16 +109,12 @@ struct Failure {
 // itself, where it has such memory.
 class HostIds {
   public:
-    bool hold(ggml_backend_dev_t device, size_t n) const { return space_.count(device) && size_of(device) >= n; }
-    // Returns memory for n ids of a device. The ids before are lost where there was less. Throws Error(MEMORY).
+    // Returns memory for n ids of a device. It stays, also where a later call returns other memory. Throws
+    // Error(MEMORY).
     int32_t * space(ggml_backend_dev_t device, size_t n);
 
   private:
-    size_t size_of(ggml_backend_dev_t device) const {
-        return ggml_backend_buffer_get_size(space_.at(device).get()) / sizeof(int32_t);
-    }
-
-    std::map<ggml_backend_dev_t, ggml_backend_buffer_ptr> space_;
+    std::map<ggml_backend_dev_t, std::vector<ggml_backend_buffer_ptr>> memory_; // the last one is the largest
 };
 
 struct Context {
@@ -134,10 +130,11 @@ struct Context {
     }
     void note_failures(const Shared & shared); // of what is pinned
 
-    // Waits until the thread that copies has noted what streams waited for, and frees slots of earlier layers. Neither
-    // what is evicted next nor whether the pass has failed depends then on when that thread does so.
+    // Waits until the thread that copies has noted what streams waited for: neither what is evicted next nor whether
+    // the pass has failed depends then on when that thread does so. Frees the slots of `late`.
     void await_copies(Shared & shared, Lock & lock);
-    void set_aside(Shared & shared, Lock & lock); // what await_copies() would wait for; end_layer() then frees the rest
+    void free_late(Shared & shared, Lock & lock);
+    void set_aside(Shared & shared, Lock & lock); // into `late`, what await_copies() would have to wait for
 
     bool gather_tokens(int n_event_tokens); // into event.sequences and phases; false: all are of announced.sequence
     bool has_one_token_each() const;        // the pass decodes one token of each of several sequences

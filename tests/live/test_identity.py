@@ -167,6 +167,7 @@ def test_the_shared_expert_is_computed_while_others_arrive(
 ) -> None:
     path = tiny("tiny-qwen2moe", "q4_0")
     few, all_resident = load(path, expert_cache="30%"), load(path, expert_cache="100%")
+    all_resident.session.store.watch(True)  # type: ignore[union-attr]  # so that its layers have nodes for slot ids, too
     computed.clear()
     for llm in (few, all_resident):
         llm.eval(PROMPT[:n_tokens])
