@@ -4,16 +4,17 @@
 // does, with as many threads or a number of its own, which makes it faster or slower than the CPU. A copy between it
 // and the host takes the link's latency, and then its bytes over the bandwidth, in each direction one copy after
 // another; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its own, on
-// a thread of its own; graphs are launched into it as they are at that moment, or are repeated as they were
-// (link_launch.h); events connect streams; a copy from or to memory that is not pinned keeps the caller waiting; and
-// where memory cannot be pinned the host buffer type gives ordinary memory.
+// a thread of its own; graphs are launched as they are at that moment, or are repeated as they were (link_launch.h);
+// events connect streams; a copy from or to memory that is not pinned keeps the caller waiting; and where memory cannot
+// be pinned the host buffer type gives ordinary memory. A launch keeps the caller waiting, too.
 //
-// Strict, it is as hard on its users as CUDA may be: binding a quantised tensor zeroes the padding behind it; kernels
-// read rows up to that padding's end, and give NaN where they meet what they should not; fresh memory, and memory that
-// a copy under way writes, is full of NaN; freed memory is gone for good; copies come in pieces of any order, from
-// memory that is not pinned, too, after the call; a stream does nothing before somebody waits for it, but for some
-// launches, which begin at once. A launch that chooses by ids that do not exist, or touches freed memory, and a copy
-// whose source has changed before it came, are faults: the device keeps the first one, and computes no more.
+// Strict, it is as hard on its users as CUDA may be: launches and copies come later, in the order of their stream,
+// which does nothing before somebody waits for it, but for some launches, which begin at once; binding a quantised
+// tensor zeroes the padding behind it; kernels read rows up to that padding's end, and give NaN where they meet what
+// they should not; fresh memory, and memory that a copy under way writes, is full of NaN; freed memory is gone for
+// good; copies come in pieces of any order, also from memory that is not pinned. A launch that chooses by ids that do
+// not exist, or touches freed memory, and a copy whose source has changed before it came, are faults: the device keeps
+// the first one, and computes no more.
 //
 // It may touch its own memory and what it is told to copy. Knows no store.
 #include "api.h"
@@ -214,7 +215,7 @@ ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t si
 
 struct Backend {
     LinkDevice & device;
-    ggml_backend_ptr cpu; // used by the queue's thread alone
+    ggml_backend_ptr cpu; // used when the queue comes to it, or is empty
     Launches launches;
     CommandQueue queue;
 };
@@ -312,8 +313,13 @@ ggml_status compute(ggml_backend_t of_device, ggml_cgraph * graph) {
     device.n_launches += 1;
     device.n_replays += backend.launches.n_replays() - n_replays;
     device.n_launches_beside_copies += device.copies_under_way > 0;
-    const bool at_once = device.strict && device.random() % 2;
-    backend.queue.push([&backend, launch] { run(backend, *launch); }, at_once);
+    if (device.strict) {
+        const bool at_once = device.random() % 2;
+        backend.queue.push([&backend, launch] { run(backend, *launch); }, at_once);
+    } else { // here: threads that hand work over take part of the time that is measured
+        synchronize(of_device);
+        run(backend, *launch);
+    }
     return GGML_STATUS_SUCCESS;
 }
 

@@ -2,7 +2,7 @@
 
 A device is ggml's RPC server over loopback, whose memory is not host memory, or is behind a simulated link; a strict
 one asks of its users what CUDA does: padding behind rows, poison where nothing was written, and copies that come late
-and in any order (native/link_device.cpp).
+and in any order (testing/link_device.cpp).
 """
 
 import warnings

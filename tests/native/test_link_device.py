@@ -164,7 +164,7 @@ def launches(n: int) -> tuple[list[bool], LinkFigures]:
     """Returns whether a result was there after each of n launches behind a copy of 0.2 s, and after waiting; and the
     device's figures."""
     n_bytes = 1 << 20
-    rig = Rig(Link(n_bytes / 0.2))
+    rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
     memory, _ = rig.host_memory(n_bytes)
     graph, source, result, free = rig.graph(n_bytes)
     stream, there = rig.backend(), []
@@ -179,7 +179,7 @@ def launches(n: int) -> tuple[list[bool], LinkFigures]:
     return there, link_figures(rig.name)
 
 
-def test_graphs_are_launched_behind_copies_and_repeated_from_the_third_launch_on() -> None:
+def test_graphs_of_a_strict_device_are_launched_behind_copies_and_repeated_from_the_third_launch_on() -> None:
     there, figures = in_own_process(launches, 4)
     assert there == [False] * 4 + [True]
     assert (figures.launches, figures.replays, figures.launches_beside_copies, figures.fault) == (4, 2, 4, "")
