@@ -16,13 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
-from hypothesis import Phase, settings
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
-
-# Any failing example will do for tools/fault_check.py.
-settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.generate])
 
 TinyModel = Callable[..., Path]
 Load = Callable[..., "Llama"]

@@ -90,7 +90,8 @@ def failing(tests: Sequence[str], is_native: bool) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
     if is_native:
         environment["MOEGGUF_LIBRARY"] = str(BUILD / "bin")
-        command.append("--hypothesis-profile=no-shrinking")
+        if any("tests/native/" in test for test in tests):
+            command.append("--hypothesis-profile=no-shrinking")
     try:
         found = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 from fake_model import FakeModel, Open, make_model
+from hypothesis import Phase, settings
 from product import Product
 
 from moegguf.native.store import Store, StoreContext, StoreOptions
 from moegguf.testing.library import FAULT, arm_fault
+
+# Any failing example will do for tools/fault_check.py.
+settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.generate])
 
 
 @pytest.fixture(autouse=True)
