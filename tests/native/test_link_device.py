@@ -186,19 +186,21 @@ def test_graphs_of_a_strict_device_are_launched_behind_copies_and_repeated_from_
 
 
 def faults_of_users() -> list[str]:
-    """Returns what strict devices say of a copy whose source changes before it is done, and of a device that is used
-    well. The first one computes nothing afterwards."""
+    """Returns what strict devices say of a copy whose source changes before it is done, and of a graph whose memory is
+    freed before it is computed; whether such a device computes on; and of a device that is used well."""
     n_bytes, found = 1 << 16, []
-    for misuse in ("source", ""):
-        rig = Rig(FREE, strict_seed=1)
+    for misuse in ("source", "memory", ""):
+        rig = Rig(FREE, strict_seed=2)  # with this seed the launch does not begin before somebody waits
         memory, _ = rig.host_memory(n_bytes)
-        graph, source, _, _ = rig.graph(n_bytes)
+        graph, source, _, free = rig.graph(n_bytes)
         stream = rig.backend()
         rig.call("tensor_set_async", stream, source, memory, 0, n_bytes)
         if misuse == "source":
             c.memset(memory + n_bytes // 2, 2, 4)
         else:
             rig.call("graph_compute_async", stream, graph)
+        if misuse == "memory":
+            free()
         rig.call("synchronize", stream)
         if misuse:
             assert rig.call("graph_compute_async", stream, graph) != 0
@@ -208,8 +210,9 @@ def faults_of_users() -> list[str]:
 
 
 def test_a_strict_device_keeps_what_it_cannot_bear() -> None:
-    source, nothing = in_own_process(faults_of_users)
+    source, memory, nothing = in_own_process(faults_of_users)
     assert source == "what was to be copied has changed before it was"
+    assert "memory that is not there" in memory
     assert nothing == ""
 
 
