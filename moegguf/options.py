@@ -22,7 +22,7 @@ MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
 PLACEMENTS = ("auto", "layers", "slots", "cpu")
-"""Where experts go on a machine with a GPU: see engine/solver.py."""
+"""Places of experts on a machine with a GPU: see engine/solver.py."""
 DRAFTS = ("auto", "off", "ngram", "mtp")
 """Tokens that are guessed ahead, and verified in the next pass."""
 KERNELS = ("avx512", "avx2", "upstream")

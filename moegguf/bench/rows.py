@@ -174,7 +174,7 @@ def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
 
 
 def _tests(outcomes: Sequence[Outcome], index: int) -> dict[int, Row]:
-    """Returns {round: the results of a test}, without those of runs that failed."""
+    """Returns {round: the results of a test}, without runs that failed."""
     return {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
 
 
@@ -183,8 +183,8 @@ def _stall_ms(test: Row) -> float:
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """Returns speed and stall of `own` divided by those of `other` (medians over rounds), and whether the tokens
-    agree."""
+    """Returns the speed and the stall of `own`, each divided by the value of `other` (medians over rounds), and
+    whether the tokens agree."""
     theirs = _tests(other, index)
     pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # of the same round
     row: Row = {"error": _error(other)}

@@ -8,14 +8,14 @@ there first. Per token, with A the bytes of its experts over all L layers and D 
     whole layers   (D + f A) / device + (1 - f) (A / CPU + L * way)               f: share of the layers on the device
     CPU            (D + A) / CPU
 
-With every expert on the device h is 1, and nothing stops. Besides come the nodes of a graph that read no weights, and
-experts that are in no memory are read from the disk. `way`: of activations from the device to the CPU and back; `copy`:
-of a layer's misses besides their bytes. Speeds are those that kernels and copies reach; of a device that is only
-supposed they are 0.65 of its memory's bandwidth, and the constants here: measurements of others were fitted with them.
+With every expert on the device h is 1, and nothing stops. The nodes of a graph that read no weights are added, and
+experts that are in no memory are read from the disk. `way` moves activations from the device to the CPU and back.
+`copy` is the time of a layer's misses without their bytes. Speeds are measured with kernels and copies. A device that
+is only supposed has 0.65 of its memory's bandwidth, and the constants here: other people's measurements fit these.
 
-A pass of a prompt reads weights once, those of all experts that its tokens use, and multiplies DEVICE_GAIN or CPU_GAIN
-times as fast as single tokens. Where experts are staged, those without a slot are copied meanwhile. A placement is as
-good as it is fast with a typical request: PROMPT_TOKENS, then ANSWER_TOKENS.
+A pass of a prompt reads the weights of all experts that its tokens use once. It multiplies DEVICE_GAIN or CPU_GAIN
+times as fast as single tokens do. Where experts are staged, experts without a slot are copied meanwhile. The best
+placement takes the least time for a typical request: PROMPT_TOKENS, then ANSWER_TOKENS.
 
 Hit rates to expect are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
 the range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there
@@ -252,7 +252,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class HitRates:
-    """What is known of a model's hit rates."""
+    """The known hit rates of a model."""
 
     layout: ExpertLayout
     measured: Measured | None = None  # None: its routing was not recorded

@@ -1,6 +1,6 @@
-"""How a model is to be loaded: `LoadSpec`, made of the options of one load, each checked once.
+"""`LoadSpec`: the options of one load, each checked once.
 
-Commands, servers and `Llama` make theirs here, of the same table (`moegguf.options`); plans are made of nothing else.
+Commands, servers and `Llama` make a LoadSpec from one table (`moegguf.options`), and plans read nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Budget = str | int | float | ExpertCache
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """Options of one load. The defaults are those of `Llama`: llama-cpp-python's, where that has the keyword."""
+    """Options of one load. `Llama` has these defaults; llama-cpp-python has them, too, where it has the keyword."""
 
     n_ctx: int | None = 512  # None: chosen for the memory; 0: the model's own
     n_batch: int | None = None  # None: 512, or a whole text where texts are pooled
@@ -59,7 +59,8 @@ class LoadSpec:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, commands: bool = False) -> LoadSpec:
-        """The options given, by name or as keywords of `Llama`, over those of the environment, over the defaults.
+        """Returns the options of a load. A given option (by name, or as a keyword of `Llama`) wins over the
+        environment, and the environment over the defaults.
 
         commands: for a command or a server, whose defaults and variables are more (`moegguf.options`). `strategy`
         chooses the store's options where there is no `store`. None counts as not given. Raises BudgetError,
@@ -107,11 +108,11 @@ class LoadSpec:
 
     @property
     def refuses_cpu(self) -> bool:
-        """Whether not everything may be left to the CPU."""
+        """Returns whether some layer has to be computed on a GPU."""
         return self.n_gpu_layers is not None and self.placement != "cpu"
 
     def is_divided(self, devices: Sequence[Device]) -> bool:
-        """Whether layers are divided over these devices, or between one and the CPU: then only slots are planned.
+        """Returns whether layers are divided over these devices, or between one and the CPU. Then only slots fit.
 
         Raises OptionError for placement "layers" there.
         """
@@ -160,7 +161,7 @@ class LoadSpec:
 
 
 def default_store(strategy: str = "") -> StoreOptions:
-    """How a strategy moves experts. Raises OptionError."""
+    """Returns the store's options with which a strategy moves experts. Raises OptionError."""
     return find_strategy(strategy).store
 
 

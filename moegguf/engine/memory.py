@@ -216,15 +216,17 @@ def is_embedding(metadata: Mapping[str, Any]) -> bool:
 
 
 def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: ExpertCache = AUTO) -> Sizes:
-    """Returns the sizes with a context and a KV cache, chosen for so much free memory, of which experts are given
-    `cache` ("auto": what is left).
+    """Returns the sizes with a context and a KV cache, chosen for `free_bytes` of memory. Experts get `cache` of it
+    ("auto": what is left).
 
     A context that is not given is the largest, up to the model's own, in a tenth of the free memory, or in a quarter
-    where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves to experts, or
-    than a `cache` that is given leaves to it. A KV cache that is not given has all tokens that its sequences can have
-    together, less by the same rule, and at least those of one: answers are rarely as long as their context can be, and
-    memory of experts makes each of them faster. One that is given has no more than these, and no fewer, with a warning:
-    without, the longest answer cannot end.
+    where every expert fits beside it. A context of up to 4,096 tokens may take more, but never more than it leaves to
+    experts, or than a given `cache` leaves to the context.
+
+    A KV cache that is not given has all tokens that its sequences can have together, less by the same rule, and at
+    least the tokens of one sequence: answers are rarely as long as their context can be, and memory for experts makes
+    each answer faster. A given KV cache stays between these two sizes. A warning says when it was made larger: without
+    the tokens of one sequence the longest answer cannot end.
 
     Raises OptionError for a context that cannot be.
     """
@@ -238,7 +240,7 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
 
     def is_modest(n_tokens: int) -> bool:
-        """Whether a KV cache of so many tokens leaves enough memory to experts."""
+        """Returns whether a KV cache of `n_tokens` leaves enough memory to experts."""
         cached_bytes = kv_bytes(layout, n_tokens, sizes.type_k, sizes.type_v)
         grown = buffers(n_tokens, sizes.most_ubatch) - buffers(KV_PAD_TOKENS, sizes.most_ubatch)
         is_small = n_tokens <= SMALL_CTX_TOKENS or cached_bytes + grown <= modest_bytes

@@ -33,23 +33,23 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What one memory gets."""
+    """A memory's part of a plan: the layers that are computed there, slots and bytes."""
 
     name: str | None  # ggml's name of a device; None: RAM, with the CPU
     layers: tuple[int, ...]  # that are computed there
     n_slots: int  # for experts of these layers
     total_bytes: int  # that it takes there, all slots included
     available_bytes: int = 0  # that this process may take there
-    n_below: int = 0  # slots in RAM from which those of devices are filled
+    n_below: int = 0  # slots in RAM from which slots of devices are filled
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything goes, with the tokens of context and of a pass."""
+    """The plan of a load: the part of each memory, the context, and the tokens of a pass."""
 
     memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
     slot_bytes: int
-    n_experts: int  # of which each may have a slot
+    n_experts: int  # of all layers together
     n_ctx: int
     n_ubatch: int  # tokens of a pass
     needs: MemoryNeeds = NO_NEEDS  # beside slots; the work memory of slots is part of compute_bytes
@@ -113,12 +113,12 @@ class Plan:
 
     @property
     def n_ram_slots(self) -> int:
-        """Slots in RAM below those of devices."""
+        """Slots in RAM from which slots of devices are filled."""
         return self.ram.n_below
 
     @property
     def resident(self) -> bool:
-        """Whether every expert has a slot of its own."""
+        """Returns whether every expert has a slot of its own."""
         return self.n_slots == self.n_experts
 
     @property

@@ -76,9 +76,9 @@ class _Part:
 
 
 class _Parts:
-    """The parts of a sequence, none of which cuts an image. `blocks`: the full parts that it begins with.
+    """The parts of a sequence. No part cuts an image.
 
-    name: of all that they depend on but tokens and `images`.
+    blocks: the full parts at the beginning. name: stands for all that the parts depend on but tokens and `images`.
     """
 
     def __init__(self, name: str, tokens: Tokens, images: Images) -> None:

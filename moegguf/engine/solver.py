@@ -113,12 +113,12 @@ class Task:
 
     @property
     def is_divided(self) -> bool:
-        """Whether layers are divided over devices, or between one and the CPU."""
+        """Returns whether layers are divided over devices, or between one and the CPU."""
         return self.spec.is_divided(self.machine.devices)
 
     @property
     def cpu_streams(self) -> bool:
-        """Whether the store may stream experts through the CPU's slots."""
+        """Returns whether the store may stream experts through the CPU's slots."""
         store = self.spec.store
         return store.overlap if self.machine.devices else store.can_stream
 
@@ -153,7 +153,7 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
 
 
 def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
-    """The kinds of these plans that may be taken. Raises why the first that was asked for is none, where none may."""
+    """Returns the kinds of these plans that may be taken. Raises the error of the first one in question if none may."""
     spec = task.spec
     no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
     asked = [kind for kind in KINDS_OF[spec.placement] if not (kind == "cpu" and no_cpu)]
@@ -230,7 +230,7 @@ def budget_slots(cache: ExpertCache, layout: ExpertLayout, slot_bytes: int, free
 
 @dataclass
 class Pool:
-    """A model in one memory, or in those of several devices together, with slots for its experts."""
+    """A model in one memory, or in the memories of several devices together, with slots for its experts."""
 
     layout: ExpertLayout
     cache: ExpertCache  # the budget
@@ -249,9 +249,10 @@ class Pool:
         self.reasons = list(self.sizes.reasons)
 
     def fit(self) -> Fit:
-        """Slots and tokens of a pass. Raises BudgetError, stating the minimum, when the budget (or, for "auto", the
-        free memory) does not hold the experts that one token uses in one layer, or those of an image that has to be
-        read in one pass."""
+        """Returns the slots and the tokens of a pass.
+
+        Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) is too small for the
+        experts that one token uses in one layer, or for the experts of an image that has to be read in one pass."""
         layout = self.layout
         if not layout.is_moe:
             self.reasons.append("the model has no experts, so it runs as plain llama.cpp")
@@ -433,8 +434,10 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
 
 
 def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
-    """(slots of layers that the CPU computes, slots below those of devices) of `total` in RAM, in proportion to
-    n_on_cpu and n_below, which are the most of each; at least least_on_cpu, and one below where there are some."""
+    """Returns (slots of layers that the CPU computes, slots that fill slots of devices), together `total` in RAM.
+
+    They are in proportion to `n_on_cpu` and `n_below`, and never more than these. The CPU has at least `least_on_cpu`,
+    and devices at least one where `n_below` is not 0."""
     n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
     n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
     return n_cpu, min(n_below, total - n_cpu)
@@ -457,7 +460,7 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
 
 
 def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
-    """As many last layers, but never all, as have their experts in so many bytes."""
+    """Returns the last layers whose experts together take at most `n_bytes`, but never every layer."""
     whole = list[int]()
     for layer in reversed(layout.layers[1:]):
         n_bytes -= layer.n_expert * layer.expert_bytes
@@ -500,7 +503,7 @@ def plan_layers(task: Task) -> Plan:
         )
     reasons = (
         f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
-        f" layers by the CPU; those of the other {len(whole)} lie on {device.name}",
+        f" layers by the CPU; the experts of the other {len(whole)} layers lie on {device.name}",
         f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
     )
     layers = _every_layer(layout)
@@ -538,7 +541,8 @@ def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: 
 
 
 def count_layers(layout: ExpertLayout) -> int:
-    """Layers that llama.cpp counts in `n_gpu_layers`, those of multi-token prediction too; without the output."""
+    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`: also layers of multi-token prediction,
+    without the output."""
     n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
     return n_layer if isinstance(n_layer, int) else layout.n_layer
 
@@ -559,13 +563,13 @@ def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int
 
 
 def plan_slots(task: Task) -> Plan:
-    """The plan with slots on the machine's devices, and others below them in RAM. Weights that every token uses, the
-    context, the buffers of a pass and staging tensors are on the devices, too.
+    """Returns the plan with slots on the machine's devices, and others below them in RAM.
 
-    Of STAGING_TENSORS, 1 and no staging tensors on each device it has the most that fit and pay (`_pays`), none where
-    every expert has a slot; so many as the store's options say, beside the budget in VRAM, where they fit. Raises
-    BudgetError, stating the minimum, where a budget is too small, OptionError for a split or a number of tensors that
-    cannot be.
+    Weights that every token uses, the context, the buffers of a pass and staging tensors are on the devices, too. Each
+    device has the largest number of staging tensors (STAGING_TENSORS, 1 or none) that fits and pays (`_pays`), and none
+    where every expert has a slot. Where the store's options name a number, this number of staging tensors lies beside
+    the budget in VRAM. Raises BudgetError, stating the minimum, where a budget is too small, OptionError for a split or
+    a number of tensors that cannot be.
     """
     wanted = task.spec.store.staging
     if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
@@ -596,9 +600,11 @@ def plan_slots(task: Task) -> Plan:
 
 
 def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> bool:
-    """Whether prompts are to be staged in n tensors: several within STAGING_SHARE of the memory for experts; one where
-    a typical request costs less so than with prompts in passes that slots are exact for, and a token's experts over all
-    layers keep their slots where there are as many without."""
+    """Returns whether staging prompts in `n` tensors pays.
+
+    Several tensors pay within STAGING_SHARE of the memory for experts. One pays where a typical request then moves
+    fewer bytes than with prompts in short passes, for which slots are exact, and where slots still hold one token's
+    experts over all layers if they do so without staging."""
     if staged.total_bytes > staged.available_bytes:
         return False
     if n > 1:
@@ -616,7 +622,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
 
 
 class _SlotsPlanner:
-    """One plan with so many staging tensors on each device. Lists of parts have the CPU's last.
+    """One plan with `n_staging` staging tensors on each device. In lists of parts the CPU's part is the last one.
 
     Raises BudgetError, OptionError for a split or budgets that do not fit the devices.
     """
@@ -778,7 +784,7 @@ class _SlotsPlanner:
         return share_out(total, most, held if sum(held) >= total else most, least)
 
     def _allowed(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
-        """Tokens of a pass in each memory, whose layers have so many experts.
+        """Yields the tokens of a pass in each memory with this number of slots, whose layers have `counts` experts.
 
         Raises BudgetError for fewer slots than a token needs.
         """
@@ -796,7 +802,7 @@ class _SlotsPlanner:
                 yield allowed_ubatch(self._layout, n_slots, streams, slot_tokens(name))
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
-        """(slots of the layers that the CPU computes, slots below those of devices): in proportion to their experts.
+        """Returns (slots of layers that the CPU computes, slots that fill slots of devices), in proportion to experts.
 
         Raises BudgetError where there are too few.
         """

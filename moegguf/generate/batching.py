@@ -68,7 +68,7 @@ class BatchLoop:
         self._readers = ThreadPoolExecutor(MAX_READERS, "moegguf-prompt")
         self._waiting: list[Sequence | Task] = []  # by ticket; from here on of the loop's thread
         self._running: list[Sequence] = []  # by ticket
-        self._is_full = False  # a sequence was put back for others, none of which has ended since
+        self._is_full = False  # a sequence was put back for others, and none of the others has ended since
         self._n_steps = 0
         self._n_ended_tokens = 0
         self._stats: Stats | None = None  # of the model, since the last pass

@@ -42,7 +42,7 @@ PRIOR = (0.8, 0.5, 0.6)  # chance of a token of each source to be accepted, befo
 
 @dataclass
 class Acceptance:
-    """How likely a drafted token is accepted when the tokens before it are: recent drafts count more."""
+    """The chance that a drafted token is accepted when the tokens before it are. Recent drafts count more."""
 
     prior: float
     memory: float

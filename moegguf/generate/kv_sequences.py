@@ -37,8 +37,8 @@ class Schedule(Protocol):
     """Chooses the sequences that compute. The loop's thread calls both methods, which must not take long."""
 
     def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
-        """Returns those of `running` (never empty, oldest first) that compute in the next step, in the order in which
-        prompts share the step's budget. The others keep their place in the KV cache. All compute where none is
+        """Returns the sequences of `running` (never empty, oldest first) that compute in the next step, in the order in
+        which prompts share the step's budget. The others keep their place in the KV cache. All compute where none is
         chosen."""
 
     def ran(self, step: Step) -> None:

@@ -86,11 +86,11 @@ class Request:
     continue_final_message: bool = True  # the answer goes on with an assistant's message at the end
     begins_answer: bool = True  # the prompt ends with the beginning of an answer, as nearly all models need it
     n_logprobs: int | None = None  # alternatives per token, up to 20; None for no logprobs
-    prompt_logprobs: bool = False  # of the prompt's tokens, too, all of which are evaluated then
+    prompt_logprobs: bool = False  # of the prompt's tokens, too: then the whole prompt is evaluated
     prompt_only: bool = False  # evaluates the prompt and samples no token
     return_context: bool = False
-    # For the thinking budget of a `prompt`: the text before thinking, and texts that end it, the first of which is
-    # forced. () takes the model's.
+    # For the thinking budget of a `prompt`: the text before thinking, then the texts that end it. A budget that is used
+    # up forces the first of these. () takes the model's.
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # deltas have their tokens
     owner: str = ""  # reuses the tokens of requests with this owner only; "": of all who are not told apart
@@ -193,7 +193,7 @@ class AnswerSummary:
     cut_tokens: int = 0
     n_shifts: int = 0  # how often the context was full and lost its older half
     context: tuple[int, ...] = ()  # tokens of prompt and answer, with `return_context`
-    # Of all that the model computed during the answer, also for other answers; the second from its first token on.
+    # Counts of all computation during the answer, also for other answers; `answer_stats` from its first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
 

@@ -68,7 +68,7 @@ class Task:
 
 
 class Sequence:
-    """What the batch loop decodes for a request. Its `summary` is complete at the end.
+    """A request that the batch loop decodes. Its `summary` is complete at the end.
 
     A `Schedule` may read `ticket`, `context`, `n_evaluated`, `number`, `decodes` and `generated`. `prompt`, `sampler`,
     `shifts`, `n_ctx` and `limit` exist once the request was read.

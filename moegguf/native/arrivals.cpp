@@ -26,7 +26,7 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
     constexpr int most_late = sizeof(order.late) / sizeof(order.late[0]);
     const bool streams = order.ids && stream_.has(order.ids); // this layer's experts
     const int first_slot = tier_->numbering.window(t.il).first_slot;
-    // Of a slot id, or of an expert of a layer that is streamed; -1: it has none.
+    // Returns the slot of a slot id, or of an expert of a streamed layer; -1: the expert has none.
     const auto slot = [&](int id) { return streams ? stream_.own_slot(id) : first_slot + id; };
     const auto take = [&](int id) {
         order.at = slot(id) - first_slot;

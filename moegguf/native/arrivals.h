@@ -43,7 +43,7 @@ class Arrivals {
     }
 
   private:
-    // What belongs to one pool tensor. The kernel knows the address of `next` only, so it comes first.
+    // The state of one pool tensor. The kernel knows the address of `next` only, so `next` comes first.
     struct PoolTensor {
         int (*next)(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
         Arrivals * arrivals;

@@ -89,7 +89,7 @@ void Copies::order(ggml_backend_t stream) {
     }
 }
 
-// The threads that submit: that of the copies, and the one that computes.
+// Two threads submit: the thread of the copies, and the thread that computes.
 
 void Copies::submit_own(Lock & lock) {
     if (!own_.jobs.empty()) { // what it submitted before may not be noted yet

@@ -319,7 +319,7 @@ int Forecaster::rank(const float * likely, int il, int most) {
     return n_best;
 }
 
-// Predicts the layers behind row `from` up to `last`, or those of them that have no forecast yet.
+// Predicts the layers behind row `from` up to `last` that have no forecast yet.
 void Forecaster::predict(int from, int last) {
     for (int at = from + 1; at <= last; at++) {
         if (layers_[at].distance > 0 && (options_.flags & MOEGGUF_PREDICT_ONCE)) { continue; }

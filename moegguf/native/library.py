@@ -146,7 +146,7 @@ def load() -> c.CDLL:
 
 
 def _load_backends(folder: Path) -> None:
-    """Loads or starts every backend of the build, then those of plug-ins. Raises OSError where none runs here."""
+    """Loads or starts every backend of the build, then all of plug-ins. Raises OSError where none runs here."""
     base = _open(folder, "ggml-base")
     base.ggml_log_set(_KEEP_ERRORS, None)
     ggml = _open(folder, "ggml")

@@ -434,7 +434,7 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 // Uses n_slots slots of a tier, up to those that it was opened with, while no pass is under way. Memory of the others
 // goes back where it is pageable host memory, and is allocated anew elsewhere; slots are emptied first where there is
 // too little for both. COMPUTE shares n_slots out over the devices, without the CPU's beside other devices. INVALID:
-// the tier cannot have so many; MEMORY: the device refuses, and the slots are as before; IO: reads did not end in a
+// the tier cannot have n_slots; MEMORY: the device refuses, and the slots are as before; IO: reads did not end in a
 // minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 

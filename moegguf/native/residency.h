@@ -1,7 +1,7 @@
 // residency.h: the bookkeeping of one tier: which expert is in which slot, and which expert is evicted next.
 //
 // Residency owns every slot, and it alone changes one: others call the functions below, mostly through the verbs of
-// their tier (tier.h). It knows no memory, no file, no thread and no counter but those of its tier's slots.
+// their tier (tier.h). It knows no memory, no file and no thread. It counts only for the slots of its tier.
 #pragma once
 
 #include "eviction_order.h"

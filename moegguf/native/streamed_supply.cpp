@@ -34,8 +34,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
 
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
-    // Where experts do not fit, or where that is chosen. A caller that waits for matrices here cannot be given some of
-    // them at a time.
+    // Streams where experts do not fit, or where streaming is chosen. A caller that waits for matrices here cannot
+    // receive some of them at a time.
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
         const Tier & tier = *context.pinned.tier;

@@ -73,7 +73,7 @@ TIER_COUNTS = (
 )  # fmt: skip
 TIER_LABELS = ("tier", "device")
 
-# Name, help, and the field of `AnswerSummary`, besides the number of answers.
+# Name, help, and the field of `AnswerSummary`; "answers" is the number of answers.
 ANSWERS = (
     ("answers", "Finished answers.", "answers"),
     ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),

@@ -231,7 +231,7 @@ class ManagedModel:
             self.cache_bytes[budget] = n
 
     def serves(self, request: LeaseRequest) -> bool:
-        """Whether the loaded model has the content and context that `request` needs; else it is loaded again.
+        """Returns whether the loaded model has the content and context that `request` needs; else it is loaded again.
 
         A longer context serves a request for a shorter one: the tokens are the same, and a reload would lose what is
         cached.

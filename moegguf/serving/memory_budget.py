@@ -52,8 +52,8 @@ class ModelSize:
 
 
 def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings) -> dict[str, Any]:
-    """Returns the options of loading that are given for a model: those of a request, then the draft model of its name,
-    then those of the server or command, then the other files of its name."""
+    """Returns the options of loading that are given for a model. Options of a request come first, then the draft model
+    of its name, then options of the server or command, then the other files of its name."""
     files = files_of(entry)
     given = {**files, **settings.loading}
     given |= {name: path for name, path in files.items() if name == "draft"}

@@ -259,8 +259,8 @@ class ModelManager:
         newest.end(busy)
 
     def _remembered(self, request: LeaseRequest) -> LoadOverrides:
-        """The overrides of `request`; where they are None the entry's own parameters, then those of the last request of
-        its name. A request that still waits gives no context: it may be too long to be loaded."""
+        """Returns the overrides of `request`. Where they are None, they come from the entry's own parameters, then from
+        the last request of its name. A request that still waits gives no context: it may be too long to be loaded."""
         name, own = request.name, LoadOverrides.of(request.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
         waiting = [other for model in self._models.values() for other in model.waiting if other.name == name]
@@ -389,7 +389,7 @@ class ModelManager:
         model.grant(request)
 
     def _use(self, model: ManagedModel, request: LeaseRequest) -> None:
-        """Notes that the name of `request` uses `model`, and no other one: that of its options before may end."""
+        """Notes that the name of `request` uses `model`, and no other one: the model of its earlier options may end."""
         for other in self._models.values():
             if other is not model:
                 other.uses.pop(request.name, None)

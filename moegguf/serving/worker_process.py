@@ -116,7 +116,7 @@ def device_failure(text: str) -> str:
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it.
 
-    `stats` and `decisions`: as last reported; `last_summaries`: of each owner, that of the answer that ended last.
+    `stats` and `decisions`: as last reported; `last_summaries`: by owner, the summary of the answer that ended last.
     `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called then, before its
     requests get the error. `on_warning` gets each warning of the process, as one line. `requests`: by id, until they
     end. `cancel_grace_s`: how long a cancelled request may take to end.

@@ -38,7 +38,7 @@ def add_link_device(
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What a simulated device has done: fields of struct moegguf_link_figures (testing.h)."""
+    """Counts of a simulated device: fields of struct moegguf_link_figures (testing.h)."""
 
     launches: int
     replays: int

@@ -195,7 +195,7 @@ class StrictRun {
         return multiplies && padding_values(node->src[0]) > 0 && launch_.end_of_weights(node->src[0]);
     }
 
-    // Behind the last row of one matrix.
+    // Returns whether kernels find garbage behind the last row of one matrix.
     bool finds_garbage(const ggml_tensor * w, int64_t matrix) const {
         const int64_t n = padding_values(w);
         const uint8_t * behind = (const uint8_t *)w->data + matrix * w->nb[2] + w->ne[1] * w->nb[1];
@@ -209,7 +209,7 @@ class StrictRun {
         return !std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
     }
 
-    // What comes of such a matrix is NaN.
+    // Makes products with such a matrix NaN.
     void spoil(const ggml_tensor * product) const {
         const ggml_tensor *w = product->src[0], *ids = product->src[2];
         char * out = (char *)product->data;

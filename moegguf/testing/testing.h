@@ -14,8 +14,8 @@ extern "C" {
 // Returns why the last call of this thread failed; empty after one that succeeded.
 MOEGGUF_API const char * moegguf_testing_last_error(void);
 
-// Host memory of a simulated device: not pinned; pinned; or that of the first simulated device, as Vulkan's is, which
-// is pinned for that one alone.
+// Host memory of a simulated device: not pinned; pinned; or the host memory of the first simulated device, which is
+// pinned for the first one alone, as with Vulkan.
 enum moegguf_pinned { MOEGGUF_PINNED_NOT, MOEGGUF_PINNED_OWN, MOEGGUF_PINNED_FIRST };
 
 // A device behind a link in real time (link_device.cpp), for machines without one.
@@ -33,7 +33,7 @@ struct moegguf_link {
 // ggml's name of the device, which stays valid, to `name`. INVALID: a field of `link` is out of range.
 MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
 
-// What a simulated device has done.
+// Counts of a simulated device.
 struct moegguf_link_figures {
     uint64_t launches;               // of graphs
     uint64_t replays;                // of these: repeated an earlier launch, as CUDA's graphs do
@@ -73,7 +73,7 @@ enum moegguf_corruption {
     MOEGGUF_CORRUPT_SOURCE, // a slot that another is filled from is not pinned
 };
 
-// Breaks a rule in the bookkeeping of a store, of which nothing may be asked then but to be checked and closed.
+// Breaks a rule in the bookkeeping of a store. The store may then only be checked and closed.
 // INVALID: no slot is in a state in which the rule could be broken.
 MOEGGUF_API int moegguf_corrupt(moegguf_store * store, int what);
 

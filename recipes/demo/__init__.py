@@ -1,1 +1,1 @@
-"""How the demo model is made: corpus, tokenizer, model, training, export. `train_demo.py` drives it."""
+"""The recipe of the demo model: corpus, tokenizer, model, training, export. `train_demo.py` runs it."""

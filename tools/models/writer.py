@@ -140,7 +140,7 @@ def _shard_paths(path: Path, n_split: int) -> list[Path]:
 
 
 def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
-    """Writes a model of which only the header is on the disk, for plans; its weights are a hole in the file."""
+    """Writes the header of a model, for plans. The weights are a hole in the file, which takes no room on the disk."""
     plan = tensors(shape, quant)
     writer = GGUFWriter(path, shape.arch)
     _add_metadata(writer, shape, quant, "random", None)

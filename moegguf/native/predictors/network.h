@@ -94,7 +94,7 @@ class Network {
 
     // Takes the steps, at this position of those that `keep` fills. Returns false where numbers were not finite.
     bool run(std::vector<float> & x, int position = 0);
-    // The same from the first dense layer's input, rounded already; the result is in `x`.
+    // Takes the steps from the first dense layer's input, which is rounded already; the result is in `x`.
     bool run(const RoundedVector & input, std::vector<float> & x);
     void set_saved(const std::vector<float> & x) { saved_ = x; }
 

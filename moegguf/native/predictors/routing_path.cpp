@@ -53,7 +53,7 @@ struct EncoderBlock {
     }
 };
 
-// A block of the decoder: one position attends to those of the chunk before it, and to the window's.
+// A block of the decoder: one position attends to the positions of the chunk before it, and of the window.
 struct DecoderBlock {
     Positions past, window;
     Network see_window, step;

@@ -58,7 +58,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def n_answers(self) -> int:
-        """Returns the number of answers to each prompt, of which `n` are sent."""
+        """Returns the number of answers to each prompt; `n` of them are sent."""
         return self.best_of or super().n_answers
 
     @property

@@ -99,7 +99,7 @@ class FileStore:
                 self._remove(file_id)
 
     def remove_unused(self, file_id: str) -> None:
-        """Removes contents that are those of no file, and that no batch needs. Raises OSError."""
+        """Removes contents that belong to no file, and that no batch needs. Raises OSError."""
         users = "SELECT id FROM file WHERE id = ?1 UNION SELECT id FROM batch WHERE needs = ?1"
         if not self.database.execute(users, file_id):
             self.contents(file_id).unlink(missing_ok=True)
@@ -161,7 +161,7 @@ class NewFile:
     """A file that is being written; `with` removes it unless `finish` was called."""
 
     def __init__(self, store: FileStore, room_bytes: int) -> None:
-        """Makes the file. `room_bytes`: may be written before the store is asked again, which takes its time."""
+        """Makes the file. `room_bytes` may be written before the store checks its limit again, which takes time."""
         self._store = store
         self._room_bytes = room_bytes
         self._n_bytes = 0
