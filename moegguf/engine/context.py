@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
+from moegguf.engine.row_tables import RowTables
 from moegguf.engine.sequences import PassBatch, SequenceTokens, Tokens
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
@@ -120,6 +121,7 @@ class Context:
         self.controller = loader.controller  # what decides on experts, if anything does
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
+        self._row_tables = RowTables(loader.load_plan.layout)
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
         self._chunk_rows: list[int] = []  # of the last pass, those with logits
@@ -307,12 +309,13 @@ class Context:
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
         """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
-        if self._threads is None:
-            return call()
-        self._threads.before_pass()
+        if self._threads is not None:
+            self._threads.before_pass()
         start_s = time.perf_counter()
         result = call()
-        self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
+        if self._threads is not None:
+            self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
+        self._row_tables.after_pass()
         return result
 
     @contextmanager

@@ -93,6 +93,8 @@ class Loader:
     def attach_model(self, params: c.Structure) -> None:
         """Sets the experts' buffer type and the progress callback in struct llama_model_params."""
         params.load_mtp = self.load_plan.layout.loads_heads
+        if self.load_plan.layout.row_tables:
+            params.lazy_mode = self._bindings.LLAMA_LAZY_MODE_ON
         params.use_extra_bufts = params.use_extra_bufts and self._repack
         if self.session is not None:
             self.session.attach_model(params)
@@ -222,14 +224,16 @@ class Loader:
 
 
 def _advise(layout: ExpertLayout, advice: str, stop: threading.Event) -> None:
-    """Tells the system this of everything in a model's files that is not an expert, headers included, until `stop`."""
+    """Gives the system this advice for a model's files until `stop`. Experts and tables that are read by row are left
+    out; headers are not."""
     if not hasattr(os, advice):
         return
     for index, shard in enumerate(layout.shards):
-        experts = sorted((m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == index)
+        experts = [(m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == index]
+        tables = [(table.offset, table.n_bytes) for table in layout.row_tables if table.shard == index]
         with suppress(OSError), open(shard.path, "rb") as file:  # llama.cpp opens it next, and reports the error
             begin = 0
-            for end, skipped in [*experts, (shard.n_bytes, 0)]:
+            for end, skipped in [*sorted(experts + tables), (shard.n_bytes, 0)]:
                 for offset in range(begin, end, ADVICE_BYTES):
                     if stop.is_set():
                         return

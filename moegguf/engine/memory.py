@@ -16,6 +16,7 @@ from typing import Any
 
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import Memory, margin_bytes
+from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
@@ -201,8 +202,9 @@ class Sizes:
         n_kv = self.kv_tokens or self.n_ctx or 0
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.flash_attn, self.on_device)
         dense_bytes = layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes
+        in_ram = dense_bytes + row_pages_bytes(layout)
         return MemoryNeeds(
-            dense_bytes - layout.embedding_bytes if self.on_device else dense_bytes,
+            dense_bytes - layout.embedding_bytes if self.on_device else in_ram,
             kv_bytes(layout, n_kv, self.type_k, self.type_v),
             buffers if self.on_device else buffers + fixed_bytes(layout),
             0 if self.on_device else slot_work_bytes(layout, n_ubatch),
@@ -236,6 +238,7 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     buffers = partial(pass_bytes, layout, flash_attn=sizes.flash_attn)
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
+    dense_bytes += row_pages_bytes(layout)
     rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1) - fixed_bytes(layout)
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
 

@@ -47,6 +47,7 @@ from moegguf.engine.plan import (
     slots_for,
     staging_bytes,
 )
+from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
@@ -417,8 +418,10 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the RAM that a model takes whose layers are all on a device: token embeddings, logits, what is fixed."""
-    return layout.embedding_bytes + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
+    """Returns the RAM that a model takes whose layers are all on a device: token embeddings, pages of tables, logits,
+    what is fixed."""
+    rows = layout.embedding_bytes + row_pages_bytes(layout)
+    return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
 def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:

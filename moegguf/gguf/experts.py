@@ -29,6 +29,9 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
 HEADS_ARCHS = ("glm4moe",)  # whose heads llama.cpp computes with a KV cache alone, as they are tested here
+# Where llama.cpp reads a table by row from the file (TENSOR_READ_LAZY in src/models).
+ROW_TABLE = "per_layer_token_embd.weight"
+ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
     "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
     "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
@@ -77,12 +80,22 @@ class RouterTensor:
 
 
 @dataclass(frozen=True)
+class RowTable:
+    """A table of which a token reads a few rows: `n_bytes` bytes at `offset` in shard number `shard`."""
+
+    shard: int
+    offset: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
 class ExpertLayout:
     """A model's files, layers and hyperparameters. Bytes are bytes on disk.
 
-    `dense_bytes` is all that is not an expert; `unused_bytes` are experts of multi-token-prediction layers, which are
-    not loaded. `tensor_types` maps a type's name to (tensors, bytes). `n_layer_nextn`: such layers at the end that can
-    draft; `loads_heads`: they are loaded, as weights that have no slots (`with_heads`).
+    `dense_bytes` is all that is neither an expert nor a table in `row_tables`. `unused_bytes` are experts of
+    multi-token-prediction layers, which are not loaded. `tensor_types` maps a type's name to (tensors, bytes).
+    `n_layer_nextn`: such layers at the end that can draft; `loads_heads`: they are loaded, as weights that have no
+    slots (`with_heads`).
     """
 
     arch: str
@@ -103,6 +116,7 @@ class ExpertLayout:
     n_layer_nextn: int = 0
     loads_heads: bool = False
     has_long_rope: bool = False  # rotary factors of its own for long contexts
+    row_tables: tuple[RowTable, ...] = ()  # read by row from the file, not kept in memory
 
     def check_unchanged(self) -> None:
         """Raises ExpertIOError where a shard was written to or replaced since its header was read."""
@@ -157,6 +171,11 @@ class ExpertLayout:
         """The matrix kinds in use, in the order of KINDS; a pool has one arena for each."""
         present = {m.kind for m in self.matrices}
         return tuple(kind for kind in KINDS if kind in present)
+
+    @property
+    def row_table_bytes(self) -> int:
+        """Bytes of all tables that are read by row."""
+        return sum(table.n_bytes for table in self.row_tables)
 
     @property
     def embedding_bytes(self) -> int:
@@ -239,10 +258,13 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     tensors = dict[str, TensorInfo]()
     types = defaultdict[str, list[int]](list)
     layer_dense_bytes = Counter[int]()
+    row_tables = list[RowTable]()
     for shard, file in enumerate(files):
         for tensor in () if vocab_only else file.tensors:
             tensors[tensor.name] = tensor
             types[tensor.type_name].append(tensor.n_bytes)
+            if tensor.name == ROW_TABLE and hparams.arch in ROW_TABLE_ARCHS and hparams.n_expert:
+                row_tables.append(RowTable(shard, tensor.offset, tensor.n_bytes))
             if match := _LAYER.fullmatch(tensor.name):
                 il = int(match[1])
                 name = match[2]
@@ -255,6 +277,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
+    table_bytes = sum(table.n_bytes for table in row_tables)
     embedding = tensors.get("token_embd.weight")
     n_tokens = files[0].arrays.get("tokenizer.ggml.tokens", 0)
     embedding_bytes = embedding.n_bytes if embedding else 0
@@ -267,7 +290,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
         shards=tuple(file.shard for file in files),
         n_layer=hparams.n_layer,
         layers=layers,
-        dense_bytes=sum(tensor.n_bytes for tensor in tensors.values()) - expert_bytes - unused_bytes,
+        dense_bytes=sum(tensor.n_bytes for tensor in tensors.values()) - expert_bytes - unused_bytes - table_bytes,
         expert_bytes=expert_bytes,
         unused_bytes=unused_bytes,
         tied_output_bytes=embedding_bytes * is_tied,
@@ -280,6 +303,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
         layer_dense_bytes=dict(layer_dense_bytes),
         n_layer_nextn=int(can_draft),
         has_long_rope=any(name.endswith("rope_factors_long.weight") for name in tensors),
+        row_tables=tuple(row_tables),
     )
 
 
