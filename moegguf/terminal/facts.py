@@ -248,7 +248,7 @@ def library_facts(prefix: str = "") -> list[Facts]:
                 "hub_name": model.hub_name,
                 "here": here,
                 "least_bytes": least_bytes,
-                "all_bytes": model.size_bytes + RESERVE_BYTES,
+                "all_bytes": model.resident_bytes + RESERVE_BYTES,
                 "expert_share": share,
                 "tokens_per_s": tokens_per_s,
             }
