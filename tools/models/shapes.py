@@ -626,4 +626,5 @@ PRESET_LOCALITY = {
     "mixtral-8x7b": "mixtral",
     "deepseek-v2-lite": "qwen3-30b",
     "glm-4.5-air": "qwen3-30b",
+    "qwen3.6-35b-a3b": "qwen3-30b",
 }
