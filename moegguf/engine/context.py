@@ -122,6 +122,7 @@ class Context:
         self.run_hits = loader.run_hits
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
+        self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)  # tokens of a pass
         self._chunk_rows: list[int] = []  # of the last pass, those with logits
         self._requests = Requests()
         self._projector: Projector | None = None
