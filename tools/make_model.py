@@ -30,7 +30,7 @@ from tools.models import (
 from tools.models.locality import LOCALITIES
 
 SIZE_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
-DIMENSIONS = [field.name for field in fields(Shape) if field.name != "arch"]
+DIMENSIONS = [field.name for field in fields(Shape) if field.type == "int"]
 
 
 def main() -> int:
@@ -81,10 +81,10 @@ def _n_bytes(text: str) -> int:
 
 
 def _preset_table() -> str:
-    rows = [f"{'preset':<20} {'arch':<10}" + "".join(f"{quant:>12}" for quant in QUANTS)]
+    rows = [f"{'preset':<24} {'arch':<15}" + "".join(f"{quant:>12}" for quant in QUANTS)]
     for name, shape in PRESETS.items():
         sizes = (f"{model_size_bytes(shape, quant) / 1e6:.1f} MB" for quant in QUANTS)
-        rows.append(f"{name:<20} {shape.arch:<10}" + "".join(f"{size:>12}" for size in sizes))
+        rows.append(f"{name:<24} {shape.arch:<15}" + "".join(f"{size:>12}" for size in sizes))
     return "\n".join(rows)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import DEMO, TinyModel
-from hybrid_model import write_hybrid
 from pictures import message, png
 from rpc_device import on_servers
 
@@ -108,8 +107,8 @@ def test_another_question_computes_the_rest(name: str, tiny: TinyModel, unkept: 
             assert found.summary.cached_tokens >= 4 * BLOCK_TOKENS
 
 
-def test_whole_states_are_kept_of_what_cannot_be_cut(tmp_path: Path, unkept: Callable[..., EngineAnswer]) -> None:
-    model, prompt = write_hybrid(tmp_path / "hybrid.gguf"), prompt_of(N_PROMPT)
+def test_whole_states_are_kept_of_what_cannot_be_cut(tiny: TinyModel) -> None:
+    model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
     with engine(model, context_store=0) as never_stopped:
         assert never_stopped.llm.n_seq_max == 1
         first_turn = answer(never_stopped, prompt)

@@ -11,8 +11,11 @@ from gguf import GGUFReader
 from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 
-from tools.models import PRESETS, QUANTS, Shape, model_size_bytes, write_model
+from moegguf.gguf.experts import read_layout
+from tools.models import PRESETS, QUANTS, Shape, model_size_bytes, write_model, write_sparse_model
 from tools.models.blocks import BLOCK_MAKERS, random_blocks
+from tools.models.hybrids import TABLE
+from tools.models.tensors import tensors
 from tools.models.vocabulary import SPECIALS, build_vocabulary, byte_characters
 
 MAKE_MODEL = Path(__file__).parents[2] / "tools" / "make_model.py"
@@ -56,11 +59,44 @@ def test_no_two_experts_are_equal(tmp_path: Path, quant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "gigabytes"),
-    [("qwen1.5-moe-a2.7b", 8.06), ("qwen3-30b-a3b", 17.2), ("mixtral-8x7b", 26.3), ("deepseek-v2-lite", 8.85)],
+    ("preset", "quant", "gigabytes"),
+    [
+        ("qwen1.5-moe-a2.7b", "q4_0", 8.06),
+        ("qwen3-30b-a3b", "q4_0", 17.2),
+        ("mixtral-8x7b", "q4_0", 26.3),
+        ("deepseek-v2-lite", "q4_0", 8.85),
+        ("lfm2-8b-a1b", "q4_k_m", 5.045),
+        ("granite-4.0-h-small", "q4_k_m", 19.477),
+        ("nemotron-3-nano-30b-a3b", "q4_k_m", 24.656),
+        ("kimi-linear-48b-a3b", "q8_0", 52.248),
+    ],
 )
-def test_named_presets_have_the_size_of_their_models(preset: str, gigabytes: float) -> None:
-    assert model_size_bytes(PRESETS[preset], "q4_0") / 1e9 == pytest.approx(gigabytes, rel=0.01)
+def test_named_presets_have_the_size_of_published_files(preset: str, quant: str, gigabytes: float) -> None:
+    assert model_size_bytes(PRESETS[preset], quant) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_the_ngram_table_has_the_published_rows_and_bytes() -> None:
+    made = {tensor.name: tensor for tensor in tensors(PRESETS["qwen3.8-flash-next"], "iq4_xs")}[TABLE]
+    assert made.shape == (320_001_536, 160)
+    assert made.qtype == QType.IQ4_NL
+    assert made.n_bytes / 1e9 == pytest.approx(28.8, abs=0.01)
+
+
+NAMED = [name for name in PRESETS if not name.startswith("tiny-")]
+
+
+@pytest.mark.parametrize("preset", NAMED)
+def test_a_named_preset_with_fewer_layers_has_all_kinds_of_layers(tmp_path: Path, preset: str) -> None:
+    whole = PRESETS[preset]
+    shape = replace(whole, n_layer=8, n_vocab=1024, ple_vocab_base=min(whole.ple_vocab_base, 1000))
+    layout = read_layout(write_sparse_model(tmp_path / "m.gguf", shape, "q4_k_m"))
+    assert layout.hparams.n_layer == 8
+    assert {shape.mixer(il) for il in range(8)} == set(shape.mixers)
+    assert layout.n_expert == shape.n_expert
+    has_experts = "e" if "e" in shape.mixers else "ar"
+    behind_lead = range(shape.n_layer_dense_lead, 8)
+    expected = [il for il in behind_lead if shape.mixer(il) in has_experts]
+    assert [layer.il for layer in layout.layers] == expected
 
 
 @pytest.mark.parametrize("n_vocab", [259, 300, 1024, 151936])
@@ -83,6 +119,10 @@ def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
         replace(tiny, n_expert_used=17)
     with pytest.raises(ValueError, match="arch"):
         Shape("gpt2", 1, 32, 1, 1, 32, 2, 1, 32, 300)
+    with pytest.raises(ValueError, match="positive n_ff_shexp"):
+        replace(tiny, n_ff_shexp=0)
+    with pytest.raises(ValueError, match="first layer attends"):
+        write_model(tmp_path / "m.gguf", PRESETS["tiny-nemotron"], locality="glm")
     with pytest.raises(ValueError, match="multiple of 32"):
         write_model(tmp_path / "m.gguf", replace(tiny, n_ff_exp=48))
     with pytest.raises(ValueError, match="another quant"):

@@ -17,7 +17,7 @@ from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from tools.models.tensors import HEADS_INPUT, Tensor
+from tools.models.tensors import GAINS, HEADS_INPUT, TIED_OUTPUT_NORM, Tensor
 
 Bytes = NDArray[np.uint8]
 
@@ -91,8 +91,13 @@ def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
     """Norms near one, small biases, and routers whose logits spread and depend on the token."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     normal = rng.standard_normal(tensor.shape, dtype=np.float32)
-    if "norm" in tensor.name:
-        return np.float32(1.0) + np.float32(0.1) * normal
+    if "norm" in tensor.name or tensor.name.endswith("ssm_d"):
+        scale = GAINS["output"] / sqrt(tensor.shape[0]) if tensor.name == TIED_OUTPUT_NORM else 1.0
+        return np.float32(scale) * (np.float32(1.0) + np.float32(0.1) * normal)
+    if tensor.name.endswith("ssm_a"):  # a state decays
+        return -np.exp(np.float32(0.5) * normal)
+    if tensor.name.endswith("ssm_dt.bias"):  # by 5 % a token, about
+        return np.float32(-3.0) + normal
     if tensor.name.endswith(".bias"):
         return np.float32(0.1) * normal
     if tensor.name.endswith(HEADS_INPUT):  # the token's embedding, and a little of all else: as the trunk sees it
@@ -102,6 +107,13 @@ def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
         normal *= np.exp(ROUTER_SKEW * rng.standard_normal((tensor.shape[0], 1), dtype=np.float32))
         return normal * np.float32(ROUTER_STD / sqrt(tensor.shape[-1]))
     return normal * np.float32(1.0 / sqrt(tensor.shape[-1]))
+
+
+def token_experts(tensor: Tensor, n_expert: int, seed: int) -> NDArray[np.int32]:
+    """The experts of each token in a layer that routes by token: different ones in each row."""
+    rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
+    n_token, n_used = tensor.shape
+    return rng.random((n_token, n_expert)).argsort(axis=1)[:, :n_used].astype(np.int32)
 
 
 def _unit_std(qtype: QType) -> float:

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "deepseek2", "gpt-oss", "glm4moe")
+# The parts that a model of each architecture must have: fields of a shape that are positive.
+DELTA_NET = ("ssm_d_conv", "ssm_d_inner", "ssm_d_state", "ssm_dt_rank", "ssm_n_group")
+ARCHS: dict[str, tuple[str, ...]] = {
+    "qwen2moe": ("n_ff_shexp",),
+    "qwen3moe": (),
+    "qwen3vlmoe": (),
+    "llama": (),
+    "deepseek2": ("kv_lora_rank", "n_rot"),
+    "gpt-oss": ("n_swa",),
+    "glm4moe": (),
+    "qwen35moe": (*DELTA_NET, "n_ff_shexp", "n_rot"),
+    "qwen4exp": (*DELTA_NET, "n_ff_shexp", "n_rot", "hc_mult", "hc_low_rank", "indexer_n_head", "ple_vocab_base"),
+    "nemotron_h_moe": (*DELTA_NET, "n_ff_shexp"),
+    "lfm2moe": ("ssm_d_conv", "n_ff"),
+    "kimi-linear": ("ssm_d_conv", "n_embd_head_kda", "kv_lora_rank", "n_rot", "n_expert_shared"),
+    "granitehybrid": (*DELTA_NET, "n_ff_shexp"),
+    "deepseek4": ("n_lora_q", "n_rot", "n_swa", "hc_mult", "indexer_n_head", "o_n_group", "n_expert_shared"),
+}
+# Architectures with heads that predict more than the next token.
+HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
 ROPE_FREQ_BASE = 1_000_000.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Mixture-of-Experts model. Zero means that the architecture does not have the part."""
+    """Dimensions of a Mixture-of-Experts model. Zero: the architecture does not have the part.
+
+    `mixers` has a letter for each layer and starts again where there are more layers: `a` for
+    attention, `r` for a recurrent state, `e` for experts and nothing else.
+    """
 
     arch: str
     n_layer: int
@@ -32,6 +55,24 @@ class Shape:
     n_ctx_train: int = 32768
     n_swa: int = 0
     n_layer_nextn: int = 0
+    mixers: str = "a"
+    ssm_d_conv: int = 0  # tokens that a convolution sees
+    ssm_d_inner: int = 0
+    ssm_d_state: int = 0
+    ssm_dt_rank: int = 0  # heads of a state
+    ssm_n_group: int = 0
+    n_embd_head_kda: int = 0
+    n_lora_q: int = 0
+    o_n_group: int = 0  # groups of heads that share an output matrix
+    o_lora_rank: int = 0
+    hc_mult: int = 0  # residual streams of hyper-connections
+    hc_low_rank: int = 0
+    indexer_n_head: int = 0
+    indexer_head_size: int = 0
+    indexer_top_k: int = 0
+    n_layer_hash: int = 0  # layers at the start that route by token id
+    ple_vocab_base: int = 0  # rows of the n-gram table for each of its hashes, about
+    ple_heads_per_ngram: int = 0
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
@@ -42,18 +83,23 @@ class Shape:
             raise ValueError(f"n_head has to be a multiple of n_head_kv={self.n_head_kv}, but is {self.n_head}")
         if self.arch == "qwen2moe" and self.n_head * self.n_embd_head != self.n_embd:
             raise ValueError(f"qwen2moe needs n_head * n_embd_head = n_embd = {self.n_embd}")
-        if self.arch == "qwen2moe" and not self.n_ff_shexp:
-            raise ValueError("qwen2moe needs a shared expert: n_ff_shexp has to be positive")
-        if self.arch == "deepseek2" and not (self.kv_lora_rank and 0 < self.n_rot < self.n_embd_head):
-            raise ValueError("deepseek2 needs kv_lora_rank, and n_rot below n_embd_head")
-        if self.n_layer_nextn and self.arch != "glm4moe":
-            raise ValueError("n_layer_nextn, heads for more tokens than the next one, is of glm4moe alone")
-        if self.arch == "gpt-oss" and not self.n_swa:
-            raise ValueError("gpt-oss needs n_swa, the tokens that every second layer sees")
+        missing = [name for name in ARCHS[self.arch] if not getattr(self, name)]
+        if missing:
+            raise ValueError(f"{self.arch} needs a positive {', '.join(missing)}")
+        if self.arch == "deepseek2" and self.n_rot >= self.n_embd_head:
+            raise ValueError("deepseek2 needs n_rot below n_embd_head")
+        if self.n_layer_nextn and self.arch not in HEADS_ARCHS:
+            raise ValueError(f"only {', '.join(HEADS_ARCHS)} have heads for more tokens (n_layer_nextn)")
+        if self.arch == "granitehybrid" and self.ssm_d_inner != 2 * self.n_embd:
+            raise ValueError(f"granitehybrid needs ssm_d_inner = 2 * n_embd = {2 * self.n_embd}")
+
+    def mixer(self, il: int) -> str:
+        """Returns the letter of a layer. Layers that predict more than the next token attend."""
+        return self.mixers[il % len(self.mixers)] if il < self.n_layer else "a"
 
     @property
     def n_ff_shared(self) -> int:
-        """Width of the shared expert: deepseek2 and glm4moe count shared experts, qwen2moe gives the width."""
+        """Width of the shared expert: some architectures count shared experts, others give the width."""
         return self.n_ff_exp * self.n_expert_shared or self.n_ff_shexp
 
     @property
@@ -141,6 +187,160 @@ PRESETS: dict[str, Shape] = {
         kv_lora_rank=512,
         n_rot=64,
         n_embd_head_v=128,
+    ),
+    "qwen3.6-35b-a3b": Shape(
+        "qwen35moe",
+        n_layer=40,
+        n_embd=2048,
+        n_head=16,
+        n_head_kv=2,
+        n_embd_head=256,
+        n_expert=256,
+        n_expert_used=8,
+        n_ff_exp=512,
+        n_ff_shexp=512,
+        n_vocab=248320,
+        n_rot=64,
+        n_ctx_train=262144,
+        n_layer_nextn=1,
+        mixers="rrra",
+        ssm_d_conv=4,
+        ssm_d_inner=4096,
+        ssm_d_state=128,
+        ssm_dt_rank=32,
+        ssm_n_group=16,
+    ),
+    "qwen3.8-flash-next": Shape(
+        "qwen4exp",
+        n_layer=48,
+        n_embd=2560,
+        n_head=24,
+        n_head_kv=2,
+        n_embd_head=256,
+        n_expert=512,
+        n_expert_used=10,
+        n_ff_exp=640,
+        n_ff_shexp=640,
+        n_vocab=248320,
+        n_rot=64,
+        n_ctx_train=262144,
+        mixers="rrra",
+        ssm_d_conv=4,
+        ssm_d_inner=6144,
+        ssm_d_state=128,
+        ssm_dt_rank=48,
+        ssm_n_group=16,
+        hc_mult=4,
+        hc_low_rank=320,
+        indexer_n_head=4,
+        indexer_head_size=128,
+        indexer_top_k=2048,
+        ple_vocab_base=20_000_000,
+        ple_heads_per_ngram=8,
+    ),
+    "nemotron-3-nano-30b-a3b": Shape(
+        "nemotron_h_moe",
+        n_layer=52,
+        n_embd=2688,
+        n_head=32,
+        n_head_kv=2,
+        n_embd_head=128,
+        n_expert=128,
+        n_expert_used=6,
+        n_ff_exp=1856,
+        n_ff_shexp=3712,
+        n_vocab=131072,
+        n_ctx_train=262144,
+        mixers="rererae" * 5 + "rerererae" + "rererere",
+        ssm_d_conv=4,
+        ssm_d_inner=4096,
+        ssm_d_state=128,
+        ssm_dt_rank=64,
+        ssm_n_group=8,
+    ),
+    "lfm2-8b-a1b": Shape(
+        "lfm2moe",
+        n_layer=24,
+        n_embd=2048,
+        n_head=32,
+        n_head_kv=8,
+        n_embd_head=64,
+        n_expert=32,
+        n_expert_used=4,
+        n_ff_exp=1792,
+        n_ff=7168,
+        n_vocab=65536,
+        n_layer_dense_lead=2,
+        n_ctx_train=128000,
+        mixers="rrarrrarrrarrrarrrarrarr",
+        ssm_d_conv=3,
+    ),
+    "kimi-linear-48b-a3b": Shape(
+        "kimi-linear",
+        n_layer=27,
+        n_embd=2304,
+        n_head=32,
+        n_head_kv=32,
+        n_embd_head=192,
+        n_expert=256,
+        n_expert_used=8,
+        n_ff_exp=1024,
+        n_ff=9216,
+        n_vocab=163840,
+        n_layer_dense_lead=1,
+        n_expert_shared=1,
+        kv_lora_rank=512,
+        n_rot=64,
+        n_embd_head_v=128,
+        n_ctx_train=1048576,
+        mixers="rrra" * 6 + "rra",
+        ssm_d_conv=4,
+        n_embd_head_kda=128,
+    ),
+    "granite-4.0-h-small": Shape(
+        "granitehybrid",
+        n_layer=40,
+        n_embd=4096,
+        n_head=32,
+        n_head_kv=8,
+        n_embd_head=128,
+        n_expert=72,
+        n_expert_used=10,
+        n_ff_exp=768,
+        n_ff_shexp=1536,
+        n_vocab=100352,
+        n_ctx_train=131072,
+        mixers="rrrrrarrrr",
+        ssm_d_conv=4,
+        ssm_d_inner=8192,
+        ssm_d_state=128,
+        ssm_dt_rank=128,
+        ssm_n_group=1,
+    ),
+    "deepseek-v4-flash": Shape(
+        "deepseek4",
+        n_layer=43,
+        n_embd=4096,
+        n_head=64,
+        n_head_kv=1,
+        n_embd_head=512,
+        n_expert=256,
+        n_expert_used=6,
+        n_ff_exp=2048,
+        n_vocab=129280,
+        n_expert_shared=1,
+        n_rot=64,
+        n_ctx_train=1048576,
+        n_swa=128,
+        n_layer_nextn=1,
+        n_lora_q=1024,
+        o_n_group=8,
+        o_lora_rank=1024,
+        hc_mult=4,
+        indexer_n_head=64,
+        indexer_head_size=128,
+        indexer_top_k=512,
+        n_layer_hash=3,
     ),
     "tiny-qwen2moe": Shape(
         "qwen2moe",
@@ -246,6 +446,161 @@ PRESETS: dict[str, Shape] = {
         n_rot=32,
         n_ctx_train=2048,
         n_layer_nextn=1,
+    ),
+    "tiny-qwen35moe": Shape(
+        "qwen35moe",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=2,
+        n_embd_head=64,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_ff_shexp=64,
+        n_vocab=1024,
+        n_rot=32,
+        n_ctx_train=2048,
+        n_layer_nextn=1,
+        mixers="rrra",
+        ssm_d_conv=4,
+        ssm_d_inner=128,
+        ssm_d_state=32,
+        ssm_dt_rank=4,
+        ssm_n_group=2,
+    ),
+    "tiny-qwen4exp": Shape(
+        "qwen4exp",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=2,
+        n_embd_head=64,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_ff_shexp=64,
+        n_vocab=1024,
+        n_rot=32,
+        n_ctx_train=2048,
+        mixers="rrra",
+        ssm_d_conv=4,
+        ssm_d_inner=128,
+        ssm_d_state=32,
+        ssm_dt_rank=4,
+        ssm_n_group=2,
+        hc_mult=2,
+        hc_low_rank=32,
+        indexer_n_head=4,
+        indexer_head_size=32,
+        indexer_top_k=64,
+        ple_vocab_base=1000,
+        ple_heads_per_ngram=2,
+    ),
+    "tiny-nemotron": Shape(
+        "nemotron_h_moe",
+        n_layer=7,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=2,
+        n_embd_head=32,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_ff_shexp=128,
+        n_vocab=1024,
+        n_ctx_train=2048,
+        n_layer_nextn=1,
+        mixers="rererae",
+        ssm_d_conv=4,
+        ssm_d_inner=128,
+        ssm_d_state=32,
+        ssm_dt_rank=4,
+        ssm_n_group=2,
+    ),
+    "tiny-lfm2moe": Shape(
+        "lfm2moe",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=2,
+        n_embd_head=32,
+        n_expert=8,
+        n_expert_used=2,
+        n_ff_exp=64,
+        n_ff=128,
+        n_vocab=1024,
+        n_layer_dense_lead=1,
+        n_ctx_train=2048,
+        mixers="rara",
+        ssm_d_conv=3,
+    ),
+    "tiny-kimi-linear": Shape(
+        "kimi-linear",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=4,
+        n_embd_head=96,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_ff=256,
+        n_vocab=1024,
+        n_layer_dense_lead=1,
+        n_expert_shared=1,
+        kv_lora_rank=64,
+        n_rot=32,
+        n_embd_head_v=64,
+        n_ctx_train=2048,
+        mixers="rrra",
+        ssm_d_conv=4,
+        n_embd_head_kda=32,
+    ),
+    "tiny-granitehybrid": Shape(
+        "granitehybrid",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=2,
+        n_embd_head=32,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_ff_shexp=128,
+        n_vocab=1024,
+        n_ctx_train=2048,
+        mixers="rrar",
+        ssm_d_conv=4,
+        ssm_d_inner=256,
+        ssm_d_state=32,
+        ssm_dt_rank=8,
+        ssm_n_group=1,
+    ),
+    "tiny-deepseek4": Shape(
+        "deepseek4",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=1,
+        n_embd_head=64,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_vocab=1024,
+        n_expert_shared=1,
+        n_rot=32,
+        n_ctx_train=2048,
+        n_swa=64,
+        n_layer_nextn=1,
+        n_lora_q=64,
+        o_n_group=2,
+        o_lora_rank=32,
+        hc_mult=4,
+        indexer_n_head=4,
+        indexer_head_size=64,
+        indexer_top_k=64,
+        n_layer_hash=1,
     ),
     "tiny-mix": Shape(
         "qwen2moe",

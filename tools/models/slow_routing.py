@@ -52,6 +52,11 @@ class SlowRouting:
     seed: int
 
     def __post_init__(self) -> None:
+        if self.shape.mixer(0) != "a" or self.shape.hc_mult:
+            raise ValueError(
+                "locality needs a model whose first layer attends and which has one residual stream, "
+                f"but {self.shape.arch} is none: choose --locality none"
+            )
         needed = self.n_left_alone + LEAST_REST
         if self.shape.n_embd < needed:
             raise ValueError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
 
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as QType
 
+from tools.models import hybrids
+from tools.models.hybrids import Named
 from tools.models.shapes import Shape
 
 # The type of most matrices; _qtype_of_role has the exceptions.
@@ -36,6 +37,13 @@ ROW_FALLBACK = {
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
 HEADS_INPUT = "nextn.eh_proj.weight"
+# The norm behind the last layer of LFM2. Its output matrix is the embeddings, which vary by 1.
+TIED_OUTPUT_NORM = "token_embd_norm.weight"
+
+# llama-quantize leaves these alone (tensor_allows_quantization in llama-quant.cpp). Two matrices
+# more stay F32 here: the heads' input, which is made as the trunk sees it, and a table's convolution.
+STAY_F32_ENDS = (".bias", "_norm.weight", "ssm_a", "ssm_d", HEADS_INPUT)
+STAY_F32_PARTS = (".ffn_gate_inp.", "conv1d", "shortconv.conv.", "indexer.q_proj.", "indexer.k_proj.")
 
 
 @dataclass(frozen=True)
@@ -79,10 +87,12 @@ def model_size_bytes(shape: Shape, quant: str) -> int:
 
 
 def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tensor:
-    if len(dims) == 1 or ".ffn_gate_inp." in name or name.endswith((".bias", HEADS_INPUT)):
+    if name.endswith("tid2eid.weight"):
+        return Tensor(name, dims, QType.I32, 0.0)
+    if len(dims) == 1 or name.endswith(STAY_F32_ENDS) or any(part in name for part in STAY_F32_PARTS):
         return Tensor(name, dims, QType.F32, 0.0)
     role = name.split(".")[-2]
-    std = 1.0 if role == "token_embd" else GAINS.get(role, 1.0) / sqrt(dims[-1])
+    std = 1.0 if role.endswith("token_embd") else GAINS.get(role, 1.0) / sqrt(dims[-1])
     return Tensor(name, dims, _qtype(name, role, dims[-1], shape, quant), std)
 
 
@@ -102,7 +112,7 @@ def _qtype_of_role(name: str, role: str, shape: Shape, quant: str) -> QType:
     eight_experts = shape.n_expert == 8
     if quant == "mxfp4":  # MXFP4_MOE: experts, and nothing else
         return most if role.endswith("_exps") else QType.Q8_0
-    if role == "output":
+    if role == "output" or (role == "token_embd" and is_tied(shape)):
         return QType.Q6_K
     if role in ("attn_k", "attn_v") and eight_experts:
         return QType.Q8_0
@@ -121,26 +131,80 @@ def _use_more_bits(il: int, n_layer: int) -> bool:
     return il < n_layer // 8 or il >= 7 * n_layer // 8 or (il - n_layer // 8) % 3 == 2
 
 
-def _names_and_dims(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _names_and_dims(shape: Shape) -> Named:
     yield "token_embd.weight", (shape.n_vocab, shape.n_embd)
+    if shape.ple_vocab_base:
+        yield from hybrids.table(shape)
     for il in range(shape.n_layer_all):
-        attention = _mla(shape) if shape.arch == "deepseek2" else _attention(shape)
-        heads = _heads(shape) if il >= shape.n_layer else ()
-        for name, dims in [*attention, *_ffn(shape, il), *heads]:
+        for name, dims in _layer(shape, il):
             yield f"blk.{il}.{name}", dims
-    yield "output_norm.weight", (shape.n_embd,)
-    yield "output.weight", (shape.n_vocab, shape.n_embd)
+    if shape.arch == "lfm2moe":
+        yield TIED_OUTPUT_NORM, (shape.n_embd,)
+    elif shape.arch != "qwen4exp":
+        yield "output_norm.weight", (shape.n_embd,)
+    yield from hybrids.last_mixer(shape)
+    if not is_tied(shape):
+        yield "output.weight", (shape.n_vocab, shape.n_embd)
 
 
-def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def is_tied(shape: Shape) -> bool:
+    """Returns whether the embeddings are the output matrix, too."""
+    return shape.arch in ("lfm2moe", "granitehybrid")
+
+
+def _layer(shape: Shape, il: int) -> Named:
+    mixer = shape.mixer(il)
+    is_head = il >= shape.n_layer
+    if shape.hc_mult:
+        yield from hybrids.streams(shape)
+    if shape.arch != "qwen4exp":
+        yield "attn_norm.weight", (shape.n_embd,)
+    if mixer != "e":
+        yield from _mixer(shape, il)
+    if shape.ple_vocab_base and il == hybrids.PLE_LAYER:
+        yield from hybrids.table_reader(shape)
+    if shape.arch != "nemotron_h_moe":
+        yield from _ffn(shape, il)
+    elif mixer == "e":
+        yield from _squared_ffn(shape)
+    if is_head:
+        yield from _heads(shape)
+        if shape.arch == "nemotron_h_moe":
+            yield "post_attention_norm.weight", (shape.n_embd,)
+            yield from _squared_ffn(shape)
+
+
+def _mixer(shape: Shape, il: int) -> Named:
+    recurrent = {
+        "qwen35moe": hybrids.delta_net,
+        "qwen4exp": hybrids.delta_net,
+        "nemotron_h_moe": hybrids.mamba2,
+        "granitehybrid": hybrids.mamba2,
+        "kimi-linear": hybrids.delta_attention,
+        "lfm2moe": hybrids.short_convolution,
+    }
+    if shape.mixer(il) == "r":
+        yield from recurrent[shape.arch](shape)
+    elif shape.arch in ("qwen35moe", "qwen4exp"):
+        yield from hybrids.gated_attention(shape)
+    elif shape.arch in ("deepseek2", "kimi-linear"):
+        yield from _mla(shape)
+    elif shape.arch == "deepseek4":
+        yield from hybrids.compressed_attention(shape, il)
+    else:
+        yield from _attention(shape)
+    if shape.arch == "qwen4exp" and shape.mixer(il) == "a":
+        yield from hybrids.indexer(shape)
+
+
+def _attention(shape: Shape) -> Named:
     n_q = shape.n_head * shape.n_embd_head
     n_kv = shape.n_head_kv * shape.n_embd_head
-    yield "attn_norm.weight", (shape.n_embd,)
     for letter, rows in (("q", n_q), ("k", n_kv), ("v", n_kv)):
         yield f"attn_{letter}.weight", (rows, shape.n_embd)
         if shape.arch in ("qwen2moe", "gpt-oss"):
             yield f"attn_{letter}.bias", (rows,)
-    if shape.arch in ("qwen3moe", "qwen3vlmoe"):
+    if shape.arch in ("qwen3moe", "qwen3vlmoe", "lfm2moe"):
         yield "attn_q_norm.weight", (shape.n_embd_head,)
         yield "attn_k_norm.weight", (shape.n_embd_head,)
     yield "attn_output.weight", (shape.n_embd, n_q)
@@ -149,16 +213,15 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "attn_sinks.weight", (shape.n_head,)
 
 
-def _heads(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _heads(shape: Shape) -> Named:
     """What a layer that predicts more than the next token has beside those of others."""
     yield HEADS_INPUT, (shape.n_embd, 2 * shape.n_embd)
     for name in ("enorm", "hnorm", "shared_head_norm"):
         yield f"nextn.{name}.weight", (shape.n_embd,)
 
 
-def _mla(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mla(shape: Shape) -> Named:
     n_nope = shape.n_embd_head - shape.n_rot
-    yield "attn_norm.weight", (shape.n_embd,)
     yield "attn_q.weight", (shape.n_head * shape.n_embd_head, shape.n_embd)
     yield "attn_kv_a_mqa.weight", (shape.kv_lora_rank + shape.n_rot, shape.n_embd)
     yield "attn_kv_a_norm.weight", (shape.kv_lora_rank,)
@@ -167,9 +230,10 @@ def _mla(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "attn_output.weight", (shape.n_embd, shape.n_embd_out)
 
 
-def _ffn(shape: Shape, il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    norm = "post_attention_norm" if shape.arch in ("gpt-oss", "glm4moe") else "ffn_norm"
-    yield f"{norm}.weight", (shape.n_embd,)
+def _ffn(shape: Shape, il: int) -> Named:
+    if shape.arch != "qwen4exp":
+        norm = "post_attention_norm" if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe") else "ffn_norm"
+        yield f"{norm}.weight", (shape.n_embd,)
     if il < shape.n_layer_dense_lead:
         yield from _gate_up_down("", (), shape.n_ff, shape.n_embd)
         return
@@ -177,9 +241,11 @@ def _ffn(shape: Shape, il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _gate_up_down("_exps", (shape.n_expert,), shape.n_ff_exp, shape.n_embd)
     if shape.n_ff_shared:
         yield from _gate_up_down("_shexp", (), shape.n_ff_shared, shape.n_embd)
-    if shape.arch == "glm4moe":
+    if il < shape.n_layer_hash:
+        yield "ffn_gate_tid2eid.weight", (shape.n_vocab, shape.n_expert_used)
+    elif shape.arch in ("glm4moe", "lfm2moe", "kimi-linear", "deepseek4"):
         yield "exp_probs_b.bias", (shape.n_expert,)
-    if shape.arch == "qwen2moe":
+    if shape.arch in ("qwen2moe", "qwen35moe", "qwen4exp"):
         yield "ffn_gate_inp_shexp.weight", (shape.n_embd,)
     if shape.arch == "gpt-oss":
         yield "ffn_gate_inp.bias", (shape.n_expert,)
@@ -187,7 +253,17 @@ def _ffn(shape: Shape, il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"ffn_{matrix}_exps.bias", (shape.n_expert, rows)
 
 
-def _gate_up_down(suffix: str, lead: tuple[int, ...], n_ff: int, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _squared_ffn(shape: Shape) -> Named:
+    """Experts without a gate: their activation is a squared ReLU."""
+    yield "ffn_gate_inp.weight", (shape.n_expert, shape.n_embd)
+    yield "exp_probs_b.bias", (shape.n_expert,)
+    yield "ffn_up_exps.weight", (shape.n_expert, shape.n_ff_exp, shape.n_embd)
+    yield "ffn_down_exps.weight", (shape.n_expert, shape.n_embd, shape.n_ff_exp)
+    yield "ffn_up_shexp.weight", (shape.n_ff_shexp, shape.n_embd)
+    yield "ffn_down_shexp.weight", (shape.n_embd, shape.n_ff_shexp)
+
+
+def _gate_up_down(suffix: str, lead: tuple[int, ...], n_ff: int, n_embd: int) -> Named:
     yield f"ffn_gate{suffix}.weight", (*lead, n_ff, n_embd)
     yield f"ffn_up{suffix}.weight", (*lead, n_ff, n_embd)
     yield f"ffn_down{suffix}.weight", (*lead, n_embd, n_ff)

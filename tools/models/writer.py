@@ -12,10 +12,11 @@ from typing import BinaryIO
 import numpy as np
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType as QType
-from gguf.constants import Keys, LlamaFileType
+from gguf.constants import GGUFValueType, Keys, LlamaFileType
 
 from moegguf.bench.rows import LOCALITY_KEY
-from tools.models.blocks import BlockPools, Bytes, f32_weights
+from tools.models.blocks import BlockPools, Bytes, f32_weights, token_experts
+from tools.models.keys import Value, Wide, architecture_keys
 from tools.models.locality import find_locality
 from tools.models.shapes import ROPE_FREQ_BASE, Shape
 from tools.models.slow_routing import SlowRouting
@@ -68,7 +69,7 @@ def write_model(
     if locality is not None:
         routing = SlowRouting(shape, find_locality(locality), plan[0].qtype, seed)
         plan = [routing.plan(tensor) for tensor in plan]
-    weights = Weights(BlockPools(plan, seed), routing, seed)
+    weights = Weights(BlockPools(plan, seed), routing, seed, shape.n_expert)
     total_bytes = sum(tensor.n_bytes for tensor in plan)
     _check_disk(path.parent, total_bytes)
     shards = _fill(plan, split_max_bytes) if split_max_bytes else _deal(plan, n_split)
@@ -184,6 +185,7 @@ class Weights:
     pools: BlockPools
     routing: SlowRouting | None
     seed: int
+    n_expert: int
 
     def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
         """The bytes of a tensor, in order."""
@@ -192,6 +194,8 @@ class Weights:
             yield made.data
         elif tensor.qtype == QType.F32:
             yield f32_weights(tensor, self.seed).data
+        elif tensor.qtype == QType.I32:
+            yield token_experts(tensor, self.n_expert, self.seed).data
         elif self.routing and tensor.name == "token_embd.weight":
             yield from _with_row_heads(self.pools.deltas(tensor), tensor.row_bytes, self.routing.row_head)
         else:
@@ -226,49 +230,27 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str, local
     writer.add_block_count(shape.n_layer_all)
     writer.add_context_length(shape.n_ctx_train)
     writer.add_embedding_length(shape.n_embd)
-    writer.add_feed_forward_length(shape.n_ff or shape.n_ff_exp)
     writer.add_vocab_size(shape.n_vocab)
     writer.add_head_count(shape.n_head)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(ROPE_FREQ_BASE)
     writer.add_expert_count(shape.n_expert)
     writer.add_expert_used_count(shape.n_expert_used)
-    if shape.arch == "deepseek2":
-        _add_deepseek2(writer, shape)
+    for key, value in architecture_keys(shape).items():
+        _add_key(writer, f"{shape.arch}.{key}", value)
+
+
+def _add_key(writer: GGUFWriter, key: str, value: Value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, Wide):
+        writer.add_key_value(key, value.numbers, GGUFValueType.ARRAY, GGUFValueType.UINT64)
     else:
-        writer.add_head_count_kv(shape.n_head_kv)
-        writer.add_key_length(shape.n_embd_head)
-        writer.add_value_length(shape.n_embd_head)
-        writer.add_rope_dimension_count(shape.n_rot or shape.n_embd_head)
-    if shape.arch == "qwen3vlmoe":
-        writer.add_rope_dimension_sections([shape.n_embd_head // 4, shape.n_embd_head // 8, shape.n_embd_head // 8, 0])
-    if shape.arch == "gpt-oss":
-        writer.add_sliding_window(shape.n_swa)
-    if shape.arch == "glm4moe":
-        writer.add_leading_dense_block_count(shape.n_layer_dense_lead)
-        writer.add_expert_shared_count(shape.n_expert_shared)
-        writer.add_expert_weights_scale(1.0)
-        writer.add_expert_weights_norm(True)
-        writer.add_nextn_predict_layers(shape.n_layer_nextn)
-    if shape.arch != "llama":
-        writer.add_expert_feed_forward_length(shape.n_ff_exp)
-    if shape.arch == "qwen2moe":
-        writer.add_expert_shared_feed_forward_length(shape.n_ff_shexp)
-
-
-def _add_deepseek2(writer: GGUFWriter, shape: Shape) -> None:
-    """Multi-head latent attention, stored as one KV head of the compressed size (llama.cpp's form of it)."""
-    writer.add_head_count_kv(1)
-    writer.add_key_length(shape.kv_lora_rank + shape.n_rot)
-    writer.add_value_length(shape.kv_lora_rank)
-    writer.add_key_length_mla(shape.n_embd_head)
-    writer.add_value_length_mla(shape.n_embd_out // shape.n_head)
-    writer.add_rope_dimension_count(shape.n_rot)
-    writer.add_q_lora_rank(0)
-    writer.add_kv_lora_rank(shape.kv_lora_rank)
-    writer.add_leading_dense_block_count(shape.n_layer_dense_lead)
-    writer.add_expert_shared_count(shape.n_expert_shared)
-    writer.add_expert_weights_scale(1.0)
+        writer.add_array(key, value)
 
 
 def add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str = CHAT_TEMPLATE) -> None:

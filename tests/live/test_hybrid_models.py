@@ -1,0 +1,47 @@
+"""Models with a recurrent state: the expert store changes no bit, and files have all their parts."""
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import pytest
+from running import TinyModel, greedy_logits, random_prompt
+
+from moegguf.gguf.experts import read_layout
+
+Load = Callable[..., Any]
+Reference = Callable[..., Any]
+
+HYBRIDS = [
+    "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear", "tiny-granitehybrid",
+    "tiny-deepseek4",
+]  # fmt: skip
+WITH_HEADS = ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
+# More tokens than a chunk of a state, a compressed key and a sliding window have.
+N_PROMPT = 150
+N_NEW = 12
+
+
+@pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
+@pytest.mark.parametrize("preset", HYBRIDS)
+def test_a_model_with_few_slots_has_the_bits_of_plain_llama_cpp(
+    tiny: TinyModel, load: Load, reference: Reference, preset: str, quant: str
+) -> None:
+    path = tiny(preset, quant)
+    expected = reference(path, n_prompt=N_PROMPT, n_new=N_NEW)
+    assert np.isfinite(expected).all()
+    start = monotonic()
+    llm = load(path, expert_cache="40%")
+    assert monotonic() - start < 5.0
+    found = greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
+    assert found.tobytes() == expected.tobytes()
+    assert llm.stats().misses > 0
+    assert len(set(found.argmax(axis=-1))) > N_PROMPT // 4, "the tokens do not depend on the text"
+
+
+@pytest.mark.parametrize("preset", WITH_HEADS)
+def test_the_file_has_the_heads_of_its_architecture(tiny: TinyModel, preset: str) -> None:
+    layout = read_layout(tiny(preset))
+    assert layout.hparams.n_layer_all - layout.hparams.n_layer == 1
+    assert layout.unused_bytes > 0

@@ -1,0 +1,188 @@
+"""The tensors of layers with a recurrent state, and of the attention, tables and streams beside them.
+
+Names and dimensions are as the pinned llama.cpp loads them (src/models/*.cpp). Dimensions are in
+numpy's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt
+
+from tools.models.shapes import Shape
+
+Named = Iterator[tuple[str, tuple[int, ...]]]
+
+NGRAM_SIZE = 3
+PLE_LAYER = 1  # the layer that adds what the n-gram table knows
+PLE_CONV = 4
+TABLE = "per_layer_token_embd.weight"
+ROW_MULTIPLE = 128  # a table has this many rows, or a multiple
+
+
+def delta_net(shape: Shape) -> Named:
+    """The gated delta net of Qwen3.5 and later."""
+    key_width = shape.ssm_n_group * shape.ssm_d_state
+    conv_width = 2 * key_width + shape.ssm_d_inner
+    yield "attn_qkv.weight", (conv_width, shape.n_embd)
+    yield "attn_gate.weight", (shape.ssm_d_inner, shape.n_embd)
+    yield "ssm_conv1d.weight", (conv_width, shape.ssm_d_conv)
+    yield "ssm_dt.bias", (shape.ssm_dt_rank,)
+    yield "ssm_a", (shape.ssm_dt_rank,)
+    yield "ssm_beta.weight", (shape.ssm_dt_rank, shape.n_embd)
+    yield "ssm_alpha.weight", (shape.ssm_dt_rank, shape.n_embd)
+    yield "ssm_norm.weight", (shape.ssm_d_inner // shape.ssm_dt_rank,)
+    yield "ssm_out.weight", (shape.n_embd, shape.ssm_d_inner)
+
+
+def gated_attention(shape: Shape) -> Named:
+    """The attention of Qwen3.5 and later: the query's matrix computes a gate, too."""
+    n_q = shape.n_head * shape.n_embd_head
+    n_kv = shape.n_head_kv * shape.n_embd_head
+    yield "attn_q.weight", (2 * n_q, shape.n_embd)
+    yield "attn_k.weight", (n_kv, shape.n_embd)
+    yield "attn_v.weight", (n_kv, shape.n_embd)
+    yield "attn_q_norm.weight", (shape.n_embd_head,)
+    yield "attn_k_norm.weight", (shape.n_embd_head,)
+    yield "attn_output.weight", (shape.n_embd, n_q)
+
+
+def indexer(shape: Shape) -> Named:
+    """What chooses the tokens that sparse attention reads (qwen4exp)."""
+    yield "indexer.q_proj.weight", (shape.indexer_n_head * shape.indexer_head_size, shape.n_embd)
+    yield "indexer.k_proj.weight", (shape.indexer_head_size, shape.n_embd)
+    yield "indexer.q_norm.weight", (shape.indexer_head_size,)
+    yield "indexer.k_norm.weight", (shape.indexer_head_size,)
+
+
+def mamba2(shape: Shape) -> Named:
+    """The state space model of Nemotron-H and Granite 4."""
+    conv_width = shape.ssm_d_inner + 2 * shape.ssm_n_group * shape.ssm_d_state
+    yield "ssm_in.weight", (conv_width + shape.ssm_d_inner + shape.ssm_dt_rank, shape.n_embd)
+    yield "ssm_conv1d.weight", (conv_width, shape.ssm_d_conv)
+    yield "ssm_conv1d.bias", (conv_width,)
+    yield "ssm_dt.bias", (shape.ssm_dt_rank,)
+    yield "ssm_a", (shape.ssm_dt_rank, 1)
+    yield "ssm_d", (shape.ssm_dt_rank, 1)
+    yield "ssm_norm.weight", (shape.ssm_n_group, shape.ssm_d_inner // shape.ssm_n_group)
+    yield "ssm_out.weight", (shape.n_embd, shape.ssm_d_inner)
+
+
+def delta_attention(shape: Shape) -> Named:
+    """The Kimi delta attention: a gate for each channel of a state."""
+    head = shape.n_embd_head_kda
+    width = head * shape.n_head
+    for letter in "qkv":
+        yield f"attn_{letter}.weight", (width, shape.n_embd)
+        yield f"ssm_conv1d_{letter}.weight", (width, 1, shape.ssm_d_conv)
+    for letter in "fg":
+        yield f"ssm_{letter}_a.weight", (head, shape.n_embd)
+        yield f"ssm_{letter}_b.weight", (width, head)
+    yield "ssm_beta.weight", (shape.n_head, shape.n_embd)
+    yield "ssm_a", (shape.n_head, 1)
+    yield "ssm_dt.bias", (width,)
+    yield "ssm_norm.weight", (head,)
+    yield "attn_output.weight", (shape.n_embd, width)
+
+
+def short_convolution(shape: Shape) -> Named:
+    """The gated short convolution of LFM2."""
+    yield "shortconv.conv.weight", (shape.n_embd, shape.ssm_d_conv)
+    yield "shortconv.in_proj.weight", (3 * shape.n_embd, shape.n_embd)
+    yield "shortconv.out_proj.weight", (shape.n_embd, shape.n_embd)
+
+
+def compress_ratio(shape: Shape, il: int) -> int:
+    """Returns how many tokens share a compressed key in sparse attention. Zero: none is compressed."""
+    if shape.arch == "qwen4exp":
+        return 4 if shape.mixer(il) == "a" else 0
+    if il < 2 or il >= shape.n_layer:
+        return 0
+    return 4 if il % 2 == 0 else 128
+
+
+def compressed_attention(shape: Shape, il: int) -> Named:
+    """The attention of DeepSeek V4, whose layers compress keys by different ratios."""
+    n_q = shape.n_head * shape.n_embd_head
+    yield "attn_sinks.weight", (shape.n_head,)
+    yield "attn_q_a.weight", (shape.n_lora_q, shape.n_embd)
+    yield "attn_q_a_norm.weight", (shape.n_lora_q,)
+    yield "attn_q_b.weight", (n_q, shape.n_lora_q)
+    yield "attn_kv.weight", (shape.n_embd_head, shape.n_embd)
+    yield "attn_kv_a_norm.weight", (shape.n_embd_head,)
+    yield "attn_output_a.weight", (shape.o_n_group * shape.o_lora_rank, n_q // shape.o_n_group)
+    yield "attn_output_b.weight", (shape.n_embd, shape.o_n_group * shape.o_lora_rank)
+    ratio = compress_ratio(shape, il)
+    if ratio:
+        yield from _compressor("attn_compressor", shape.n_embd, shape.n_embd_head, ratio)
+    if ratio == 4:
+        yield "indexer.proj.weight", (shape.indexer_n_head, shape.n_embd)
+        yield "indexer.attn_q_b.weight", (shape.indexer_n_head * shape.indexer_head_size, shape.n_lora_q)
+        yield from _compressor("indexer_compressor", shape.n_embd, shape.indexer_head_size, ratio)
+
+
+def _compressor(name: str, n_embd: int, head: int, ratio: int) -> Named:
+    width = 2 * head if ratio == 4 else head
+    yield f"{name}_kv.weight", (width, n_embd)
+    yield f"{name}_gate.weight", (width, n_embd)
+    yield f"{name}_ape.weight", (ratio, width)
+    yield f"{name}_norm.weight", (head,)
+
+
+def streams(shape: Shape) -> Named:
+    """The hyper-connections of a layer: they mix residual streams before its mixer and its experts."""
+    width = shape.hc_mult * shape.n_embd
+    n_mixed = (2 + shape.hc_mult) * shape.hc_mult
+    for part in ("hc_attn", "hc_ffn"):
+        if shape.arch == "deepseek4":
+            yield f"{part}_fn.weight", (n_mixed, width)
+            yield f"{part}_base.weight", (n_mixed,)
+            yield f"{part}_scale.weight", (3,)
+        else:
+            yield from _low_rank_mixer(part, shape)
+            yield f"{part}_inject.weight", (shape.hc_mult, width)
+
+
+def _low_rank_mixer(name: str, shape: Shape) -> Named:
+    width = shape.hc_mult * shape.n_embd
+    yield f"{name}_norm.weight", (width,)
+    yield f"{name}_down.weight", (shape.hc_low_rank, width)
+    yield f"{name}_up.weight", (width, shape.hc_low_rank)
+
+
+def last_mixer(shape: Shape) -> Named:
+    """What makes one stream of the residual streams behind the last layer."""
+    if shape.arch == "deepseek4":
+        yield "output_hc_fn.weight", (shape.hc_mult, shape.hc_mult * shape.n_embd)
+        yield "output_hc_base.weight", (shape.hc_mult,)
+        yield "output_hc_scale.weight", (1,)
+    elif shape.arch == "qwen4exp":
+        yield from _low_rank_mixer("output_hc", shape)
+
+
+def table(shape: Shape) -> Named:
+    """The n-gram table: a row for each hash of the last tokens."""
+    heads = table_heads(shape)
+    n_rows = -(-sum(heads) // ROW_MULTIPLE) * ROW_MULTIPLE
+    yield TABLE, (n_rows, shape.n_embd // len(heads))
+
+
+def table_heads(shape: Shape) -> list[int]:
+    """Returns the rows of each hash: the next primes above the base, each one once."""
+    found: list[int] = []
+    candidate = shape.ple_vocab_base
+    while len(found) < (NGRAM_SIZE - 1) * shape.ple_heads_per_ngram:
+        candidate += 1
+        if all(candidate % divisor for divisor in range(2, isqrt(candidate) + 1)):
+            found.append(candidate)
+    return found
+
+
+def table_reader(shape: Shape) -> Named:
+    """What one layer does with rows of the n-gram table."""
+    width = shape.hc_mult * shape.n_embd
+    yield "ple_key.weight", (width, shape.n_embd)
+    yield "ple_value.weight", (shape.n_embd, shape.n_embd)
+    for name in ("key", "query", "conv"):
+        yield f"ple_norm_{name}.weight", (width,)
+    yield "ple_conv1d.weight", (width, PLE_CONV)
