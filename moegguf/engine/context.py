@@ -240,6 +240,12 @@ class Context:
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
+        n_logits = np.count_nonzero(self._batch.logits[: self._batch.batch.n_tokens])
+        if n_logits > self.n_logits:  # llama.cpp would end the process
+            raise OptionError(
+                f"{n_logits} tokens of a pass have logits, but its buffers hold {self.n_logits}; evaluate fewer at a"
+                " time, or load the model with logits_all=True."
+            )
         self._announce(chunks)
         self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
         if self.after_pass is not None:
