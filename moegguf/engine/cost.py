@@ -231,7 +231,8 @@ def request_cost(
 
     The requests are a typical one and, where a context of `n_ctx` tokens holds it, one with a long prompt. Their
     prompts are read in passes of `n_ubatch`, their answers token by token. prompts_take_slots: prompts find as much in
-    slots as answers do; else the share of the experts that has slots.
+    slots as answers do; else the share of the experts that has slots. The time of computing a prompt counts as that of
+    the bytes that could be read meanwhile.
     """
     hit_rate = typical_hit_rate(layout, n_slots)
     missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
@@ -241,6 +242,7 @@ def request_cost(
         n_pass = -(-n_prompt // n_tokens)
         touched = touched_bytes(layout, n_tokens)
         total += n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
+        total += n_prompt * (layout.dense_bytes + layout.token_cycle_bytes) / (CPU_GAIN * MEMORY_PER_DISK)
         total += ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
     return total
 

@@ -54,7 +54,7 @@ from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
 SMALL_UBATCH_TOKENS = 32
-ABOUT = 1.05
+ABOUT = 1.1
 ON_CPU = -1
 KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "auto": ("resident", "slots", "layers", "cpu"),

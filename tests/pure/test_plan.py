@@ -82,7 +82,7 @@ def test_pools_that_cannot_stream_read_prompts_in_small_steps(layout: ExpertLayo
     assert plan(layout, slots * slot_bytes(layout), n_ubatch=2, streams=False).n_ubatch == min(n_ubatch, 2)
 
 
-def long_context(layout: ExpertLayout, budget: str = "50%", **options: Any) -> Plan:
+def long_context(layout: ExpertLayout, budget: str = "25%", **options: Any) -> Plan:
     """A plan with fused attention and a context of 8,192 tokens."""
     return plan(layout, budget, **{"n_ctx": 8192, "n_batch": None, "flash_attn": None, **options})
 
