@@ -19,15 +19,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from moegguf.engine.error_log import llama_log
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
 from moegguf.engine.sequences import PassBatch, SequenceTokens, Tokens
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
+    AllocationError,
     CallbackError,
     CapabilityError,
     ClosedError,
     ForkError,
     GenerationCancelled,
+    LibraryError,
     MoeggufError,
     OptionError,
 )
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
 Step = TypeVar("Step")
 _FULL = "llama_decode returned 1"
+_NO_MEMORY = "llama_decode returned -2"
+_FAILED = "llama_decode returned -3"  # a backend could not compute the graph
 _ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
 
 
@@ -342,10 +347,12 @@ class Context:
                     llm.reset()
                 else:
                     llm.n_tokens = before
-                if session is not None and not isinstance(error, MoeggufError):
+                if isinstance(error, MoeggufError):
+                    raise
+                if session is not None:
                     session.raise_failure()
-                    if str(error) == _ABORTED:
-                        raise GenerationCancelled("generation was cancelled; resume() allows it again.") from None
+                if found := _typed_error(str(error)):
+                    raise found from None
                 raise
             finally:
                 self.eval_s += time.perf_counter() - start_s
@@ -440,3 +447,18 @@ class Context:
             if self._projector is not None:
                 self._projector.close()
                 self._projector = None
+
+
+def _typed_error(failure: str) -> MoeggufError | None:
+    """Returns the typed error for an error of llama_decode by its text; None for any other."""
+    if failure == _ABORTED:
+        return GenerationCancelled("generation was cancelled; resume() allows it again.")
+    reason = llama_log().reason()
+    if failure == _NO_MEMORY:
+        return AllocationError(f"there is no memory for this pass ({reason}); lower n_ctx (--ctx) or n_batch.")
+    if failure == _FAILED:
+        return LibraryError(
+            f"a device or the CPU could not compute this pass ({reason}); load the model again, with placement='cpu'"
+            " where a GPU fails."
+        )
+    return None
