@@ -23,6 +23,7 @@ from moegguf.engine.eviction_log import EvictionLog
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import LoadPlan
 from moegguf.engine.machine import MACHINE, read_memory
+from moegguf.engine.memory import logits_tokens
 from moegguf.engine.run_hits import RunHits
 from moegguf.engine.session import Session
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
@@ -109,6 +110,12 @@ class Loader:
         if self.n_seq_max > 1:
             n_kv = self.load_plan.plan.kv_tokens
             params.n_seq_max, params.n_ctx, params.kv_unified = self.n_seq_max, n_kv, True
+        options = self.load_plan.options
+        if not options["embedding"]:
+            params.n_batch = min(options["n_ctx"], self.load_plan.plan.n_batch)
+            params.n_ubatch = min(params.n_batch, options["n_ubatch"])
+            if not options.get("logits_all"):
+                params.n_outputs_max = logits_tokens(self.load_plan.layout, self.n_seq_max)
         if self.load_plan.spec.flash_attn is None:  # the base class knows on and off
             params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
         if self.session is not None:

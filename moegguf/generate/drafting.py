@@ -225,7 +225,8 @@ class Drafter:
         widths = self.gate.widths([text.acceptance for text in texts])
         if not any(map(any, widths)):
             return
-        wanted, n_left = list[tuple[int, list[int]]](), self._llm.n_batch - len(texts)
+        wanted = list[tuple[int, list[int]]]()
+        n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(texts)
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
