@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from moegguf.bench.memory_limit import drop_page_cache, make_group
 from moegguf.bench.series import limit_fault
+from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.engine.row_tables import ROW_PAGES_BYTES
 from moegguf.quantities import MIB
 from tools.models import PRESETS, write_model
@@ -43,11 +45,12 @@ with Llama(sys.argv[1], n_ctx=2048, n_threads=1, expert_cache="40%", verbose=Fal
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shape = replace(PRESETS["tiny-qwen4exp"], ple_vocab_base=N_ROWS_BASE)
     path = write_model(tmp_path_factory.mktemp("table") / "m.gguf", shape, "q4_0")[0]
     drop_page_cache([path])  # pages that are there count for nobody's limit
-    return path
+    yield path
+    path.unlink()
 
 
 def answer(command: list[str]) -> dict[str, Any]:
@@ -72,5 +75,6 @@ def test_a_table_above_the_memory_limit_evicts_no_expert_and_changes_no_bit(path
     assert limited["misses"] == free["misses"] > 0
     assert limited["planned_bytes"] == free["planned_bytes"] < LIMIT_BYTES
     assert limited["grown_mib"] * MIB <= ROW_PAGES_BYTES + 8 * MIB
-    assert free["grown_mib"] * MIB > 1.5 * ROW_PAGES_BYTES, "fewer rows were read than the limit has room for"
+    if read_memory().limited_by == MACHINE:
+        assert free["grown_mib"] * MIB > 1.5 * ROW_PAGES_BYTES, "too few rows were read to reach the limit"
     assert limited["peak_mib"] * MIB <= limited["planned_bytes"] * 1.03
