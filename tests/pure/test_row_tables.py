@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf_builder import moe
 
 from moegguf.engine import loader, row_tables
 from moegguf.engine.load_spec import LoadSpec
@@ -38,6 +39,16 @@ def test_a_table_is_no_weight_that_every_token_uses(layout: ExpertLayout) -> Non
     assert layout.row_table_bytes == table_bytes > 5 * GIB
     all_bytes = sum(tensor.n_bytes for tensor in made.values())
     assert layout.dense_bytes + layout.expert_bytes + table_bytes == all_bytes
+
+
+@pytest.mark.parametrize(("arch", "n_bytes"), [("qwen4exp", 4 * 32 * 16), ("gemma4", 4 * 32 * 16), ("gemma3n", 0)])
+def test_only_tables_that_llama_cpp_reads_by_row_stay_in_the_file(tmp_path: Path, arch: str, n_bytes: int) -> None:
+    plain, with_table = moe(arch), moe(arch)
+    with_table.tensor("per_layer_token_embd.weight", 32, 16)
+    without = read_layout(plain.write(tmp_path / "without.gguf"))
+    found = read_layout(with_table.write(tmp_path / "with.gguf"))
+    assert found.row_table_bytes == n_bytes
+    assert found.dense_bytes - without.dense_bytes == 4 * 32 * 16 - n_bytes
 
 
 def test_a_model_runs_on_a_machine_with_less_memory_than_its_table(layout: ExpertLayout) -> None:
