@@ -58,8 +58,10 @@ def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
         return
     print_library(facts)
     print_message(
-        "\nNEEDS: memory to run it at all. FOR ALL: with every expert in memory. SPEED HERE: estimated from this"
-        "\nmachine's free memory, processors and disk now. `moegguf run NAME` fetches a model and runs it."
+        "\n* fits best: the largest that answers as fast as one reads. NEEDS: memory to"
+        "\nrun it at all. FOR ALL: with every expert in memory. IN MEMORY: experts that"
+        "\nfit now. SPEED HERE: estimated from memory, processors and disk now."
+        "\n`moegguf run NAME` fetches a model and runs it; --json prints every column."
     )
     if warning := load_warning():
         print_message(warning)
@@ -235,6 +237,7 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
              human_time(row["used"]))
             for row in rows
         ),
+        drop=("LONGEST", "USED", "TOKENS"),
     )  # fmt: skip
 
 
@@ -288,7 +291,8 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
             f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-", until,
         ))  # fmt: skip
         seen.add(pid)
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), rows)
+    header = ("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL")
+    print_columns(header, rows, drop=("ID", "REUSED", "HITS", "CONTEXT", "EXPERTS", "PROCESSOR", "UNTIL", "SIZE"))
 
 
 def stop(model: Loaded) -> None:

@@ -184,6 +184,16 @@ def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(
         here("show", "x", MOEGGUF_DEBUG="1")
 
 
+def test_estimate_takes_one_speed_of_disk_and_memory_and_one_hit_rate_for_both_tables(here: Command) -> None:
+    device = ("--device-memory", "1.01GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s")
+    facts = json.loads(here("estimate", "demo", "--expert-cache", "2MiB", "--ctx", 512, *device, "--json").stdout)
+    speeds = facts["placement"]["speeds"]
+    assert round(speeds["disk_bytes_per_s"]) == facts["disk"]["bytes_per_s"]
+    assert round(speeds["cpu_bytes_per_s"]) == facts["expected"]["memory_bytes_per_s"]
+    assert "measured on this model" in facts["expected"]["basis"]
+    assert "measured on this model" in facts["placement"]["hit_rates"]
+
+
 def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(here: Command, tiny: TinyModel) -> None:
     device = ("--device-memory", "1.002GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s,35us")
     shown = here("estimate", tiny(), *device, "--ctx", 512)
