@@ -65,6 +65,15 @@ def root(
         typer.echo(context.get_help())
 
 
+def print_help(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND", help="Such as `run`, or `trace simulate`.")
+    ] = None,
+) -> None:
+    """Print the help of moegguf, or of a command."""
+    app([*(words or []), "--help"], prog_name="moegguf", standalone_mode=False)
+
+
 command = functools.partial(app.command, cls=Command)
 command(cls=RunCommand)(run)
 command(short_help="Answer a file of requests.")(batch)
@@ -88,6 +97,7 @@ command(short_help="Print what a bug report needs.")(model_commands.doctor)
 command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 app.add_typer(trace, short_help="Record a model's routing, and replay it.")
 app.add_typer(contexts, short_help="List or delete contexts that are kept on disk.")
+command("help", short_help="Print the help of a command.")(print_help)
 
 
 def main(arguments: list[str] | None = None) -> int:

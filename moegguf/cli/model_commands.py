@@ -105,7 +105,7 @@ def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) 
     typer.echo((parts[wanted[0]]() or "").rstrip("\n"))
 
 
-def remove(models: Annotated[list[str], model_argument("Names that `list` shows.", "MODEL...")]) -> None:
+def remove(models: Annotated[list[str], model_argument("Names that `list` shows.")]) -> None:
     """Remove models: the name, and its files where nothing else uses them."""
     from moegguf.chat.client import Client
     from moegguf.models.catalog import Catalog
@@ -243,11 +243,12 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
 
 @contexts.command()
 def clear(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model that `moegguf contexts` lists; all without one.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model that `moegguf contexts` lists.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="The contexts of all models.")] = False,
 ) -> None:
-    """Delete the contexts of a model, or all. A running model keeps those that it has in memory."""
+    """Delete the contexts of a model, or of all models (--all). A running model keeps those that it has in memory."""
+    if every == (model is not None):
+        raise typer.BadParameter("name a MODEL that `moegguf contexts` lists, or give --all")
     from moegguf.quantities import human_bytes
 
     found = _by_model()
@@ -310,7 +311,7 @@ def budget(
     model: Loaded,
     expert_cache: Annotated[
         str | None,
-        typer.Argument(metavar="[BUDGET]", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
+        typer.Argument(metavar="BUDGET", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
     ] = None,
     vram_cache: Annotated[
         str | None,

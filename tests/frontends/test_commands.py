@@ -184,6 +184,13 @@ def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(
         here("show", "x", MOEGGUF_DEBUG="1")
 
 
+def test_help_is_a_command_and_usage_has_each_name_once(here: Command) -> None:
+    assert here("help").stdout == here("--help").stdout
+    assert here("help", "trace", "simulate").stdout == here("trace", "simulate", "--help").stdout
+    usages = [here("help", command).stdout.splitlines()[0] for command in ("rm", "budget")]
+    assert usages == ["Usage: moegguf rm [OPTIONS] MODEL...", "Usage: moegguf budget [OPTIONS] MODEL [BUDGET]"]
+
+
 def test_estimate_takes_one_speed_of_disk_and_memory_and_one_hit_rate_for_both_tables(here: Command) -> None:
     device = ("--device-memory", "1.01GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s")
     facts = json.loads(here("estimate", "demo", "--expert-cache", "2MiB", "--ctx", 512, *device, "--json").stdout)
@@ -422,7 +429,11 @@ ERRORS = [
     *((f"run -hf '{given}' hi", 2, "USER/REPOSITORY") for given in ("demo", "u/r/f", "u/")),
     ("run -m m.gguf -hf u/r", 2, "not both"),
     ("run", 2, "moegguf list"),
-    ("run demo hi --system 'Be brief.'", 2, "--system-prompt"),
+    *((f"run demo hi --keepalive foo{local}", 2, "--keepalive: 'foo' is not a duration") for local in ("", " --local")),
+    ("run llama3.2 hi", 1, "https://huggingface.co/models?library=gguf&search=llama3.2"),
+    ("contexts clear", 2, "or give --all"),
+    ("contexts clear demo --all", 2, "name a MODEL"),
+    ("help frobnicate", 2, "no such command 'frobnicate'"),
     ("MOEGGUF_PLACEMENT=guess run demo hi", 1, "MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu."),
     (f"show {__file__}", 1, ""),
     ("estimate demo -c 99999999999", 1, "2147483392, but is 99999999999"),
