@@ -15,6 +15,7 @@ import typer
 from moegguf.cli import model_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
+from moegguf.cli.launch import launch
 from moegguf.cli.model_commands import contexts
 from moegguf.cli.options import Command
 from moegguf.cli.run import RunCommand, run
@@ -79,6 +80,7 @@ command(cls=RunCommand)(run)
 command(short_help="Answer a file of requests.")(batch)
 command(cls=ServeCommand, short_help="Serve models over HTTP, with a web page.")(serve)
 command("start", cls=ServeCommand, hidden=True)(serve)
+command(short_help="Start a coding agent with a model.")(launch)
 command(short_help="Fetch a model.")(model_commands.pull)
 command("list")(model_commands.list_models)
 command(short_help="List well-known models: which run here, how fast.")(model_commands.library)
