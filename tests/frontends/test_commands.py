@@ -184,6 +184,31 @@ def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(
         here("show", "x", MOEGGUF_DEBUG="1")
 
 
+def test_a_report_of_bench_is_one_block_about_machine_model_and_both_systems(here: Command) -> None:
+    done = here(
+        "bench", "-m", "demo", "--report", "-t", 1, "-p", 8, "-n", 4, "-r", 1, "--rounds", 1, "--expert-cache", "50%"
+    )
+    assert done.returncode == 0, done.stderr
+    facts = dict(re.findall(r"^- ([\w ]+): (.+)$", done.stdout, re.MULTILINE))
+    assert list(facts) == ["machine", "drive", "model", "memory for experts", "build", "input"]
+    assert (
+        re.search(r"file [0-9a-f]{12}, routers [0-9a-f]{12}", facts["model"])
+        and "96 of 192" in facts["memory for experts"]
+    )
+    assert facts["input"] == "text the demo's README"
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line.startswith("|")
+    ]
+    assert rows[0] == ["", "moegguf", "llama.cpp (mmap)"]
+    assert [row[0] for row in rows[2:]] == [
+        "prompt of 8, t/s", "answer of 4, t/s", "hit rate of the last test", "peak memory", "load"
+    ]  # fmt: skip
+    assert all(float(cell) > 0 for row in rows[2:4] for cell in row[1:]) and rows[4][1].endswith("%")
+    assert os.path.expanduser("~") not in done.stdout
+    refused = here("bench", "-m", "demo", "-m", "demo", "--report")
+    assert refused.returncode == 1 and "--report is about one model" in refused.stderr
+
+
 def test_help_is_a_command_and_usage_has_each_name_once(here: Command) -> None:
     assert here("help").stdout == here("--help").stdout
     assert here("help", "trace", "simulate").stdout == here("trace", "simulate", "--help").stdout
