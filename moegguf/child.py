@@ -1,9 +1,15 @@
-"""How a process of this package is started: with the same Python, which finds what this one finds."""
+"""Processes of this package: they are started with the same Python, which finds what this one finds, and killed."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
 
 
 def child_command(module: str) -> tuple[str, ...]:
@@ -16,3 +22,11 @@ def child_environment(**more: str) -> dict[str, str]:
     """This process's environment, with the folders of `sys.path`, also those that were added to it, and `more`."""
     path = os.pathsep.join(folder for folder in sys.path if folder and isinstance(folder, str))  # as Python reads it
     return {**os.environ, "PYTHONPATH": path, **more}
+
+
+def kill_child(child: Process) -> None:
+    """Kills a process, unless it has ended. Its own `kill` would first look for the exit code, which asyncio's watcher
+    then misses: it logs "Unknown child process pid"."""
+    if child.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)

@@ -16,7 +16,11 @@ class MoeggufError(Exception):
 
 
 class ModelNotFoundError(MoeggufError, FileNotFoundError):
-    """No model of that name, or no file at that path."""
+    """No model of that name, or no file at that path. `hint`: what to do, without the reason."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 class ModelFormatError(MoeggufError, ValueError):

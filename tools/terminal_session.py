@@ -30,8 +30,10 @@ NOBODY = "127.0.0.1:1"  # no server answers there
 SHELL = "$ "
 CHAT = ">>> "
 STEPS = (
-    (SHELL, "moegguf run demo --expert-cache 50%"),
+    (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
+    (CHAT, "Who are you?"),
+    (CHAT, "/regen"),  # with the experts of the first answer in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )

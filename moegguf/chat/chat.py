@@ -17,7 +17,6 @@ from moegguf.generate.images import text_of
 from moegguf.generate.request import THINK_LEVELS
 from moegguf.models.recipe import check_ranges, parse_parameter
 from moegguf.settings import data_folder, read_settings, shows_tracebacks
-from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.loading import parse_format
 from moegguf.terminal.messages import print_error, print_message
 from moegguf.text import decode_text
@@ -44,14 +43,13 @@ class Chat:
         self._reader = Reader(self.history, [*words, *(f"/? {topic}" for topic in ("set", "show", "shortcuts"))])
 
     def run(self) -> int:
-        """Runs until Ctrl-D or /bye; returns the exit code."""
+        """Runs until Ctrl-D or /bye, on a terminal in `keyboard_echo_off`; returns the exit code."""
         if self.conversation.think and not self.check_thinking():
             self.conversation.think = None
         self.print_model_line()
         try:
-            with keyboard_echo_off():
-                while True:
-                    self._handle_input()
+            while True:
+                self._handle_input()
         except EOFError:
             return 0
 
@@ -202,8 +200,12 @@ def _regen(chat: Chat, _rest: str) -> None:
 
 
 def _read(chat: Chat, name: str) -> None:
-    with Path(_strip_quotes(name)).expanduser().open("rb") as file:
-        data = file.read(MAX_READ_BYTES + 1)
+    path = Path(_strip_quotes(name)).expanduser()
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_READ_BYTES + 1)
+    except OSError as error:
+        raise OptionError(f"/read cannot read '{name}' ({error.strerror}); check the path.") from None
     if len(data) > MAX_READ_BYTES:
         raise OptionError(f"/read takes files of up to {MAX_READ_BYTES >> 20} MiB; '{name}' is larger")
     text = decode_text(data).rstrip("\n")
@@ -265,7 +267,7 @@ def _set(chat: Chat, rest: str) -> None:
     if name in SETTINGS:
         SETTINGS[name].run(chat, value.strip())
     else:
-        print_message(f"Unknown command '/set {name}'. Type /? for help" if name else SET_HELP)
+        print_message(f"Unknown setting '{name}'. Type /set for the settings" if name else SET_HELP)
 
 
 def _switch(attribute: str, value: Any, message: str, owner: str = "conversation") -> Command:
@@ -297,7 +299,7 @@ def _set_parameter(chat: Chat, value: str) -> None:
 
 def _set_system(chat: Chat, value: str) -> None:
     if not value:
-        print_message(SET_HELP)
+        print_message("Usage:\n  /set system <string>")
         return
     chat.conversation.system = unquoted(value) if value.startswith(QUOTES) else value
     print_message("Set system message.")
@@ -382,13 +384,13 @@ Available Parameters:
   /set parameter seed <int>             Random number seed
   /set parameter num_predict <int>      Max number of tokens to predict
   /set parameter top_k <int>            Pick from top k num of tokens
-  /set parameter top_p <float>          Pick token based on sum of probabilities
-  /set parameter min_p <float>          Pick token based on top token probability * min_p
-  /set parameter num_keep <int>         Tokens that stay when the context is full
+  /set parameter top_p <float>          Pick from tokens with this total share
+  /set parameter min_p <float>          Drop tokens less likely than this share
+  /set parameter num_keep <int>         Tokens kept when the context is full
   /set parameter num_ctx <int>          Set the context size
   /set parameter temperature <float>    Set creativity level
-  /set parameter repeat_penalty <float> How strongly to penalize repetitions
-  /set parameter repeat_last_n <int>    Set how far back to look for repetitions
+  /set parameter repeat_penalty <float> How much to penalize repetitions
+  /set parameter repeat_last_n <int>    How far back to look for repetitions
   /set parameter num_gpu <int>          The number of layers to send to the GPU
   /set parameter stop <string> <string> ...   Set the stop parameters
 """

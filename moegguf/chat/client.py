@@ -58,8 +58,9 @@ class Client:
         settings = settings or read_settings()
         self.host = replace(settings.host, host=WILDCARD_ADDRESSES.get(settings.host.host, settings.host.host))
         self.headers = {"Accept": "application/json"}
-        if settings.api_keys:
-            self.headers["Authorization"] = f"Bearer {settings.api_keys[0]}"
+        self.api_key = settings.api_keys[0] if settings.api_keys else ""
+        if self.api_key:
+            self.headers["Authorization"] = f"Bearer {self.api_key}"
         proxies = [urllib.request.ProxyHandler({})] if self.host.is_loopback else []
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 

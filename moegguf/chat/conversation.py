@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.images import with_images
-from moegguf.generate.request import Message, Request, Sampling, sampling_with
+from moegguf.generate.request import REPEAT_LIMIT, Message, Request, Sampling, sampling_with
 from moegguf.models.details import parameters_of
 from moegguf.options import LOAD_PARAMETERS
 
@@ -85,6 +85,7 @@ class Conversation:
             think=self.think,
             template=self.entry.template,
             shift=self.context_shift,
+            repeat_limit=REPEAT_LIMIT,
             sampling=sampling_with(Sampling(), self.all_parameters()),
         )
 

@@ -93,7 +93,10 @@ class LocalModel:
         parameters = conversation.all_parameters()
         self._entry = _here(conversation.entry)
         self._overrides = LoadOverrides.of(parameters)
-        warn_of_long_context(read_layout(self._entry.path), self._overrides.n_ctx)
+        layout = read_layout(self._entry.path)
+        warn_of_long_context(layout, self._overrides.n_ctx)
+        if not layout.is_moe and "expert_cache" in parameters:
+            print_message("note: this model has no experts, so a budget for experts has no effect.")
         settings = self._settings
         if (n_gpu_layers := parameters.get("num_gpu", -1)) != -1:
             settings = replace(settings, loading={**settings.loading, "n_gpu_layers": n_gpu_layers})
@@ -126,6 +129,11 @@ class LocalModel:
     def n_ctx(self) -> int:
         """Tokens of the context; 0 of a model that is not loaded."""
         return self._state.n_ctx if self._state else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that the model has taken, as planned; 0 of a model that is not loaded."""
+        return self._state.size_bytes if self._state else 0
 
     @property
     def stats(self) -> Stats | None:

@@ -12,6 +12,7 @@ from moegguf.chat.conversation import of_loading
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import AnswerSummary, Delta
 from moegguf.options import LOAD_PARAMETERS
+from moegguf.quantities import format_bytes
 from moegguf.serving.events import Done, Event
 from moegguf.terminal.messages import print_message
 
@@ -83,9 +84,12 @@ class ChatModel:
         return self._last
 
     def facts(self) -> list[str]:
-        """Returns the context's size, the number of expert slots and so on, for a line about the model."""
+        """Returns the memory that was taken, the context's size, the number of expert slots and so on, for a line about
+        the model."""
         n_ctx, stats, url = self.connection.n_ctx, self.connection.stats, self.connection.url
-        facts = [f"context of {n_ctx:,} tokens"] if n_ctx else []
+        facts = [f"takes {format_bytes(n)}"] if (n := self.connection.size_bytes) else []
+        if n_ctx:
+            facts.append(f"context of {n_ctx:,} tokens")
         if self.connection.reads_images:
             facts.append("reads images")
         if stats and stats.n_experts:

@@ -15,6 +15,7 @@ import typer
 from moegguf.cli import model_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
+from moegguf.cli.launch import launch
 from moegguf.cli.model_commands import contexts
 from moegguf.cli.options import Command
 from moegguf.cli.run import RunCommand, run
@@ -65,11 +66,21 @@ def root(
         typer.echo(context.get_help())
 
 
+def print_help(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND", help="Such as `run`, or `trace simulate`.")
+    ] = None,
+) -> None:
+    """Print the help of moegguf, or of a command."""
+    app([*(words or []), "--help"], prog_name="moegguf", standalone_mode=False)
+
+
 command = functools.partial(app.command, cls=Command)
 command(cls=RunCommand)(run)
 command(short_help="Answer a file of requests.")(batch)
 command(cls=ServeCommand, short_help="Serve models over HTTP, with a web page.")(serve)
 command("start", cls=ServeCommand, hidden=True)(serve)
+command(short_help="Start a coding agent with a model.")(launch)
 command(short_help="Fetch a model.")(model_commands.pull)
 command("list")(model_commands.list_models)
 command(short_help="List well-known models: which run here, how fast.")(model_commands.library)
@@ -88,6 +99,7 @@ command(short_help="Print what a bug report needs.")(model_commands.doctor)
 command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 app.add_typer(trace, short_help="Record a model's routing, and replay it.")
 app.add_typer(contexts, short_help="List or delete contexts that are kept on disk.")
+command("help", short_help="Print the help of a command.")(print_help)
 
 
 def main(arguments: list[str] | None = None) -> int:

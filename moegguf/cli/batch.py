@@ -241,11 +241,10 @@ async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry
 
 
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
-    """How far it is: "120/1,000 answered · 3 failed · 45 tokens/s · 1m57s left". Tokens are those of answers; of
-    prompts, where answers have none. `before`: what was answered `seconds` ago, at the start."""
-    parts = [f"{now.done:,}/{n_total:,} answered"]
-    if now.failed:
-        parts.append(f"{now.failed:,} failed")
+    """Returns how far it is: "117 of 1,000 answered, 3 failed · 45 tokens/s · 1m57s left". Tokens are those of answers;
+    of prompts, where answers have none. `before`: what was done `seconds` ago, at the start."""
+    failed = f", {now.failed:,} failed" if now.failed else ""
+    parts = [f"{now.done - now.failed:,} of {n_total:,} answered{failed}"]
     if (n_new := now.done - before.done) and seconds > 0:
         n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
         parts.append(f"{n_tokens / seconds:,.0f} tokens/s")

@@ -85,6 +85,9 @@ FLAGS = (
     Flag("keep_page_cache", "--keep-page-cache", None, MEMORY,
          "Do not drop the file from the page cache before each run.", False, bool),
     Flag("output", "-o --output", "FORMAT", OFTEN, "md, json, jsonl, csv or sql.", "md", str),
+    Flag("report", "--report", None, OFTEN,
+         "One block to paste: machine, drive, model, and speeds and memory with and without moegguf (-o md).",
+         False, bool),
     Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
     Flag("preset", "--preset", "NAME", RESEARCH,
          "Another measurement: turns (against llama.cpp in short turns), busy (beside busy processes), drafts, server"
@@ -154,6 +157,8 @@ def bench(*, given: Given, **chosen: Any) -> None:
     from moegguf.bench.series import make_systems
     from moegguf.controller.strategies import OWN, find_strategy
 
+    if chosen["report"]:
+        _prepare_report(chosen)
     output = chosen["output"]
     rounds = chosen["rounds"]
     if output not in FORMATS:
@@ -171,9 +176,32 @@ def bench(*, given: Given, **chosen: Any) -> None:
         parse_expert_cache(cache)
     groups = [make_systems(spec, caches, others, limit) for spec in _specs(chosen, given)]
     rows = _measure(groups, rounds or (3 if others else 1), limit, not chosen["keep_page_cache"])
-    typer.echo(FORMATS[output](rows), nl=False)
+    typer.echo(_report(rows) if chosen["report"] else FORMATS[output](rows), nl=False)
     if any(row["error"] and row["system"] == chosen["strategy"] for row in rows):
         raise typer.Exit(1)
+
+
+def _prepare_report(chosen: dict[str, Any]) -> None:
+    """Compares with llama.cpp, and reads a text, where nothing else is chosen. Raises OptionError for several models or
+    another format than md."""
+    from moegguf.bench.report import TEXT, WITHOUT
+
+    if len(chosen["model"]) + len(chosen["hf_repo"]) != 1 or chosen["output"] != "md":
+        raise OptionError("--report is about one model, in the format md; give one with -m or -hf.")
+    chosen["against"] = chosen["against"] or [WITHOUT]
+    if chosen["text"] is None and not chosen["greedy"]:
+        chosen["text"] = TEXT
+
+
+def _report(rows: list[dict[str, Any]]) -> str:
+    from moegguf.bench.report import report
+    from moegguf.engine.doctor import diagnose
+    from moegguf.gguf.experts import read_layout
+
+    if not rows:
+        return ""
+    path = rows[0]["model_filename"]
+    return report(rows, read_layout(path), diagnose(path))
 
 
 def _run_preset(chosen: dict[str, Any], given: Given) -> None:

@@ -58,8 +58,10 @@ def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
         return
     print_library(facts)
     print_message(
-        "\nNEEDS: memory to run it at all. FOR ALL: with every expert in memory. SPEED HERE: estimated from this"
-        "\nmachine's free memory, processors and disk now. `moegguf run NAME` fetches a model and runs it."
+        "\n* fits best: the largest that answers as fast as one reads. NEEDS: memory to"
+        "\nrun it at all. FOR ALL: with every expert in memory. IN MEMORY: experts that"
+        "\nfit now. SPEED HERE: estimated from memory, processors and disk now."
+        "\n`moegguf run NAME` fetches a model and runs it; --json prints every column."
     )
     if warning := load_warning():
         print_message(warning)
@@ -103,7 +105,7 @@ def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) 
     typer.echo((parts[wanted[0]]() or "").rstrip("\n"))
 
 
-def remove(models: Annotated[list[str], model_argument("Names that `list` shows.", "MODEL...")]) -> None:
+def remove(models: Annotated[list[str], model_argument("Names that `list` shows.")]) -> None:
     """Remove models: the name, and its files where nothing else uses them."""
     from moegguf.chat.client import Client
     from moegguf.models.catalog import Catalog
@@ -235,16 +237,18 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
              human_time(row["used"]))
             for row in rows
         ),
+        drop=("LONGEST", "USED", "TOKENS"),
     )  # fmt: skip
 
 
 @contexts.command()
 def clear(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model that `moegguf contexts` lists; all without one.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model that `moegguf contexts` lists.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="The contexts of all models.")] = False,
 ) -> None:
-    """Delete the contexts of a model, or all. A running model keeps those that it has in memory."""
+    """Delete the contexts of a model, or of all models (--all). A running model keeps those that it has in memory."""
+    if every == (model is not None):
+        raise typer.BadParameter("name a MODEL that `moegguf contexts` lists, or give --all")
     from moegguf.quantities import human_bytes
 
     found = _by_model()
@@ -288,7 +292,8 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
             f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-", until,
         ))  # fmt: skip
         seen.add(pid)
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), rows)
+    header = ("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL")
+    print_columns(header, rows, drop=("ID", "REUSED", "HITS", "CONTEXT", "EXPERTS", "PROCESSOR", "UNTIL", "SIZE"))
 
 
 def stop(model: Loaded) -> None:
@@ -306,7 +311,7 @@ def budget(
     model: Loaded,
     expert_cache: Annotated[
         str | None,
-        typer.Argument(metavar="[BUDGET]", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
+        typer.Argument(metavar="BUDGET", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
     ] = None,
     vram_cache: Annotated[
         str | None,

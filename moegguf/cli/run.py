@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moegguf.cli.options import OF_THE_MODEL, OFTEN, Command, Flag, Given, flags, hub_name, model_argument
-from moegguf.errors import OptionError
+from moegguf.errors import MoeggufError, OptionError
 from moegguf.options import LOAD_PARAMETERS, MODEL, OPTIONS, OUTPUT
+from moegguf.quantities import parse_duration
+from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.loading import find_or_pull, parse_format, parse_think, print_card_note, with_files
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from moegguf.models.entry import NamedModel
     from moegguf.settings import Settings
 
+PS_TIMEOUT_S = 1.0  # for a server to list what it has loaded
 EXIT_TIMEOUT_S = 0.5  # for an answer that Ctrl-C could not end at once
 
 
@@ -64,15 +67,13 @@ NAMES = "A name of `moegguf list` or `library`, hf.co/USER/REPOSITORY:QUANT, a G
 ModelName = Annotated[str | None, model_argument(NAMES, show_default=False)]
 Prompt = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="PROMPT", help='The prompt, after piped input. "" only loads the model in a running server.'
-    ),
+    typer.Argument(metavar="PROMPT", help='The prompt, after piped input. "" loads the model in a server.'),
 ]
 FLAGS = (
     Flag("prompt_text", "--prompt -p", "TEXT", MODEL, "The same as PROMPT."),
     Flag("model_file", "--model -m", "MODEL", MODEL, "The same as MODEL; of a split model the first file."),
     Flag("hub_model", "--hf-repo -hf", "USER/REPOSITORY[:QUANT]", MODEL, "The model, from Hugging Face."),
-    Flag("system", "--system-prompt -sys", "TEXT", OFTEN, "The system message."),
+    Flag("system", "--system --system-prompt -sys", "TEXT", OFTEN, "The system message."),
     Flag("format", "--format", "json|SCHEMA", OUTPUT, "The answer is JSON, or follows a JSON schema."),
     Flag("think", THINK, "[=LEVEL]", OUTPUT, "Thinking: true (alone), false, low, medium, high or max."),
     Flag("hide_thinking", "--hidethinking", None, OUTPUT, "Do not show the thinking.", False, bool),
@@ -124,7 +125,7 @@ def model_and_words(
 @flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")), own=FLAGS)
 def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any) -> int:
     """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
-    _check(given)
+    _check(given, chosen["keep_alive"])
     name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])
     of_loading = [name for name in given if OPTIONS[name].scope == "load"]
     is_here = chosen["local"] or chosen["verbose"] > 1 or bool(set(of_loading) - {"n_ctx"})
@@ -139,49 +140,67 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "verbose": verbose > 0,
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    from moegguf.chat.client import Client, running_server
-    from moegguf.chat.local import LocalModel
-    from moegguf.chat.served import ServedModel
-    from moegguf.settings import read_settings
+    with keyboard_echo_off() if text is None else nullcontext():  # keys before the first prompt are for the chat
+        from moegguf.chat.client import Client, running_server
+        from moegguf.chat.local import LocalModel
+        from moegguf.chat.served import ServedModel
+        from moegguf.settings import read_settings
 
-    if text == "":  # loads the model in a running server, which keeps it
-        from moegguf.models.names import parse_name
+        if text == "":  # loads the model in a running server, which keeps it
+            from moegguf.models.names import parse_name
 
-        kept = {} if keep_alive is None else {"keep_alive": keep_alive}
-        Client().post("/api/generate", {"model": parse_name(name).canonical, "prompt": "", "stream": False} | kept)
-        return 0
-    client = None if is_here else running_server([name])
-    environment = read_settings()
-    spinner = Spinner()
-    connection: LocalModel | ServedModel
-    if client is not None:
-        connection = ServedModel(client, name, keep_alive, spinner)
-    else:  # a worker starts while this goes on
-        debug = environment.debug or verbose > 1
-        connection = LocalModel(replace(environment, loading=loading, debug=debug), spinner)
-    from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
+            kept = {} if keep_alive is None else {"keep_alive": keep_alive}
+            Client().post("/api/generate", {"model": parse_name(name).canonical, "prompt": "", "stream": False} | kept)
+            return 0
+        client = None if is_here else running_server([name])
+        if is_here:
+            _print_copy_note(name)
+        environment = read_settings()
+        spinner = Spinner()
+        connection: LocalModel | ServedModel
+        if client is not None:
+            connection = ServedModel(client, name, keep_alive, spinner)
+        else:  # a worker starts while this goes on
+            debug = environment.debug or verbose > 1
+            connection = LocalModel(replace(environment, loading=loading, debug=debug), spinner)
+        from moegguf.chat.conversation import Conversation
+        from moegguf.chat.model import ChatModel
 
-    with closing(connection), spinner:
-        if isinstance(connection, ServedModel):
-            entry = connection.entry
-        else:
-            entry = with_files(find_or_pull(name), **files)
-            parameters = _defaults(environment, entry) | parameters
-            if sys.stderr.isatty() or verbose:
-                print_card_note(loading | {"n_gpu_layers": parameters.get("num_gpu")})
-        if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
-            parameters["num_ctx"] = connection.details(entry).n_ctx_train
-        conversation = Conversation(entry, parameters, **settings)
-        chat_model = ChatModel(connection)
-        if text is None or client is None:  # a server loads for the answer
-            chat_model.load(conversation)
-            spinner.close()
-        if text is not None:
-            return _answer_once(chat_model, conversation, text)
-        from moegguf.chat.chat import Chat
+        with closing(connection), spinner:
+            if isinstance(connection, ServedModel):
+                entry = connection.entry
+            else:
+                entry = with_files(find_or_pull(name), **files)
+                parameters = _defaults(environment, entry) | parameters
+                if sys.stderr.isatty() or verbose:
+                    print_card_note(loading | {"n_gpu_layers": parameters.get("num_gpu")})
+            if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
+                parameters["num_ctx"] = connection.details(entry).n_ctx_train
+            conversation = Conversation(entry, parameters, **settings)
+            chat_model = ChatModel(connection)
+            if text is None or client is None:  # a server loads for the answer
+                chat_model.load(conversation)
+                spinner.close()
+            if text is not None:
+                return _answer_once(chat_model, conversation, text)
+            from moegguf.chat.chat import Chat
 
-        return Chat(chat_model, conversation).run()
+            return Chat(chat_model, conversation).run()
+
+
+def _print_copy_note(name: str) -> None:
+    """Prints that a running server has the model in memory, too, if it has."""
+    from moegguf.chat.client import Client
+    from moegguf.models.names import parse_name
+
+    with suppress(MoeggufError, TypeError, KeyError):
+        client = Client()
+        loaded = [str(model["name"]).lower() for model in client.get("/api/ps", PS_TIMEOUT_S)["models"]]
+        if parse_name(name).key in loaded:
+            print_message(
+                f"note: the server at {client.host.url} has {name} in memory, too. This command loads another copy;"
+                " without --local and options of loading the server would answer."
+            )
 
 
 def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
@@ -190,8 +209,13 @@ def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value not in (None, "") and name not in entry.parameters}
 
 
-def _check(given: Given) -> None:
+def _check(given: Given, keep_alive: str | None) -> None:
     """Raises BadParameter for values that cannot be; here and not by typer, for shorter help."""
+    if keep_alive is not None:
+        try:
+            parse_duration(keep_alive)
+        except OptionError as error:
+            raise typer.BadParameter(str(error), param_hint="--keepalive") from None
     if given.get("num_predict") == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
     for option in (OPTIONS[name] for name in given if OPTIONS[name].scope == "request"):

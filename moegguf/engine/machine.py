@@ -180,7 +180,7 @@ def load_warning() -> str:
     load, n_cpus = os.getloadavg()[0], count_cpus()
     if load <= BUSY_SHARE * n_cpus:
         return ""
-    return f"warning: this machine is busy (a load of {load:.1f} on {n_cpus} processors): speeds are too low"
+    return f"warning: the machine is busy (load {load:.1f} on {n_cpus} processors): speeds are too low"
 
 
 def count_cpus(root: Path = ROOT) -> int:

@@ -270,8 +270,8 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     ("auto": what is left).
 
     A context that is not given is the largest, up to the model's own, in a tenth of the free memory, or in a quarter
-    where every expert fits beside it. A context of up to 4,096 tokens may take more, but never more than it leaves to
-    experts, or than a given `cache` leaves to the context.
+    where every expert fits beside it; beside a `cache` that is given, at most in a quarter of that. A context of up to
+    4,096 tokens may take more, but never more than it leaves to experts, or than a given `cache` leaves to the context.
 
     A KV cache that is not given has all tokens that its sequences can have together, less by the same rule, and at
     least the tokens of one sequence: answers are rarely as long as their context can be, and memory for experts makes
@@ -289,6 +289,8 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     dense_bytes += row_pages_bytes(layout)
     rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1) - fixed_bytes(layout)
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
+    if pool_bytes:  # who names a budget does not expect a context that is larger
+        modest_bytes = min(modest_bytes, pool_bytes // 4)
 
     def is_modest(n_tokens: int) -> bool:
         """Returns whether a KV cache of `n_tokens` leaves enough memory to experts."""

@@ -114,7 +114,8 @@ class Engine:
         each; without it the model's, else the defaults. `fields`: further ones of `Sampling` and `Request`:
         `max_tokens=8, temperature=0`.
 
-        What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
+        What is wrong with one prompt is the `error` of its answer: a ContextError for one that is longer than the
+        context, unless `truncate=True` cuts its middle. Raises OptionError, ClosedError.
         """
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         return self._answers([given] if given and isinstance(given[0], int) else given, sampling, fields)
@@ -204,14 +205,16 @@ class Engine:
 
 
 def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
-    """That of a text, tokens or messages."""
+    """Returns the request for a text, tokens or messages. A text or tokens that are too long are an error unless
+    `fields` have `truncate`."""
     of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
     for name in fields:
         if name not in of_sampling and name not in of_request:
             raise OptionError.unknown(name, [*of_sampling, *of_request], "help(moegguf.Sampling)")
-    given: dict[str, Any] = {"prompt": prompt}
+    given: dict[str, Any] = {"prompt": prompt, "truncate": False}
     if not isinstance(prompt, str):
         is_chat = bool(prompt) and isinstance(prompt[0], dict)
-        given = {"messages": tuple(prompt)} if is_chat else {"prompt": "", "context": tuple(prompt)}
+        as_tokens = {"prompt": "", "context": tuple(prompt), "truncate": False}
+        given = {"messages": tuple(prompt)} if is_chat else as_tokens
     given |= {name: value for name, value in fields.items() if name in of_request}
     return replace(Request(**given), sampling=sampling_with(sampling, fields))

@@ -60,6 +60,9 @@ class Sampling:
         return min(n_ctx, self.num_ctx or n_ctx)
 
 
+REPEAT_LIMIT = 30  # Ollama's number
+
+
 @dataclass(frozen=True)
 class Request:
     """One request to a model, with `messages` (through the chat template) or with `prompt` (verbatim)."""
@@ -93,6 +96,7 @@ class Request:
     # up forces the first of these. () takes the model's.
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # deltas have their tokens
+    repeat_limit: int = 0  # repetitions of one token, white space aside, that end the answer; 0: no number does
     owner: str = ""  # reuses the tokens of requests with this owner only; "": of all who are not told apart
     client_key: str = ""  # of the client that may see which experts the request uses
     sampling: Sampling = field(default_factory=Sampling)

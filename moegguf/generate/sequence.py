@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 
 MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
+
+MAX_PERIOD = 4  # tokens that an answer may repeat in turn
+CYCLE_PATIENCE = 8  # rows of numbers repeat tokens, too
 
 _tickets = itertools.count(1)
 
@@ -97,6 +101,8 @@ class Sequence:
         self.ended = False  # its last token was sampled
         self._llm: Llama
         self._prompt_logprobs: list[TokenLogprob] = []  # until they are sent
+        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)  # of the last tokens, the newest first
+        self._n_repeats = Counter[int]()  # {n: tokens, up to the last, each with the text of the n-th one before it}
         self._start_s = 0.0
         self._before: Stats | None = None  # the model's counters at the start
         self._first: Stats | None = None  # and at the first token
@@ -236,9 +242,25 @@ class Sequence:
         delta = transcript.feed(token, None if n_top is None else logprob_of(token, self._llm, n_top, row))
         if delta is not None and delta.thinking:
             summary.thinking_tokens = summary.answer_tokens
+        if self._repeats(token):
+            self._end("length")
         if transcript.stop_string or summary.answer_tokens >= self.limit:
             self._end("stop" if transcript.stop_string else "length")
         return delta
+
+    def _repeats(self, token: int) -> bool:
+        """Returns whether the answer only repeats a token by now, or for much longer a few tokens in turn. Tokens count
+        as one that differ in white space."""
+        if not (limit := self.request.repeat_limit):
+            return False
+        text = self._llm.vocabulary.piece(token, special=True).strip()
+        ended = False
+        for period, before in enumerate(self._last_texts, 1):
+            self._n_repeats[period] = self._n_repeats[period] + 1 if text == before else 0
+            most = limit if period == 1 else limit * period * CYCLE_PATIENCE
+            ended = ended or self._n_repeats[period] > most
+        self._last_texts.appendleft(text)
+        return ended
 
     def _end(self, reason: str) -> None:
         self.ended, self.summary.finish = True, reason

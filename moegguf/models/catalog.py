@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import quote
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.adapter import read_adapter
@@ -35,7 +36,9 @@ from moegguf.models.recipe import (
 from moegguf.models.sources import demo_path
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
-from moegguf.text import without_password
+from moegguf.text import to_utf8, without_password
+
+HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 
 
 class Catalog:
@@ -253,12 +256,15 @@ class Catalog:
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
         known = [sources.DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
         near = nearest_names(text, [*known, *map(str.lower, known)])
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-        here = " `moegguf list` shows those here, `moegguf library` others; a path works too." * self.paths
-        return ModelNotFoundError(
-            f"there is no model named {text!r}{hint} Models of Hugging Face have names such as"
-            f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M.{here}"
+        words = quote(to_utf8(text.partition(":")[0]), safe="")
+        hint = (
+            f"models of Hugging Face, also dense ones, have names such as {HUB_HOST}/USER/REPOSITORY:Q4_K_M, and"
+            f" {HUB_SEARCH}{words} lists GGUF files to choose from."
         )
+        if near:
+            hint = f"did you mean {' or '.join(map(repr, near))}? M{hint[1:]}"
+        here = " `moegguf list` shows those here, `moegguf library` others; a path works too." * self.paths
+        return ModelNotFoundError(f"there is no model named {text!r}; {hint}{here}", hint)
 
 
 _REMOVAL_HINTS = {

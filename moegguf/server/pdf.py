@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.child import child_command, child_environment
+from moegguf.child import child_command, child_environment, kill_child
 from moegguf.server.common.body import read_bytes
 from moegguf.server.common.errors import HttpError
 
@@ -50,9 +50,8 @@ async def _read(data: bytes) -> dict[str, Any]:
     except TimeoutError:
         return {"error": f"reading it takes more than {MAX_S:g} s"}
     finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
+        kill_child(child)
+        await child.wait()
     if child.returncode:
         return {"error": "reading it takes too much time or memory"}
     found: dict[str, Any] = json.loads(text)

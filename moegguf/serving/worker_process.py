@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from moegguf.child import child_command, child_environment
+from moegguf.child import child_command, child_environment, kill_child
 from moegguf.decisions import log_decision
 from moegguf.engine.stats import Stats
 from moegguf.errors import DeviceLostError, MoeggufError, OptionError, WorkerError
@@ -212,8 +212,7 @@ class WorkerProcess:
         """Kills the process; its requests get `reason` in their error."""
         if not self.exited.done():
             self._kill_reason = self._kill_reason or reason
-            with contextlib.suppress(ProcessLookupError):
-                self._child.kill()
+            kill_child(self._child)
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Closes the socket, kills the process if it does not exit within `grace_s`, and returns after its exit.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moegguf.engine import machine
@@ -28,6 +28,7 @@ from moegguf.settings import read_load_keywords
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
+READING_TOKENS_PER_S = 5.0  # a fast reader's
 RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
 
 Facts = dict[str, Any]
@@ -115,13 +116,16 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
         reads = is_here and layout.is_moe and not plan.resident
         disk = expert_read_speed(layout, DISK_SECONDS) if reads else None
         default = "auto" if plan.placement or plan.on_device else None
-        placed = plan.placement
+        placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
+        memory_bytes_per_s = _memory_speed()
         if device:  # beside RAM for everything, with the context of the plan that is
             there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
             ample = machine.Machine(machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,))
-            speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, _memory_speed())
+            speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_bytes_per_s)
+            if disk:
+                speeds = replace(speeds, disk_bytes_per_s=disk.bytes_per_s)
             free = LoadSpec(plan.n_ctx, type_k=spec.type_k, type_v=spec.type_v, flash_attn=spec.flash_attn)
-            placed = make_plan(layout, ample, free, speeds).placement
+            placed = make_plan(layout, ample, free, speeds, hit_rates.curve()).placement
         return {
             "name": layout.name,
             "path": _shown_path(entry, is_here),
@@ -136,7 +140,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
             "token_cycle_bytes": layout.token_cycle_bytes,
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
             "plan": plan.facts(),
-            "expected": _expectation(_hit_rates(layout, is_here), plan, disk),
+            "expected": _expectation(hit_rates, plan, disk, memory_bytes_per_s),
             "placement": _placement(placed),
         }
 
@@ -145,13 +149,12 @@ def _memory_speed() -> float:
     return machine.memory_read_speed(machine.count_cpus())
 
 
-def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None) -> Facts:
-    """What to expect while answering; the speed of a model that has to read needs that of its disk. Of a device hit
-    rates and bytes only: its speed was not measured."""
+def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float) -> Facts:
+    """Returns what to expect while answering. The speed of a model that has to read is known where its disk was
+    measured. With a device only hit rates and bytes are known: its speed was not measured."""
     if plan.device is not None or not (disk or plan.resident):
         n_slots = max(plan.n_slots, plan.n_ram_slots) if plan.device is not None else plan.n_slots
         return asdict(hit_rates.expect(n_slots)) | {"memory_bytes_per_s": None}
-    memory_bytes_per_s = _memory_speed()
     speeds = Speeds.of_cpu(memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s)
     return asdict(hit_rates.expect(plan.n_slots, speeds)) | {"memory_bytes_per_s": round(memory_bytes_per_s)}
 
@@ -226,9 +229,9 @@ def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
 
 
 def library_facts(prefix: str = "") -> list[Facts]:
-    """Facts of the models whose names start with `prefix`, with this machine's memory and speeds now. Speeds are those
-    of the processor; None where one token's experts do not fit into the free memory. The disk is the one that moegguf
-    is installed on."""
+    """Returns facts of the models whose names start with `prefix`, with this machine's memory and speeds now. The
+    processor's speed counts; it is None where one token's experts do not fit into the free memory. The disk is the one
+    that moegguf is installed on."""
     free_bytes, found = machine.read_memory().available_bytes, []
     disk = machine.disk_read_speed(demo_path() or sys.executable, DISK_SECONDS)
     speeds = Speeds.of_cpu(_memory_speed(), disk.bytes_per_s)
@@ -253,4 +256,15 @@ def library_facts(prefix: str = "") -> list[Facts]:
                 "tokens_per_s": tokens_per_s,
             }
         )  # fmt: skip
-    return found
+    best = best_fit_of(found)
+    return [facts | {"fits_best": facts["name"] == best} for facts in found]
+
+
+def best_fit_of(models: Sequence[Facts]) -> str | None:
+    """Returns the name of the largest model that answers as fast as one reads, else of the fastest one that runs; None
+    where none runs."""
+    running = [facts for facts in models if facts["tokens_per_s"]]
+    fluent = [facts for facts in running if facts["tokens_per_s"][1] >= READING_TOKENS_PER_S]
+    if fluent:
+        return max(fluent, key=lambda facts: facts["size_bytes"])["name"]
+    return max(running, key=lambda facts: facts["tokens_per_s"][1])["name"] if running else None

@@ -126,12 +126,13 @@ def lookup_shares(stats: Stats) -> str:
 
 
 def total_lines(stats: Stats) -> list[str]:
-    """Lines about everything since the model was loaded."""
+    """Returns lines about everything since the model was loaded."""
     if not stats.lookups:
         return []
     hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
-    return _aligned([("since load", f"{stats.tokens} token(s) evaluated"), ("hit rate", hits), ("moved", moved)])
+    tokens = f"{stats.tokens} token(s) evaluated"
+    return _aligned([("since load", tokens), ("hit rate since load", hits), ("moved since load", moved)])
 
 
 def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:

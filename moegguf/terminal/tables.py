@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -19,6 +20,7 @@ from moegguf.terminal.facts import Facts
 from moegguf.text import without_surrogates
 
 PIPE_WIDTH = 400
+NARROW_BETWEEN = 2  # spaces between columns where a terminal has no room for more
 SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
 
 Row = tuple[str, ...]
@@ -32,10 +34,13 @@ def print_json(facts: Any) -> None:
     print(without_surrogates(json.dumps(plain, indent=2, ensure_ascii=False)))
 
 
-def print_renderable(renderable: Any) -> None:
-    """Prints on stdout; into a pipe without the trailing spaces of tables."""
+def print_renderable(renderable: Any, least_width: int = 0) -> None:
+    """Prints on stdout; into a pipe without the trailing spaces of tables. A terminal narrower than `least_width`
+    breaks lines itself."""
     # A pipe has no width; rich's default of 80 would break long paths.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    if console.width < least_width:
+        console.width = least_width
     if console.is_terminal:
         console.print(renderable)
         return
@@ -58,16 +63,37 @@ def _section(title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None
 
 
 def print_columns(
-    header: Sequence[str], rows: Iterable[Sequence[str]], between: int = 4, n_left: int | None = None, style: str = ""
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    between: int = 4,
+    n_left: int | None = None,
+    style: str = "",
+    drop: Sequence[str] = (),
 ) -> None:
-    """A table with a header, as `ollama list` prints it. between: spaces between columns, of which the first `n_left`
-    (None: all) are left-aligned, the others right-aligned. style: of the header."""
+    """Prints a table with a header, as `ollama list` does. No cell is cut.
+
+    between: spaces between columns, of which the first `n_left` (None: all) are left-aligned, the others right-aligned.
+    style: of the header. drop: names of columns that a narrow terminal goes without, the first one first.
+    """
+    lines = [list(header), *map(list, rows)]
+    widths = {name: max(cell_len(line[column]) for line in lines) for column, name in enumerate(header)}
+    room = Console().width if sys.stdout.isatty() else PIPE_WIDTH
+    dropped = iter(drop)
+    while (needed := sum(widths.values()) + between * (len(widths) - 1)) > room:
+        if between > NARROW_BETWEEN:
+            between = NARROW_BETWEEN
+        elif (name := next(dropped, None)) is not None:
+            del widths[name]
+        else:
+            break
     table = Table(box=None, padding=(0, between, 0, 0), pad_edge=False, header_style=style)
-    for column, name in enumerate(header):
-        table.add_column(name, justify="left" if n_left is None or column < n_left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    print_renderable(table)
+    kept = [column for column, name in enumerate(header) if name in widths]
+    for column in kept:
+        is_left = n_left is None or column < n_left
+        table.add_column(header[column], justify="left" if is_left else "right", no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*(Text(line[column]) for column in kept))
+    print_renderable(table, needed)
 
 
 def print_model_list(entries: Iterable[ModelEntry]) -> None:
@@ -80,11 +106,12 @@ def print_model_list(entries: Iterable[ModelEntry]) -> None:
             size = "missing"
             modified = f"{modified}: {', '.join(map(str, entry.missing))} is no longer there"
         rows.append((entry.name, entry.digest[:12], size, modified))
-    print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows)
+    print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows, drop=("ID", "MODIFIED", "SIZE"))
 
 
 def print_library(facts: Iterable[Facts]) -> None:
-    """The table of `moegguf library`; a mark behind the names of models that are on this machine."""
+    """Prints the table of `moegguf library`. Marks stand behind the names of the model that fits best, and of models
+    that are on this machine."""
     rows = []
     for each in facts:
         sizes = (human_bytes(each[key]) for key in ("size_bytes", "least_bytes", "all_bytes"))
@@ -93,8 +120,10 @@ def print_library(facts: Iterable[Facts]) -> None:
         if each["tokens_per_s"]:
             speed = f"{two_digits(*each['tokens_per_s'])} t/s"
             share = f"{each['expert_share']:.0%}"
-        rows.append((each["name"] + " (here)" * each["here"], *sizes, share, speed, each["hub_name"]))
-    print_columns(("NAME", "SIZE", "NEEDS", "FOR ALL", "EXPERTS IN MEMORY", "SPEED HERE", "MODEL"), rows)
+        name = each["name"] + " *" * each["fits_best"] + " (here)" * each["here"]
+        rows.append((name, *sizes, share, speed, each["hub_name"]))
+    header = ("NAME", "SIZE", "NEEDS", "FOR ALL", "IN MEMORY", "SPEED HERE", "MODEL")
+    print_columns(header, rows, drop=("MODEL", "FOR ALL", "IN MEMORY", "NEEDS", "SIZE"))
 
 
 def _range(low: str, high: str) -> str:

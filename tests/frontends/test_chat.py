@@ -12,7 +12,7 @@ import psutil
 import pytest
 from chat_terminal import ANSWER, QUESTION, demo_chat
 from servers import Server, TinyModel, environment, serving
-from terminal import Terminal, control, moegguf_command
+from terminal import ENTER, Terminal, control, moegguf_command
 
 from moegguf.chat.conversation import Conversation
 from moegguf.chat.served import messages_to_server
@@ -22,7 +22,8 @@ from moegguf.models.entry import NamedModel
 def test_statistics_and_the_map_of_the_experts(tmp_path: Path) -> None:
     with demo_chat(tmp_path, size=(100, 40)) as chat:
         chat.prompt()
-        assert "slots for 96 of 192 experts" in chat.text
+        assert re.search(r"^demo:latest: takes [\d.]+MiB, context of 512 tokens, slots for 96 of 192 experts$",
+                         chat.text, re.MULTILINE)  # fmt: skip
         assert "There is no answer yet." in chat.ask("/stats")
         assert "eval rate" not in chat.ask(QUESTION)
         said = chat.ask("/stats")
@@ -30,6 +31,8 @@ def test_statistics_and_the_map_of_the_experts(tmp_path: Path) -> None:
             "total duration:", "eval rate:", "time to first token:", "hit rate:", "moved:", "stall:", "since load:",
         ):  # fmt: skip
             assert label in said
+        labels = [line.partition(":")[0] for line in said.splitlines()[1:] if ":" in line]
+        assert len(labels) == len(set(labels))
         shown = chat.ask("/experts")
         rows = re.findall(r"^(\d) ([·~░▒▓█+○]{32})$", shown, re.MULTILINE)
         assert [int(row) for row, _ in rows] == list(range(6))
@@ -37,6 +40,22 @@ def test_statistics_and_the_map_of_the_experts(tmp_path: Path) -> None:
         letters = "".join(cells for _, cells in rows)
         assert "+" in letters or "█" in letters
         assert sum(letters.count(one) for one in "+█▒") == 96
+
+
+def test_enter_while_the_model_loads_sends_the_message(tmp_path: Path) -> None:
+    with demo_chat(tmp_path) as chat:
+        chat.expect("starting a worker")
+        chat.send(QUESTION + ENTER)
+        chat.wait(lambda: ANSWER in chat.text.replace("\n", " "), "the answer")
+
+
+def test_read_of_a_missing_file_and_unknown_settings_say_what_to_do(tmp_path: Path) -> None:
+    with demo_chat(tmp_path) as chat:
+        chat.prompt()
+        assert "/read cannot read 'no such file' (No such file or directory)" in chat.ask("/read no such file")
+        assert "Unknown setting 'foo'. Type /set for the settings" in chat.ask("/set foo")
+        assert "/set system <string>" in chat.ask("/set")
+        assert max(map(len, chat.ask("/set parameter").splitlines())) < 80
 
 
 def test_load_parameters_reload_the_model(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def shared(home: Path) -> Iterator[Terminal]:
     ("/home/me/cat.png what is this", "Unknown command '/home/me/cat.png'. Type /? for help"),
     ("/save", "Usage:\n  /save <modelname>"),
     ("/read", "Usage:\n  /read <file>"),
-    ("/read /nowhere/at-all", "error: [Errno 2] No such file or directory"),
+    ("/read /nowhere/at-all", "error: /read cannot read '/nowhere/at-all' (No such file or directory); check"),
     ("/set think", "warning: model 'demo:latest' does not support thinking output"),
     ("/set think sideways", "Invalid level 'sideways'."),
     ("/set format xml", "error: --format takes json, a JSON schema"),

@@ -184,6 +184,48 @@ def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(
         here("show", "x", MOEGGUF_DEBUG="1")
 
 
+def test_a_report_of_bench_is_one_block_about_machine_model_and_both_systems(here: Command) -> None:
+    done = here(
+        "bench", "-m", "demo", "--report", "-t", 1, "-p", 8, "-n", 4, "-r", 1, "--rounds", 1, "--expert-cache", "50%"
+    )
+    assert done.returncode == 0, done.stderr
+    facts = dict(re.findall(r"^- ([\w ]+): (.+)$", done.stdout, re.MULTILINE))
+    assert list(facts) == ["machine", "drive", "model", "memory for experts", "build", "input"]
+    assert (
+        re.search(r"file [0-9a-f]{12}, routers [0-9a-f]{12}", facts["model"])
+        and "96 of 192" in facts["memory for experts"]
+    )
+    assert facts["input"] == "text the demo's README"
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line.startswith("|")
+    ]
+    assert rows[0] == ["", "moegguf", "llama.cpp (mmap)"]
+    assert [row[0] for row in rows[2:]] == [
+        "prompt of 8, t/s", "answer of 4, t/s", "hit rate of the last test", "peak memory", "load"
+    ]  # fmt: skip
+    assert all(float(cell) > 0 for row in rows[2:4] for cell in row[1:]) and rows[4][1].endswith("%")
+    assert os.path.expanduser("~") not in done.stdout
+    refused = here("bench", "-m", "demo", "-m", "demo", "--report")
+    assert refused.returncode == 1 and "--report is about one model" in refused.stderr
+
+
+def test_help_is_a_command_and_usage_has_each_name_once(here: Command) -> None:
+    assert here("help").stdout == here("--help").stdout
+    assert here("help", "trace", "simulate").stdout == here("trace", "simulate", "--help").stdout
+    usages = [here("help", command).stdout.splitlines()[0] for command in ("rm", "budget")]
+    assert usages == ["Usage: moegguf rm [OPTIONS] MODEL...", "Usage: moegguf budget [OPTIONS] MODEL [BUDGET]"]
+
+
+def test_estimate_takes_one_speed_of_disk_and_memory_and_one_hit_rate_for_both_tables(here: Command) -> None:
+    device = ("--device-memory", "1.01GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s")
+    facts = json.loads(here("estimate", "demo", "--expert-cache", "2MiB", "--ctx", 512, *device, "--json").stdout)
+    speeds = facts["placement"]["speeds"]
+    assert round(speeds["disk_bytes_per_s"]) == facts["disk"]["bytes_per_s"]
+    assert round(speeds["cpu_bytes_per_s"]) == facts["expected"]["memory_bytes_per_s"]
+    assert "measured on this model" in facts["expected"]["basis"]
+    assert "measured on this model" in facts["placement"]["hit_rates"]
+
+
 def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(here: Command, tiny: TinyModel) -> None:
     device = ("--device-memory", "1.002GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s,35us")
     shown = here("estimate", tiny(), *device, "--ctx", 512)
@@ -412,7 +454,11 @@ ERRORS = [
     *((f"run -hf '{given}' hi", 2, "USER/REPOSITORY") for given in ("demo", "u/r/f", "u/")),
     ("run -m m.gguf -hf u/r", 2, "not both"),
     ("run", 2, "moegguf list"),
-    ("run demo hi --system 'Be brief.'", 2, "--system-prompt"),
+    *((f"run demo hi --keepalive foo{local}", 2, "--keepalive: 'foo' is not a duration") for local in ("", " --local")),
+    ("run llama3.2 hi", 1, "https://huggingface.co/models?library=gguf&search=llama3.2"),
+    ("contexts clear", 2, "or give --all"),
+    ("contexts clear demo --all", 2, "name a MODEL"),
+    ("help frobnicate", 2, "no such command 'frobnicate'"),
     ("MOEGGUF_PLACEMENT=guess run demo hi", 1, "MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu."),
     (f"show {__file__}", 1, ""),
     ("estimate demo -c 99999999999", 1, "2147483392, but is 99999999999"),

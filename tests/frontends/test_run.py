@@ -104,7 +104,8 @@ def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_system_message_comes_first() -> None:
-    assert echo("messages", "--system-prompt", "Be brief.").stdout == "[system: Be brief.] [user: messages]\n"
+    for flag in ("--system", "--system-prompt", "-sys"):
+        assert echo("messages", flag, "Be brief.").stdout == "[system: Be brief.] [user: messages]\n"
 
 
 def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:
@@ -261,7 +262,8 @@ def test_the_server_answers_and_it_looks_the_same(here: Command, unused: Server)
     assert (served.returncode, unused.loaded().keys()) == (0, {"demo:latest"}), served.stderr
     alone = here(*ASKED, "-v", "--local", MOEGGUF_HOST=unused.url)
     assert served.stdout == alone.stdout
-    assert labels(served.stderr) == [*labels(alone.stderr), "answered by"]
+    of_alone = [label for label in labels(alone.stderr) if label != "note"]  # that it is a second copy
+    assert labels(served.stderr) == [*of_alone, "answered by"]
     assert re.search(rf"answered by: +{unused.url}\n", served.stderr)
     quiet = here(*ASKED, "--format", "json", "--system-prompt", "Be brief.", MOEGGUF_HOST=unused.url)
     assert (quiet.returncode, quiet.stderr) == (0, "") and quiet.stdout.startswith("{")
@@ -282,6 +284,14 @@ def test_an_empty_prompt_loads_the_model(here: Command, unused: Server) -> None:
     done = here("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=unused.url)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert unused.loaded().keys() == {"tiny:latest"}
+
+
+def test_a_second_copy_beside_a_server_is_said(here: Command, unused: Server) -> None:
+    words = f"note: the server at {unused.url} has demo in memory, too."
+    assert words not in here(*ASKED, "--local", MOEGGUF_HOST=unused.url).stderr, "it has loaded nothing yet"
+    unused.call("/api/generate", {"model": "demo"})
+    assert words in here(*ASKED, "--local", MOEGGUF_HOST=unused.url).stderr
+    assert words not in here(*ASKED, MOEGGUF_HOST=unused.url).stderr
 
 
 def test_errors_of_the_server_are_errors_of_the_command(here: Command, unused: Server) -> None:

@@ -244,7 +244,7 @@ def test_run_goes_on_and_the_command_lists_and_clears(mine: Callable[..., Comple
     assert missing.returncode == 1 and "`moegguf contexts` lists the models" in missing.stderr
     assert re.fullmatch(r"deleted \d.* [KM]B of contexts\n", mine("contexts", "clear", listed["model"]).stdout)
     assert json.loads(mine("contexts", "--json").stdout) == []
-    assert mine("contexts", "clear").stdout == "deleted 0 B of contexts\n"
+    assert mine("contexts", "clear", "--all").stdout == "deleted 0 B of contexts\n"
 
 
 def test_a_folder_that_cannot_be_used_is_a_warning(mine: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:

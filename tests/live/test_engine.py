@@ -12,9 +12,9 @@ from answering import DEMO, QUESTION, reply
 
 import moegguf
 from moegguf.engine.run_hits import read_run_hits
-from moegguf.errors import ClosedError, OptionError
+from moegguf.errors import ClosedError, ContextError, OptionError
 from moegguf.generate.engine import Engine
-from moegguf.generate.request import Sampling
+from moegguf.generate.request import REPEAT_LIMIT, Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import demo_path
 from predictors.models import quiz_demo
@@ -85,6 +85,22 @@ def test_what_is_wrong_with_one_prompt_is_the_error_of_its_answer(engine: Engine
         engine.generate("a", [GREEDY, GREEDY])
     with pytest.raises(OptionError, match="thinks"):
         engine.chat(messages("a"), GREEDY, thinks=True)
+
+
+def test_an_answer_that_repeats_a_token_ends_where_the_request_limits_it(engine: Engine) -> None:
+    """The bias makes one token the likeliest; white space around it does not count."""
+    always = Sampling(temperature=0.0, max_tokens=80, logit_bias={engine.llm.vocabulary.tokens("a")[0]: 1000.0})
+    free, limited = (engine.generate("some text", always, repeat_limit=limit)[0] for limit in (0, REPEAT_LIMIT))
+    assert free.summary.answer_tokens == 80
+    assert (limited.summary.answer_tokens, limited.finish) == (REPEAT_LIMIT + 2, "length")
+    assert free.text.startswith(limited.text)
+
+
+def test_a_prompt_that_is_too_long_is_an_error_unless_it_may_be_cut(engine: Engine) -> None:
+    long = "word " * 2 * engine.llm.n_ctx()
+    refused, cut = engine.generate(long, max_tokens=1)[0], engine.generate(long, max_tokens=1, truncate=True)[0]
+    assert isinstance(refused.error, ContextError) and refused.text == ""
+    assert cut.error is None and cut.summary.cut_tokens > 0
 
 
 def test_streams_run_side_by_side_and_end_when_they_are_left(engine: Engine) -> None:

@@ -131,3 +131,17 @@ def test_the_client_gets_an_answer_of_a_local_server(tmp_path: Path) -> None:
     check_printed("openai_client", text)
     whole, parts = text.splitlines()[1:]
     assert parts.replace("|", "") == whole
+
+
+def test_the_python_of_the_readme_prints_short_answers_about_moegguf(tmp_path: Path) -> None:
+    readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(from moegguf import .*?)```", readme, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MOEGGUF_HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=110, check=True,
+    )  # fmt: skip
+    about, hit_rate, *answers = done.stdout.splitlines()
+    assert about.startswith("moegguf runs Mixture-of-Experts models") and re.fullmatch(r"hit rate \d+%", hit_rate)
+    assert len(answers) == 2 and all(10 < len(answer) < 400 for answer in answers)
+    assert "demo model" in answers[0] and "expert" in answers[1].lower()

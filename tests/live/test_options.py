@@ -1,6 +1,7 @@
 """Keywords of `Llama`: what is refused, context and budget, LoRA adapters, and models that have no experts."""
 
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from answering import Load, TinyModel, endless, reply
 from gguf import GGUFReader, GGUFWriter
 from running import Llama, Reference, greedy_logits, hooks_off, random_prompt, share_for, write_adapter, written
+from terminal import moegguf_command
 
 from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import kv_bytes
@@ -73,6 +75,9 @@ def test_a_model_without_experts_runs_as_plain_llama_cpp(
     assert llm("some text", max_tokens=4)["choices"][0]["text"]
     stats = llm.stats()
     assert stats.lookups == stats.n_slots == 0
+    ask = moegguf_command("run", dense, "some text", "-n", 2, "-c", 256, "-t", 1, "--expert-cache")
+    done = subprocess.run([*ask, "50%"], capture_output=True, text=True, check=True)
+    assert done.stderr == "note: this model has no experts, so a budget for experts has no effect.\n"
     assert stats.eval_s > 0
     llm.set_expert_cache("25%")
     llm.cancel()

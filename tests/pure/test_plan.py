@@ -249,6 +249,14 @@ def test_the_context_is_the_largest_in_a_tenth_of_the_free_memory(layout: Expert
     assert plan(long, "auto", n_ctx=300).n_ctx == 512
 
 
+def test_a_context_beside_a_named_budget_takes_a_quarter_of_it_at_most(layout: ExpertLayout) -> None:
+    long = trained_on(layout, 131072)
+    for budget in (16 * slot_bytes(long), 64 * slot_bytes(long)):
+        p = plan(long, f"{budget}", n_ctx=None)
+        assert p.needs.kv_bytes <= budget // 4 or p.n_ctx == 4096
+        assert p.n_ctx < plan(long, "auto", n_ctx=None).n_ctx
+
+
 def test_a_context_leaves_room_for_a_given_budget_and_little_memory_goes_to_experts_first(layout: ExpertLayout) -> None:
     long = trained_on(layout, 131072)
     free = Sizes(1024).needs(long, 1).total_bytes(96) + 96 * slot_bytes(long) + MARGIN_BYTES
@@ -270,7 +278,7 @@ def test_the_range_is_what_was_published_with_its_sources_or_what_was_measured_b
     assert [r.low for r in ranges] == sorted(r.low for r in ranges)
     assert known.range_at(23).low == 0 and known.range_at(96).low == 1
     half = known.range_at(48)
-    assert "not measured on this model" in half.basis and "other shapes: OLMoE, colibri#1092" in half.basis
+    assert "not measured on this model" in half.basis and "other shapes: OLMoE (colibri#1092)" in half.basis
     assert half.low < typical_hit_rate(layout, 48) < half.high
     measured = Measured(
         "ab", {"lru": {0.5: 0.6}}, about={"ranges": 69}, ranges={"lru": {0.5: (0.55, 0.8)}}, bound={0.5: 0.75}
@@ -282,7 +290,7 @@ def test_the_range_is_what_was_published_with_its_sources_or_what_was_measured_b
 
 def test_what_was_published_for_a_shape_comes_before_others(tmp_path: Path) -> None:
     found = HitRates(layout_of(tmp_path, n_layer=2, n_expert=128, n_used=8)).expect(64)
-    assert "of its shape: Qwen3-30B-A3B, kekzl/imp#1359" in found.basis
+    assert "of its shape: Qwen3-30B-A3B (kekzl/imp#1359)" in found.basis
     curve = next(curve for curve in PUBLISHED if curve.n_expert == 128)
     assert found.hit_low == found.hit_high == interpolate(curve.rates, 0.25)
 

@@ -38,12 +38,13 @@ SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]  # "": the on
 
 
 def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEntry:
-    """The entry of that name, with `even_missing` also one whose files are missing. Raises HttpError 404 with Ollama's
-    message, ModelNameError."""
+    """Returns the entry of that name, with `even_missing` also one whose files are missing. Raises HttpError 404 with
+    Ollama's message, ModelNameError."""
     try:
         return catalog.find(name, even_missing=even_missing)
     except ModelNotFoundError as error:
-        message = f"model {name!r:.200} not found, try pulling it first ({' '.join(str(error).split())})"
+        hint = f" ({error.hint})" if error.hint else ""
+        message = f"model {name!r:.200} not found, try pulling it first{hint}"
         raise HttpError(404, message, "model_not_found") from None
 
 

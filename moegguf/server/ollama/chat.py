@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from moegguf.generate.images import MAX_IMAGES, with_images
-from moegguf.generate.request import MAX_TOP_LOGPROBS, THINK_LEVELS, Delta, Message, Request
+from moegguf.generate.request import MAX_TOP_LOGPROBS, REPEAT_LIMIT, THINK_LEVELS, Delta, Message, Request
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import is_go_template
 from moegguf.options import MAX_ANSWER_TOKENS
@@ -110,6 +110,7 @@ class _GenerationBody(ModelBody, RequestBody):
             think=self.think,
             truncate=self.truncate is not False,
             shift=self.shift is not False,
+            repeat_limit=REPEAT_LIMIT,
             n_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             sampling=sampling_of(entry, self.options),
             **fields,

@@ -1,0 +1,78 @@
+"""One block about a measurement, to be pasted where people compare machines: `moegguf bench --report`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moegguf.bench.rows import Row
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.fingerprint import fingerprint, header_digest
+from moegguf.quantities import format_bytes
+
+Facts = Mapping[str, Any]
+
+TEXT = Path(__file__).parents[1] / "demo/README.md"  # what is read and answered where nothing else is said
+WITHOUT = "mmap"  # llama.cpp of the same build, without the expert cache
+DIGEST_DIGITS = 12
+
+
+def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]) -> str:
+    """Returns a table in Markdown about one model: machine, drive, file and build, then the figures of each system.
+
+    rows: of `make_rows`, with the same tests for each system. doctor: sections of `diagnose`.
+    """
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    titles = (f"llama.cpp ({name})" if name == WITHOUT else name for name in systems)
+    lines = [("", *titles), ("---",) * (1 + len(systems))]
+    tests = list(dict.fromkeys(row["test"] for row in rows))
+    by_key = {(row["test"], row["system"]): row for row in rows}
+    for test in tests:
+        lines.append((f"{_title(by_key[test, systems[0]])}, t/s", *(_speed(by_key[test, name]) for name in systems)))
+    of_systems = [by_key[tests[-1], name] for name in systems]
+    lines.append(("hit rate of the last test", *(_share(row) for row in of_systems)))
+    lines.append(("peak memory", *(_bytes(row, "peak_rss_bytes") for row in of_systems)))
+    lines.append(("load", *(f"{row['load_s']:.1f} s" if "load_s" in row else "-" for row in of_systems)))
+    facts = [f"- {name}: {text}" for name, text in _facts(rows, layout, doctor)]
+    table = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([f"**moegguf {doctor['moegguf'].get('version')}: {layout.name}**", "", *facts, "", *table, ""])
+
+
+def _facts(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]) -> list[tuple[str, str]]:
+    machine, disk, build, row = doctor["machine"], doctor["disk"], doctor["build"], rows[0]
+    memory = machine["memory"]
+    cards = [each["description"] for name, each in doctor["devices"].items() if name != "CPU" and "description" in each]
+    limit = f", limited to {format_bytes(row['memory_limit_bytes'])}" if row["memory_limit_bytes"] else ""
+    drive = disk.get("error") or f"{disk['bytes_per_s'] / 1e9:.2f} GB/s, " + (
+        "past the page cache" if disk["past_page_cache"] else "through the page cache"
+    )
+    slots = f"{row.get('n_slots', 0):,} of {layout.n_expert_total:,}"
+    digests = f"file {header_digest(layout.shards)[:DIGEST_DIGITS]}, routers {fingerprint(layout)[:DIGEST_DIGITS]}"
+    return [
+        ("machine", f"{machine['cpu']}, {machine['cpus_allowed']} CPUs ({row['n_threads']} threads),"
+                    f" {format_bytes(memory['total_bytes'])} RAM{limit}; GPU: {', '.join(cards) or 'none'}"),
+        ("drive", drive),
+        ("model", f"{row.get('model_type', layout.arch)}, {format_bytes(layout.n_bytes)}; {digests}"),
+        ("memory for experts", f"{row['expert_cache']}, {slots} experts"),
+        ("build", f"llama.cpp {build.get('llama.cpp pin', '-')}; {doctor['moegguf'].get('system', '-')}"),
+        ("input", row["feed"].replace(str(TEXT), "the demo's README")),
+    ]  # fmt: skip
+
+
+def _title(row: Row) -> str:
+    words = [f"prompt of {row['n_prompt']}"] if row["n_prompt"] else []
+    words += [f"answer of {row['n_gen']}"] if row["n_gen"] else []
+    return " and ".join(words) + (f" after {row['n_depth']}" if row["n_depth"] else "")
+
+
+def _speed(row: Row) -> str:
+    return f"{row['median_ts']:.2f}" if "median_ts" in row else f"failed: {row['error']}"
+
+
+def _share(row: Row) -> str:
+    return f"{row['hit_rate']:.0%}" if "hit_rate" in row else "-"
+
+
+def _bytes(row: Row, name: str) -> str:
+    return format_bytes(row[name]) if row.get(name) else "-"

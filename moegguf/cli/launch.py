@@ -1,0 +1,186 @@
+"""`moegguf launch`: starts a coding agent or a chat program with a model of this server."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moegguf.cli.launch_clients import CLIENTS, NO_KEY, LaunchClient, Target
+from moegguf.cli.options import complete_model
+from moegguf.errors import MoeggufError, OptionError
+from moegguf.terminal.messages import print_message
+
+if TYPE_CHECKING:
+    from moegguf.chat.client import Client
+
+START_S = 30.0  # for a server to listen
+STOP_S = 10.0  # for it to end
+POLL_S = 0.1
+LOG = "launch.log"
+KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of a key
+
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="A program; without one, they are listed.")]
+Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="After `--`: the program's own arguments.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", autocompletion=complete_model,
+        help="The model; it is fetched where it is missing.  [default: the one that is loaded, or the newest]",
+    ),
+]  # fmt: skip
+Config = Annotated[bool, typer.Option("--config", help="Print the program's settings, and start nothing.")]
+
+
+def launch(name: Name = None, words: Words = None, model: ModelName = None, config: Config = False) -> int:
+    """Start a coding agent or a chat program with a model of this server.
+
+    The server is started for that time where none is running. Files of other programs are not changed: their settings
+    are in their environment, or printed for you to paste.
+    """
+    if name is None:
+        for known, each in CLIENTS.items():
+            print(f"{known:<12}{each.title}{'' if each.start else ' (prints its settings)'}")
+        return 0
+    if name not in CLIENTS:
+        raise typer.BadParameter(f"there is no program {name!r}; known are {', '.join(CLIENTS)}", param_hint="NAME")
+    from moegguf.chat.client import Client
+
+    program, client = CLIENTS[name], Client()
+    if program.start is None or config:
+        _print_settings(program, _target(client, model, to_print=True))
+        return 0
+    if (path := shutil.which(program.command)) is None:
+        raise OptionError(
+            f"{program.title} is not installed: there is no {program.command!r} on PATH. Install it, or see its"
+            f" settings with `moegguf launch {name} --config`."
+        )
+    with _running(client):
+        start = program.start(_target(client, model, to_print=False))
+        environment = {**os.environ, **start.environment}
+        before = signal.signal(signal.SIGINT, _leave_to_program)
+        try:
+            return subprocess.run([path, *start.arguments, *(words or ())], env=environment).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _leave_to_program(*_: object) -> None:
+    """Does nothing: Ctrl-C is for the program, which gets it, too."""
+
+
+def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
+    """Returns the server and the model. What is printed has no key, and no model is fetched for it."""
+    if to_print:
+        key = KEY_PLACEHOLDER if client.api_key else NO_KEY
+        return Target(client.host.url, model or _default_model(client), key)
+    if model is None:
+        model = _default_model(client)
+    elif client.host.is_loopback:
+        model = _name_on_server(model)
+    return Target(client.host.url, model, client.api_key or NO_KEY)
+
+
+def _name_on_server(model: str) -> str:
+    """Returns the name by which a server on this machine knows a model, which is fetched where it is missing. Raises
+    OptionError for a path, and what `find_or_pull` raises."""
+    from moegguf.terminal.loading import find_or_pull
+
+    entry = find_or_pull(model)
+    if entry.source == "path":
+        raise OptionError(
+            f"a server finds models by name, but {model!r} is a path; give the file a name with `moegguf create`."
+        )
+    return entry.name
+
+
+def _default_model(client: Client) -> str:
+    """Returns the name of a model that is loaded, else of the newest one."""
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.sources import DEMO_NAME
+
+    try:
+        loaded = client.get("/api/ps")["models"]
+        names = [str(each["name"]) for each in loaded or client.get("/api/tags")["models"]]
+    except MoeggufError:  # settings are printed without a server, too
+        names = [entry.name for entry in Catalog().entries()]
+    own = [name for name in names if name.partition(":")[0] != DEMO_NAME]
+    return [*own, *names, DEMO_NAME][0]
+
+
+def _print_settings(program: LaunchClient, target: Target) -> None:
+    if program.settings is not None:
+        print(program.settings(target), end="")
+    if program.start is not None:
+        start = program.start(target)
+        for name, value in start.environment.items():
+            print(f"export {name}={shlex.quote(value)}")
+        print(shlex.join([program.command, *start.arguments]))
+
+
+@contextmanager
+def _running(client: Client) -> Iterator[None]:
+    """Uses the server that runs, or starts one that ends with the block. Raises OptionError where another program has
+    the address, or the server does not start."""
+    from moegguf.chat.client import NoServerError
+
+    try:
+        version = client.get("/api/version")
+    except NoServerError:
+        with _started(client):
+            yield
+        return
+    if "moegguf" not in version:
+        raise OptionError(f"another server has {client.host.url}; stop it, or set MOEGGUF_HOST to another address.")
+    yield
+
+
+@contextmanager
+def _started(client: Client) -> Iterator[None]:
+    from moegguf.child import child_command, child_environment
+    from moegguf.settings import data_folder
+
+    if not client.host.is_loopback:
+        raise client.no_server()
+    log = data_folder() / LOG
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print_message(f"starting a server at {client.host.url}, which ends with this command (its log: {log})")
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            [*child_command("moegguf.cli.app"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
+            stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM ends the server, too
+    try:
+        _wait(client, server)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        server.terminate()
+        try:
+            server.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _wait(client: Client, server: subprocess.Popen[bytes]) -> None:
+    """Waits until the server answers. Raises OptionError when it does not."""
+    from moegguf.settings import data_folder
+
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s and server.poll() is None:
+        try:
+            client.get("/api/version", POLL_S * 10)
+            return
+        except MoeggufError:
+            time.sleep(POLL_S)
+    raise OptionError(f"the server did not start; {data_folder() / LOG} says why.")

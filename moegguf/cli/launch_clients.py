@@ -1,0 +1,139 @@
+"""Coding agents and chat programs that `moegguf launch` configures: what each has to know of a server.
+
+No file of another program is changed. A program that reads its settings from the environment or from arguments gets
+them there, for this start only. For the others the settings are printed, to be pasted beside those that are there.
+docs/clients.md names the page of each program that says so, and its date.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NO_KEY = "moegguf"  # for programs that insist on a key
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server and a model there. `key`: an API key, or NO_KEY where the server needs none."""
+
+    url: str
+    model: str
+    key: str
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL of the OpenAI API."""
+        return f"{self.url}/v1"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a program is started: further variables of its environment, and arguments."""
+
+    environment: dict[str, str]
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LaunchClient:
+    """A program. Either `start` says how it is started, or `settings` what its user has to write where."""
+
+    title: str
+    command: str = ""
+    start: Callable[[Target], Start] | None = None
+    settings: Callable[[Target], str] | None = None
+
+
+def _claude(to: Target) -> Start:
+    models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
+    access = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_AUTH_TOKEN": to.key, "ANTHROPIC_API_KEY": ""}
+    return Start(access | dict.fromkeys(models, to.model))
+
+
+def _codex(to: Target) -> Start:
+    provider = {"name": "moegguf", "base_url": to.openai_url, "env_key": "MOEGGUF_LAUNCH_KEY", "wire_api": "responses"}
+    settings = {"model": to.model, "model_provider": "moegguf"}
+    settings |= {f"model_providers.moegguf.{name}": value for name, value in provider.items()}
+    words = (word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}"))
+    return Start({"MOEGGUF_LAUNCH_KEY": to.key}, tuple(words))
+
+
+def _opencode(to: Target) -> Start:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "moegguf",
+        "options": {"baseURL": to.openai_url, "apiKey": to.key},
+        "models": {to.model: {"name": to.model}},
+    }
+    config = {"model": f"moegguf/{to.model}", "provider": {"moegguf": provider}}
+    return Start({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+def _aider(to: Target) -> Start:
+    access = {"OPENAI_API_BASE": to.openai_url, "OPENAI_API_KEY": to.key}
+    return Start(access, ("--model", f"openai/{to.model}"))
+
+
+def _open_webui(to: Target) -> Start:
+    return Start({"OPENAI_API_BASE_URL": to.openai_url, "OPENAI_API_KEY": to.key}, ("serve",))
+
+
+def _cline(to: Target) -> str:
+    return f"""\
+In Cline's settings (the gear):
+  API Provider  OpenAI Compatible
+  Base URL      {to.openai_url}
+  API Key       {to.key}
+  Model ID      {to.model}
+"""
+
+
+def _continue(to: Target) -> str:
+    return f"""\
+In ~/.continue/config.yaml, below `models:`:
+  - name: moegguf
+    provider: ollama
+    model: {json.dumps(to.model)}
+    apiBase: {to.url}
+"""
+
+
+def _zed(to: Target) -> str:
+    settings = {"language_models": {"ollama": {"api_url": to.url}}}
+    return f"""\
+In ~/.config/zed/settings.json (Zed finds the models there itself):
+{json.dumps(settings, indent=2)}
+"""
+
+
+def _vscode(to: Target) -> str:
+    model = {
+        "id": to.model,
+        "name": to.model,
+        "url": f"{to.openai_url}/chat/completions",
+        "toolCalling": True,
+        "vision": False,
+        "maxInputTokens": 28672,
+        "maxOutputTokens": 4096,
+    }
+    settings = {"name": "moegguf", "vendor": "customendpoint", "apiType": "chat-completions", "models": [model]}
+    return f"""\
+In VS Code: "Chat: Manage Language Models", Add, Custom Endpoint, with the key {to.key}.
+Its entry in chatLanguageModels.json (both sizes together are the model's context):
+{json.dumps(settings, indent=2)}
+"""
+
+
+CLIENTS = {
+    "claude": LaunchClient("Claude Code", "claude", _claude),
+    "codex": LaunchClient("Codex", "codex", _codex),
+    "opencode": LaunchClient("OpenCode", "opencode", _opencode),
+    "aider": LaunchClient("Aider", "aider", _aider),
+    "open-webui": LaunchClient("Open WebUI", "open-webui", _open_webui),
+    "cline": LaunchClient("Cline", settings=_cline),
+    "continue": LaunchClient("Continue", settings=_continue),
+    "zed": LaunchClient("Zed", settings=_zed),
+    "vscode": LaunchClient("VS Code", settings=_vscode),
+}
