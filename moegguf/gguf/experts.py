@@ -28,7 +28,9 @@ KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
-HEADS_ARCHS = ("glm4moe",)  # whose heads llama.cpp computes with a KV cache alone, as they are tested here
+# Architectures whose heads are tested here: llama.cpp computes them with a KV cache alone, and the model before them can
+# lose drafted tokens.
+HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
     "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
     "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
