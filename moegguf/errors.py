@@ -45,7 +45,8 @@ class TraceError(MoeggufError, ValueError):
 
 
 class LibraryError(MoeggufError, RuntimeError):
-    """The native library is missing or for another processor, or a stock `llama_cpp` was imported first."""
+    """The native library is missing, is for another processor, or could not compute, or a stock `llama_cpp` was
+    imported first."""
 
 
 class ExpertIOError(MoeggufError, OSError):

@@ -82,7 +82,8 @@ _TABLE = (
            ("--threads", "-t"), "N", kind="threads", default="auto", least=0, most=MAX_THREADS),
     Option("n_gpu_layers", "load", MODEL, "Layers on a GPU; -1: all.", ("--n-gpu-layers", "-ngl", "--gpu-layers"), "N",
            kind="whole", least=-1, most=1 << 24),
-    Option("n_batch", "load", MODEL, "Tokens of a batch.", kind="whole", default="512", least=1, most=1 << 14),
+    Option("n_batch", "load", MODEL, "Most tokens of a pass; unless given, as memory and reading allow.",
+           kind="whole", default="512 to 4096", least=1, most=1 << 14),
     Option("draft", "load", MODEL,
            "Guess tokens ahead and verify several in a pass, while that saves time: ngram (what followed the same"
            " tokens earlier in the text), mtp (the same, else the model's own heads for more than the next token),"

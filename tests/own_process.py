@@ -23,6 +23,14 @@ def suppose_speeds() -> None:
     KnownSpeeds.known = lambda self, device: speeds  # type: ignore[method-assign]
 
 
+def measure_small_pools() -> None:
+    """From now on this process measures speeds with a few MiB of weights, which caches hold: what is measured does not
+    matter to a test, and a pool beyond the caches of a server takes seconds to fill."""
+    from moegguf.engine import speeds
+
+    speeds.POOL_BYTES, speeds.CACHES = 4 << 20, 0
+
+
 def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
     """The result of a function of a module, or its exception. Speeds of devices are supposed there."""
     return _in_process(suppose_speeds, call, *arguments, **options)
@@ -30,11 +38,11 @@ def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.k
 
 def in_measuring_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
     """The same where speeds of devices are measured."""
-    return _in_process(None, call, *arguments, **options)
+    return _in_process(measure_small_pools, call, *arguments, **options)
 
 
 def _in_process(
-    first: Callable[[], None] | None, call: Callable[P, Result], *arguments: P.args, **options: P.kwargs
+    first: Callable[[], None], call: Callable[P, Result], *arguments: P.args, **options: P.kwargs
 ) -> Result:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), first) as pool:
         return pool.submit(call, *arguments, **options).result(LONGEST_S)

@@ -19,17 +19,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from moegguf.engine.error_log import llama_log
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
 from moegguf.engine.recurrent import shares_cells
 from moegguf.engine.rollback import Rollback
+from moegguf.engine.row_tables import RowTables
 from moegguf.engine.sequences import PassBatch, SequenceTokens, Tokens
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
+    AllocationError,
     CallbackError,
     CapabilityError,
     ClosedError,
     ForkError,
     GenerationCancelled,
+    LibraryError,
     MoeggufError,
     OptionError,
 )
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 Step = TypeVar("Step")
 _FULL = "llama_decode returned 1"
+_NO_MEMORY = "llama_decode returned -2"
+_FAILED = "llama_decode returned -3"  # a backend could not compute the graph
 _ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
 
 
@@ -122,6 +128,7 @@ class Context:
         self.controller = loader.controller  # what decides on experts, if anything does
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
+        self._row_tables = RowTables(loader.load_plan.layout)
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._rollback = Rollback(
             loader.load_plan.plan.n_rs_seq,
@@ -132,6 +139,7 @@ class Context:
         if llm._is_stateful:
             llm._ctx.kv_cache_seq_rm = self._remove  # the base class calls it
         self._batch = PassBatch(llm.n_batch)
+        self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)  # tokens of a pass
         self._chunk_rows: list[int] = []  # of the last pass, those with logits
         self._requests = Requests()
         self._projector: Projector | None = None
@@ -254,6 +262,12 @@ class Context:
         llm._requires_eval = True
         self._evaluated = tuple(chunk.sequence for chunk in chunks)
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
+        n_logits = np.count_nonzero(self._batch.logits[: self._batch.batch.n_tokens])
+        if n_logits > self.n_logits:  # llama.cpp would end the process
+            raise OptionError(
+                f"{n_logits} tokens of a pass have logits, but its buffers hold {self.n_logits}; evaluate fewer at a"
+                " time, or load the model with logits_all=True."
+            )
         self._announce(chunks)
         self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
         self._rollback.note_pass(chunks)
@@ -326,12 +340,13 @@ class Context:
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
         """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
-        if self._threads is None:
-            return call()
-        self._threads.before_pass()
+        if self._threads is not None:
+            self._threads.before_pass()
         start_s = time.perf_counter()
         result = call()
-        self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
+        if self._threads is not None:
+            self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
+        self._row_tables.after_pass()
         return result
 
     @contextmanager
@@ -354,10 +369,12 @@ class Context:
                     self._drop_failed()
                 else:
                     llm.n_tokens = before
-                if session is not None and not isinstance(error, MoeggufError):
+                if isinstance(error, MoeggufError):
+                    raise
+                if session is not None:
                     session.raise_failure()
-                    if str(error) == _ABORTED:
-                        raise GenerationCancelled("generation was cancelled; resume() allows it again.") from None
+                if found := _typed_error(str(error)):
+                    raise found from None
                 raise
             finally:
                 self.eval_s += time.perf_counter() - start_s
@@ -516,3 +533,18 @@ class Context:
             if self._projector is not None:
                 self._projector.close()
                 self._projector = None
+
+
+def _typed_error(failure: str) -> MoeggufError | None:
+    """Returns the typed error for an error of llama_decode by its text; None for any other."""
+    if failure == _ABORTED:
+        return GenerationCancelled("generation was cancelled; resume() allows it again.")
+    reason = llama_log().reason()
+    if failure == _NO_MEMORY:
+        return AllocationError(f"there is no memory for this pass ({reason}); lower n_ctx (--ctx) or n_batch.")
+    if failure == _FAILED:
+        return LibraryError(
+            f"a device or the CPU could not compute this pass ({reason}); load the model again, with placement='cpu'"
+            " where a GPU fails."
+        )
+    return None

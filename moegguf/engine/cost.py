@@ -53,6 +53,7 @@ TOLERANCE = 0.15  # between predicted and measured tokens per second
 LAYER_NODES = 30  # of a layer's graph that read few or no weights: norms, attention, the router
 PICK_NODES = 2  # the same for each expert that a token uses: its weight, its sum
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of a typical request
+LONG_PROMPT_TOKENS = 4096  # of a document, or of a long conversation
 DEVICE_GAIN, CPU_GAIN = 10, 5  # of many tokens together: H100 and H200 reached 9 to 12, 16 cores of a Xeon 5
 SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
 MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
@@ -223,16 +224,27 @@ def format_speed(number: float) -> str:
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def request_cost(layout: ExpertLayout, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False) -> float:
-    """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch and ANSWER_TOKENS one by
-    one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
-    of the experts that has slots."""
-    n_pass = -(-PROMPT_TOKENS // n_ubatch)
-    touched = touched_bytes(layout, n_ubatch)
+def request_cost(
+    layout: ExpertLayout, n_slots: int, n_ubatch: int, n_ctx: int = PROMPT_TOKENS, prompts_take_slots: bool = False
+) -> float:
+    """Returns the bytes that requests read from the disk or copy to a device, and, in the same unit, from memory.
+
+    The requests are a typical one and, where a context of `n_ctx` tokens holds it, one with a long prompt. Their
+    prompts are read in passes of `n_ubatch`, their answers token by token. prompts_take_slots: prompts find as much in
+    slots as answers do; else the share of the experts that has slots. The time of computing a prompt counts as that of
+    the bytes that could be read meanwhile.
+    """
     hit_rate = typical_hit_rate(layout, n_slots)
     missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
-    prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
-    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
+    total = 0.0
+    for n_prompt in sorted({PROMPT_TOKENS, max(PROMPT_TOKENS, min(n_ctx, LONG_PROMPT_TOKENS))}):
+        n_tokens = min(n_ubatch, n_prompt)
+        n_pass = -(-n_prompt // n_tokens)
+        touched = touched_bytes(layout, n_tokens)
+        total += n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
+        total += n_prompt * (layout.dense_bytes + layout.token_cycle_bytes) / (CPU_GAIN * MEMORY_PER_DISK)
+        total += ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
+    return total
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ class Llama(UpstreamLlama):
             recent = RecentExperts(self.session, kept) if kept and self.session else None
             base = super().__init__
             loader.read(lambda: base(load_plan.path, **load_plan.options), self._unload, chosen)
+            self.n_batch = int(self.context_params.n_batch)
             self.input_ids.fill(PLACEHOLDER)
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)

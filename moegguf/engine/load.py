@@ -20,7 +20,7 @@ from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
 from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, LoadSpec
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
-from moegguf.engine.memory import Sizes, check_context, is_embedding
+from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, check_context, is_embedding
 from moegguf.engine.plan import Plan
 from moegguf.engine.solver import make_plan
 from moegguf.engine.speeds import KnownSpeeds
@@ -95,7 +95,7 @@ def prepare(
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
     if not (hooks or received):  # the plan is of slots, which there are none
-        options["n_ubatch"] = Sizes.of(layout, spec).with_context(layout, plan.n_ctx).most_ubatch
+        options["n_ubatch"] = Sizes.of(layout, spec).with_context(layout, plan.n_ctx).usual_ubatch
     if hooks:
         options["use_mmap"] = False
     if hooks and divides:
@@ -105,15 +105,19 @@ def prepare(
 
 
 def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any]:
-    """The keywords of llama_cpp.Llama that the plan and the checked options set."""
+    """The keywords of llama_cpp.Llama that the plan and the checked options set.
+
+    It makes an array of the logits of `n_batch` tokens, which nothing uses: the loader sets the context's own number.
+    """
+    embedding = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
     found: dict[str, Any] = {
         "n_ctx": plan.n_ctx,
-        "n_batch": plan.n_batch,
+        "n_batch": plan.n_batch if embedding else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),  # `attach_context`: all
         "n_ubatch": plan.n_ubatch,
         "type_k": spec.type_k,
         "type_v": spec.type_v,
         "flash_attn": spec.flash_attn,
-        "embedding": is_embedding(layout.metadata) if spec.embedding is None else spec.embedding,
+        "embedding": embedding,
     }
     return found | ({"lora_path": spec.lora_path} if spec.lora_path else {})
 

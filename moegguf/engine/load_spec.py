@@ -34,13 +34,14 @@ class LoadSpec:
     """Options of one load. `Llama` has these defaults; llama-cpp-python has them, too, where it has the keyword."""
 
     n_ctx: int | None = 512  # None: chosen for the memory; 0: the model's own
-    n_batch: int | None = None  # None: 512, or a whole text where texts are pooled
+    n_batch: int | None = None  # None: a pass, at least 512, or a whole text where texts are pooled
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
     kv_tokens: int | None = None  # of all sequences together; None: chosen
     type_k: int = F16  # ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: where the devices that compute have it
+    logits_all: bool = False  # every token has logits
     embedding: bool | None = False  # None: where the file's header says that texts are pooled
     expert_cache: ExpertCache = AUTO
     vram_cache: tuple[ExpertCache, ...] = (AUTO,)  # of all GPUs together, or of each

@@ -23,6 +23,7 @@ from moegguf.engine.eviction_log import EvictionLog
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import LoadPlan
 from moegguf.engine.machine import MACHINE, read_memory
+from moegguf.engine.memory import logits_tokens
 from moegguf.engine.recurrent import shares_cells
 from moegguf.engine.run_hits import RunHits
 from moegguf.engine.session import Session
@@ -93,6 +94,8 @@ class Loader:
     def attach_model(self, params: c.Structure) -> None:
         """Sets the experts' buffer type and the progress callback in struct llama_model_params."""
         params.load_mtp = self.load_plan.layout.loads_heads
+        if self.load_plan.layout.row_tables:
+            params.lazy_mode = self._bindings.LLAMA_LAZY_MODE_ON
         params.use_extra_bufts = params.use_extra_bufts and self._repack
         if self.session is not None:
             self.session.attach_model(params)
@@ -107,6 +110,12 @@ class Loader:
             n_kv = self.load_plan.plan.kv_tokens
             params.n_seq_max, params.n_ctx = self.n_seq_max, n_kv
             params.kv_unified = shares_cells(self.load_plan.layout)
+        options = self.load_plan.options
+        if not options["embedding"]:
+            params.n_batch = min(options["n_ctx"], self.load_plan.plan.n_batch)
+            params.n_ubatch = min(params.n_batch, options["n_ubatch"])
+            if not options.get("logits_all"):
+                params.n_outputs_max = logits_tokens(self.load_plan.layout, self.n_seq_max)
         if self.load_plan.spec.flash_attn is None:  # the base class knows on and off
             params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
         if self.session is not None:
@@ -222,14 +231,16 @@ class Loader:
 
 
 def _advise(layout: ExpertLayout, advice: str, stop: threading.Event) -> None:
-    """Tells the system this of everything in a model's files that is not an expert, headers included, until `stop`."""
+    """Gives the system this advice for a model's files until `stop`. Experts and tables that are read by row are left
+    out; headers are not."""
     if not hasattr(os, advice):
         return
     for index, shard in enumerate(layout.shards):
-        experts = sorted((m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == index)
+        experts = [(m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == index]
+        tables = [(table.offset, table.n_bytes) for table in layout.row_tables if table.shard == index]
         with suppress(OSError), open(shard.path, "rb") as file:  # llama.cpp opens it next, and reports the error
             begin = 0
-            for end, skipped in [*experts, (shard.n_bytes, 0)]:
+            for end, skipped in [*sorted(experts + tables), (shard.n_bytes, 0)]:
                 for offset in range(begin, end, ADVICE_BYTES):
                     if stop.is_set():
                         return

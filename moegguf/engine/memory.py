@@ -27,6 +27,7 @@ from moegguf.engine.recurrent import (
     shares_cells,
     state_bytes,
 )
+from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
@@ -42,6 +43,9 @@ VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
+MOST_UBATCH_TOKENS = 4096  # of a pass that is chosen
+LOGITS_BYTES = 64 * MIB  # of a pass: logits of more tokens take several passes
+LEAST_LOGITS = 64
 POOLED_BATCH_TOKENS = 2048  # of a batch and of a pass, at most, where a pooled text has to be in one pass
 HEADS_UBATCH_TOKENS = 32  # of a pass of the heads that draft
 SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
@@ -49,6 +53,7 @@ LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
 DRAFT_TOKENS = (8, 4)  # of the longest draft where each drafted token takes a snapshot of a state, to choose from
 SNAPSHOT_SHARE = 16  # one part in 16 of the free memory is for all snapshots at most
+NEVER_FUSED = ("grok",)  # architectures whose attention llama.cpp computes without flash attention
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,28 @@ def kv_bytes(
     return padded(n_ctx) * per_token + states
 
 
+def logits_tokens(layout: ExpertLayout, n_seq_max: int) -> int:
+    """Returns the most tokens of a pass that may have logits, where not all of them have some.
+
+    Each of `n_seq_max` sequences needs one, drafts need some more, and prompts whose log probabilities are returned
+    take several passes. Logits of a whole pass would be its largest buffer: 600 kB a token for Qwen3's vocabulary.
+    """
+    return max(LEAST_LOGITS, n_seq_max, LOGITS_BYTES // (4 * max(1, layout.n_vocab)))
+
+
 def pass_bytes(
-    layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: bool = False, on_device: bool = False
+    layout: ExpertLayout,
+    n_ctx: int,
+    n_ubatch: int,
+    flash_attn: bool = False,
+    on_device: bool = False,
+    n_logits: int | None = None,
 ) -> int:
     """Returns the bytes of buffers of one pass of `n_ubatch` tokens: its widest stage, and what lives through all.
 
     Stages reuse each other's memory, so the largest of output logits, attention scores and expert activations counts.
-    A device converts attention scores to 16 bits beside them, in a pool that its backend never returns.
+    A device converts attention scores to 16 bits beside them, in a pool that its backend never returns. `n_logits`:
+    tokens of a pass that may have logits; None: all of them.
     """
     hp = layout.hparams
     n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
@@ -111,14 +131,24 @@ def pass_bytes(
     n_wide = max(hp.n_embd, max(hp.n_head) * hp.key_length)
     scores = 0 if flash_attn else max(hp.n_head) * n_tokens
     sparse = 6 * n_tokens if number(layout, "attention.indexer.head_count") else 0
-    masks = 3 if number(layout, "attention.sliding_window") else 2
-    experts = 3 * k * (n_ff_exp + hp.n_embd) + 2 * layout.n_expert
+    masks = 2 if number(layout, "attention.sliding_window") else 1
+    # Of each token: Q, K and V before and after their rotation, and the scores; of chosen experts, gate and up with and
+    # without biases, then what goes into down, what comes out, and that weighted.
+    attention = 8 * n_wide + scores + sparse
+    experts = k * max(4 * n_ff_exp, n_ff_exp + 2 * hp.n_embd) + 2 * layout.n_expert
     dense = 3 * max(hp.n_ff)
-    lasting = 8 * n_wide + masks * n_tokens  # residual stream, Q, K, V; the mask in two types
-    per_token = 4 * (max(scores + sparse, layout.n_vocab, experts, dense) + lasting)
-    if on_device:
-        per_token += row_bytes(F16, scores)
-    return (n_ubatch + HEADS_UBATCH_TOKENS * layout.loads_heads) * per_token
+    mask = masks * n_tokens // 2 if flash_attn else (masks + 1) * n_tokens  # fused: in 16 bits
+    quantized = max(n_wide, k * n_ff_exp, *hp.n_ff) // 3  # what a product multiplies with
+    lasting = 6 * hp.n_embd + mask + quantized
+
+    def buffers(n: int, n_rows: int) -> int:
+        """Returns the bytes of a pass of `n` tokens, of which `n_rows` have logits."""
+        values = max(n * max(attention, experts, dense), n_rows * layout.n_vocab) + n * lasting
+        return 4 * values + on_device * n * row_bytes(F16, scores)
+
+    n_rows = n_ubatch if n_logits is None else min(n_logits, n_ubatch)
+    heads = buffers(HEADS_UBATCH_TOKENS, HEADS_UBATCH_TOKENS) if layout.loads_heads else 0
+    return buffers(n_ubatch, n_rows) + heads
 
 
 def fixed_bytes(layout: ExpertLayout) -> int:
@@ -138,16 +168,17 @@ class Sizes:
 
     n_ctx: int | None = None  # 0: the model's own; None: the largest that leaves most memory to experts
     n_ubatch: int | None = None  # stays as given unless there are too few slots; None: chosen together with the slots
-    n_batch: int | None = None  # None: DEFAULT_UBATCH_TOKENS, or a whole text where texts are pooled
+    n_batch: int | None = None  # None: a pass, at least DEFAULT_UBATCH_TOKENS, or a whole text where texts are pooled
     n_seq_max: int = 1
     n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; before a choice, the most that are wanted
     kv_tokens: int | None = None  # of all sequences that the context holds; None: chosen
     type_k: int = F16  # of the KV cache, ggml's numbers
     type_v: int = F16
-    flash_attn: bool = False
+    flash_attn: bool | None = False  # None: where it can be
     projector: ProjectorHeader | None = None  # of a model that reads images, too
     adapter_bytes: int = 0  # of a LoRA adapter
     pools: bool = False  # texts are pooled, each in one pass
+    logits_all: bool = False  # every token of a pass has logits
     on_device: bool = False  # what lies in RAM beside a device does not count
     reasons: tuple[str, ...] = ()  # of what was chosen
 
@@ -165,10 +196,11 @@ class Sizes:
             kv_tokens=spec.kv_tokens or None,
             type_k=spec.type_k,
             type_v=spec.type_v,
-            flash_attn=bool(spec.flash_attn),  # None may become off, which needs more
+            flash_attn=spec.flash_attn,
             projector=spec.projector,
             adapter_bytes=read_adapter(spec.lora_path, layout.arch).n_bytes if spec.lora_path else 0,
             pools=pools,
+            logits_all=spec.logits_all,
         )
 
     @property
@@ -177,22 +209,39 @@ class Sizes:
         return max(1, self.projector.one_pass_tokens if self.projector else 1)
 
     @property
-    def most_ubatch(self) -> int:
-        """The most tokens of a pass."""
-        most = min(DEFAULT_UBATCH_TOKENS, self.n_batch or DEFAULT_UBATCH_TOKENS)
-        return max(self.one_pass_tokens, self.n_ubatch or most)
+    def usual_ubatch(self) -> int:
+        """The tokens of a pass, unless another number saves reading or memory."""
+        usual = min(DEFAULT_UBATCH_TOKENS, self.n_batch or DEFAULT_UBATCH_TOKENS)
+        return max(self.one_pass_tokens, self.n_ubatch or usual)
+
+    def most_ubatch(self, layout: ExpertLayout) -> int:
+        """Returns the most tokens of a pass: the usual number where attention may not be fused, as its scores grow."""
+        if self.n_ubatch or not self.is_fused(layout):
+            return self.usual_ubatch
+        most = min(MOST_UBATCH_TOKENS, self.n_batch or MOST_UBATCH_TOKENS, self.n_ctx or MOST_UBATCH_TOKENS)
+        return max(self.usual_ubatch, most)
+
+    def n_logits(self, layout: ExpertLayout) -> int | None:
+        """Returns the most tokens of a pass that may have logits; None: all of them."""
+        return None if self.pools or self.logits_all else logits_tokens(layout, self.n_seq_max)
+
+    def is_fused(self, layout: ExpertLayout) -> bool:
+        """Returns whether attention is certain to be fused. A device may have no kernel for it; the CPU has one."""
+        if self.flash_attn is None:
+            return not self.on_device and layout.arch not in NEVER_FUSED
+        return self.flash_attn
 
     def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
         """Returns the sizes with a context of `n_ctx` tokens, and with what follows from it: the tokens of a batch, and
         how many sequences there may be. Raises OptionError."""
         n_batch, n_ubatch = self.n_batch, self.n_ubatch
-        if n_batch is None:
-            n_batch = min(n_ctx, POOLED_BATCH_TOKENS) if self.pools else DEFAULT_UBATCH_TOKENS
         if self.pools:
+            n_batch = n_batch or min(n_ctx, POOLED_BATCH_TOKENS)
             n_ubatch = n_ubatch or n_batch
-        n_batch = max(n_batch, self.one_pass_tokens)
-        n_seq_max = min(sequences_of(layout, n_ctx, self.n_seq_max), n_batch)
-        n_ubatch = min(n_ubatch, n_batch) if n_ubatch else None
+        if n_batch is not None:
+            n_batch = max(n_batch, self.one_pass_tokens)
+            n_ubatch = min(n_ubatch, n_batch) if n_ubatch else None
+        n_seq_max = min(sequences_of(layout, n_ctx, self.n_seq_max), n_batch or DEFAULT_UBATCH_TOKENS)
         return replace(self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max)
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
@@ -201,10 +250,11 @@ class Sizes:
         Token embeddings are in RAM also where devices compute every layer.
         """
         n_kv = self.kv_tokens or self.n_ctx or 0
-        buffers = pass_bytes(layout, n_kv, n_ubatch, self.flash_attn, self.on_device)
+        buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
         dense_bytes = layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes
+        in_ram = dense_bytes + row_pages_bytes(layout)
         return MemoryNeeds(
-            dense_bytes - layout.embedding_bytes if self.on_device else dense_bytes,
+            dense_bytes - layout.embedding_bytes if self.on_device else in_ram,
             kv_bytes(layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_rs_seq),
             buffers if self.on_device else buffers + fixed_bytes(layout),
             0 if self.on_device else slot_work_bytes(layout, n_ubatch),
@@ -235,10 +285,11 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     given_bytes = 0 if cache.mode == "auto" else cache.n_bytes or round(cache.fraction * layout.expert_bytes)
     pool_bytes = min(given_bytes, layout.expert_bytes)
     free_bytes -= sizes.adapter_bytes + (sizes.projector.total_bytes if sizes.projector else 0)
-    buffers = partial(pass_bytes, layout, flash_attn=sizes.flash_attn)
+    buffers = partial(pass_bytes, layout, flash_attn=sizes.is_fused(layout), n_logits=sizes.n_logits(layout))
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
     sizes = choose_snapshots(layout, sizes, free_bytes)
+    dense_bytes += row_pages_bytes(layout)
     rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1) - fixed_bytes(layout)
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
 
@@ -246,7 +297,7 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
         """Returns whether a KV cache of `n_tokens` leaves enough memory to experts."""
         n_cells = n_tokens if shares_cells(layout) else n_tokens * sizes.n_seq_max
         cached_bytes = kv_bytes(layout, n_cells, sizes.type_k, sizes.type_v, sizes.n_seq_max, sizes.n_rs_seq)
-        grown = buffers(n_tokens, sizes.most_ubatch) - buffers(KV_PAD_TOKENS, sizes.most_ubatch)
+        grown = buffers(n_tokens, sizes.usual_ubatch) - buffers(KV_PAD_TOKENS, sizes.usual_ubatch)
         is_small = n_tokens <= SMALL_CTX_TOKENS or cached_bytes + grown <= modest_bytes
         return is_small and cached_bytes <= (rest - pool_bytes if pool_bytes else rest // 2)
 

@@ -35,7 +35,7 @@ from moegguf.engine.cost import (
 )
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
-from moegguf.engine.memory import Sizes, choose_context, fixed_bytes, slot_work_bytes
+from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, choose_context, fixed_bytes, slot_work_bytes
 from moegguf.engine.plan import (
     NO_LIMIT,
     MemoryPlan,
@@ -48,6 +48,7 @@ from moegguf.engine.plan import (
     staging_bytes,
 )
 from moegguf.engine.recurrent import row_bytes
+from moegguf.engine.row_tables import row_pages_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
@@ -55,7 +56,7 @@ from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
 SMALL_UBATCH_TOKENS = 32
-ABOUT = 1.05
+ABOUT = 1.1
 ON_CPU = -1
 KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "auto": ("resident", "slots", "layers", "cpu"),
@@ -215,9 +216,10 @@ def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits:
 # Slots of one memory.
 
 
-def best_fit(layout: ExpertLayout, found: Iterable[Fit]) -> Fit:
-    """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
-    costs = [(request_cost(layout, *fit), fit) for fit in found]
+def best_fit(layout: ExpertLayout, found: Iterable[Fit], n_ctx: int = PROMPT_TOKENS) -> Fit:
+    """Returns the fit with which requests in a context of `n_ctx` tokens move the fewest bytes; of about equals the
+    first."""
+    costs = [(request_cost(layout, *fit, n_ctx), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)
 
@@ -258,7 +260,7 @@ class Pool:
         layout = self.layout
         if not layout.is_moe:
             self.reasons.append("the model has no experts, so it runs as plain llama.cpp")
-            return 0, self.sizes.most_ubatch
+            return 0, self.sizes.usual_ubatch
         fit = self._auto_fit() if self.cache.mode == "auto" else self._given_fit()
         n_slots, n_total = fit[0], layout.n_expert_total
         self.reasons.append(
@@ -274,7 +276,9 @@ class Pool:
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
-        for n_ubatch in self._ubatches(sizes.most_ubatch):
+        for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
+            if found and found[0] == (layout.n_expert_total, sizes.usual_ubatch):
+                break  # a longer pass has nothing to save
             needs = sizes.needs(layout, n_ubatch)
             free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
             n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
@@ -288,7 +292,7 @@ class Pool:
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
                 f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.option} a size."
             )
-        fit = found[0] if found[0][1] == sizes.n_ubatch else best_fit(layout, found)
+        fit = found[0] if found[0][1] == sizes.n_ubatch else best_fit(layout, found, sizes.n_ctx or PROMPT_TOKENS)
         beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
         self.reasons.append(
             f"{format_bytes(memory.available_bytes)} are free ({memory.limited_by}); {format_bytes(beside)} go to"
@@ -317,12 +321,30 @@ class Pool:
                 f"this model reads an image in one pass of {one_pass} tokens, but {budget} allows passes of {allowed};"
                 f" give at least {format_bytes_up(least)!r}, or load it without its projector."
             )
-        ubatches = self._ubatches(min(allowed, sizes.most_ubatch))
-        free_bytes = self.memory.available_bytes - self.staging_bytes - n_slots * size
-        fitting = (n for n in ubatches if sizes.n_ubatch or sizes.needs(layout, n).total_bytes(n_slots) <= free_bytes)
-        fit = n_slots, next(fitting, ubatches[0])
+        fit = n_slots, self._given_ubatch(n_slots, min(allowed, sizes.most_ubatch(layout)))
         self._explain(fit, "more would not fit into the free memory")
         return fit
+
+    def _given_ubatch(self, n_slots: int, most: int) -> int:
+        """Returns the tokens of a pass, at most `most`, beside a given number of slots.
+
+        A given number stays, also where the memory is too small for it. A pass that is longer than usual leaves the
+        margin of the memory free.
+        """
+        sizes, layout, memory = self.sizes, self.layout, self.memory
+        ubatches = self._ubatches(most)
+        if sizes.n_ubatch:
+            return ubatches[0]
+        beside = self.staging_bytes + n_slots * self.slot_bytes
+        found = list[Fit]()
+        for n_ubatch in ubatches:
+            is_longer = n_ubatch > sizes.usual_ubatch
+            if is_longer and n_slots == layout.n_expert_total:
+                continue  # it has nothing to save
+            free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
+            if sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside <= free_bytes:
+                found.append((n_slots, n_ubatch))
+        return best_fit(layout, found, sizes.n_ctx or PROMPT_TOKENS)[1] if found else ubatches[0]
 
     def _staging_slots(self) -> int:
         """Slots of the budget that staging tensors take."""
@@ -332,18 +354,26 @@ class Pool:
         return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
 
     def _ubatches(self, most: int) -> list[int]:
-        """Tokens of a pass to choose from, most first: powers of two, and every number where the pool may be small."""
-        least, powers = self.sizes.one_pass_tokens, (1 << bit for bit in range(most.bit_length()))
-        numbers = {most, least, *range(1, SMALL_UBATCH_TOKENS + 1), *powers}
-        return sorted((n for n in numbers if least <= n <= most), reverse=True)
+        """Returns the tokens of a pass to choose from: the usual number, then larger ones, then smaller ones.
+
+        These are powers of two, and every number where the pool may be small.
+        """
+        least, usual = self.sizes.one_pass_tokens, min(self.sizes.usual_ubatch, most)
+        powers = (1 << bit for bit in range(most.bit_length()))
+        numbers = sorted({most, usual, least, *range(1, SMALL_UBATCH_TOKENS + 1), *powers})
+        larger = [n for n in numbers if usual < n <= most]
+        smaller = [n for n in reversed(numbers) if least <= n < usual]
+        return [usual, *larger, *smaller]
 
     def _explain(self, fit: Fit, why: str) -> None:
-        """Adds the reason why a prompt is read in passes of fewer tokens than usual: `why`, where the pool is not too
-        small for more."""
-        (n_slots, n_ubatch), wanted, layout = fit, self.sizes.most_ubatch, self.layout
-        if n_ubatch >= wanted:
+        """Adds the reason why a prompt is read in passes of more or fewer tokens than usual. `why`: of fewer, where the
+        pool is not too small for more."""
+        (n_slots, n_ubatch), wanted, layout = fit, self.sizes.usual_ubatch, self.layout
+        if n_ubatch == wanted:
             return
-        if n_ubatch == self.slot_tokens:
+        if n_ubatch > wanted:
+            why = "a long prompt then reads experts that have no slot less often"
+        elif n_ubatch == self.slot_tokens:
             why = "experts in slots are computed exactly in passes of no more tokens on this device"
         elif layer_slots(layout, wanted, self.streams) > n_slots:
             why = f"{n_slots} slots are fewer than the {layout.n_expert} experts of a layer"
@@ -362,7 +392,7 @@ def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan],
         n_ubatch=n_ubatch,
         n_seq_max=sizes.n_seq_max,
         n_rs_seq=sizes.n_rs_seq if min(n_ubatch, sizes.n_batch or n_ubatch) > sizes.n_rs_seq + 1 else 0,
-        n_batch=sizes.n_batch or 0,
+        n_batch=sizes.n_batch or max(DEFAULT_UBATCH_TOKENS, n_ubatch),
         kv_tokens=sizes.kv_tokens or 0,
         **others,
     )
@@ -420,8 +450,10 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the RAM that a model takes whose layers are all on a device: token embeddings, logits, what is fixed."""
-    return layout.embedding_bytes + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
+    """Returns the RAM that a model takes whose layers are all on a device: token embeddings, pages of tables, logits,
+    what is fixed."""
+    rows = layout.embedding_bytes + row_pages_bytes(layout)
+    return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
 def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
@@ -455,7 +487,7 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
     budget, layout = task.spec.vram_cache[0], task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
-        free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - device.margin
+        free = device.free_bytes - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0) - device.margin
         return sizes, min(free, budget.n_bytes or free)
     if budget.mode == "fraction" and budget.fraction >= 1:
         return sizes, layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
@@ -484,7 +516,7 @@ def plan_layers(task: Task) -> Plan:
     whole = _last_layers(layout, room_bytes)
     rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
     size = slot_bytes(rest)
-    n_slots = ram_slots(rest, cache, ram, size, sizes.most_ubatch)
+    n_slots = ram_slots(rest, cache, ram, size, sizes.usual_ubatch)
     if n_slots < rest.n_expert_used:
         raise too_few(f"expert_cache={str(cache)!r}", n_slots, rest.n_expert_used, size)
     streams = task.cpu_streams and slot_sizes(rest).streams
@@ -494,7 +526,7 @@ def plan_layers(task: Task) -> Plan:
             f"an image takes a pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow {allowed}; give"
             " more with expert_cache."
         )
-    n_ubatch = min(sizes.most_ubatch, allowed)
+    n_ubatch = min(sizes.usual_ubatch, allowed)
     needs = sizes.needs(rest, n_ubatch)
     host = host_bytes(layout, n_ubatch) + n_slots * (size + slot_work_bytes(layout, n_ubatch))
     on_device = needs.total_bytes(0)

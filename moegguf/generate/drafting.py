@@ -225,7 +225,8 @@ class Drafter:
         widths = self.gate.widths([text.acceptance for text in texts])
         if not any(map(any, widths)):
             return
-        wanted, n_left = list[tuple[int, list[int]]](), self._llm.n_batch - len(texts)
+        wanted = list[tuple[int, list[int]]]()
+        n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(texts)
         most_lost = self._llm.context.most_lost([text.sequence.place.seq_id for text in texts])
         most = min(self._drafts.n_max, N_MAX if most_lost is None else most_lost)
         for text, of_answer in zip(texts, widths, strict=True):
@@ -241,7 +242,7 @@ class Drafter:
             wanted.append((sequence.place.seq_id, [min(width, room, most) for width in of_answer]))
         drafts = self._drafts.draft(wanted)
         if most_lost is not None:  # as many tokens each
-            most = min(len(draft.tokens) for draft in drafts)
+            most = min(n_left // len(texts), *(len(draft.tokens) for draft in drafts))
         for text, draft in zip(texts, drafts, strict=True):
             text.sequence.draft, text.source = draft.tokens[: min(n_left, most)], draft.source
             n_left -= len(text.sequence.draft)

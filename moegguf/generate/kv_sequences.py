@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from moegguf.decisions import log_decision
+from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.recurrent import shares_cells
 from moegguf.engine.sequences import common_tokens
 from moegguf.generate.sequence import KvSequence, Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
 MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
-MAX_LOGITS_BYTES = 64 << 20  # of the tokens of prompts in a pass, where logits of each are needed
 MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
 
 
@@ -47,7 +47,7 @@ class Schedule(Protocol):
 
 
 class KvSequences:
-    """The sequences of a model's context. `step_tokens`: tokens of a step in which some sequences decode; None: a whole
+    """The sequences of a model's context. `step_tokens`: tokens of a step in which some sequences decode; None: a usual
     pass where experts have to be read for it, else MIXED_STEP_TOKENS."""
 
     def __init__(self, llm: Llama, step_tokens: int | None = None) -> None:
@@ -55,7 +55,7 @@ class KvSequences:
         self._all = [KvSequence(seq_id) for seq_id in range(llm.n_seq_max)]
         self._pass_tokens = min(int(llm.context_params.n_ubatch), llm.n_batch)
         resident = llm.session is None or llm.plan.resident
-        mixed = min(MIXED_STEP_TOKENS, self._pass_tokens) if resident else self._pass_tokens
+        mixed = min(MIXED_STEP_TOKENS if resident else DEFAULT_UBATCH_TOKENS, self._pass_tokens)
         self._step_tokens = step_tokens or mixed
         self._own_cells = not shares_cells(llm.layout)
 
@@ -183,7 +183,7 @@ class KvSequences:
         if step:
             budget = self._step_tokens
         n_left = min(max(budget, len(step) + 1), most) - len(step)
-        n_rows = max(1, MAX_LOGITS_BYTES // (4 * self._llm.n_vocab()))
+        n_logits = max(1, self._llm.context.n_logits - len(chosen))
         prompts = list[Sequence]()
         for each in chosen:
             if each.decodes or n_left <= 0 or not self._begin_prompt(each, prompts):
@@ -192,8 +192,8 @@ class KvSequences:
             if (image := each.image) is not None:  # a whole one, or the tokens before it
                 n = min(image.begin - each.n_evaluated, n_left) or image.n_tokens
             if each.request.prompt_logprobs:
-                n = min(n, n_rows)
-                n_rows -= n
+                n = min(n, n_logits)
+                n_logits -= n
             if n:
                 each.n_next = n
                 n_left -= n

@@ -28,9 +28,12 @@ KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
-# Architectures whose heads are tested here: llama.cpp computes them with a KV cache alone, and the model before them can
-# lose drafted tokens.
+# Architectures whose heads are tested here: llama.cpp computes them with a KV cache alone, and the model can lose the
+# tokens of a draft.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
+# Where llama.cpp reads a table by row from the file (TENSOR_READ_LAZY in src/models).
+ROW_TABLE = "per_layer_token_embd.weight"
+ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
     "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
     "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
@@ -79,12 +82,22 @@ class RouterTensor:
 
 
 @dataclass(frozen=True)
+class RowTable:
+    """A table of which a token reads a few rows: `n_bytes` bytes at `offset` in shard number `shard`."""
+
+    shard: int
+    offset: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
 class ExpertLayout:
     """A model's files, layers and hyperparameters. Bytes are bytes on disk.
 
-    `dense_bytes` is all that is not an expert; `unused_bytes` are experts of multi-token-prediction layers, which are
-    not loaded. `tensor_types` maps a type's name to (tensors, bytes). `n_layer_nextn`: such layers at the end that can
-    draft; `loads_heads`: they are loaded, as weights that have no slots (`with_heads`).
+    `dense_bytes` is all that is neither an expert nor a table in `row_tables`. `unused_bytes` are experts of
+    multi-token-prediction layers, which are not loaded. `tensor_types` maps a type's name to (tensors, bytes).
+    `n_layer_nextn`: such layers at the end that can draft; `loads_heads`: they are loaded, as weights that have no
+    slots (`with_heads`).
     """
 
     arch: str
@@ -105,6 +118,7 @@ class ExpertLayout:
     n_layer_nextn: int = 0
     loads_heads: bool = False
     has_long_rope: bool = False  # rotary factors of its own for long contexts
+    row_tables: tuple[RowTable, ...] = ()  # read by row from the file, not kept in memory
 
     def check_unchanged(self) -> None:
         """Raises ExpertIOError where a shard was written to or replaced since its header was read."""
@@ -159,6 +173,11 @@ class ExpertLayout:
         """The matrix kinds in use, in the order of KINDS; a pool has one arena for each."""
         present = {m.kind for m in self.matrices}
         return tuple(kind for kind in KINDS if kind in present)
+
+    @property
+    def row_table_bytes(self) -> int:
+        """Bytes of all tables that are read by row."""
+        return sum(table.n_bytes for table in self.row_tables)
 
     @property
     def embedding_bytes(self) -> int:
@@ -241,10 +260,13 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     tensors = dict[str, TensorInfo]()
     types = defaultdict[str, list[int]](list)
     layer_dense_bytes = Counter[int]()
+    row_tables = list[RowTable]()
     for shard, file in enumerate(files):
         for tensor in () if vocab_only else file.tensors:
             tensors[tensor.name] = tensor
             types[tensor.type_name].append(tensor.n_bytes)
+            if tensor.name == ROW_TABLE and hparams.arch in ROW_TABLE_ARCHS and hparams.n_expert:
+                row_tables.append(RowTable(shard, tensor.offset, tensor.n_bytes))
             if match := _LAYER.fullmatch(tensor.name):
                 il = int(match[1])
                 name = match[2]
@@ -257,6 +279,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
+    table_bytes = sum(table.n_bytes for table in row_tables)
     embedding = tensors.get("token_embd.weight")
     n_tokens = files[0].arrays.get("tokenizer.ggml.tokens", 0)
     embedding_bytes = embedding.n_bytes if embedding else 0
@@ -269,7 +292,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
         shards=tuple(file.shard for file in files),
         n_layer=hparams.n_layer,
         layers=layers,
-        dense_bytes=sum(tensor.n_bytes for tensor in tensors.values()) - expert_bytes - unused_bytes,
+        dense_bytes=sum(tensor.n_bytes for tensor in tensors.values()) - expert_bytes - unused_bytes - table_bytes,
         expert_bytes=expert_bytes,
         unused_bytes=unused_bytes,
         tied_output_bytes=embedding_bytes * is_tied,
@@ -282,6 +305,7 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
         layer_dense_bytes=dict(layer_dense_bytes),
         n_layer_nextn=int(can_draft),
         has_long_rope=any(name.endswith("rope_factors_long.weight") for name in tensors),
+        row_tables=tuple(row_tables),
     )
 
 

@@ -160,7 +160,7 @@ def _bad(text: str, rule: str) -> ModelNameError:
 @dataclass(frozen=True)
 class LibraryModel:
     """A model of the library. file: the first one of a split model. n_parameters, n_active: of all experts and of those
-    that a token uses, with all other weights. n_layer: layers of the model."""
+    that a token uses, with all other weights but a table that is read by row. n_layer: layers of the model."""
 
     name: str
     repository: str
@@ -172,6 +172,7 @@ class LibraryModel:
     n_expert: int
     n_expert_used: int
     n_layer: int
+    row_table_bytes: int = 0
 
     @property
     def hub_name(self) -> str:
@@ -179,10 +180,15 @@ class LibraryModel:
         return f"{HUB_HOST}/{self.repository}:{self.quantization}"
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes that are in memory when all experts are: all but a table that is read by row."""
+        return self.size_bytes - self.row_table_bytes
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of all routed experts: the part of the weights of which a token uses n_expert_used of n_expert."""
         share = (1 - self.n_active / self.n_parameters) / (1 - self.n_expert_used / self.n_expert)
-        return round(min(1.0, share) * self.size_bytes)
+        return round(min(1.0, share) * self.resident_bytes)
 
     @property
     def token_bytes(self) -> int:
@@ -192,14 +198,14 @@ class LibraryModel:
     @property
     def dense_bytes(self) -> int:
         """Bytes of all other weights, which every token uses."""
-        return self.size_bytes - self.expert_bytes
+        return self.resident_bytes - self.expert_bytes
 
 
 @functools.cache
 def library() -> tuple[LibraryModel, ...]:
     """All models of the library, in the order of its table."""
     table = json.loads(Path(__file__).with_name("library.json").read_text(encoding="utf-8"))
-    return tuple(LibraryModel(**dict(zip(table["columns"], row, strict=True))) for row in table["models"])
+    return tuple(LibraryModel(**dict(zip(table["columns"], row, strict=False))) for row in table["models"])
 
 
 def find_in_library(text: str) -> LibraryModel | None:

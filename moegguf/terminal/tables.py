@@ -164,6 +164,8 @@ def _expert_rows(facts: Facts) -> Iterator[Row]:
     yield "all experts", f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)"
     yield "one token touches", f"{format_bytes(experts['token_cycle_bytes'])} ({experts['token_cycle']} experts)"
     yield "everything else", format_bytes(facts["dense_bytes"])
+    if facts["row_table_bytes"]:
+        yield "read by row", f"{format_bytes(facts['row_table_bytes'])}, which stay in the file"
     if experts["unused_bytes"]:
         yield "not loaded", f"{format_bytes(experts['unused_bytes'])} of multi-token prediction"
 
@@ -210,6 +212,8 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
     whole = plan["placement"]["chosen"]["n_layers"] if plan["placement"] and not plan["resident"] else 0
     weights = "weights every token uses" + (f" on {layers_on}" if layers_on else "")
     yield weights, format_bytes(plan["dense_bytes"]), f"with the experts of {whole} layers" if whole else ""
+    if facts["row_table_bytes"]:
+        yield "tables read by row", format_bytes(facts["row_table_bytes"]), "in the file, not in memory"
     type_k, type_v = facts["cache_types"]
     types = "" if type_k == type_v == "f16" else f"K in {type_k}, V in {type_v}"
     yield "context (KV cache)", format_bytes(plan["kv_bytes"]), types

@@ -129,6 +129,7 @@ SHAPES = {
     "qwen3vlmoe": replace(PRESETS["tiny-qwen3vlmoe"], n_embd=512, n_vocab=8192),
     "llama": replace(PRESETS["tiny-mixtral"], n_embd=512, n_vocab=8192),
     "deepseek2": replace(PRESETS["tiny-deepseek2"], n_embd=512, n_vocab=8192),
+    "qwen35moe": replace(PRESETS["tiny-qwen35moe"], n_embd=512, n_vocab=8192, ssm_d_inner=512, ssm_d_state=128),
 }
 
 

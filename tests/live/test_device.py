@@ -33,7 +33,8 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "ve
 LINK = Link(8e9, 5e-6)
 DEVICE_BYTES = 256 << 20
 WEIGHED_AT = WatchdogOptions().warm_tokens + WatchdogOptions().weighed_tokens  # tokens
-TINY = [name for name in PRESETS if name.startswith("tiny-")]
+# Slots do not know what a layer does before its experts: models with a recurrent state are left out.
+TINY = [name for name, shape in PRESETS.items() if name.startswith("tiny-") and "r" not in shape.mixers]
 QUANTS = pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q4_k_m")], indirect=True)
 
 

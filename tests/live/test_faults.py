@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answering import DEMO
 from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt
 from scripted_manager import n_files
 from waiting import until
@@ -250,3 +251,22 @@ def test_a_file_written_to_while_it_is_loaded_is_an_error(
     monkeypatch.setattr(ExpertLayout, "check_unchanged", overwrite_first)
     with pytest.raises(errors.ExpertIOError, match=r"copy\.gguf was written to while it was loaded"):
         Llama(copied, expert_cache="40%", verbose=False)
+
+
+@pytest.mark.parametrize(("code", "error"), [(-2, errors.AllocationError), (-3, errors.LibraryError)])
+def test_a_pass_that_llama_cpp_cannot_compute_is_a_typed_error_and_the_next_one_is_computed(
+    load: Load, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
+) -> None:
+    llm = load(DEMO)
+    llm.eval([5, 6])
+
+    def fail(_batch: Any) -> None:
+        raise RuntimeError(f"llama_decode returned {code}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._ctx, "decode", fail)
+        with pytest.raises(error, match="this pass"):
+            llm.eval([7])
+    assert llm.n_tokens == 2
+    llm.eval([7])
+    assert llm.n_tokens == 3

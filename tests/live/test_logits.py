@@ -13,7 +13,6 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import SequenceTokens
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError, SchemaError
-from moegguf.generate.kv_sequences import MAX_LOGITS_BYTES
 from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler, logprob_of
 from moegguf.native import library
@@ -138,8 +137,8 @@ def test_prompt_logprobs_are_those_of_the_logits(load: Load, n_seq_max: int, mon
     llm = load(DEMO, n_seq_max=n_seq_max, logits_all=False)
     scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, prompt_only=True)
     reply(llm, prompt="", context=tuple(tokens), max_tokens=2)  # a prefix that could be reused
-    for max_rows in (MAX_LOGITS_BYTES // (4 * llm.n_vocab()), 5):
-        monkeypatch.setattr("moegguf.generate.kv_sequences.MAX_LOGITS_BYTES", 4 * llm.n_vocab() * max_rows)
+    for n_logits in (llm.context.n_logits, 5 + n_seq_max):
+        monkeypatch.setattr(llm.context, "n_logits", n_logits)
         answer = Answer(llm, scored)
         (delta,) = answer.deltas()
         summary = answer.summary

@@ -14,7 +14,7 @@ from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typic
 from moegguf.engine.cost import HitRates, Speeds, request_cost
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, Machine, Memory, margin_bytes
-from moegguf.engine.memory import Sizes, choose_context, kv_bytes, pass_bytes
+from moegguf.engine.memory import Sizes, choose_context, kv_bytes, logits_tokens, pass_bytes
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.recurrent import recurrent_layers, row_bytes, state_bytes
 from moegguf.engine.solver import best_fit, make_plan
@@ -42,7 +42,7 @@ def plan(
     layout: ExpertLayout, budget: str | int | ExpertCache, memory: Memory = PLENTY, streams: bool = True, **sizes: Any
 ) -> Plan:
     store = StoreOptions(overlap=streams)
-    spec = LoadSpec(**{"n_ctx": 4096, **sizes}, n_batch=4096, expert_cache=parse_expert_cache(budget), store=store)
+    spec = LoadSpec(**{"n_ctx": 4096, "n_batch": 4096, **sizes}, expert_cache=parse_expert_cache(budget), store=store)
     return make_plan(layout, Machine(memory), spec)
 
 
@@ -81,6 +81,50 @@ def test_pools_that_cannot_stream_read_prompts_in_small_steps(layout: ExpertLayo
     assert p.n_ubatch == n_ubatch and not p.streams
     assert any("at a time instead of 512" in reason for reason in p.reasons) == (n_ubatch < 512)
     assert plan(layout, slots * slot_bytes(layout), n_ubatch=2, streams=False).n_ubatch == min(n_ubatch, 2)
+
+
+def long_context(layout: ExpertLayout, budget: str = "25%", **options: Any) -> Plan:
+    """A plan with fused attention and a context of 8,192 tokens."""
+    return plan(layout, budget, **{"n_ctx": 8192, "n_batch": None, "flash_attn": None, **options})
+
+
+def test_prompts_are_read_in_longer_passes_where_experts_have_no_slot(layout: ExpertLayout) -> None:
+    p = long_context(layout)
+    assert 512 < p.n_ubatch <= 4096 and p.n_batch == p.n_ubatch
+    assert any(f"{p.n_ubatch} tokens at a time instead of 512: a long prompt" in reason for reason in p.reasons)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": "100%"},  # every expert has a slot
+        {"flash_attn": False},  # the scores of attention would grow with the pass
+        {"n_batch": 512},
+        {"n_ubatch": 512},
+        {"n_ctx": 512},
+    ],
+    ids=str,
+)
+def test_passes_have_512_tokens_where_longer_ones_save_nothing_or_are_not_allowed(
+    layout: ExpertLayout, options: dict[str, Any]
+) -> None:
+    p = long_context(layout, **options)
+    assert p.n_ubatch == 512 and not any("instead of" in reason for reason in p.reasons)
+
+
+def test_a_longer_pass_leaves_the_margin_of_the_memory_free(layout: ExpertLayout) -> None:
+    needs = Sizes(8192, flash_attn=True).needs(layout, 512)
+    free = needs.total_bytes(48) + 48 * slot_bytes(layout)
+    assert long_context(layout, memory=Memory(64 * GIB, free, "x")).n_ubatch == 512
+
+
+def test_logits_take_memory_for_few_tokens_of_a_pass_or_for_all(layout: ExpertLayout) -> None:
+    large = replace(layout, n_vocab=262_144)
+    few, every = Sizes(512).needs(large, 512), Sizes(512, logits_all=True).needs(large, 512)
+    assert every.compute_bytes - few.compute_bytes == 4 * large.n_vocab * (512 - 64)
+    assert logits_tokens(large, 1) == 64
+    assert logits_tokens(large, 100) == 100
+    assert 4 * large.n_vocab * logits_tokens(large, 1) == 64 << 20
 
 
 def test_dense_model_has_a_plan(tmp_path: Path) -> None:

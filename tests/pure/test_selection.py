@@ -118,9 +118,22 @@ def test_a_model_of_the_library_is_plausible(model: LibraryModel) -> None:
     prefix, _, rest = model.file.partition("-00001-of-0000")
     files = [f"{prefix}-0000{n}-of-0000{rest}" for n in range(1, int(rest[0]) + 1)] if rest else [model.file]
     assert select_files([*files, "other-Q2_K.gguf"], model.quantization).files == tuple(files)
-    assert 4 < 8 * model.size_bytes / model.n_parameters < 9  # bits of a weight
-    assert 0.5 < model.expert_bytes / model.size_bytes < 1
+    assert 4 < 8 * model.resident_bytes / model.n_parameters < 9  # bits of a weight
+    assert 0.5 < model.expert_bytes / model.resident_bytes < 1
     assert 0 < model.token_bytes < model.expert_bytes and model.dense_bytes > 0
+
+
+def test_a_table_that_stays_in_the_file_needs_no_memory() -> None:
+    found = find_in_library("qwen3.8-flash-next")
+    assert found is not None
+    assert found.size_bytes - found.resident_bytes == found.row_table_bytes == 320_001_536 * 90
+    assert found.expert_bytes + found.dense_bytes == found.resident_bytes
+
+
+def test_the_hybrids_of_2026_are_in_the_library() -> None:
+    names = ("qwen3.5", "qwen3.6", "qwen3.6-mtp", "qwen3.8-flash-next", "qwen3-next", "kimi-linear")
+    others = ("nemotron-3-nano", "lfm2.5", "granite4", "deepseek-v4-flash", "ling-3.0-flash")
+    assert all(find_in_library(name) for name in names + others)
 
 
 def test_names_are_found_with_and_without_a_tag_and_near_ones_are_named() -> None:

@@ -583,7 +583,7 @@ PRESETS: dict[str, Shape] = {
         n_embd=128,
         n_head=4,
         n_head_kv=1,
-        n_embd_head=64,
+        n_embd_head=128,  # with the indexer's width llama.cpp divides by zero in a cache without layers
         n_expert=16,
         n_expert_used=4,
         n_ff_exp=64,
@@ -626,4 +626,5 @@ PRESET_LOCALITY = {
     "mixtral-8x7b": "mixtral",
     "deepseek-v2-lite": "qwen3-30b",
     "glm-4.5-air": "qwen3-30b",
+    "qwen3.6-35b-a3b": "qwen3-30b",
 }

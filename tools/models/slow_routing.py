@@ -6,6 +6,10 @@ embedding. That attention has one head. Its queries and keys come from `shared`,
 and only RoPE tells positions apart: a pair of dimensions that turns by `angle` per token gives distance d the score
 -sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the head averages `token` over the
 last memory_tokens tokens: the AR(1) process of `synthesize`, computed by a transformer that llama.cpp knows.
+
+The first layer of Qwen3.5 and later is a gated delta net. There one head has the same key for every token, nothing
+decays, and each token replaces the share 1 / memory_tokens of what the state holds for that key: the same process.
+Values pass SiLU on their way, and silu(v) - silu(-v) = v, so each value is stored with both signs.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import exp, pi, sqrt
+from math import exp, log, pi, sqrt
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
@@ -40,6 +44,9 @@ SHARPNESS = 4.0
 OWN_GAIN = 1.08
 # Each layer adds this much variance to the hidden state (measured), whose norm then makes the three parts smaller.
 GROWTH_PER_LAYER = 0.37
+# In a delta net: how far values reach into SiLU, and the input of a gate that SiLU makes 1.
+VALUE_REACH = 8.0
+OPEN_GATE = 1.2784645
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,11 @@ class SlowRouting:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.shape.mixer(0) != "a" or self.shape.hc_mult:
+        first_attends = self.shape.mixer(0) == "a"
+        if self.shape.hc_mult or not (first_attends or self._has_delta_net):
             raise ValueError(
-                "locality needs a model whose first layer attends and which has one residual stream, "
-                f"but {self.shape.arch} is none: choose --locality none"
+                "locality needs a model whose first layer attends or is a gated delta net, and which has "
+                f"one residual stream, but {self.shape.arch} is none: choose --locality none"
             )
         needed = self.n_left_alone + LEAST_REST
         if self.shape.n_embd < needed:
@@ -85,15 +93,18 @@ class SlowRouting:
         """A tensor of the model, with the type, the spread and the rows of zeros that it gets here."""
         role = tensor.name.split(".")[-2]
         if _is_memory(tensor):
-            return replace(tensor, qtype=QType.F16) if len(tensor.shape) > 1 else tensor
-        if role == "attn_output" or role.startswith("ffn_down"):
+            return replace(tensor, qtype=QType.F16) if tensor.qtype != QType.F32 else tensor
+        if role in ("attn_output", "ssm_out") or role.startswith("ffn_down"):
             return replace(tensor, n_zero_rows=self.n_left_alone)
-        return replace(tensor, std=tensor.std * SHARPNESS) if role == "attn_q" else tensor
+        if role == "attn_q" and not self._has_delta_net:  # there it holds gates, too
+            return replace(tensor, std=tensor.std * SHARPNESS)
+        return tensor
 
     def weights(self, tensor: Tensor) -> NDArray[np.generic] | None:
         """The values of a tensor; None for those that stay as random as in any other model."""
         if _is_memory(tensor):
-            return self._memory(tensor).astype(np.float32 if tensor.qtype == QType.F32 else np.float16)
+            made = self._delta_memory(tensor) if self._has_delta_net else self._memory(tensor)
+            return made.astype(np.float32 if tensor.qtype == QType.F32 else np.float16)
         if ".ffn_gate_inp." in tensor.name:
             return self._router(tensor)
         if ".attn_q_norm." in tensor.name:
@@ -149,6 +160,55 @@ class SlowRouting:
                 made[self.width + kept, kept] = self._gain
         return made
 
+    @property
+    def _has_delta_net(self) -> bool:
+        return self.shape.arch == "qwen35moe"
+
+    def _delta_memory(self, tensor: Tensor) -> Floats:
+        """A tensor of the first layer's delta net. All but the first head is zero."""
+        made = np.zeros(tensor.shape, np.float32)
+        shape = self.shape
+        one = self._rms * self._shared
+        n_key = shape.ssm_n_group * shape.ssm_d_state
+        n_head = shape.ssm_d_inner // shape.ssm_dt_rank
+        kept = np.arange(self._n_slow)
+        match tensor.name.removeprefix("blk.0."):
+            case "attn_norm.weight" | "ssm_norm.weight":
+                made[:] = 1
+            case "attn_qkv.weight":  # queries, keys, values
+                made[0] = made[n_key] = VALUE_REACH * one
+                made[2 * n_key + 2 * kept, 2 * self.width + kept] = VALUE_REACH * self._rms
+                made[2 * n_key + 2 * kept + 1, 2 * self.width + kept] = -VALUE_REACH * self._rms
+            case "attn_gate.weight":
+                made[:n_head] = OPEN_GATE * one
+            case "ssm_conv1d.weight":
+                made[:, -1] = 1
+            case "ssm_beta.weight":
+                replaced = 1 - exp(-1 / self.locality.memory_tokens)
+                made[0] = log(replaced / (1 - replaced)) * one
+            case "ssm_out.weight":
+                made[self.width + kept, 2 * kept] = self._delta_gain
+                made[self.width + kept, 2 * kept + 1] = -self._delta_gain
+        return made
+
+    @property
+    def _delta_gain(self) -> float:
+        """Makes averages vary as much as what they are of, behind a norm that divides by the length of all values."""
+        values = np.linspace(-8, 8, 4001)
+        weights = np.exp(-(values**2) / 2)
+        weights /= weights.sum()
+        activated = VALUE_REACH * values / (1 + np.exp(-VALUE_REACH * values))
+        mean = float(weights @ activated)
+        variance = float(weights @ activated**2) - mean**2
+        share = self._averaged_variance
+        return sqrt(mean**2 + variance * share) / (VALUE_REACH * sqrt(share))
+
+    @property
+    def _averaged_variance(self) -> float:
+        """The variance of an average, as a share of the variance of what is averaged."""
+        kept = exp(-1 / self.locality.memory_tokens)
+        return (1 - kept) / (1 + kept)
+
     @cached_property
     def _shared(self) -> Floats:
         """(n_embd,): gives 1 when multiplied with an embedding."""
@@ -160,7 +220,9 @@ class SlowRouting:
     @property
     def _n_slow(self) -> int:
         """Dimensions of `slow` in use: as many as a head has values."""
-        return min(self.width, self.shape.n_embd_head_v or self.shape.n_embd_head)
+        shape = self.shape
+        n_values = shape.ssm_d_state // 2 if self._has_delta_net else shape.n_embd_head_v or shape.n_embd_head
+        return min(self.width, n_values)
 
     @property
     def _rms(self) -> float:
@@ -196,10 +258,9 @@ class SlowRouting:
     @property
     def _gain(self) -> float:
         """Makes averages vary as much as what they are of."""
-        kept = exp(-1 / self.locality.memory_tokens)
         value_std = sqrt(self.shape.kv_lora_rank / self._n_slow) if self.shape.kv_lora_rank else 1 / self._rms
-        return sqrt((1 + kept) / (1 - kept)) / value_std
+        return 1 / (value_std * sqrt(self._averaged_variance))
 
 
 def _is_memory(tensor: Tensor) -> bool:
-    return tensor.name.startswith("blk.0.attn_")
+    return tensor.name.startswith(("blk.0.attn_", "blk.0.ssm_"))

@@ -1,0 +1,81 @@
+"""Keeps few pages of tables in memory that are read by row, where a memory limit counts them.
+
+llama.cpp maps such a table, and the kernel reads the page of each row that a token looks up. On a machine without a
+limit the kernel keeps these pages as long as nothing else takes the memory. A memory cgroup counts them like slots,
+so what other loads see as free would shrink. There they are dropped whenever they may be more than planned.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from moegguf.engine.machine import MACHINE, read_memory
+from moegguf.gguf.experts import ExpertLayout, RowTable
+
+ROW_PAGES_BYTES = 64 << 20  # of tables' pages in memory; in the plan, among the weights
+_MAPS = Path("/proc/self/maps")
+_STATM = Path("/proc/self/statm")
+
+
+def row_pages_bytes(layout: ExpertLayout) -> int:
+    """Returns the bytes of memory that a plan counts for the pages of a model's tables."""
+    return min(ROW_PAGES_BYTES, sum(table.n_bytes for table in layout.row_tables))
+
+
+class RowTables:
+    """The tables of a model that was just loaded."""
+
+    def __init__(self, layout: ExpertLayout) -> None:
+        is_limited = bool(layout.row_tables) and read_memory().limited_by != MACHINE
+        self._layout = layout
+        self._tables = layout.row_tables if is_limited else ()
+        self._before = _mapped_bytes() if is_limited else 0  # of other files: libraries
+
+    def after_pass(self) -> None:
+        """Drops the pages where the next pass might need more than planned."""
+        if self._tables and _mapped_bytes() - self._before > ROW_PAGES_BYTES // 2:
+            self.drop_pages()
+
+    def drop_pages(self) -> None:
+        """Drops the pages. Their rows are read from the file again."""
+        for table in self._tables:
+            shard = self._layout.shards[table.shard]
+            for begin, n_bytes in _mapped(shard.path, table):
+                _libc_madvise(begin, n_bytes)
+            with suppress(OSError), open(shard.path, "rb") as file:
+                advice = os.POSIX_FADV_DONTNEED
+                os.posix_fadvise(file.fileno(), table.offset, table.n_bytes, advice)
+
+
+def _mapped_bytes() -> int:
+    """Returns the bytes of mapped files that are in this process's memory."""
+    return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
+
+
+def _mapped(path: Path, table: RowTable) -> Iterator[tuple[int, int]]:
+    """Yields (address, bytes) of whole pages of a table in this process."""
+    first = -(-table.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (table.offset + table.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    file = os.stat(path)
+    for line in _MAPS.read_text(errors="replace").splitlines():
+        fields = line.split(maxsplit=5)
+        major, minor = (int(number, 16) for number in fields[3].split(":"))
+        if int(fields[4]) != file.st_ino or os.makedev(major, minor) != file.st_dev:
+            continue
+        begin, end = (int(number, 16) for number in fields[0].split("-"))
+        offset = int(fields[2], 16)
+        low = max(first, offset)
+        high = min(last, offset + end - begin)
+        if low < high:
+            yield begin + low - offset, high - low
+
+
+def _libc_madvise(begin: int, n_bytes: int) -> None:
+    """Has the kernel forget where these pages of a read-only mapping are. What they hold stays in the file."""
+    madvise = c.CDLL(None, use_errno=True).madvise
+    madvise(c.c_void_p(begin), c.c_size_t(n_bytes), mmap.MADV_DONTNEED)

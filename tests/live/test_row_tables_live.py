@@ -1,0 +1,76 @@
+"""A table larger than the memory: the model runs below a limit, with the same bits and as many misses."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moegguf.bench.memory_limit import drop_page_cache, make_group
+from moegguf.bench.series import limit_fault
+from moegguf.engine.row_tables import ROW_PAGES_BYTES
+from moegguf.quantities import MIB
+from tools.models import PRESETS, write_model
+
+LIMIT_BYTES = 280 * MIB
+N_ROWS_BASE = 5_000_000
+CHILD = """
+import hashlib, json, re, sys
+from pathlib import Path
+import numpy as np
+from moegguf.engine.llama import Llama
+
+def mib(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+digest = hashlib.sha256()
+random = np.random.default_rng(0)
+with Llama(sys.argv[1], n_ctx=2048, n_threads=1, expert_cache="40%", verbose=False) as llm:
+    before, most = mib("RssFile"), 0.0
+    for _ in range(4):
+        llm.reset()
+        llm.eval([int(token) for token in random.integers(300, llm.n_vocab() - 5, 2000)])
+        digest.update(np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)))
+        most = max(most, mib("RssFile"))
+    found = {"grown_mib": most - before, "digest": digest.hexdigest(), "misses": llm.stats().misses}
+    found["table_bytes"] = llm.layout.row_table_bytes
+    found["planned_bytes"] = llm.session.plan.total_bytes
+    print(json.dumps(found | {"peak_mib": mib("VmHWM")}))
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = replace(PRESETS["tiny-qwen4exp"], ple_vocab_base=N_ROWS_BASE)
+    path = write_model(tmp_path_factory.mktemp("table") / "m.gguf", shape, "q4_0")[0]
+    drop_page_cache([path])  # pages that are there count for nobody's limit
+    return path
+
+
+def answer(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_a_table_above_the_memory_limit_evicts_no_expert_and_changes_no_bit(path: Path) -> None:
+    if fault := limit_fault(LIMIT_BYTES):
+        pytest.skip(fault)
+    command = [sys.executable, "-c", CHILD, str(path)]
+    free = answer(command)
+    group = make_group(LIMIT_BYTES)
+    try:
+        limited = answer(group.command(command))
+        assert group.oom_kills == 0
+    finally:
+        group.remove()
+    assert limited["table_bytes"] > LIMIT_BYTES
+    assert limited["digest"] == free["digest"]
+    assert limited["misses"] == free["misses"] > 0
+    assert limited["planned_bytes"] == free["planned_bytes"] < LIMIT_BYTES
+    assert limited["grown_mib"] * MIB <= ROW_PAGES_BYTES + 8 * MIB
+    assert free["grown_mib"] * MIB > 1.5 * ROW_PAGES_BYTES, "fewer rows were read than the limit has room for"
+    assert limited["peak_mib"] * MIB <= limited["planned_bytes"] * 1.03
