@@ -173,11 +173,12 @@ class ModelDrafts:
             return
         n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX
         if not n_max:
-            warnings.warn(
-                "draft: this model's state cannot go back to before a token, or there is no memory for that, so nothing"
-                " is drafted.",
-                stacklevel=3,
-            )
+            if self._chosen != "auto":
+                warnings.warn(
+                    "draft: this model's state cannot go back to before a token, or there is no memory for that, so"
+                    " nothing is drafted.",
+                    stacklevel=3,
+                )
             return
         if not batch_invariant:
             warnings.warn(
