@@ -412,10 +412,9 @@ class Context:
         first = self._bindings.llama_memory_seq_pos_min(memory, sequence) if self._n_swa else 0
         return bool(first <= max(0, position - self._n_swa + 1))
 
-    def most_lost(self, sequences: Sequence[int]) -> int | None:
-        """Returns how many tokens these sequences can lose after a pass in which they have as many tokens each. None:
-        every token, whatever pass it was in."""
-        return self._rollback.most_lost(sequences) if self._llm._is_stateful else None
+    def most_lost(self, sequences: Sequence[int]) -> int:
+        """`Rollback.most_lost`, for a model with a recurrent state."""
+        return self._rollback.most_lost(sequences)
 
     def _end(self, sequence: int) -> int:
         """Returns the position after the last token of a sequence."""

@@ -7,6 +7,7 @@ another ubatch, are stale. Here is known which are not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from moegguf.engine.sequences import SequenceTokens
@@ -24,25 +25,26 @@ class Rollback:
         self._restored: set[int] = set()  # sequences whose state is a snapshot until their next pass
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns how many tokens each of these sequences can lose after a pass in which they are, in this order, with
-        as many tokens each."""
+        """Returns how many tokens each of these sequences can lose after a pass that they end, in this order and with
+        equal lengths, after sequences with one token each."""
         first = sequences[0]
         if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0
         return max(0, min(self._n_rs_seq, self._n_ubatch // len(sequences) - 1))
 
     def note_pass(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Notes that these tokens were evaluated. The snapshots of other sequences may be stale from now on, and all of
-        them where the pass took several ubatches with several sequences."""
-        sequences = [chunk.sequence for chunk in chunks]
-        self._restored.difference_update(sequences)
+        """Notes that these tokens were evaluated. Then only sequences of the pass's last ubatch have snapshots: an
+        ubatch moves the states of others. llama.cpp computes sequences that have a token left first, and does not
+        divide the last `n_rs_seq` + 1 tokens of others."""
+        self._restored.difference_update(chunk.sequence for chunk in chunks)
         self._n_back.clear()
-        lengths = {chunk.n_evaluated for chunk in chunks}
-        n_back = min(lengths) - 1
+        length = chunks[-1].n_evaluated
+        n_last = sum(1 for _ in itertools.takewhile(lambda chunk: chunk.n_evaluated == length, reversed(chunks)))
+        last = [chunk.sequence for chunk in chunks[-n_last:]]
         if len(chunks) == 1:
-            self._n_back[sequences[0]] = min(self._n_rs_seq, n_back)
-        elif len(lengths) == 1 and n_back <= self.most_lost(sequences):
-            self._n_back = dict.fromkeys(sequences, n_back)
+            self._n_back[last[0]] = min(self._n_rs_seq, length - 1)
+        elif length - 1 <= self.most_lost(last) and all(chunk.n_evaluated == 1 for chunk in chunks[:-n_last]):
+            self._n_back = dict.fromkeys(last, length - 1)
 
     def n_back(self, sequence: int) -> int:
         """Returns how many of its last tokens a sequence can lose now."""

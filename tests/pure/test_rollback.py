@@ -26,9 +26,21 @@ def chunk(sequence: int, n_tokens: int, n_drafted: int = 0) -> SequenceTokens:
         ([chunk(0, 100)], [N_BACK, 0]),
         ([chunk(0, 1, 2), chunk(1, 1, 2)], [2, 2]),
         ([chunk(0, 1, 2), chunk(1, 1)], [0, 0]),
+        ([chunk(2, 1), chunk(3, 1), chunk(0, 1, 2), chunk(1, 1, 2)], [2, 2]),
+        ([chunk(2, 2), chunk(0, 1, 2), chunk(1, 1, 2)], [0, 0]),
         ([chunk(0, 5), chunk(1, 5)], [0, 0]),
     ],
-    ids=["a token", "tokens", "a draft", "a prompt", "equal lengths", "other lengths", "more than an ubatch"],
+    ids=[
+        "a token",
+        "tokens",
+        "a draft",
+        "a prompt",
+        "equal lengths",
+        "a token last",
+        "a token first",
+        "two tokens first",
+        "more than an ubatch",
+    ],
 )
 def test_a_pass_leaves_snapshots_of_its_last_tokens(chunks: Sequence[SequenceTokens], expected: list[int]) -> None:
     rollback = Rollback(N_BACK, n_ubatch=8)
