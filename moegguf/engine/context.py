@@ -472,6 +472,10 @@ class Context:
         else:
             self.clear()
 
+    def can_copy(self, sequence: int) -> bool:
+        """`Rollback.can_copy`: a state that has lost tokens is copied only after its next pass."""
+        return self._rollback.can_copy(sequence)
+
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
         """Makes the first `n_tokens` of `source` all of `target`. Returns False, with nothing changed, where some of
         them have left a window, and where a recurrent state has seen more tokens."""

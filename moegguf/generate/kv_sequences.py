@@ -73,7 +73,14 @@ class KvSequences:
         if sequence.prompt.images is not None:
             free = self._all[:1]  # images are evaluated in this one; the sequence computes alone
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
-        kv = min(free, key=lambda kv: (len(kv.tokens) - shared[kv.seq_id], kv.n_used))
+
+        def loss(kv: KvSequence) -> tuple[int, bool, int]:
+            """Returns what is lost with a place. What cannot be copied out of one is reused in it."""
+            n_shared = shared[kv.seq_id]
+            is_copied = not n_shared or self._llm.context.can_copy(kv.seq_id)
+            return len(kv.tokens) - n_shared, is_copied, kv.n_used
+
+        kv = min(free, key=loss)
         self.truncate(kv, shared[kv.seq_id])
         kv.n_clean = None
         kv.owner = sequence.request.owner

@@ -16,7 +16,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import Answer, Received, Scripted, TinyModel, answers_of, answers_together, ask, endless, running
+from answering import (
+    Answer,
+    Received,
+    Scripted,
+    TinyModel,
+    answers_of,
+    answers_together,
+    ask,
+    endless,
+    running,
+    text_of,
+)
 from eager import Eager
 from running import random_prompt
 
@@ -145,20 +156,22 @@ def test_random_interleavings_give_the_answers_of_solo_requests(pair: tuple[Llam
     check_same(received, [solo(one, request) for request in requests])
 
 
-def test_an_expert_that_cannot_be_read_ends_one_answer_and_no_state_is_mixed_up(pair: tuple[Llama, Llama]) -> None:
+def test_a_pass_that_fails_leaves_no_state_half_computed(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one)[:5]]
     expected = [solo(one, request) for request in requests]
     many.context.clear()
 
     def fail(step: int) -> None:
-        if step == 4:
-            arm_fault("read", 1, errno=errno.EIO, sticky=True)
+        arm_fault("read", 1 if step % 4 == 0 else 0, errno=errno.EIO, sticky=True)
 
     with undrafted(many):
         received = answers_together(many, requests, Scripted(fail), step_tokens=20)
-    for each, logprobs in zip(received, expected, strict=True):
-        assert each.logprobs == (logprobs if each.error is None else logprobs[: len(each.logprobs)])
+        arm_fault("read", 0)
+        assert any(each.error for each in received)
+        for each, logprobs in zip(received, expected, strict=True):
+            assert each.logprobs == (logprobs if each.error is None else logprobs[: len(each.logprobs)])
+        check_same(answers_together(many, requests), expected)
 
 
 class Recalled(Drafts):
@@ -219,8 +232,32 @@ def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
     return answer.summary.context
 
 
-def test_a_stop_string_leaves_a_state_that_goes_on(pair: tuple[Llama, Llama]) -> None:
-    """What follows the stop string in the same pass is taken back."""
+def test_a_stop_string_within_a_draft_leaves_a_state_that_goes_on(
+    pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was evaluated beyond the stop string is taken back, and nothing is computed again."""
+    monkeypatch.setattr(drafting, "DraftGate", Eager)
+    many, one = pair
+    if one.layout.arch not in ROLLBACK_ARCHS:
+        pytest.skip("llama.cpp does not roll this state back")
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
+    tokens = random_prompt(one, 30)
+    whole = Answer(one, of_tokens(one, tokens, **options))
+    text = text_of(whole.deltas())
+    request = of_tokens(one, tokens, stop=(text[len(text) // 2 :][:3],), **options)
+    expected = solo(one, request)
+    many.context.clear()
+    with undrafted(many, Recalled([whole.summary.context], N_SEQ)), running(many) as loop:
+        received = answers_of(loop, [request])
+        followed = of_tokens(one, [*received[0].summary.context, 7, 8, 9])
+        again = answers_of(loop, [followed])
+    check_same(received, [expected])
+    assert received[0].summary.stop_string
+    check_same(again, [solo(one, followed)])
+    assert again[0].summary.cached_tokens >= len(received[0].summary.context) - 1
+
+
+def test_a_sequence_can_lose_as_many_tokens_as_it_has_snapshots(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     llm = many.context
     if one.layout.arch not in ROLLBACK_ARCHS:
