@@ -287,6 +287,8 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     n_rows = embedding.shape[1:2] if embedding else ()
     has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors  # llama.cpp computes one such layer, and no more
     can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
+    if files[0].metadata.get("deepseek4.attention.indexer.key_length") == hparams.key_length:
+        can_draft = False  # llama.cpp divides by the width of an empty cache
     return ExpertLayout(
         arch=hparams.arch,
         shards=tuple(file.shard for file in files),

@@ -12,6 +12,8 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,10 +39,12 @@ from moegguf.engine.memory import DRAFT_TOKENS, kv_bytes
 from moegguf.engine.recurrent import ROLLBACK_ARCHS
 from moegguf.generate import drafting
 from moegguf.generate.request import Request, TokenLogprob
+from moegguf.gguf.experts import read_layout
 from moegguf.processor import has_kernels, read_processor
 from moegguf.quantities import MIB
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
+from tools.models import PRESETS, write_model
 
 pytestmark = pytest.mark.skipif(
     not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
@@ -348,3 +352,10 @@ def test_heads_of_the_file_draft_and_change_no_token(
             assert [each.summary.prompt_tokens for each in received] == [40] * n_together
         counted = llm.stats() - before
         assert counted.drafted_tokens > counted.accepted_tokens
+
+
+def test_heads_that_llama_cpp_would_crash_on_are_left_out(tmp_path: Path) -> None:
+    shape = PRESETS["tiny-deepseek4"]
+    path = write_model(tmp_path / "m.gguf", replace(shape, indexer_head_size=shape.n_embd_head), "q4_0")[0]
+    layout = read_layout(path)
+    assert layout.n_layer_nextn == 0 and layout.unused_bytes > 0
