@@ -321,6 +321,7 @@ class PrefixCache:
             make_room(rest.end)
             data = np.frombuffer(state, np.uint8).ctypes.data_as(_BYTES)
             found = self._bindings.llama_state_seq_set_data(self._llm.ctx, data, len(state), sequence)
+            self._context.note_state(sequence)
             n_found = self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence) + 1
             self._pool.submit(self._store.touch, [rest.name])
             self._n_whole_tokens = rest.end

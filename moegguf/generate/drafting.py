@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moegguf.decisions import log_decision
-from moegguf.engine.drafts import N_MAX, Drafts, Source
+from moegguf.engine.drafts import N_MAX, Draft, Drafts, Source
 from moegguf.generate.sequence import KvSequence, Sequence
 
 if TYPE_CHECKING:
@@ -207,7 +207,8 @@ class Drafter:
         self._n_drafted = self._n_accepted = 0  # tokens of this pass
 
     def propose(self, sequences: list[Sequence]) -> None:
-        """Sets the drafts of the sequences that decode in the next pass, in which no others take part."""
+        """Sets the drafts of the sequences that decode in the next pass, in which no others take part. Sequences with
+        drafts are last then where a recurrent state has to go back."""
         texts = list[_Text]()
         for sequence in sequences:
             seq_id = sequence.place.seq_id
@@ -226,7 +227,6 @@ class Drafter:
         if not any(map(any, widths)):
             return
         wanted = list[tuple[int, list[int]]]()
-        n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(texts)
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
@@ -237,11 +237,31 @@ class Drafter:
             self._drafts.set_tokens(sequence.place.seq_id, text.n_tokens, sequence.context[text.n_tokens :])
             self._begins |= text.n_tokens == 0
             text.n_tokens = len(sequence.context)
-            wanted.append((sequence.place.seq_id, [min(width, room) for width in of_answer]))
-        for text, draft in zip(texts, self._drafts.draft(wanted), strict=True):
-            text.sequence.draft, text.source = draft.tokens[:n_left], draft.source
-            n_left -= len(text.sequence.draft)
+            wanted.append((sequence.place.seq_id, [min(width, room, self._drafts.n_max) for width in of_answer]))
+        drafts = self._drafts.draft(wanted)
+        for text, draft, n in zip(texts, drafts, self._lengths(sequences, drafts), strict=True):
+            text.sequence.draft, text.source = draft.tokens[:n], draft.source
+        if self._llm._is_stateful:
+            sequences.sort(key=lambda sequence: len(sequence.draft))
         self._spent_s = time.thread_time() - start_s
+
+    def _lengths(self, sequences: list[Sequence], drafts: list[Draft]) -> list[int]:
+        """Returns how many tokens of each draft the pass has room for. Where a recurrent state has to go back, drafts
+        have equal lengths (`Rollback.most_lost`): the length with most tokens, or none."""
+        wanted = [len(draft.tokens) for draft in drafts]
+        n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(drafts)
+        best = [0] * len(drafts)
+        if not self._llm._is_stateful:
+            for row, n in enumerate(wanted):
+                best[row] = min(n, n_left)
+                n_left -= best[row]
+            return best
+        for n in set(wanted):
+            chosen = [each.place.seq_id for each, n_wanted in zip(sequences, wanted, strict=True) if n_wanted >= n]
+            n_each = min(n, n_left // len(chosen), self._llm.context.most_lost(chosen))
+            if n_each * len(chosen) > sum(best):
+                best = [n_each * (n_wanted >= n) for n_wanted in wanted]
+        return best
 
     def note_verified(self, sequence: Sequence, kv: KvSequence, n_accepted: int) -> None:
         """Notes how many tokens of a draft were sampled, too."""

@@ -66,8 +66,8 @@ class Engine:
 
     Args:
         model: as for `moegguf.Llama`; or one that is loaded, which stays so, and whose options count.
-        parallel: sequences that are computed together. Each may have `n_ctx` tokens of context. One for models with a
-            recurrent state and for embedding models.
+        parallel: sequences that are computed together. Each may have `n_ctx` tokens of context. One for embedding
+            models.
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
             is computed again. None: parallel * n_ctx, less where experts would miss that memory.
         schedule: makes, of the loaded model, what chooses the sequences that compute in a step

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from moegguf.decisions import log_decision
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.recurrent import shares_cells
 from moegguf.engine.sequences import common_tokens
 from moegguf.generate.sequence import KvSequence, Sequence
 
@@ -56,6 +57,7 @@ class KvSequences:
         resident = llm.session is None or llm.plan.resident
         mixed = min(MIXED_STEP_TOKENS if resident else DEFAULT_UBATCH_TOKENS, self._pass_tokens)
         self._step_tokens = step_tokens or mixed
+        self._own_cells = not shares_cells(llm.layout)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -71,7 +73,14 @@ class KvSequences:
         if sequence.prompt.images is not None:
             free = self._all[:1]  # images are evaluated in this one; the sequence computes alone
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
-        kv = min(free, key=lambda kv: (len(kv.tokens) - shared[kv.seq_id], kv.n_used))
+
+        def loss(kv: KvSequence) -> tuple[int, bool, int]:
+            """Returns what is lost with a place. What cannot be copied out of one is reused in it."""
+            n_shared = shared[kv.seq_id]
+            is_copied = not n_shared or self._llm.context.can_copy(kv.seq_id)
+            return len(kv.tokens) - n_shared, is_copied, kv.n_used
+
+        kv = min(free, key=loss)
         self.truncate(kv, shared[kv.seq_id])
         kv.n_clean = None
         kv.owner = sequence.request.owner
@@ -95,6 +104,11 @@ class KvSequences:
         if not self._llm.context.truncate(n_tokens, kv.seq_id):
             n_tokens = 0
         del kv.tokens[n_tokens:]
+
+    def drop_lost(self) -> None:
+        """Forgets tokens that the context has lost in a pass that has failed."""
+        for kv in self._all:
+            self.truncate(kv, len(kv.tokens))
 
     def clear(self) -> None:
         """Empties a context of several sequences."""
@@ -191,7 +205,10 @@ class KvSequences:
                 each.n_next = n
                 n_left -= n
                 prompts.append(each)
-        return step + prompts
+        step += prompts
+        if self._own_cells:  # then those with consecutive numbers are computed at once
+            step.sort(key=lambda each: each.place.seq_id)
+        return step
 
     def _begin_prompt(self, sequence: Sequence, prompts: list[Sequence]) -> bool:
         """Gives a prompt the longest prefix that another sequence or the disk has. Returns False where the prompt waits
@@ -205,8 +222,9 @@ class KvSequences:
         if n_shared > len(kv.tokens) and self._llm.context.copy(source.seq_id, kv.seq_id, n_shared):
             kv.tokens = source.tokens[:n_shared]
         n_held = len(kv.tokens)
-        own = (other.context for other in prompts if other.request.owner == kv.owner)
-        if any(common_tokens(other, sequence.context[:-1]) >= n_held + MIN_SHARED_TOKENS for other in own):
+        own = [other for other in prompts if other.request.owner == kv.owner]
+        awaited = [other for other in own if self._awaits(sequence, other)]
+        if awaited:
             return False
         if self._llm.prefix_cache is not None:
             spans = sequence.prompt.images.spans if sequence.prompt.images else ()
@@ -224,12 +242,24 @@ class KvSequences:
             sequence.summary.cached_tokens = len(kv.tokens)
         return True
 
+    def _awaits(self, sequence: Sequence, other: Sequence) -> bool:
+        """Returns whether a prompt waits until `other` has computed a prefix of both. A recurrent state can be copied
+        only where it has seen the prefix and nothing more, so `other` stops there once."""
+        n_shared = common_tokens(other.context, sequence.context[:-1])
+        if n_shared < sequence.n_evaluated + MIN_SHARED_TOKENS:
+            return False
+        if self._llm._is_stateful:
+            if n_shared <= other.n_evaluated:
+                return False
+            other.n_next = min(other.n_next, n_shared - other.n_evaluated)
+        return True
+
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
         """Returns the tokens of a place that a sequence can begin with. At least one is left to evaluate."""
         if kv.owner != sequence.request.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])
-        if kv.seq_id != 0:
-            return n
-        images = sequence.prompt.images
-        return self._llm.context.images.common_prefix(n, images.spans if images else ())
+        if kv.seq_id == 0:
+            images = sequence.prompt.images
+            n = self._llm.context.images.common_prefix(n, images.spans if images else ())
+        return n if n == len(kv.tokens) or self._llm.context.keeps(n, kv.seq_id) else 0

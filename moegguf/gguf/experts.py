@@ -28,7 +28,9 @@ KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
-HEADS_ARCHS = ("glm4moe",)  # whose heads llama.cpp computes with a KV cache alone, as they are tested here
+# Architectures whose heads are tested here: llama.cpp computes them with a KV cache alone, and the model can lose the
+# tokens of a draft.
+HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
 # Where llama.cpp reads a table by row from the file (TENSOR_READ_LAZY in src/models).
 ROW_TABLE = "per_layer_token_embd.weight"
 ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
@@ -285,6 +287,8 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     n_rows = embedding.shape[1:2] if embedding else ()
     has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors  # llama.cpp computes one such layer, and no more
     can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
+    if files[0].metadata.get("deepseek4.attention.indexer.key_length") == hparams.key_length:
+        can_draft = False  # llama.cpp divides by the width of an empty cache
     return ExpertLayout(
         arch=hparams.arch,
         shards=tuple(file.shard for file in files),

@@ -10,8 +10,7 @@ import pytest
 from running import TinyModel, random_prompt, write_adapter
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import has_kernels
-from moegguf.processor import read_processor
+from moegguf.processor import has_kernels, read_processor
 from tools.models import PRESETS, Shape
 from tools.models.tensors import tensors
 
@@ -43,7 +42,8 @@ KINDS = [
     Kind("sliding windows", ("tiny-gpt-oss",)),
     Kind("gated delta net", ("tiny-qwen35moe",), "ssm_out.weight"),
     Kind("gated delta net, with an n-gram table", ("tiny-qwen4exp",), "ssm_out.weight"),
-    Kind("Mamba 2", ("tiny-nemotron", "tiny-granitehybrid"), "ssm_out.weight"),
+    Kind("Mamba 2", ("tiny-granitehybrid",), "ssm_out.weight"),
+    Kind("Mamba 2, with snapshots", ("tiny-nemotron",), "ssm_out.weight"),
     Kind("short convolution", ("tiny-lfm2moe",), "shortconv.out_proj.weight"),
     Kind("Kimi delta attention", ("tiny-kimi-linear",)),
     Kind("compressed attention", ("tiny-deepseek4",), "attn_output_b.weight"),
