@@ -363,21 +363,30 @@ class Context:
 
     # The KV cache. Tokens count from the beginning of their sequence.
 
-    def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Keeps the first `n_tokens` of a sequence; where that cannot be, it is empty then, and the result False: a
-        recurrent state cannot go back, and cells of tokens that have left a sliding window are given to others."""
+    def cut(self, n_tokens: int, sequence: int = 0) -> bool:
+        """Keeps the first `n_tokens` of a sequence. Returns False, with nothing changed, where that
+        cannot be: a recurrent state cannot go back, and cells of tokens that have left a sliding
+        window are other tokens' now."""
         llm, memory = self._llm, self._llm._ctx.memory
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
-        first = self._bindings.llama_memory_seq_pos_min(memory, sequence) if self._n_swa else 0
-        kept = first <= max(0, position - self._n_swa + 1)
-        kept = kept and bool(self._bindings.llama_memory_seq_rm(memory, sequence, position, -1))
-        if sequence == 0 and kept:
+        if self._n_swa and position <= self._bindings.llama_memory_seq_pos_max(memory, sequence):
+            first = self._bindings.llama_memory_seq_pos_min(memory, sequence)
+            if first > max(0, position - self._n_swa + 1):
+                return False
+        if not self._bindings.llama_memory_seq_rm(memory, sequence, position, -1):
+            return False
+        if sequence == 0:
             self.images.truncate(n_tokens)
             llm.n_tokens, llm._requires_eval = n_tokens, True  # the logits are of other tokens
-        elif sequence == 0:
-            llm.reset()
+        return True
+
+    def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
+        """Keeps the first `n_tokens` of a sequence. Returns False where that cannot be: the sequence is empty then."""
+        kept = self.cut(n_tokens, sequence)
+        if not kept and sequence == 0:
+            self._llm.reset()
         if not kept:
-            self._bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
+            self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, -1, -1)
         return kept
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:

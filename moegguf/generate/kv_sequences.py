@@ -91,8 +91,12 @@ class KvSequences:
             self.truncate(kv, kv.n_clean)
 
     def truncate(self, kv: KvSequence, n_tokens: int) -> None:
-        """Keeps the first tokens of a place, or none where the model's state cannot be truncated."""
-        if not self._llm.context.truncate(n_tokens, kv.seq_id):
+        """Keeps the first tokens of a place. Where the model's memory cannot be cut there, the place
+        keeps those up to the nearest state that is kept, or none."""
+        cache = self._llm.prefix_cache
+        if cache is not None:
+            n_tokens = cache.truncate(kv.seq_id, kv.tokens, n_tokens, kv.owner)
+        elif not self._llm.context.truncate(n_tokens, kv.seq_id):
             n_tokens = 0
         del kv.tokens[n_tokens:]
 
@@ -172,7 +176,10 @@ class KvSequences:
         step = [each for each in chosen if each.decodes]
         for each in step:
             each.n_next = 1
-        budget = most if chosen[0].alone or len(self._all) == 1 else self._pass_tokens
+        whole = chosen[0].alone or len(self._all) == 1
+        if self._llm.prefix_cache is not None and self._llm.prefix_cache.leaves_window:
+            whole = False  # so that each pass is kept before its cells are given to others
+        budget = most if whole else self._pass_tokens
         if step:
             budget = self._step_tokens
         n_left = min(max(budget, len(step) + 1), most) - len(step)
@@ -187,6 +194,8 @@ class KvSequences:
             if each.request.prompt_logprobs:
                 n = min(n, n_rows)
                 n_rows -= n
+            if self._llm.prefix_cache is not None:
+                n = self._llm.prefix_cache.pass_tokens(each.place.seq_id, each.n_pending, n)
             if n:
                 each.n_next = n
                 n_left -= n
@@ -202,8 +211,8 @@ class KvSequences:
         kv = sequence.place
         source = max(self._all, key=lambda other: self._common_prefix(other, sequence))
         n_shared = self._common_prefix(source, sequence)
-        if n_shared > len(kv.tokens) and self._llm.context.copy(source.seq_id, kv.seq_id, n_shared):
-            kv.tokens = source.tokens[:n_shared]
+        if n_shared > len(kv.tokens):
+            kv.tokens = source.tokens[: self._copy(source, kv, n_shared)]
         n_held = len(kv.tokens)
         own = (other.context for other in prompts if other.request.owner == kv.owner)
         if any(common_tokens(other, sequence.context[:-1]) >= n_held + MIN_SHARED_TOKENS for other in own):
@@ -223,6 +232,14 @@ class KvSequences:
         if not sequence.summary.prompt_tokens:
             sequence.summary.cached_tokens = len(kv.tokens)
         return True
+
+    def _copy(self, source: KvSequence, target: KvSequence, n_shared: int) -> int:
+        """Makes a place hold as many of the first `n_shared` tokens of another one as both can share. Returns how many
+        of them it holds then."""
+        cache, n_held = self._llm.prefix_cache, len(target.tokens)
+        if cache is not None:
+            return cache.copy(source.seq_id, target.seq_id, source.tokens[:n_shared], n_held, target.owner)
+        return n_shared if self._llm.context.copy(source.seq_id, target.seq_id, n_shared) else n_held
 
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
         """Returns the tokens of a place that a sequence can begin with. At least one is left to evaluate."""
