@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 CELLS, WINDOW, RECURRENT = 1, 2, 4
 WHOLE = 0  # the whole memory, where it cannot be cut
-_PART_SHIFT = 8  # of the flags of llama_state_seq_get_data_ext
-_BYTES = c.POINTER(c.c_uint8)
-_MEMORY, _PARTS, _SEQUENCE, _POSITION = c.c_void_p, c.c_uint32, c.c_int32, c.c_int32
+_MEMORY, _CONTEXT, _BYTES = c.c_void_p, c.c_void_p, c.c_void_p
+_PARTS, _SEQUENCE, _POSITION = c.c_uint32, c.c_int32, c.c_int32
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "memory_parts": (_PARTS, (_MEMORY,)),
     "parts_seq_rm": (c.c_bool, (_MEMORY, _PARTS, _SEQUENCE, _POSITION, _POSITION)),
     "parts_seq_cp": (None, (_MEMORY, _PARTS, _SEQUENCE, _SEQUENCE, _POSITION, _POSITION)),
     "parts_seq_pos_min": (_POSITION, (_MEMORY, _PARTS, _SEQUENCE)),
     "parts_seq_pos_max": (_POSITION, (_MEMORY, _PARTS, _SEQUENCE)),
+    "parts_state_bytes": (c.c_size_t, (_CONTEXT, _PARTS, _SEQUENCE)),
+    "parts_state_write": (c.c_bool, (_CONTEXT, _PARTS, _SEQUENCE, _BYTES, c.c_size_t)),
+    "parts_state_read": (c.c_bool, (_CONTEXT, _PARTS, _SEQUENCE, _BYTES, c.c_size_t)),
 }
 
 
@@ -34,11 +36,11 @@ class MemoryParts:
     """The memory of the context of `llm`. `parts` of every method is a set of the parts above, as bits."""
 
     def __init__(self, llm: UpstreamLlama) -> None:
-        self._bindings: Any = library.llama_cpp()
+        loaded: Any = library.llama_cpp().llama_cpp._lib
         self._context, self._memory = llm.ctx, llm._ctx.memory
         self._functions: dict[str, Any] = {}
         for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(self._bindings.llama_cpp._lib, f"moegguf_{name}")
+            function = getattr(loaded, f"moegguf_{name}")
             function.restype, function.argtypes = result, arguments
             self._functions[name] = function
         self.all: int = self._functions["memory_parts"](self._memory)  # WHOLE: it cannot be cut
@@ -60,19 +62,16 @@ class MemoryParts:
         return int(self._functions["parts_seq_pos_max"](self._memory, parts, sequence)) + 1
 
     def state_bytes(self, parts: int, sequence: int) -> int:
-        """Returns the bytes of a sequence's state."""
-        return int(self._bindings.llama_state_seq_get_size_ext(self._context, sequence, parts << _PART_SHIFT))
+        """Returns the bytes of a sequence's state; 0: llama.cpp cannot write it."""
+        return int(self._functions["parts_state_bytes"](self._context, parts, sequence))
 
     def state(self, parts: int, sequence: int, n_bytes: int) -> npt.NDArray[np.uint8] | None:
-        """Returns the state of a sequence, which has this number of bytes; None where llama.cpp cannot write it."""
-        data = np.empty(n_bytes, np.uint8)
-        get = self._bindings.llama_state_seq_get_data_ext
-        n_written = get(self._context, data.ctypes.data_as(_BYTES), n_bytes, sequence, parts << _PART_SHIFT)
-        return data if n_written == n_bytes else None
+        """Returns the state of a sequence, which has this number of bytes; None where llama.cpp
+        cannot write it."""
+        data, write = np.empty(n_bytes, np.uint8), self._functions["parts_state_write"]
+        return data if write(self._context, parts, sequence, data.ctypes.data, n_bytes) else None
 
     def set_state(self, parts: int, sequence: int, address: int, n_bytes: int) -> bool:
         """Replaces these parts of a sequence by a state. Returns False where llama.cpp cannot read it."""
-        state = c.cast(address, _BYTES)
-        return bool(
-            self._bindings.llama_state_seq_set_data_ext(self._context, state, n_bytes, sequence, parts << _PART_SHIFT)
-        )
+        read = self._functions["parts_state_read"]
+        return bool(read(self._context, parts, sequence, address, n_bytes))

@@ -63,8 +63,8 @@ STEP_COST = 0.05  # the part of the time of computing tokens that keeping states
 STATES_SHARE = 0.5  # of the store, which the states of one conversation take at most
 FORMAT = 2  # of what a name stands for
 _NAMES = {CELLS: "", WINDOW: "-window"}  # what follows the name of a part
-_STATE = struct.Struct("<4I")  # llama.cpp's magic, the sequence, streams, cells
-_RECURRENT_STATE = struct.Struct("<3IiI")  # llama.cpp's magic, the sequence, cells, the last position, sequences
+_STATE = struct.Struct("<2I")  # streams, cells
+_RECURRENT_STATE = struct.Struct("<IiI")  # cells, the last position, sequences
 _CELL_BYTES = (12, 24)  # position, number of sequences, one sequence; with two coordinates and a token between them
 CONTEXT_FIELDS = (
     "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type", "rope_freq_base", "rope_freq_scale",
@@ -149,7 +149,7 @@ class PrefixCache:
             self._model = str(load_plan.layout.metadata.get("general.name", self._model))
         self._memory = MemoryParts(llm)
         self._n_swa = library.llama_cpp().llama_model_n_swa(llm.model)
-        self._choose_parts(self._memory.all)
+        self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
         self._state_cost = StateCost(store.limit_bytes)
         self._state_ends: dict[int, int] = {}  # tokens of the last state of each sequence
         self._almost_read: set[int] = set()  # sequences whose prompt lacks its last token after the next pass
@@ -598,7 +598,7 @@ def open_prefix_cache(
 def _has_cells_of(block: Buffer, part: _Part) -> bool:
     """Returns whether a state of one sequence has the cells of the part's tokens, each once and in any order."""
     n_tokens = part.end - part.begin
-    if len(block) < _STATE.size or _STATE.unpack_from(block)[2:] != (1, n_tokens):
+    if len(block) < _STATE.size or _STATE.unpack_from(block) != (1, n_tokens):
         return False
     for n_bytes in _CELL_BYTES:
         cells = np.frombuffer(block[_STATE.size :][: n_tokens * n_bytes // 4 * 4], np.uint8)
@@ -613,12 +613,19 @@ def _is_recurrent_after(state: Buffer, part: _Part) -> bool:
     """Returns whether a state of one sequence is recurrent and follows the part's last token."""
     if len(state) < _RECURRENT_STATE.size:
         return False
-    return _RECURRENT_STATE.unpack_from(state)[2:] == (1, int(part.positions[-1]) - 1, 0)
+    return _RECURRENT_STATE.unpack_from(state) == (1, int(part.positions[-1]) - 1, 0)
 
 
 def _hash(*parts: str | bytes) -> str:
     joined = b"\0".join(part if isinstance(part, bytes) else part.encode() for part in parts)
     return hashlib.blake2b(joined, digest_size=16).hexdigest()
+
+
+def _n_streams(llm: UpstreamLlama) -> int:
+    """Returns the number of parts that the KV cache is divided into. More than one: each sequence has
+    cells of its own, which llama.cpp copies whole to another sequence."""
+    params = llm.context_params
+    return 1 if params.kv_unified else int(params.n_seq_max)
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
@@ -638,6 +645,7 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
         "context": {name: getattr(params, name) for name in CONTEXT_FIELDS},
         "options": {name: options.get(name) for name in LOAD_OPTIONS},
         "rope": options["n_ctx"] if layout.has_long_rope else 0,
+        "streams": _n_streams(llm),
         "passes": None if is_batch_invariant(llm, layout, plan) else (params.n_batch, params.n_ubatch),
     }
     return _hash(repr(parts))

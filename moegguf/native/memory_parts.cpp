@@ -3,6 +3,7 @@
 // A class of memory that is not listed here counts as cells that can be cut: a plain cache of keys and values.
 #include "memory_parts.h"
 
+#include "llama-io.h"
 #include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-dsv4.h"
@@ -12,8 +13,13 @@
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
+#include "moegguf.h"
+
+#include "ggml-backend.h"
 
 #include <algorithm>
+#include <cstring>
+#include <stdexcept>
 #include <vector>
 
 using namespace moegguf;
@@ -83,29 +89,110 @@ void read_indexed(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_
     }
 }
 
-} // namespace
-
-namespace moegguf {
-
-void write_parts(llama_memory_i & memory, llama_io_write_i & io, llama_seq_id seq, llama_state_seq_flags flags) {
-    const uint32_t kinds = flags >> part_shift;
-    flags &= (1u << part_shift) - 1;
-    for (llama_memory_i * part : chosen(memory, kinds)) { part->state_write(io, seq, flags); }
+// Writes those parts of a sequence's state.
+void write_parts(llama_memory_i & memory, uint32_t kinds, llama_io_write_i & io, llama_seq_id seq) {
+    for (llama_memory_i * part : chosen(memory, kinds)) { part->state_write(io, seq, 0); }
 }
 
-void read_parts(llama_memory_i & memory, llama_io_read_i & io, llama_seq_id seq, llama_state_seq_flags flags) {
-    const uint32_t kinds = flags >> part_shift;
-    flags &= (1u << part_shift) - 1;
+// Reads what write_parts has written. Throws where that cannot be.
+void read_parts(llama_memory_i & memory, uint32_t kinds, llama_io_read_i & io, llama_seq_id seq) {
     llama_memory_hybrid_idx * with_indexer = indexed(memory);
     if ((kinds & part_cells) && with_indexer) {
         read_indexed(*with_indexer, io, seq);
         note_change(memory, seq, 0);
         return;
     }
-    for (llama_memory_i * part : chosen(memory, kinds)) { part->state_read(io, seq, flags); }
+    for (llama_memory_i * part : chosen(memory, kinds)) { part->state_read(io, seq, 0); }
 }
 
-} // namespace moegguf
+// Counts the bytes of a state.
+class Counter : public llama_io_write_i {
+  public:
+    void write(const void *, size_t n) override { n_ += n; }
+    void write_tensor(ggml_tensor *, size_t, size_t n) override { n_ += n; }
+    size_t n_bytes() override { return n_; }
+
+  private:
+    size_t n_ = 0;
+};
+
+// Writes a state to memory.
+class Writer : public llama_io_write_i {
+  public:
+    Writer(void * to, size_t n) : to_((uint8_t *)to), n_left_(n) {}
+
+    void write(const void * from, size_t n) override { memcpy(take(n), from, n); }
+    void write_tensor(ggml_tensor * tensor, size_t offset, size_t n) override {
+        ggml_backend_tensor_get(tensor, take(n), offset, n);
+    }
+    size_t n_bytes() override { return n_written_; }
+
+  private:
+    uint8_t * take(size_t n) {
+        if (n > n_left_) { throw std::runtime_error("a state is longer than its memory"); }
+        uint8_t * at = to_ + n_written_;
+        n_written_ += n;
+        n_left_ -= n;
+        return at;
+    }
+
+    uint8_t * to_;
+    size_t n_left_, n_written_ = 0;
+};
+
+// Reads a state; tensors are written at the end, once all of the state was understood.
+class Reader : public llama_io_read_i {
+  public:
+    Reader(const void * at, size_t n) : at_((const uint8_t *)at), n_left_(n) {}
+
+    void read(void * to, size_t n) override {
+        const uint8_t * from = take(n);
+        if (!moegguf_state_read(to, from, n)) { memcpy(to, from, n); }
+    }
+    void read_tensor(ggml_tensor * tensor, size_t offset, size_t n) override {
+        const uint8_t * from = take(n);
+        tensors_.push_back({tensor, offset, n, from});
+    }
+    size_t n_bytes() override { return n_read_; }
+
+    void set_tensors() const {
+        for (const Bytes & bytes : tensors_) {
+            if (!moegguf_state_put(bytes.tensor, bytes.offset, bytes.from, bytes.n)) {
+                ggml_backend_tensor_set(bytes.tensor, bytes.from, bytes.offset, bytes.n);
+            }
+        }
+    }
+
+  private:
+    struct Bytes {
+        ggml_tensor * tensor;
+        size_t offset, n;
+        const uint8_t * from;
+    };
+
+    const uint8_t * take(size_t n) {
+        if (n > n_left_) { throw std::runtime_error("a state ends early"); }
+        const uint8_t * at = at_ + n_read_;
+        n_read_ += n;
+        n_left_ -= n;
+        return at;
+    }
+
+    const uint8_t * at_;
+    size_t n_left_, n_read_ = 0;
+    std::vector<Bytes> tensors_;
+};
+
+// Returns whether a call ends without an exception: llama.cpp throws where a state is none of this memory's.
+template <typename F>
+bool succeeds(F call) {
+    try {
+        call();
+        return true;
+    } catch (const std::exception &) { return false; }
+}
+
+} // namespace
 
 extern "C" {
 
@@ -139,6 +226,27 @@ llama_pos moegguf_parts_seq_pos_max(llama_memory_t memory, uint32_t parts, llama
     llama_pos last = INT32_MAX;
     for (llama_memory_i * part : chosen(*memory, parts)) { last = std::min(last, part->seq_pos_max(seq)); }
     return last == INT32_MAX ? -1 : last;
+}
+
+size_t moegguf_parts_state_bytes(llama_context * context, uint32_t parts, llama_seq_id seq) {
+    Counter counter;
+    const bool done = succeeds([&] { write_parts(*llama_get_memory(context), parts, counter, seq); });
+    return done ? counter.n_bytes() : 0;
+}
+
+bool moegguf_parts_state_write(llama_context * context, uint32_t parts, llama_seq_id seq, void * to, size_t n) {
+    llama_synchronize(context);
+    Writer writer(to, n);
+    const bool done = succeeds([&] { write_parts(*llama_get_memory(context), parts, writer, seq); });
+    return done && writer.n_bytes() == n;
+}
+
+bool moegguf_parts_state_read(llama_context * context, uint32_t parts, llama_seq_id seq, const void * at, size_t n) {
+    llama_synchronize(context);
+    Reader reader(at, n);
+    const bool done = succeeds([&] { read_parts(*llama_get_memory(context), parts, reader, seq); });
+    if (done) { reader.set_tensors(); }
+    return done;
 }
 
 } // extern "C"
