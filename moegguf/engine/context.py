@@ -369,7 +369,10 @@ class Context:
         window are other tokens' now."""
         llm, memory = self._llm, self._llm._ctx.memory
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
-        if self._n_swa and position <= self._bindings.llama_memory_seq_pos_max(memory, sequence):
+        end = self._bindings.llama_memory_seq_pos_max(memory, sequence) + 1
+        if position > end:  # a failed pass has emptied the sequence
+            return False
+        if self._n_swa and position < end:
             first = self._bindings.llama_memory_seq_pos_min(memory, sequence)
             if first > max(0, position - self._n_swa + 1):
                 return False

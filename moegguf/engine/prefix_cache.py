@@ -237,12 +237,13 @@ class PrefixCache:
                 self._note_end(n_now, ())
             return n_now
 
-    def pass_tokens(self, sequence: int, n_pending: int, n: int) -> int:
-        """Returns how many of the last `n_pending` tokens of a prompt the next pass computes, at most
-        `n`. Where states are kept, the last MOST_STEP_TOKENS have a pass of their own, so that an
-        edited end goes on from the state before them, and so has the last token: the state before it
-        serves the same prompt again."""
-        if self._state is None or not 1 < n == n_pending:
+    def pass_tokens(self, sequence: int, n_held: int, n_pending: int, n: int) -> int:
+        """Returns how many of the last `n_pending` tokens of a prompt, after the first `n_held`, the
+        next pass computes: at most `n`. Where states are kept, the last MOST_STEP_TOKENS have a pass of
+        their own, so that an edited end goes on from the state before them. The last token is computed
+        alone: the state before it serves the same prompt again."""
+        is_end = 1 < n == n_pending and n_held + n > BLOCK_TOKENS
+        if self._state is None or self._store.is_off or not is_end:
             return n
         if n > MOST_STEP_TOKENS:
             return n - MOST_STEP_TOKENS
@@ -455,7 +456,7 @@ class PrefixCache:
                 memory.copy(kind, SCRATCH, sequence, int(part.positions[0]), int(part.positions[-1]))
                 is_kept = self._keep_block(kind, sequence, part)
                 memory.remove(kind, sequence)
-                if not is_kept:
+                if not is_kept and kind == CELLS:  # later blocks are of no use without this one
                     return
         finally:
             memory.copy(kind, SCRATCH, sequence)

@@ -191,11 +191,11 @@ class KvSequences:
             n = min(each.n_pending, n_left)
             if (image := each.image) is not None:  # a whole one, or the tokens before it
                 n = min(image.begin - each.n_evaluated, n_left) or image.n_tokens
+            elif self._llm.prefix_cache is not None:
+                n = self._llm.prefix_cache.pass_tokens(each.place.seq_id, each.n_evaluated, each.n_pending, n)
             if each.request.prompt_logprobs:
                 n = min(n, n_rows)
                 n_rows -= n
-            if self._llm.prefix_cache is not None:
-                n = self._llm.prefix_cache.pass_tokens(each.place.seq_id, each.n_pending, n)
             if n:
                 each.n_next = n
                 n_left -= n
