@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # of the kernels of `native/kernels`
+
 
 @dataclass(frozen=True)
 class Processor:
@@ -29,3 +31,8 @@ def read_processor(root: Path = Path("/")) -> Processor:
             flags = frozenset(value.split())
             break
     return Processor(model, flags)
+
+
+def has_kernels(processor: Processor, chosen: str) -> bool:
+    """Returns whether this processor computes with the kernels of `native/kernels`. chosen: MOEGGUF_KERNELS."""
+    return chosen != "upstream" and processor.flags >= NEEDED_FLAGS

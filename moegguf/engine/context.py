@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
+from moegguf.engine.recurrent import shares_cells
+from moegguf.engine.rollback import Rollback
 from moegguf.engine.sequences import PassBatch, SequenceTokens, Tokens
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
@@ -121,6 +123,14 @@ class Context:
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
+        self._rollback = Rollback(
+            loader.load_plan.plan.n_rs_seq,
+            min(llm.context_params.n_ubatch, llm.n_batch),
+            own_cells=not shares_cells(loader.load_plan.layout),
+        )
+        self._evaluated: tuple[int, ...] = (0,)  # sequences of the last pass
+        if llm._is_stateful:
+            llm._ctx.kv_cache_seq_rm = self._remove  # the base class calls it
         self._batch = PassBatch(llm.n_batch)
         self._chunk_rows: list[int] = []  # of the last pass, those with logits
         self._requests = Requests()
@@ -214,7 +224,11 @@ class Context:
         with self._guarded():
             llm, phase = self._llm, self._requests.next_phase(self._llm.n_tokens, len(tokens))
             self.images.truncate(llm.n_tokens)
-            llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1)  # what a failed pass has left
+            if not llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1):  # what a failed pass has left
+                raise OptionError(
+                    f"this model's state cannot go back to its first {llm.n_tokens} tokens; call reset(), and evaluate"
+                    " all of them again."
+                )
             for begin in range(0, len(tokens), llm.n_batch):
                 batch = tokens[begin : begin + llm.n_batch]
                 self._evaluate([SequenceTokens(0, batch, llm.n_tokens, self._requests.sequence, phase)])
@@ -238,9 +252,11 @@ class Context:
         llm = self._llm
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
+        self._evaluated = tuple(chunk.sequence for chunk in chunks)
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
         self._announce(chunks)
         self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
+        self._rollback.note_pass(chunks)
         if self.after_pass is not None:
             self.after_pass(self._batch.batch)
         self._chunk_rows = np.flatnonzero(self._batch.logits[: self._batch.batch.n_tokens]).tolist()
@@ -282,6 +298,8 @@ class Context:
             if self._session is not None:
                 self._session.store.context.announce(request, Phase.PREFILL, ())
             self.truncate(span.begin)
+            self._evaluated = (0,)
+            self._rollback.clear()
             sizes = self.images.position(span.begin), llm.n_batch, llm.context_params.n_ubatch
             self.computed(lambda: projector.evaluate(llm.ctx, prompt, span, *sizes), span.n_tokens)
             llm.input_ids[span.begin : span.end] = PLACEHOLDER
@@ -299,6 +317,7 @@ class Context:
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
         """The result of `call`, a request of its own that evaluates `tokens` itself (empty: unknown)."""
         with self._guarded():
+            self._rollback.clear()
             self._llm._requires_eval = True
             number = self._requests.begin()
             if self._session is not None:
@@ -332,7 +351,7 @@ class Context:
             except BaseException as error:  # also an interrupt: no token stays half computed
                 llm._requires_eval = True  # the context's logits are stale
                 if llm._is_stateful:
-                    llm.reset()
+                    self._drop_failed()
                 else:
                     llm.n_tokens = before
                 if session is not None and not isinstance(error, MoeggufError):
@@ -363,42 +382,99 @@ class Context:
 
     # The KV cache. Tokens count from the beginning of their sequence.
 
+    def keeps(self, n_tokens: int, sequence: int = 0) -> bool:
+        """Returns whether a sequence can keep its first `n_tokens` alone. A recurrent state goes back by the tokens of
+        its snapshots only, and cells of tokens that have left a sliding window are given to others."""
+        position = self.images.position(n_tokens) if sequence == 0 else n_tokens
+        if position == 0:
+            return True
+        memory = self._llm._ctx.memory
+        if self._llm._is_stateful:
+            n_lost = self._end(sequence) - position
+            return n_lost == 0 or 0 < n_lost <= self._rollback.n_back(sequence)
+        first = self._bindings.llama_memory_seq_pos_min(memory, sequence) if self._n_swa else 0
+        return bool(first <= max(0, position - self._n_swa + 1))
+
+    def most_lost(self, sequences: Sequence[int]) -> int | None:
+        """Returns how many tokens these sequences can lose after a pass in which they have as many tokens each. None:
+        every token, whatever pass it was in."""
+        return self._rollback.most_lost(sequences) if self._llm._is_stateful else None
+
+    def _end(self, sequence: int) -> int:
+        """Returns the position after the last token of a sequence."""
+        return int(self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence)) + 1
+
+    def _remove(self, sequence: int, first: int, last: int) -> bool:
+        """Removes the tokens of a recurrent model from position `first` on. Returns False, with nothing changed, where
+        its state cannot go back. `last`: -1, the end. All sequences, -1, are sequence 0, as in the base class."""
+        sequence = max(0, sequence)
+        n_lost = self._end(sequence) - first
+        if first > 0 and n_lost > self._rollback.n_back(sequence):
+            return False
+        removed = bool(self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first, last))
+        if first <= 0:
+            self._rollback.forget(sequence)
+        elif n_lost > 0:
+            self._rollback.note_restored(sequence)
+        return removed
+
     def cut(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Keeps the first `n_tokens` of a sequence. Returns False, with nothing changed, where that
-        cannot be: a recurrent state cannot go back, and cells of tokens that have left a sliding
-        window are other tokens' now."""
+        """Keeps the first `n_tokens` of a sequence. Returns False, with nothing changed, where the
+        sequence cannot (`keeps`)."""
         llm, memory = self._llm, self._llm._ctx.memory
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
-        end = self._bindings.llama_memory_seq_pos_max(memory, sequence) + 1
-        if position > end:  # a failed pass has emptied the sequence
+        if not self.keeps(n_tokens, sequence):
             return False
-        if self._n_swa and position < end:
-            first = self._bindings.llama_memory_seq_pos_min(memory, sequence)
-            if first > max(0, position - self._n_swa + 1):
-                return False
-        if not self._bindings.llama_memory_seq_rm(memory, sequence, position, -1):
-            return False
-        if sequence == 0:
+        if llm._is_stateful:
+            kept = self._remove(sequence, position, -1)
+        else:
+            kept = bool(self._bindings.llama_memory_seq_rm(memory, sequence, position, -1))
+        if sequence == 0 and kept:
             self.images.truncate(n_tokens)
             llm.n_tokens, llm._requires_eval = n_tokens, True  # the logits are of other tokens
-        return True
+        return kept
 
     def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
         """Keeps the first `n_tokens` of a sequence. Returns False where that cannot be: the sequence is empty then."""
-        kept = self.cut(n_tokens, sequence)
-        if not kept and sequence == 0:
+        if self.cut(n_tokens, sequence):
+            return True
+        if sequence == 0:
             self._llm.reset()
-        if not kept:
-            self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, -1, -1)
-        return kept
+        self.forget(sequence)
+        return False
+
+    def forget(self, sequence: int) -> None:
+        """Empties a sequence."""
+        self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, -1, -1)
+        self._rollback.forget(sequence)
+
+    def note_state(self, sequence: int) -> None:
+        """Notes that a saved state was written into a sequence, whose snapshots are those of other tokens."""
+        self._rollback.forget(sequence)
+
+    def _drop_failed(self) -> None:
+        """Empties what a failed pass may have left half computed: its sequence, or where the pass had several, every
+        sequence, since states are moved for such a pass."""
+        if len(self._evaluated) == 1:
+            self.forget(*self._evaluated)
+            if self._evaluated == (0,):
+                self._llm.reset()
+        else:
+            self.clear()
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Makes the first `n_tokens` of `source` all of `target`; False where some of them have left a window."""
-        memory = self._llm._ctx.memory
-        if self._bindings.llama_memory_seq_pos_min(memory, source) != 0:
+        """Makes the first `n_tokens` of `source` all of `target`. Returns False, with nothing changed, where some of
+        them have left a window, and where a recurrent state has seen more tokens."""
+        memory, first, last = self._llm._ctx.memory, 0, n_tokens
+        if self._llm._is_stateful:
+            if self._end(source) != n_tokens or not self._rollback.can_copy(source):
+                return False
+            first = last = -1
+        elif self._bindings.llama_memory_seq_pos_min(memory, source) != 0:
             return False
-        self._bindings.llama_memory_seq_rm(memory, target, -1, -1)
-        self._bindings.llama_memory_seq_cp(memory, source, target, 0, n_tokens)
+        self.forget(target)
+        self._bindings.llama_memory_seq_cp(memory, source, target, first, last)
+        self._rollback.note_shared(source, target)
         if target == 0:  # which tokens these are, only the caller knows: they equal no prompt
             self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
@@ -415,6 +491,7 @@ class Context:
     def clear(self) -> None:
         """Empties all sequences; the next token is placed as in a new context."""
         self._bindings.llama_memory_clear(self._llm._ctx.memory, False)
+        self._rollback.clear()
         self._llm.reset()
 
     @property

@@ -171,9 +171,12 @@ class ModelDrafts:
         """Once the model is loaded. Raises AllocationError, and MoeggufError where the vocabularies differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
-        if llm._is_stateful:
+        n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX
+        if not n_max:
             warnings.warn(
-                "draft: this model's state cannot go back to before a token, so nothing is drafted.", stacklevel=3
+                "draft: this model's state cannot go back to before a token, or there is no memory for that, so nothing"
+                " is drafted.",
+                stacklevel=3,
             )
             return
         if not batch_invariant:
@@ -186,7 +189,7 @@ class ModelDrafts:
         if has_heads or self._model:
             self._context = self._new_context(llm, n_seq, has_heads)
         target = llm.ctx if self._context else 0
-        self.drafts = Drafts(n_seq, N_MAX, NGRAM_KEYS, target, self._context or 0, has_heads)
+        self.drafts = Drafts(n_seq, n_max, NGRAM_KEYS, target, self._context or 0, has_heads)
         self.in_use = "mtp" if has_heads else self._chosen if self._model else "ngram"
         if has_heads:
             llm.context.after_pass = self.drafts.evaluated
@@ -196,6 +199,7 @@ class ModelDrafts:
         if has_heads:
             params = type(llm.context_params).from_buffer_copy(llm.context_params)
             params.ctx_type, params.ctx_other = bindings.LLAMA_CONTEXT_TYPE_MTP, llm.ctx
+            params.n_rs_seq = 0
             params.n_outputs_max, params.n_ubatch = n_seq, min(HEADS_UBATCH_TOKENS, llm.n_batch)
             params.cb_eval = bindings.ggml_backend_sched_eval_callback()
             params.abort_callback = bindings.ggml_abort_callback()

@@ -219,9 +219,9 @@ class Llama(UpstreamLlama):
     def _attach_model(self, params: c.Structure) -> None:
         self._loader.attach_model(params)
 
-    def _attach_context(self, model: Any) -> None:
+    def _attach_context(self) -> None:
         if not self._closed:  # the context is made next
-            self._loader.attach_context(model.model, self.context_params)
+            self._loader.attach_context(self.context_params)
 
     @property
     def n_seq_max(self) -> int:
@@ -243,10 +243,18 @@ class Llama(UpstreamLlama):
         self.context.eval(tokens)
 
     def reset(self) -> None:
-        """Empties the context. What others evaluate into it, such as a chat handler's images, then equals no prompt."""
-        super().reset()
+        """Empties the context of this class, which is sequence 0. What others evaluate into it, such as a chat
+        handler's images, then equals no prompt."""
+        self.n_tokens, self._requires_eval = 0, True
+        if self._is_stateful:  # the base class would empty every sequence
+            self.context.forget(0)
         self.context.images.truncate(0)
         self.input_ids.fill(PLACEHOLDER)
+
+    def load_state(self, state: Any) -> None:
+        """Restores a state of `save_state`, as in llama-cpp-python."""
+        super().load_state(state)
+        self.context.note_state(0)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
         """The next token, as in llama-cpp-python. Raises OptionError where this request has evaluated nothing yet."""

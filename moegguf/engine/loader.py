@@ -23,6 +23,7 @@ from moegguf.engine.eviction_log import EvictionLog
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import LoadPlan
 from moegguf.engine.machine import MACHINE, read_memory
+from moegguf.engine.recurrent import shares_cells
 from moegguf.engine.run_hits import RunHits
 from moegguf.engine.session import Session
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
@@ -42,8 +43,7 @@ ADVICE_BYTES = 4 << 20
 
 class Loader:
     """One load by this plan. options: those of the plan, as the user gave them. progress: gets llama.cpp's, and ends
-    the load with False or an exception. `n_seq_max`: sequences of the context, known once the model is read. Raises
-    what `Llama` raises."""
+    the load with False or an exception. `n_seq_max`: sequences of the context. Raises what `Llama` raises."""
 
     def __init__(
         self, load_plan: LoadPlan, options: dict[str, Any], store: StoreOptions, progress: Progress | None
@@ -100,13 +100,13 @@ class Loader:
         if self.load_plan.no_device:
             params.devices = c.addressof(self._no_devices)
 
-    def attach_context(self, model: Any, params: c.Structure) -> None:
-        """Sets the expert hook, the sequences and flash attention in struct llama_context_params, for this model."""
-        if self._bindings.llama_model_is_recurrent(model) or self._bindings.llama_model_is_hybrid(model):
-            self.n_seq_max = 1
+    def attach_context(self, params: c.Structure) -> None:
+        """Sets the expert hook, the sequences and flash attention in struct llama_context_params."""
+        params.n_rs_seq = self.load_plan.plan.n_rs_seq
         if self.n_seq_max > 1:
             n_kv = self.load_plan.plan.kv_tokens
-            params.n_seq_max, params.n_ctx, params.kv_unified = self.n_seq_max, n_kv, True
+            params.n_seq_max, params.n_ctx = self.n_seq_max, n_kv
+            params.kv_unified = shares_cells(self.load_plan.layout)
         if self.load_plan.spec.flash_attn is None:  # the base class knows on and off
             params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
         if self.session is not None:

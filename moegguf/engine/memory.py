@@ -16,13 +16,25 @@ from typing import Any
 
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import Memory, margin_bytes
+from moegguf.engine.recurrent import (
+    DEEPSEEK4,
+    ROLLBACK_ARCHS,
+    attention_layers,
+    compressed_kv_bytes,
+    number,
+    padded,
+    row_bytes,
+    shares_cells,
+    state_bytes,
+)
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
-from moegguf.gguf.reader import GGML_TYPES
 from moegguf.options import MAX_PARALLEL
+from moegguf.processor import has_kernels, read_processor
 from moegguf.quantities import MIB, ExpertCache, format_bytes
+from moegguf.settings import read_environment
 
 ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and the one that switches it on again
 FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, staging buffers of the readers
@@ -35,8 +47,8 @@ HEADS_UBATCH_TOKENS = 32  # of a pass of the heads that draft
 SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
 LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
-# A state that tokens have changed cannot be taken back, nor copied in part: keys of architectures that have one.
-STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
+DRAFT_TOKENS = (8, 4)  # of the longest draft where each drafted token takes a snapshot of a state, to choose from
+SNAPSHOT_SHARE = 16  # one part in 16 of the free memory is for all snapshots at most
 
 
 @dataclass(frozen=True)
@@ -59,41 +71,29 @@ class MemoryNeeds:
         return replace(self, compute_bytes=self.compute_bytes + n_slots * self.slot_work_bytes, slot_work_bytes=0)
 
 
-def row_bytes(ggml_type: int, n: int) -> int:
-    """Bytes of a row of `n` numbers; rows that do not fill their last block are rounded up to it."""
-    _, block, block_bytes = GGML_TYPES[ggml_type]
-    return -(-n // block) * block_bytes
+def kv_bytes(
+    layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = F16, n_seq_max: int = 1, n_rs_seq: int = 0
+) -> int:
+    """Returns the bytes of a KV cache for `n_ctx` tokens of all sequences, every layer at full length, and of the
+    recurrent states.
 
-
-def _scalar(layout: ExpertLayout, name: str) -> int:
-    """`<arch>.<name>` when it is a whole number below 2^24, else 0."""
-    value = layout.metadata.get(f"{layout.arch}.{name}", 0)
-    if isinstance(value, tuple):
-        value = max(value, default=0)
-    return value if isinstance(value, int) and 0 <= value < 1 << 24 else 0
-
-
-def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = F16) -> int:
-    """KV cache for `n_ctx` tokens, every layer at full length, plus the state of recurrent layers.
-
-    Multi-head latent attention keeps one K row per token and no V when the file has the split matrices; older files
-    keep full heads. Sliding windows are counted as full, the largest they can be.
+    Each of `n_seq_max` sequences has a state and `n_rs_seq` snapshots. Multi-head latent attention keeps one K row per
+    token and no V when the file has the split matrices; older files keep full heads. Sliding windows are counted as
+    full, the largest they can be.
     """
-    hp, whole = layout.hparams, partial(_scalar, layout)
-    n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
-    kv_heads = hp.n_head_kv[: hp.n_layer + layout.n_layer_nextn * layout.loads_heads]
+    hp, whole = layout.hparams, partial(number, layout)
+    states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
+    if layout.arch == DEEPSEEK4:
+        return states + n_seq_max * compressed_kv_bytes(layout, n_ctx // n_seq_max, type_k)
+    kv_heads = [hp.n_head_kv[il] for il in attention_layers(layout)]
     head = hp.n_embd // max(hp.n_head) if max(hp.n_head) else 0
     key_length = max(hp.key_length or head, whole("attention.key_length_swa"))
     value_length = max(hp.value_length or head, whole("attention.value_length_swa"))
     per_token = sum(row_bytes(type_k, key_length * n) for n in kv_heads)
     if not hp.is_mla:
-        per_token += len(kv_heads) * row_bytes(type_v, value_length * max(kv_heads))
+        per_token += len(kv_heads) * row_bytes(type_v, value_length * max(kv_heads, default=0))
     per_token += len(kv_heads) * row_bytes(F16, whole("attention.indexer.key_length"))
-    state, width, kda = whole("ssm.state_size"), whole("ssm.inner_size"), whole("kda.head_dim")
-    n_before = max(0, whole("ssm.conv_kernel") - 1)
-    recurrent = width * state + n_before * (width + 2 * whole("ssm.group_count") * state)  # of a layer, in float32
-    recurrent += max(hp.n_head) * kda * (kda + 3 * n_before)
-    return n_tokens * per_token + hp.n_layer * 4 * recurrent
+    return padded(n_ctx) * per_token + states
 
 
 def pass_bytes(
@@ -110,8 +110,8 @@ def pass_bytes(
     n_ff_exp = max((m.ne1 for m in layout.matrices if m.kind != "down"), default=0)
     n_wide = max(hp.n_embd, max(hp.n_head) * hp.key_length)
     scores = 0 if flash_attn else max(hp.n_head) * n_tokens
-    sparse = 6 * n_tokens if _scalar(layout, "attention.indexer.head_count") else 0
-    masks = 3 if _scalar(layout, "attention.sliding_window") else 2
+    sparse = 6 * n_tokens if number(layout, "attention.indexer.head_count") else 0
+    masks = 3 if number(layout, "attention.sliding_window") else 2
     experts = 3 * k * (n_ff_exp + hp.n_embd) + 2 * layout.n_expert
     dense = 3 * max(hp.n_ff)
     lasting = 8 * n_wide + masks * n_tokens  # residual stream, Q, K, V; the mask in two types
@@ -140,6 +140,7 @@ class Sizes:
     n_ubatch: int | None = None  # stays as given unless there are too few slots; None: chosen together with the slots
     n_batch: int | None = None  # None: DEFAULT_UBATCH_TOKENS, or a whole text where texts are pooled
     n_seq_max: int = 1
+    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; before a choice, the most that are wanted
     kv_tokens: int | None = None  # of all sequences that the context holds; None: chosen
     type_k: int = F16  # of the KV cache, ggml's numbers
     type_v: int = F16
@@ -160,6 +161,7 @@ class Sizes:
             n_ubatch=spec.n_ubatch,
             n_batch=spec.n_batch,
             n_seq_max=1 if pools else spec.n_seq_max,
+            n_rs_seq=0 if pools else wanted_snapshots(layout, spec),
             kv_tokens=spec.kv_tokens or None,
             type_k=spec.type_k,
             type_v=spec.type_v,
@@ -203,7 +205,7 @@ class Sizes:
         dense_bytes = layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes
         return MemoryNeeds(
             dense_bytes - layout.embedding_bytes if self.on_device else dense_bytes,
-            kv_bytes(layout, n_kv, self.type_k, self.type_v),
+            kv_bytes(layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_rs_seq),
             buffers if self.on_device else buffers + fixed_bytes(layout),
             0 if self.on_device else slot_work_bytes(layout, n_ubatch),
             self.projector.total_bytes if self.projector else 0,
@@ -236,17 +238,19 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     buffers = partial(pass_bytes, layout, flash_attn=sizes.flash_attn)
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
+    sizes = choose_snapshots(layout, sizes, free_bytes)
     rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1) - fixed_bytes(layout)
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
 
     def is_modest(n_tokens: int) -> bool:
         """Returns whether a KV cache of `n_tokens` leaves enough memory to experts."""
-        cached_bytes = kv_bytes(layout, n_tokens, sizes.type_k, sizes.type_v)
+        n_cells = n_tokens if shares_cells(layout) else n_tokens * sizes.n_seq_max
+        cached_bytes = kv_bytes(layout, n_cells, sizes.type_k, sizes.type_v, sizes.n_seq_max, sizes.n_rs_seq)
         grown = buffers(n_tokens, sizes.most_ubatch) - buffers(KV_PAD_TOKENS, sizes.most_ubatch)
         is_small = n_tokens <= SMALL_CTX_TOKENS or cached_bytes + grown <= modest_bytes
         return is_small and cached_bytes <= (rest - pool_bytes if pool_bytes else rest // 2)
 
-    n_ctx, n_kv, reasons = sizes.n_ctx, sizes.kv_tokens, list[str]()
+    n_ctx, n_kv, reasons = sizes.n_ctx, sizes.kv_tokens, list(sizes.reasons)
     trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
     if n_ctx is None:
         powers = (1 << bit for bit in reversed(range(trained.bit_length())))
@@ -259,7 +263,9 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
             )
     sizes = sizes.with_context(layout, pad_context(n_ctx) or trained)
     n_ctx = sizes.n_ctx or trained
-    if not n_kv:
+    if not shares_cells(layout):
+        n_kv = n_ctx * sizes.n_seq_max
+    elif not n_kv:
         parts = (n_ctx * (sizes.n_seq_max - 1) * part // KV_PARTS for part in range(KV_PARTS, 0, -1))
         n_kv = next(filter(is_modest, (pad_context(n_ctx + part) for part in parts)), n_ctx)
     elif n_kv < n_ctx:
@@ -269,9 +275,35 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
             stacklevel=2,
         )
     n_kv = pad_context(max(n_ctx, min(n_kv, sizes.n_seq_max * n_ctx)))
-    if n_kv > n_ctx:
+    if n_kv > n_ctx and shares_cells(layout):
         reasons.append(f"answers that are computed together share a context of {n_kv:,} tokens")
     return replace(sizes, kv_tokens=n_kv, reasons=tuple(reasons))
+
+
+def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
+    """Returns the most snapshots of a recurrent state that drafts can use: none where nothing is drafted.
+
+    "auto" drafts where no bit of an answer depends on it, which needs the kernels of this package and their attention.
+    """
+    may_draft = spec.draft != "off"
+    if spec.draft == "auto":
+        may_draft = spec.flash_attn is not False and has_kernels(read_processor(), read_environment().kernels)
+    return DRAFT_TOKENS[0] if may_draft and layout.arch in ROLLBACK_ARCHS else 0
+
+
+def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
+    """Returns the sizes with a number of snapshots of each state that leaves most of the free memory to experts, and
+    with the reason for it alone."""
+    if not sizes.n_rs_seq:
+        return replace(sizes, reasons=())
+    all_bytes = sizes.n_seq_max * state_bytes(layout)
+    fitting = (n for n in DRAFT_TOKENS if n * all_bytes <= free_bytes // SNAPSHOT_SHARE)
+    n_rs_seq = min(next(fitting, 0), sizes.n_rs_seq)
+    reason = f"a draft has at most {n_rs_seq} tokens: what restores the state before each of them takes"
+    if not n_rs_seq:
+        reason = f"nothing is drafted: what restores the state before each of {DRAFT_TOKENS[-1]} tokens would take"
+    taken = format_bytes((n_rs_seq or DRAFT_TOKENS[-1]) * all_bytes)
+    return replace(sizes, n_rs_seq=n_rs_seq, reasons=(f"{reason} {taken}",))
 
 
 def pad_context(n_ctx: int) -> int:
@@ -287,16 +319,15 @@ def pad_context(n_ctx: int) -> int:
 def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
     """Returns how many sequences of `n_ctx` tokens one context of the model may hold: `wanted`, or 1.
 
-    1 for models with a recurrent state, for embedding models, and where the sum of the contexts would make llama.cpp
-    choose other rotary factors than for one of them. Raises OptionError for a number that no context can have.
+    1 for embedding models, and where the sum of the contexts would make llama.cpp choose other rotary factors than for
+    one of them. Raises OptionError for a number that no context can have.
     """
     if not 1 <= wanted <= MAX_PARALLEL:
         raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}.")
     metadata, arch = layout.metadata, layout.arch
-    stateful = any(metadata.get(f"{arch}.{key}") for key in STATE_KEYS)
     trained = metadata.get(f"{arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
     changes_rope = layout.has_long_rope and isinstance(trained, int) and n_ctx <= trained < n_ctx * wanted
-    return 1 if stateful or metadata.get(f"{arch}.pooling_type") or changes_rope else wanted
+    return 1 if metadata.get(f"{arch}.pooling_type") or changes_rope else wanted
 
 
 def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
@@ -305,7 +336,7 @@ def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
     llama.cpp would fail minutes later, or be killed.
     """
     n_ctx = max(sizes.kv_tokens or 0, sizes.n_ctx or 0)
-    n_bytes = kv_bytes(layout, n_ctx, sizes.type_k, sizes.type_v)
+    n_bytes = kv_bytes(layout, n_ctx, sizes.type_k, sizes.type_v, sizes.n_seq_max)
     if n_bytes > memory.total_bytes:
         raise AllocationError(
             f"a context of {n_ctx} tokens needs {format_bytes(n_bytes)} for this model, but the machine has"

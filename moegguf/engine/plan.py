@@ -54,6 +54,7 @@ class Plan:
     n_ubatch: int  # tokens of a pass
     needs: MemoryNeeds = NO_NEEDS  # beside slots; the work memory of slots is part of compute_bytes
     n_seq_max: int = 1
+    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state: tokens that it can lose again
     n_batch: int = 512
     kv_tokens: int = 0  # of all sequences
     streams: bool = False  # a pass may use more experts of a layer than there are slots

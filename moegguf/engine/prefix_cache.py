@@ -402,6 +402,7 @@ class PrefixCache:
         if kind != RECURRENT or _is_recurrent_after(state, place):
             data = np.frombuffer(state, np.uint8)
             done = self._memory.set_state(kind, sequence, data.ctypes.data, len(state))
+            self._context.note_state(sequence)
             if done and self._memory.end(kind, sequence) == place.positions[-1]:
                 self._pool.submit(self._store.touch, [name])
                 return True

@@ -20,7 +20,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.processor import Processor, read_processor
+from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # of the attention kernels, whose rows are of
 HEAD_STEP = 16  # values, or a multiple
-NEEDED_FLAGS = {"avx2", "fma", "f16c"}
 _FLASH_OFF = 0  # enum llama_flash_attn_type
 
 Tokens = Sequence[int] | npt.NDArray[np.intc]
@@ -124,8 +123,3 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
         and {params.type_k, params.type_v} <= set(CACHE_TYPES)
         and all(n % HEAD_STEP == 0 for n in (*layout.hparams.key_lengths, *layout.hparams.value_lengths))
     )
-
-
-def has_kernels(processor: Processor, chosen: str) -> bool:
-    """Whether this processor computes with the kernels of `native/kernels`. chosen: MOEGGUF_KERNELS."""
-    return chosen != "upstream" and processor.flags >= NEEDED_FLAGS

@@ -35,7 +35,7 @@ from moegguf.engine.cost import (
 )
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
-from moegguf.engine.memory import Sizes, choose_context, fixed_bytes, row_bytes, slot_work_bytes
+from moegguf.engine.memory import Sizes, choose_context, fixed_bytes, slot_work_bytes
 from moegguf.engine.plan import (
     NO_LIMIT,
     MemoryPlan,
@@ -47,6 +47,7 @@ from moegguf.engine.plan import (
     slots_for,
     staging_bytes,
 )
+from moegguf.engine.recurrent import row_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
@@ -124,8 +125,9 @@ class Task:
 
     @property
     def device_sizes(self) -> Sizes:
-        """The sizes of what lies on devices."""
-        return replace(self.sizes, on_device=True)
+        """The sizes of what lies on devices. Nothing is drafted there unless drafts are asked for."""
+        n_rs_seq = 0 if self.spec.draft == "auto" else self.sizes.n_rs_seq
+        return replace(self.sizes, on_device=True, n_rs_seq=n_rs_seq)
 
     @property
     def n_gpu_layers(self) -> int:
@@ -359,6 +361,7 @@ def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan],
         n_ctx=sizes.n_ctx or 0,
         n_ubatch=n_ubatch,
         n_seq_max=sizes.n_seq_max,
+        n_rs_seq=sizes.n_rs_seq if min(n_ubatch, sizes.n_batch or n_ubatch) > sizes.n_rs_seq + 1 else 0,
         n_batch=sizes.n_batch or 0,
         kv_tokens=sizes.kv_tokens or 0,
         **others,

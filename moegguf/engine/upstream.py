@@ -121,9 +121,9 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     @_model.setter
     def _model(self, model: Any) -> None:
         self._opened_model = model
-        self._attach_context(model)
+        self._attach_context()
 
-    def _attach_context(self, model: Any) -> None:
+    def _attach_context(self) -> None:
         raise NotImplementedError
 
     @property

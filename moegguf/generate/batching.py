@@ -319,8 +319,8 @@ class BatchLoop:
             try:
                 rows = self._evaluate_pass(remaining)
             except BaseException:  # the sequences end as they were before the pass
+                self._kv.drop_lost()
                 for each in remaining:
-                    self._kv.truncate(each.place, each.n_evaluated)
                     each.draft = ()
                 raise
             if rows is not None:

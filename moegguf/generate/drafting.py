@@ -226,6 +226,8 @@ class Drafter:
         if not any(map(any, widths)):
             return
         wanted, n_left = list[tuple[int, list[int]]](), self._llm.n_batch - len(texts)
+        most_lost = self._llm.context.most_lost([text.sequence.place.seq_id for text in texts])
+        most = min(self._drafts.n_max, N_MAX if most_lost is None else most_lost)
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
@@ -236,9 +238,12 @@ class Drafter:
             self._drafts.set_tokens(sequence.place.seq_id, text.n_tokens, sequence.context[text.n_tokens :])
             self._begins |= text.n_tokens == 0
             text.n_tokens = len(sequence.context)
-            wanted.append((sequence.place.seq_id, [min(width, room) for width in of_answer]))
-        for text, draft in zip(texts, self._drafts.draft(wanted), strict=True):
-            text.sequence.draft, text.source = draft.tokens[:n_left], draft.source
+            wanted.append((sequence.place.seq_id, [min(width, room, most) for width in of_answer]))
+        drafts = self._drafts.draft(wanted)
+        if most_lost is not None:  # as many tokens each
+            most = min(len(draft.tokens) for draft in drafts)
+        for text, draft in zip(texts, drafts, strict=True):
+            text.sequence.draft, text.source = draft.tokens[: min(n_left, most)], draft.source
             n_left -= len(text.sequence.draft)
         self._spent_s = time.thread_time() - start_s
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from moegguf.decisions import log_decision
+from moegguf.engine.recurrent import shares_cells
 from moegguf.engine.sequences import common_tokens
 from moegguf.generate.sequence import KvSequence, Sequence
 
@@ -56,6 +57,7 @@ class KvSequences:
         resident = llm.session is None or llm.plan.resident
         mixed = min(MIXED_STEP_TOKENS, self._pass_tokens) if resident else self._pass_tokens
         self._step_tokens = step_tokens or mixed
+        self._own_cells = not shares_cells(llm.layout)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -99,6 +101,11 @@ class KvSequences:
         elif not self._llm.context.truncate(n_tokens, kv.seq_id):
             n_tokens = 0
         del kv.tokens[n_tokens:]
+
+    def drop_lost(self) -> None:
+        """Forgets tokens that the context has lost in a pass that has failed."""
+        for kv in self._all:
+            self.truncate(kv, len(kv.tokens))
 
     def clear(self) -> None:
         """Empties a context of several sequences."""
@@ -200,7 +207,10 @@ class KvSequences:
                 each.n_next = n
                 n_left -= n
                 prompts.append(each)
-        return step + prompts
+        step += prompts
+        if self._own_cells:  # then those with consecutive numbers are computed at once
+            step.sort(key=lambda each: each.place.seq_id)
+        return step
 
     def _begin_prompt(self, sequence: Sequence, prompts: list[Sequence]) -> bool:
         """Gives a prompt the longest prefix that another sequence or the disk has. Returns False where the prompt waits
@@ -214,8 +224,9 @@ class KvSequences:
         if n_shared > len(kv.tokens):
             kv.tokens = source.tokens[: self._copy(source, kv, n_shared)]
         n_held = len(kv.tokens)
-        own = (other.context for other in prompts if other.request.owner == kv.owner)
-        if any(common_tokens(other, sequence.context[:-1]) >= n_held + MIN_SHARED_TOKENS for other in own):
+        own = [other for other in prompts if other.request.owner == kv.owner]
+        awaited = [other for other in own if self._awaits(sequence, other)]
+        if awaited:
             return False
         if self._llm.prefix_cache is not None:
             spans = sequence.prompt.images.spans if sequence.prompt.images else ()
@@ -241,12 +252,26 @@ class KvSequences:
             return cache.copy(source.seq_id, target.seq_id, source.tokens[:n_shared], n_held, target.owner)
         return n_shared if self._llm.context.copy(source.seq_id, target.seq_id, n_shared) else n_held
 
+    def _awaits(self, sequence: Sequence, other: Sequence) -> bool:
+        """Returns whether a prompt waits until `other` has computed a prefix of both. A recurrent state can be copied
+        only where it has seen the prefix and nothing more, so `other` stops there once."""
+        n_shared = common_tokens(other.context, sequence.context[:-1])
+        if n_shared < sequence.n_evaluated + MIN_SHARED_TOKENS:
+            return False
+        if self._llm._is_stateful:
+            if n_shared <= other.n_evaluated:
+                return False
+            other.n_next = min(other.n_next, n_shared - other.n_evaluated)
+        return True
+
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
         """Returns the tokens of a place that a sequence can begin with. At least one is left to evaluate."""
         if kv.owner != sequence.request.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])
-        if kv.seq_id != 0:
+        if kv.seq_id == 0:
+            images = sequence.prompt.images
+            n = self._llm.context.images.common_prefix(n, images.spans if images else ())
+        if n == len(kv.tokens) or self._llm.prefix_cache is not None:  # which goes back to the nearest state
             return n
-        images = sequence.prompt.images
-        return self._llm.context.images.common_prefix(n, images.spans if images else ())
+        return n if self._llm.context.keeps(n, kv.seq_id) else 0

@@ -34,12 +34,12 @@ from answering import (
 )
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import SequenceTokens, has_kernels
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError, SchemaError, TemplateError
 from moegguf.generate.request import PromptProgress, Request, TokenLogprob
 from moegguf.generate.sequence import Sequence, Task
 from moegguf.native.events import Phase
-from moegguf.processor import read_processor
+from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
 

@@ -14,12 +14,11 @@ from eager import WIDTH, Eager
 
 from moegguf.engine.drafts import Draft, Drafts, Source
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import has_kernels
 from moegguf.errors import ExpertIOError, MoeggufError, OptionError
 from moegguf.generate import drafting
 from moegguf.generate.request import Request
 from moegguf.gguf.experts import read_layout
-from moegguf.processor import read_processor
+from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 
 pytestmark = pytest.mark.skipif(

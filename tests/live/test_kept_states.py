@@ -64,15 +64,32 @@ def states() -> list[StoredBlock]:
     return [block for block in stored_blocks(default_folder()) if block.path.name.endswith("-state")]
 
 
+@pytest.mark.parametrize("n_parallel", [1, 3])
 @pytest.mark.parametrize("preset", ALL)
-def test_the_same_prompt_in_another_process_computes_its_last_token(tiny: TinyModel, preset: str) -> None:
+def test_the_same_prompt_in_another_process_computes_its_last_token(
+    tiny: TinyModel, preset: str, n_parallel: int
+) -> None:
     model, prompt = tiny(preset), prompt_of(N_PROMPT)
     expected = unkept(model, prompt)
     for n_computed in (N_PROMPT, 1):
-        with engine(model) as each:
+        with engine(model, parallel=n_parallel) as each:
+            assert each.llm.n_seq_max == n_parallel
             found = answer(each, prompt)
         assert found.logprobs == expected.logprobs
         assert found.summary.prompt_tokens == n_computed
+
+
+@pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", "tiny-gpt-oss"])
+def test_a_sequence_shares_the_cells_of_another_one_up_to_its_nearest_state(tiny: TinyModel, preset: str) -> None:
+    model, common = tiny(preset), prompt_of(MOST_STEP_TOKENS + 10)
+    first, second = ([*common, *prompt_of(n, seed=n)] for n in (450, 200))
+    with engine(model, parallel=2) as both:
+        answer(both, first)
+        found = answer(both, second)
+        assert found.summary.disk_tokens == 0
+        assert found.summary.cached_tokens >= MOST_STEP_TOKENS
+        assert found.logprobs == unkept(model, second).logprobs
+        assert answer(both, first).summary.prompt_tokens == 1  # the other sequence kept its tokens
 
 
 @pytest.mark.parametrize("preset", ALL)

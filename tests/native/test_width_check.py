@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moegguf.engine.sequences import has_kernels
-from moegguf.processor import read_processor
+from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from tools import width_check
 from tools.width_check import Array, Case, Ggml

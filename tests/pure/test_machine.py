@@ -11,11 +11,10 @@ import pytest
 
 from moegguf.engine import machine
 from moegguf.engine.machine import cgroup_levels, count_cpus, disk_read_speed, memory_read_speed, read_memory
-from moegguf.engine.sequences import NEEDED_FLAGS, has_kernels
 from moegguf.engine.threadpool import MEMORY_S, ThreadGovernor
 from moegguf.errors import LibraryError, ModelNotFoundError
 from moegguf.native import library
-from moegguf.processor import Processor, read_processor
+from moegguf.processor import NEEDED_FLAGS, Processor, has_kernels, read_processor
 
 GIB = 1 << 30
 NO_LIMIT_V1 = "9223372036854771712\n"

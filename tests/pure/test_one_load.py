@@ -146,17 +146,17 @@ FLAGS_OF_BENCH = {"expert_cache", "vram_cache", "placement", "type_k", "type_v",
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("one-load")
 
-    def model(name: str, n_layer: int = 6, **options: Any) -> Any:
+    def model(name: str, n_layer: int = 6, arch: str = "qwen2moe", **options: Any) -> Any:
         options.setdefault("skip_kv", ())
         left_out = {"skip_kv": (*options["skip_kv"], "context_length")}
-        built = moe(n_layer=n_layer, n_expert=16, n_used=4, **options | left_out)
-        return built.add("qwen2moe.context_length", U32, TRAINED)
+        built = moe(arch, n_layer=n_layer, n_expert=16, n_used=4, **options | left_out)
+        return built.add(f"{arch}.context_length", U32, TRAINED)
 
     dense = model("dense", skip_kv=("expert_count", "expert_used_count"))
     dense.tensors = [tensor for tensor in dense.tensors if "exps" not in str(tensor.name)]
-    hybrid = model("hybrid")
+    hybrid = model("hybrid", arch="qwen35moe")
     for key, value in {"inner_size": 128, "state_size": 16, "conv_kernel": 4, "group_count": 1}.items():
-        hybrid.add(f"qwen2moe.ssm.{key}", U32, value)
+        hybrid.add(f"qwen35moe.ssm.{key}", U32, value)
     built = {
         "moe": model("moe"),
         "large": model("large", n_layer=8, n_embd=512, n_ff=512),

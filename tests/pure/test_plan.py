@@ -14,8 +14,9 @@ from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typic
 from moegguf.engine.cost import HitRates, Speeds, request_cost
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, Machine, Memory, margin_bytes
-from moegguf.engine.memory import Sizes, choose_context, kv_bytes, pass_bytes, row_bytes
+from moegguf.engine.memory import Sizes, choose_context, kv_bytes, pass_bytes
 from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.recurrent import recurrent_layers, row_bytes, state_bytes
 from moegguf.engine.solver import best_fit, make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
@@ -143,12 +144,35 @@ def test_kv_cache_and_recurrent_state_by_hand(tmp_path: Path) -> None:
         latent.add(f"deepseek2.attention.{key}", U32, value)
     latent.add("deepseek2.rope.dimension_count", U32, 8)
     assert kv_bytes(read_layout(latent.write(tmp_path / "m.gguf")), 256) == 256 * 2 * 40 * 2
-    g = moe(n_layer=2)
+
+
+def test_a_recurrent_layer_has_a_state_and_snapshots_for_each_sequence_in_place_of_a_kv_cache(tmp_path: Path) -> None:
+    g = moe("qwen35moe", n_layer=4)
     for key, value in {"inner_size": 128, "state_size": 16, "conv_kernel": 4, "group_count": 1}.items():
-        g.add(f"qwen2moe.ssm.{key}", U32, value)
+        g.add(f"qwen35moe.ssm.{key}", U32, value)
     layout = read_layout(g.write(tmp_path / "m.gguf"))
-    plain = layout_of(tmp_path, n_layer=2)
-    assert kv_bytes(layout, 256) - kv_bytes(plain, 256) == 2 * 4 * (128 * 16 + 3 * (128 + 2 * 16))
+    state = 3 * 4 * (128 * 16 + 3 * (128 + 2 * 16))
+    one_layer = kv_bytes(layout_of(tmp_path, n_layer=2), 256) // 2
+    assert state_bytes(layout) == state and recurrent_layers(layout) == {0, 1, 2}
+    assert kv_bytes(layout, 256) == one_layer + state
+    assert kv_bytes(layout, 256, n_seq_max=3, n_rs_seq=4) == one_layer + 3 * 5 * state
+
+
+@pytest.mark.parametrize(
+    ("free", "n_seq_max", "draft", "n_rs_seq"),
+    [("1GiB", 1, "ngram", 8), ("1GiB", 1, "off", 0), ("1MiB", 1, "ngram", 4), ("1MiB", 8, "ngram", 0)],
+)
+def test_snapshots_are_planned_for_drafts_where_they_leave_most_memory_to_experts(
+    tmp_path: Path, free: str, n_seq_max: int, draft: str, n_rs_seq: int
+) -> None:
+    g = moe("qwen35moe", n_layer=4).add("qwen35moe.ssm.inner_size", U32, 64).add("qwen35moe.ssm.state_size", U32, 16)
+    layout = read_layout(g.write(tmp_path / "m.gguf"))
+    assert state_bytes(layout) == 12 << 10
+    spec = LoadSpec(n_ctx=256, n_seq_max=n_seq_max, draft=draft)
+    sizes = choose_context(layout, Sizes.of(layout, spec), parse_size(free))
+    assert (sizes.n_rs_seq, sizes.n_seq_max) == (n_rs_seq, n_seq_max)
+    expected = f"a draft has at most {n_rs_seq} tokens" if n_rs_seq else "nothing is drafted"
+    assert any(expected in reason for reason in sizes.reasons) == (draft != "off")
 
 
 def test_compute_grows_with_batch_and_context_and_more_slots_and_larger_passes_pay(layout: ExpertLayout) -> None:

@@ -21,8 +21,7 @@ import httpx
 import psutil
 from frontends.servers import Server, serving
 
-from moegguf.engine.sequences import has_kernels
-from moegguf.processor import read_processor
+from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from tools.load_test import DIALECTS, MOST_GROWTH_MB, Question, Run, lines, questions_of, watch_memory
 

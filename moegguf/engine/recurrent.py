@@ -1,0 +1,149 @@
+"""Models with a recurrent state: which layers have one, how many bytes it has, and where llama.cpp rolls it back.
+
+A context has one state for each sequence. Beside each state lie `n_rs_seq` snapshots: the state before each of the last
+tokens, so that these tokens can be taken back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the keys of
+tokens instead (src/llama-kv-cache-dsv4.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import GGML_TYPES, Value
+
+# Architectures by the rule that says which of their layers have a state (src/models/*.cpp): every layer, all but every
+# n-th one, or those without heads of keys and values.
+EVERY_LAYER = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1"))
+INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
+WITHOUT_HEADS = frozenset((
+    "jamba", "plamo2", "granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "kimi-linear", "kimi-k3",
+    "bailingmoe3", "glm5-next",
+))  # fmt: skip
+DEEPSEEK4 = "deepseek4"
+# DeepSeek V4 compresses the keys of each sequence for itself. Where qwen4exp chooses a part of a block of tokens, the
+# choice depends on the order of cells, which is the order of tokens only where no other sequence has cells between.
+OWN_CELLS = frozenset((DEEPSEEK4, "qwen4exp"))
+ROLLBACK_ARCHS = frozenset((
+    "kimi-k3", "qwen35", "qwen35moe", "qwen4exp", DEEPSEEK4, "glm5-next", "nemotron_h", "nemotron_h_moe", "lfm2",
+    "lfm2moe", "bailingmoe3",
+))  # fmt: skip
+"""llama.cpp's llm_arch_supports_rs_rollback."""
+FLOAT_BYTES = 4
+STEP_TOKENS = 256  # cells of a KV cache are a multiple
+COMPRESSED = 4  # tokens of a compressed key of DeepSeek V4 that an indexer chooses
+WIDE_COMPRESSED = 128  # tokens of one that every token reads
+
+
+def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
+    """Returns `<arch>.<name>` when it is a whole number below 2^24, the largest one of an array, or the default."""
+    value: Value = layout.metadata.get(f"{layout.arch}.{name}", default)
+    if isinstance(value, tuple):
+        value = max(value, default=0)
+    return value if isinstance(value, int) and 0 <= value < 1 << 24 else 0
+
+
+def row_bytes(ggml_type: int, n: int) -> int:
+    """Returns the bytes of a row of `n` numbers; rows that do not fill their last block are rounded up to it."""
+    _, block, block_bytes = GGML_TYPES[ggml_type]
+    return -(-n // block) * block_bytes
+
+
+def is_stateful(layout: ExpertLayout) -> bool:
+    """Returns whether a sequence has a state that cannot be cut at any token."""
+    return layout.arch in EVERY_LAYER | INTERVALS.keys() | WITHOUT_HEADS | {DEEPSEEK4}
+
+
+def shares_cells(layout: ExpertLayout) -> bool:
+    """Returns whether the sequences of a context share the cells of one KV cache. Otherwise each has its own cells, and
+    sequences of one ubatch have consecutive numbers."""
+    return layout.arch not in OWN_CELLS
+
+
+def recurrent_layers(layout: ExpertLayout) -> frozenset[int]:
+    """Returns the layers that have a recurrent state."""
+    layers = range(layout.hparams.n_layer)
+    return frozenset(il for il in layers if _is_recurrent(layout, il))
+
+
+def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
+    arch, hparams = layout.arch, layout.hparams
+    if arch in INTERVALS:
+        marks = layout.metadata.get(f"{arch}.attention.recurrent_layers")
+        if marks is not None:
+            return bool(marks[il] if isinstance(marks, tuple) else marks)
+        return (il + 1) % (number(layout, "full_attention_interval", INTERVALS[arch]) or 1) != 0
+    if arch in WITHOUT_HEADS:
+        return not hparams.n_head_kv[il] and not (arch.startswith("nemotron") and hparams.n_ff[il])
+    return arch in EVERY_LAYER
+
+
+def attention_layers(layout: ExpertLayout) -> list[int]:
+    """Returns the layers that have a KV cache, heads that draft among them."""
+    hparams = layout.hparams
+    layers: Iterable[int] = range(hparams.n_layer + layout.n_layer_nextn * layout.loads_heads)
+    if not is_stateful(layout):
+        return list(layers)
+    recurrent = recurrent_layers(layout) if layout.arch != "falcon-h1" else frozenset[int]()
+    return [il for il in layers if hparams.n_head_kv[il] and il not in recurrent]
+
+
+def state_bytes(layout: ExpertLayout) -> int:
+    """Returns the bytes of one recurrent state: of one sequence, or of one snapshot of it."""
+    if layout.arch == DEEPSEEK4:
+        return _compressor_bytes(layout)
+    n_embd, n_head = layout.hparams.n_embd, layout.hparams.n_head[0]
+    n_conv = number(layout, "ssm.conv_kernel")
+    inner, state = number(layout, "ssm.inner_size"), number(layout, "ssm.state_size")
+    history = max(0, n_conv - 1) * (inner + 2 * number(layout, "ssm.group_count") * state)
+    matrix = inner * state
+    if wkv := number(layout, "wkv.head_size"):
+        history = n_embd * number(layout, "token_shift_count", 2)
+        matrix = n_embd * wkv
+    elif n_seen := number(layout, "shortconv.l_cache"):
+        history = n_embd * (n_seen - 1)
+    elif kda := number(layout, "kda.head_dim"):
+        history = 3 * (n_conv - 1 if n_conv else 3) * n_head * kda
+        matrix = n_head * kda * kda
+    elif layout.arch == "minimax-01":
+        matrix = n_head * layout.hparams.key_length**2
+    n_floats = len(recurrent_layers(layout)) * (history + matrix) + _ngram_floats(layout)
+    return FLOAT_BYTES * n_floats
+
+
+def _ngram_floats(layout: ExpertLayout) -> int:
+    """Returns the numbers that layers with an n-gram table keep of the last tokens."""
+    layers = layout.metadata.get(f"{layout.arch}.ple.layers", ())
+    n_layers = len(layers) if isinstance(layers, tuple) else 0
+    n_before = max(0, number(layout, "ple.conv_kernel") - 1) * number(layout, "ple.ngram_size")
+    return n_layers * n_before * number(layout, "hyper_connection.count") * layout.hparams.n_embd
+
+
+def _ratios(layout: ExpertLayout) -> tuple[Value, ...]:
+    """Returns how many tokens share a compressed key in each layer of DeepSeek V4; 0: none is compressed."""
+    found = layout.metadata.get(f"{layout.arch}.attention.compress_ratios", ())
+    return found[: layout.hparams.n_layer] if isinstance(found, tuple) else ()
+
+
+def _compressor_bytes(layout: ExpertLayout) -> int:
+    ratios, key = _ratios(layout), layout.hparams.key_length
+    chosen = 2 * COMPRESSED * 2 * (key + number(layout, "attention.indexer.key_length"))
+    wide = WIDE_COMPRESSED * key
+    keys_and_scores = 2 * (ratios.count(COMPRESSED) * chosen + ratios.count(WIDE_COMPRESSED) * wide)
+    return FLOAT_BYTES * keys_and_scores
+
+
+def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
+    """Returns the bytes of one sequence's KV cache of DeepSeek V4: keys of every token, and compressed ones."""
+    hparams, ratios = layout.hparams, _ratios(layout)
+    key = row_bytes(type_k, hparams.key_length * max(hparams.n_head_kv))
+    indexed = row_bytes(type_k, number(layout, "attention.indexer.key_length"))
+    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads  # those that draft have another context
+    n_bytes = n_layer * padded(n_ctx) * key
+    n_bytes += ratios.count(COMPRESSED) * padded(-(-n_ctx // COMPRESSED)) * (key + indexed)
+    return n_bytes + ratios.count(WIDE_COMPRESSED) * padded(-(-n_ctx // WIDE_COMPRESSED)) * key
+
+
+def padded(n_tokens: int) -> int:
+    """Returns a number of cells as llama.cpp rounds it up."""
+    return -(-n_tokens // STEP_TOKENS) * STEP_TOKENS

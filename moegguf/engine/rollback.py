@@ -1,0 +1,73 @@
+"""Which of their last tokens the sequences of a context can lose, where the model has a recurrent state.
+
+llama.cpp keeps a snapshot of the state before each of the last tokens of a sequence's last ubatch, and does not check
+that a snapshot is of the wanted token: snapshots of shorter ubatches, and of sequences whose state was moved for
+another ubatch, are stale. Here is known which are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moegguf.engine.sequences import SequenceTokens
+
+
+class Rollback:
+    """Snapshots of a context: `n_rs_seq` of each sequence. `n_ubatch`: tokens that are computed at once. `own_cells`:
+    only sequences of consecutive numbers are computed at once."""
+
+    def __init__(self, n_rs_seq: int, n_ubatch: int, own_cells: bool = False) -> None:
+        self._n_rs_seq = n_rs_seq
+        self._n_ubatch = n_ubatch
+        self._own_cells = own_cells
+        self._n_back: dict[int, int] = {}  # tokens that a sequence can lose
+        self._restored: set[int] = set()  # sequences whose state is a snapshot until their next pass
+
+    def most_lost(self, sequences: Sequence[int]) -> int:
+        """Returns how many tokens each of these sequences can lose after a pass in which they are, in this order, with
+        as many tokens each."""
+        first = sequences[0]
+        if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
+            return 0
+        return max(0, min(self._n_rs_seq, self._n_ubatch // len(sequences) - 1))
+
+    def note_pass(self, chunks: Sequence[SequenceTokens]) -> None:
+        """Notes that these tokens were evaluated. The snapshots of other sequences may be stale from now on, and all of
+        them where the pass took several ubatches with several sequences."""
+        sequences = [chunk.sequence for chunk in chunks]
+        self._restored.difference_update(sequences)
+        self._n_back.clear()
+        lengths = {chunk.n_evaluated for chunk in chunks}
+        n_back = min(lengths) - 1
+        if len(chunks) == 1:
+            self._n_back[sequences[0]] = min(self._n_rs_seq, n_back)
+        elif len(lengths) == 1 and n_back <= self.most_lost(sequences):
+            self._n_back = dict.fromkeys(sequences, n_back)
+
+    def n_back(self, sequence: int) -> int:
+        """Returns how many of its last tokens a sequence can lose now."""
+        return self._n_back.get(sequence, 0)
+
+    def note_restored(self, sequence: int) -> None:
+        """Notes that a sequence has lost tokens. It can lose no more until its next pass."""
+        self._n_back.pop(sequence, None)
+        self._restored.add(sequence)
+
+    def can_copy(self, sequence: int) -> bool:
+        """Returns whether the state of a sequence is where llama.cpp copies it from."""
+        return sequence not in self._restored
+
+    def note_shared(self, *sequences: int) -> None:
+        """Notes that sequences share a state: what one loses, all would lose."""
+        for sequence in sequences:
+            self._n_back.pop(sequence, None)
+
+    def forget(self, sequence: int) -> None:
+        """Notes that a sequence is empty, or that another state was written into it."""
+        self._n_back.pop(sequence, None)
+        self._restored.discard(sequence)
+
+    def clear(self) -> None:
+        """Notes that every sequence is empty."""
+        self._n_back.clear()
+        self._restored.clear()
