@@ -110,7 +110,7 @@ def test_another_question_computes_the_rest(name: str, tiny: TinyModel, unkept: 
 def test_states_are_kept_of_what_cannot_be_cut(tiny: TinyModel) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
     with engine(model, context_store=0) as never_stopped:
-        assert never_stopped.llm.n_seq_max == 1
+        assert never_stopped.llm.n_seq_max == 2
         first_turn = answer(never_stopped, prompt)
         longer = [*first_turn.summary.context, *prompt_of(70, seed=1)]
         expected = answer(never_stopped, longer)

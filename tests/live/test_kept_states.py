@@ -213,3 +213,13 @@ def test_owners_share_no_state(tiny: TinyModel) -> None:
         with engine(model) as each:
             for owner in ("a", "b"):
                 assert answer(each, prompt, owner).summary.prompt_tokens == n_computed
+
+
+def test_the_last_tokens_of_a_long_pass_have_a_pass_of_their_own(tiny: TinyModel) -> None:
+    model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_LONG)
+    edited = [*prompt[: N_LONG - 50], *prompt_of(40, seed=1)]
+    with engine(model, n_batch=2048, n_ubatch=2048) as each:
+        answer(each, prompt)
+        found = answer(each, edited)
+    assert found.logprobs == unkept(model, edited).logprobs
+    assert found.summary.prompt_tokens == 40 + MOST_STEP_TOKENS - 50
