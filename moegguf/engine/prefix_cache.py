@@ -251,6 +251,18 @@ class PrefixCache:
         return n - 1
 
     @property
+    def form(self) -> str:
+        """Returns a few words on what is kept: blocks, what lies beside them, or whole states."""
+        if not self._has_cells:
+            return "whole states"
+        kept = ["blocks"]
+        if self._has_window:
+            kept.append("windows")
+        if self._state is not None:
+            kept.append("states")
+        return " and ".join(kept)
+
+    @property
     def leaves_window(self) -> bool:
         """Returns whether cells that are not kept after each pass may be given to other tokens."""
         return self._has_window

@@ -136,6 +136,23 @@ def test_two_conversations_share_the_state_after_their_common_beginning(tiny: Ti
     assert again.summary.prompt_tokens == 1
 
 
+@pytest.mark.parametrize(
+    ("preset", "n_parallel", "form"),
+    [
+        ("tiny-qwen2moe", 2, "blocks"),
+        ("tiny-gpt-oss", 2, "blocks and windows"),
+        ("tiny-qwen35moe", 2, "blocks and states"),
+        ("tiny-qwen4exp", 1, "blocks and states"),
+        ("tiny-qwen4exp", 2, "whole states"),  # each sequence has cells of its own
+        ("tiny-deepseek4", 2, "whole states"),
+    ],
+)
+def test_the_form_of_what_is_kept(tiny: TinyModel, preset: str, n_parallel: int, form: str) -> None:
+    with engine(tiny(preset), parallel=n_parallel) as each:
+        assert each.llm.prefix_cache is not None
+        assert each.llm.prefix_cache.form == form
+
+
 def test_a_recurrent_state_lies_beside_blocks_that_are_kept_once(tiny: TinyModel) -> None:
     prompt = prompt_of(N_LONG)
     with engine(tiny("tiny-lfm2moe")) as first:
