@@ -1,5 +1,5 @@
-// loading.h: what llama.cpp calls where it reads: which tensors it leaves to the store, and how it reads and converts the
-// others. It may write the tensors that it is given.
+// loading.h: what llama.cpp calls where it reads: which tensors it leaves to the store, and how it reads and converts
+// the others. It may write the tensors that it is given.
 #pragma once
 
 #include "huge_pages.h"
