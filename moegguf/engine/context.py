@@ -434,24 +434,30 @@ class Context:
             self._rollback.note_restored(sequence)
         return removed
 
-    def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Keeps the first `n_tokens` of a sequence. Where the sequence cannot (`keeps`), it is empty then, and the
-        result False."""
+    def cut(self, n_tokens: int, sequence: int = 0) -> bool:
+        """Keeps the first `n_tokens` of a sequence. Returns False, with nothing changed, where the
+        sequence cannot (`keeps`)."""
         llm, memory = self._llm, self._llm._ctx.memory
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
-        kept = self.keeps(n_tokens, sequence)
+        if not self.keeps(n_tokens, sequence):
+            return False
         if llm._is_stateful:
-            kept = kept and self._remove(sequence, position, -1)
+            kept = self._remove(sequence, position, -1)
         else:
-            kept = kept and bool(self._bindings.llama_memory_seq_rm(memory, sequence, position, -1))
+            kept = bool(self._bindings.llama_memory_seq_rm(memory, sequence, position, -1))
         if sequence == 0 and kept:
             self.images.truncate(n_tokens)
             llm.n_tokens, llm._requires_eval = n_tokens, True  # the logits are of other tokens
-        elif sequence == 0:
-            llm.reset()
-        if not kept:
-            self.forget(sequence)
         return kept
+
+    def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
+        """Keeps the first `n_tokens` of a sequence. Returns False where that cannot be: the sequence is empty then."""
+        if self.cut(n_tokens, sequence):
+            return True
+        if sequence == 0:
+            self._llm.reset()
+        self.forget(sequence)
+        return False
 
     def forget(self, sequence: int) -> None:
         """Empties a sequence."""

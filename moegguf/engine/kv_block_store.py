@@ -116,7 +116,7 @@ class KVBlocks:
         self._library.moegguf_kv_blocks_close(self._handle)
 
     def add(self, block: StoredBlock) -> int:
-        """The address for llama_state_seq_set_data, to be called next on this thread."""
+        """Adds a block. Returns the address for MemoryParts.set_state, to be called next on this thread."""
         digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
         n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
         given = abi.KvBlock(os.fsencode(block.path), block.begin, n_bytes, prefix, len(block.prefix), digest)

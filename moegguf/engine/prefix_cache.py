@@ -5,28 +5,36 @@ The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash 
 of the model, the build, the options that change what is computed, who owns it, and all tokens up to its end; sequences
 that begin alike have the same blocks. What follows the last full block is kept where a prompt or an answer ends.
 llama.cpp writes and reads one block as the state of a sequence that has only its cells. A block does not end within an
-image, and its name has the image's hash in it. Models with a recurrent state, which cannot be cut, are kept as whole
-states after some of the tokens, by the name of what follows the last full block there.
+image, and its name has the image's hash in it.
+
+Cells of sliding windows are blocks of their own: a sequence can go on where the blocks of the last
+window are kept. A recurrent state cannot be cut. It is kept after some of the tokens, under the name
+of what follows the last full block there: a sequence goes on after the longest prefix that has a
+state and all blocks before it. The distance of two states follows from their cost (`StateCost`). A
+sequence that is in memory goes back to the nearest state in the same way. Where no cells can be cut,
+the whole memory is such a state.
 """
 
 from __future__ import annotations
 
-import ctypes as c
 import hashlib
 import itertools
+import math
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.kv_block_store import About, Buffer, KVBlocks, KvBlockStore
 from moegguf.engine.machine import read_memory
+from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, WINDOW, MemoryParts
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import MAX_SEQUENCES, Tokens, is_batch_invariant
@@ -50,9 +58,13 @@ MakeRoom = Callable[[int], object]
 BLOCK_TOKENS = 64
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
 MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
-WHOLE_STEP_TOKENS = 512  # between two whole states of a prompt; half of its tokens where these are more
-_BYTES = c.POINTER(c.c_uint8)
-_STATE = struct.Struct("<4I")  # llama.cpp's magic, the sequence, streams, cells
+MOST_STEP_TOKENS = 512  # between two states, unless one takes longer to keep than these to compute
+STEP_COST = 0.05  # the part of the time of computing tokens that keeping states may take
+STATES_SHARE = 0.5  # of the store, which the states of one conversation take at most
+FORMAT = 2  # of what a name stands for
+_NAMES = {CELLS: "", WINDOW: "-window"}  # what follows the name of a part
+_STATE = struct.Struct("<2I")  # streams, cells
+_RECURRENT_STATE = struct.Struct("<IiI")  # cells, the last position, sequences
 _CELL_BYTES = (12, 24)  # position, number of sequences, one sequence; with two coordinates and a token between them
 CONTEXT_FIELDS = (
     "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type", "rope_freq_base", "rope_freq_scale",
@@ -131,19 +143,31 @@ class PrefixCache:
         self._context = context
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
         self._store, self._recent = store, recent
-        self._bindings: Any = library.llama_cpp()
         self._root = _root(llm, load_plan, moves)
         self._model = load_plan.layout.shards[0].path.stem  # for people
         if self._model.startswith("sha256-"):
             self._model = str(load_plan.layout.metadata.get("general.name", self._model))
-        n_swa = self._bindings.llama_model_n_swa(llm.model)
-        self._whole = llm._is_stateful or 0 < n_swa < BLOCK_TOKENS
-        self._n_whole_tokens = 0  # of the last whole state
+        self._memory = MemoryParts(llm)
+        self._n_swa = library.llama_cpp().llama_model_n_swa(llm.model)
+        self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
+        self._state_cost = StateCost(store.limit_bytes)
+        self._state_ends: dict[int, int] = {}  # tokens of the last state of each sequence
+        self._almost_read: set[int] = set()  # sequences whose prompt lacks its last token after the next pass
         self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
         self._queued: dict[str, int] = {}  # names of blocks that wait to be written, and their bytes
         self._lock = threading.Lock()  # of these
         self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
         self._fill_held = False
+
+    def _choose_parts(self, parts: int) -> None:
+        """Chooses which parts of the memory are kept as blocks and which as states."""
+        narrow = 0 < self._n_swa < BLOCK_TOKENS  # a block's cells would not fit into the window
+        if parts == CELLS and narrow:
+            parts = WHOLE
+        self._has_cells = bool(parts & CELLS)
+        self._has_window = bool(parts & WINDOW) and not narrow
+        state = parts & (RECURRENT | (WINDOW if narrow else 0))
+        self._state: int | None = state or (None if self._has_cells else WHOLE)  # None: no part is kept as states
 
     def restore(
         self,
@@ -156,8 +180,8 @@ class PrefixCache:
     ) -> int:
         """Makes a sequence hold as many of `tokens` as the disk has, but for the last one, where it has more of them
         than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
-        "" where all share them. make_room: called with so many tokens that the context needs cells for. images: those
-        among the tokens, of sequence 0."""
+        "" where all share them. make_room: called with the number of tokens that the context needs cells for. images:
+        the images among the tokens, of sequence 0."""
         n_tokens = len(tokens)
         if self._recent is not None and n_tokens >= BLOCK_TOKENS:
             self._recent.begin()
@@ -167,19 +191,95 @@ class PrefixCache:
         n_now = n_held
         try:
             with self._context.lock:
-                parts = _Parts(_hash(self._root, owner), tokens[:-1] if self._whole else tokens, images)
-                restore = self._restore_whole if self._whole else self._restore_parts
-                n_now = restore(sequence, parts, n_held, make_room)
+                parts = self._parts(owner, tokens if self._state is None else tokens[:-1], images)
+                n_now = self._restore(sequence, parts, n_held, make_room)
                 if n_now != n_held and sequence == 0:
-                    self._llm.n_tokens, self._llm._requires_eval = n_now, True
                     self._llm.input_ids[:n_now] = tokens[:n_now]
-                    self._context.images.spans = list(images)
-                    self._context.images.truncate(n_now)
+                    self._note_end(n_now, images)
                 if n_now == n_tokens:
                     n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
         finally:
             self._pause_fill(n_now > n_held)
         return n_now
+
+    def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
+        """Makes a sequence with `tokens` hold the first `n_tokens` of these. Where its memory cannot
+        be cut there, the sequence goes back to the nearest state or window that is kept, or to its
+        beginning. Returns how many tokens it holds then."""
+        with self._context.lock:
+            if self._context.cut(n_tokens, sequence):
+                n_now = n_tokens
+            else:
+                images = self._context.images.spans if sequence == 0 else ()
+                n_now = self._go_back(sequence, self._parts(owner, tokens[:n_tokens], images), n_tokens)
+                if sequence == 0:
+                    self._note_end(n_now, images)
+        self._state_ends[sequence] = min(n_now, self._state_ends.get(sequence, 0))
+        return n_now
+
+    def copy(self, source: int, target: int, tokens: Tokens, n_held: int, owner: str = "") -> int:
+        """Makes `target`, which holds the first `n_held` of `tokens`, hold as many of them as it can
+        share with `source`, whose first tokens these are. Returns how many `target` holds then."""
+        if self._context.copy(source, target, len(tokens)):
+            return len(tokens)
+        if not self._needs_more_than_cells:
+            return n_held
+        with self._context.lock:
+            parts = self._parts(owner, tokens, ())
+            place = next(self._places(parts, len(parts.blocks), len(tokens)), None)
+            if not self._has_cells or place is None or place.end <= n_held:
+                return n_held
+            self._memory.remove(CELLS, target)
+            self._memory.copy(CELLS, source, target, 0, int(place.positions[-1]))
+            n_now = self._go_back(target, parts, place.end)
+            if target == 0:
+                self._llm.input_ids[:n_now] = tokens[:n_now]
+                self._note_end(n_now, ())
+            return n_now
+
+    def pass_tokens(self, sequence: int, n_held: int, n_pending: int, n: int) -> int:
+        """Returns how many of the last `n_pending` tokens of a prompt, after the first `n_held`, the
+        next pass computes: at most `n`. Where states are kept, the last MOST_STEP_TOKENS have a pass of
+        their own, so that an edited end goes on from the state before them. The last token is computed
+        alone: the state before it serves the same prompt again."""
+        is_end = 1 < n == n_pending and n_held + n > BLOCK_TOKENS
+        if self._state is None or self._store.is_off or not is_end:
+            return n
+        if n > MOST_STEP_TOKENS:
+            return n - MOST_STEP_TOKENS
+        self._almost_read.add(sequence)
+        return n - 1
+
+    @property
+    def form(self) -> str:
+        """Returns a few words on what is kept: blocks, what lies beside them, or whole states."""
+        if not self._has_cells:
+            return "whole states"
+        kept = ["blocks"]
+        if self._has_window:
+            kept.append("windows")
+        if self._state is not None:
+            kept.append("states")
+        return " and ".join(kept)
+
+    @property
+    def leaves_window(self) -> bool:
+        """Returns whether cells that are not kept after each pass may be given to other tokens."""
+        return self._has_window
+
+    @property
+    def _needs_more_than_cells(self) -> bool:
+        """Returns whether a sequence cannot go on from cells of full attention alone."""
+        return self._has_window or self._state is not None
+
+    def _parts(self, owner: str, tokens: Tokens, images: Images) -> _Parts:
+        return _Parts(_hash(self._root, owner), tokens, images)
+
+    def _note_end(self, n_tokens: int, images: Images) -> None:
+        """Notes that sequence 0 has this number of tokens, and these images."""
+        self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
+        self._context.images.spans = list(images)
+        self._context.images.truncate(n_tokens)
 
     def _pause_fill(self, on: bool) -> None:
         if on != self._fill_held:
@@ -194,17 +294,24 @@ class PrefixCache:
         self._pause_fill(False)
         if not goes_on and self._recent is not None and (experts := self._recent.end()) is not None:
             self._put(self._recent.name, About(self._model, 0, 0), experts)
+        self._state_cost.note_pass(self._context.eval_s, n_new)
+        is_end = not goes_on or sequence in self._almost_read
+        self._almost_read.discard(sequence)
         n_tokens = len(tokens)
-        if self._store.is_off or n_tokens < BLOCK_TOKENS or (goes_on and n_tokens % BLOCK_TOKENS >= n_new):
+        if self._store.is_off or n_tokens < BLOCK_TOKENS or (not is_end and n_tokens % BLOCK_TOKENS >= n_new):
             return
-        parts = _Parts(_hash(self._root, owner), tokens, self._context.images.spans if sequence == 0 else ())
+        parts = self._parts(owner, tokens, self._context.images.spans if sequence == 0 else ())
         blocks, rest = parts.blocks, parts.rest(len(parts.blocks), n_tokens)
         with self._context.lock:
-            if not self._whole:
-                last = [rest] if rest and rest.begin < rest.end and not goes_on else []
-                self._keep_parts(sequence, [*blocks, *last])
-            elif rest and (not goes_on or n_new > 1):
-                self._keep_whole(sequence, rest, goes_on)
+            state = self._state_to_keep(sequence, rest, is_end) if rest else None
+            wants_rest = rest is not None and rest.begin < rest.end and (not goes_on or state is not None)
+            kept = [*blocks, rest] if wants_rest and rest else blocks
+            if self._has_cells:
+                self._keep_cells(CELLS, sequence, kept)
+            if self._has_window:
+                self._keep_cells(WINDOW, sequence, kept)
+            if rest and state is not None:
+                self._keep_state(sequence, rest, state)
         if not goes_on:
             self._pool.submit(self._store.touch, [block.name for block in blocks])
 
@@ -212,98 +319,190 @@ class PrefixCache:
         """Writes what waits. Twice is harmless."""
         self._pool.shutdown()
 
-    def _kept_rests(self, parts: _Parts, n_blocks: int) -> Iterator[_Part]:
-        """Yields the parts on disk that follow the first blocks, the longest first."""
-        begin = parts.blocks[n_blocks - 1].end if n_blocks else 0
-        for end in range(begin + BLOCK_TOKENS - 1, begin - 1, -1):
-            if (rest := parts.rest(n_blocks, end)) and self._store.holds(rest.name):
-                yield rest
+    # Where a sequence can go on.
 
-    # Parts: blocks, the last of which may have fewer tokens.
-
-    def _restore_parts(self, sequence: int, parts: _Parts, n_held: int, make_room: MakeRoom) -> int:
-        blocks = parts.blocks
-        first = sum(block.end <= n_held for block in blocks)
-        there = first + sum(1 for _ in itertools.takewhile(lambda block: self._store.holds(block.name), blocks[first:]))
-        rests = list(itertools.islice(self._kept_rests(parts, there), 1))
-        wanted = [*blocks[first:there], *rests]
-        if not wanted or wanted[-1].end <= n_held:
+    def _restore(self, sequence: int, parts: _Parts, n_held: int, make_room: MakeRoom) -> int:
+        n_first = sum(block.end <= n_held for block in parts.blocks)
+        n_there = len(parts.blocks)
+        if self._has_cells:
+            n_there = n_first
+            while n_there < len(parts.blocks) and self._store.holds(parts.blocks[n_there].name):
+                n_there += 1
+        place = next(self._places(parts, n_there, n_live=0), None)
+        if place is None or place.end <= n_held:
             return n_held
-        if not self._context.truncate(wanted[0].begin, sequence):  # all or nothing
-            wanted = [*blocks[:there], *rests]
-        begin = wanted[0].begin
-        make_room(wanted[-1].end - begin)
-        with KVBlocks() as read:
-            n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add_part(read, sequence, part), wanted))
-            n_done = min(n_added, read.fill())
-        if n_done < len(wanted):
-            first_wrong = int(wanted[n_done].positions[0])
-            self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first_wrong, -1)
-            for unusable in wanted[n_done:]:  # so that they are written again
-                self._store.delete(unusable.name)
-        self._pool.submit(self._store.touch, [part.name for part in wanted[:n_done]])
-        return wanted[n_done - 1].end if n_done else begin
+        if not self._has_cells:
+            make_room(place.end)
+            return self._go_back(sequence, parts, place.end)
+        blocks = [block for block in parts.blocks[:n_there] if block.end <= place.begin]
+        rest = [place] if place.begin < place.end else []
+        wanted = [*blocks[n_first:], *rest]
+        if not self._keep_first_cells(sequence, wanted[0]):
+            wanted = [*blocks, *rest]
+        make_room(wanted[-1].end - wanted[0].begin)
+        n_done = self._load(CELLS, sequence, wanted)
+        return self._go_back(sequence, parts, wanted[n_done - 1].end if n_done else wanted[0].begin)
 
-    def _add_part(self, read: KVBlocks, sequence: int, part: _Part) -> bool:
-        """Adds a block's cells to a sequence, which `read` fills later; False where these are not its tokens', or there
-        is no room for them."""
-        block = self._store.open(part.name, _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
-        if block is None or not _is_of(block.head, part):
+    def _keep_first_cells(self, sequence: int, part: _Part) -> bool:
+        """Removes what a sequence has from this part on. Returns False where all of its cells had to go."""
+        if self._needs_more_than_cells:
+            return self._memory.remove(CELLS, sequence, int(part.positions[0]))
+        return self._context.truncate(part.begin, sequence)
+
+    def _places(self, parts: _Parts, n_blocks: int, n_live: int) -> Iterator[_Part]:
+        """Yields the parts behind the first `n_blocks` blocks, or behind fewer, after which a sequence can go on, the
+        longest prefix first. `n_live`: tokens whose cells are in memory."""
+        for n in range(n_blocks, -1, -1):
+            begin = parts.blocks[n - 1].end if n else 0
+            for end in range(begin + BLOCK_TOKENS - 1, begin - 1, -1):
+                rest = parts.rest(n, end)
+                if rest and self._can_go_on(parts.blocks[:n], rest, n_live):
+                    yield rest
+
+    def _can_go_on(self, blocks: Sequence[_Part], rest: _Part, n_live: int) -> bool:
+        """Returns whether all that is needed to go on after `rest` is kept, but for the blocks of cells before it."""
+        if self._state is not None and not self._is_kept(_state_name(rest)):
             return False
-        memory = self._llm._ctx.memory
-        state = c.cast(read.add(block), _BYTES)
-        done = bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, state, block.n_bytes - block.begin, SCRATCH))
+        if self._has_cells and rest.begin < rest.end and rest.end > n_live and not self._store.holds(rest.name):
+            return False
+        return not self._has_window or all(self._is_kept(_name(WINDOW, part)) for part in self._window(blocks, rest))
+
+    def _window(self, blocks: Sequence[_Part], rest: _Part) -> list[_Part]:
+        """Returns the parts up to the end of `rest` that have cells of the window of the token after it, and of the
+        last token."""
+        chain = [*blocks, rest] if rest.begin < rest.end else blocks
+        first = int(rest.positions[-1]) - self._n_swa
+        last_parts = itertools.takewhile(lambda part: part.positions[-1] > first, reversed(chain))
+        return list(last_parts)[::-1]
+
+    def _go_back(self, sequence: int, parts: _Parts, n_tokens: int) -> int:
+        """Makes a sequence that has the cells of the first `n_tokens` tokens go on after as many of these as possible.
+        Returns how many it holds then."""
+        if not self._needs_more_than_cells:
+            return n_tokens
+        n_blocks = sum(block.end <= n_tokens for block in parts.blocks)
+        for place in self._places(parts, n_blocks, n_tokens):
+            if 0 < place.end <= n_tokens and self._take_place(sequence, parts, place):
+                self._state_ends[sequence] = place.end
+                return place.end
+        self._context.truncate(0, sequence)
+        return 0
+
+    def _take_place(self, sequence: int, parts: _Parts, place: _Part) -> bool:
+        """Removes the cells behind a place, and takes the window and the state there. Returns False where one of these
+        is damaged, or the cells are not there."""
+        end = int(place.positions[-1])
+        if self._has_cells:
+            if self._memory.end(CELLS, sequence) < end:
+                return False
+            self._memory.remove(CELLS, sequence, end)
+        if self._has_window:
+            blocks = [block for block in parts.blocks if block.end <= place.begin]
+            window = self._window(blocks, place)
+            self._wait_for([_name(WINDOW, part) for part in window])
+            self._memory.remove(WINDOW, sequence)
+            if self._load(WINDOW, sequence, window) < len(window):
+                return False
+        return self._state is None or self._take_state(self._state, sequence, place)
+
+    def _take_state(self, kind: int, sequence: int, place: _Part) -> bool:
+        name = _state_name(place)
+        self._wait_for([name])
+        state = self._store.read(name)
+        if state is None:
+            return False
+        if kind != RECURRENT or _is_recurrent_after(state, place):
+            data = np.frombuffer(state, np.uint8)
+            done = self._memory.set_state(kind, sequence, data.ctypes.data, len(state))
+            self._context.note_state(sequence)
+            if done and self._memory.end(kind, sequence) == place.positions[-1]:
+                self._pool.submit(self._store.touch, [name])
+                return True
+        self._store.delete(name)
+        return False
+
+    def _wait_for(self, names: Sequence[str]) -> None:
+        """Waits until none of these is queued to be written."""
+        if any(name in self._queued for name in names):
+            self._pool.submit(lambda: None).result()
+
+    # Blocks of cells.
+
+    def _load(self, kind: int, sequence: int, parts: Sequence[_Part]) -> int:
+        """Adds the cells of parts to a sequence. Returns how many parts it has then: the first ones, up to one that
+        cannot be used."""
+        with KVBlocks() as read:
+            n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add(kind, read, sequence, part), parts))
+            n_done = min(n_added, read.fill())
+        if n_done < len(parts):
+            self._memory.remove(kind, sequence, int(parts[n_done].positions[0]))
+            for unusable in parts[n_done:]:  # so that they are written again
+                self._store.delete(_name(kind, unusable))
+        self._pool.submit(self._store.touch, [_name(kind, part) for part in parts[:n_done]])
+        return n_done
+
+    def _add(self, kind: int, read: KVBlocks, sequence: int, part: _Part) -> bool:
+        """Adds a block's cells to a sequence, which `read` fills later. Returns False where these are not its tokens',
+        or there is no room for them."""
+        block = self._store.open(_name(kind, part), _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
+        if block is None or not _has_cells_of(block.head, part):
+            return False
+        done = self._memory.set_state(kind, SCRATCH, read.add(block), block.n_bytes - block.begin)
         if done:
-            self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
-        self._bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
+            self._memory.copy(kind, SCRATCH, sequence)
+        self._memory.remove(kind, SCRATCH)
         return done
 
-    def _keep_parts(self, sequence: int, parts: Sequence[_Part]) -> None:
-        new = [part for part in parts if not self._is_kept(part)]
-        memory, bindings = self._llm._ctx.memory, self._bindings
-        first = bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
+    def _keep_cells(self, kind: int, sequence: int, parts: Sequence[_Part]) -> None:
+        """Queues the parts that are not kept yet, as far as the sequence still has their cells."""
+        first = self._memory.first(kind, sequence)
+        new = [part for part in parts if not self._is_kept(_name(kind, part))]
+        if kind == WINDOW:
+            new = [part for part in new if part.positions[0] >= first]
         if not new or first > new[0].positions[0]:
             return
-        bindings.llama_memory_seq_cp(memory, sequence, SCRATCH, -1, -1)
-        bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
+        memory = self._memory
+        memory.copy(kind, sequence, SCRATCH)
+        memory.remove(kind, sequence)
         try:
             for part in new:
-                begin, end = int(part.positions[0]), int(part.positions[-1])
-                bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, begin, end)
-                is_kept = self._keep_state(sequence, part)
-                bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
-                if not is_kept:
+                memory.copy(kind, SCRATCH, sequence, int(part.positions[0]), int(part.positions[-1]))
+                is_kept = self._keep_block(kind, sequence, part)
+                memory.remove(kind, sequence)
+                if not is_kept and kind == CELLS:  # later blocks are of no use without this one
                     return
         finally:
-            bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
-            bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
+            memory.copy(kind, SCRATCH, sequence)
+            memory.remove(kind, SCRATCH)
 
-    def _is_kept(self, part: _Part) -> bool:
-        return part.name in self._queued or self._store.holds(part.name)
-
-    def _keep_state(self, sequence: int, part: _Part) -> bool:
-        """Queues the state of a sequence to be written as this part. Returns False where llama.cpp cannot give it, or
-        too much waits already."""
-        n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
-        with self._lock:
-            if self._queued and sum(self._queued.values()) + n_bytes > MOST_QUEUED_BYTES:
-                self.behind.add(sequence)
-                return False
-        data = np.empty(n_bytes, np.uint8)
-        pointer = data.ctypes.data_as(_BYTES)
-        if self._bindings.llama_state_seq_get_data(self._llm.ctx, pointer, n_bytes, sequence) != n_bytes:
+    def _keep_block(self, kind: int, sequence: int, part: _Part) -> bool:
+        """Queues all cells of a sequence to be written as this part. Returns False where llama.cpp
+        cannot write them, or too much waits already."""
+        n_bytes = self._memory.state_bytes(kind, sequence)
+        if not self._has_queue_for(n_bytes):
+            self.behind.add(sequence)
             return False
-        if not self._whole and not _is_of(data.data, part):
+        data = self._memory.state(kind, sequence, n_bytes)
+        if data is None or not _has_cells_of(data.data, part):
             return False
-        about = About(self._model, part.end, part.end if self._whole else part.end - part.begin)
-        self._put(part.name, about, data.data)
+        n_own_tokens = part.end - part.begin if kind == CELLS else 0
+        self._put(_name(kind, part), About(self._model, part.end, n_own_tokens), data.data)
         return True
 
-    def _put(self, name: str, about: About, data: memoryview) -> None:
-        """Queues a block to be written."""
+    def _is_kept(self, name: str) -> bool:
+        return name in self._queued or self._store.holds(name)
+
+    def _has_queue_for(self, n_bytes: int) -> bool:
+        with self._lock:
+            return not self._queued or sum(self._queued.values()) + n_bytes <= MOST_QUEUED_BYTES
+
+    def _put(self, name: str, about: About, data: memoryview, written: Callable[[float], object] = float) -> None:
+        """Queues a block to be written. written: called by the writing thread with the seconds that it took."""
 
         def write() -> None:
+            begin_s = time.perf_counter()
             self._store.write(name, about, [data])
+            written(time.perf_counter() - begin_s)
             with self._lock:
                 self._queued.pop(name, None)
 
@@ -311,36 +510,78 @@ class PrefixCache:
             self._queued[name] = len(data)
         self._pool.submit(write)
 
-    # Whole states.
+    # States.
 
-    def _restore_whole(self, sequence: int, parts: _Parts, n_held: int, make_room: MakeRoom) -> int:
-        n_first = sum(block.end <= n_held for block in parts.blocks)
-        for rest in (r for n in range(len(parts.blocks), n_first - 1, -1) for r in self._kept_rests(parts, n)):
-            if rest.end <= n_held or (state := self._store.read(rest.name)) is None:
-                continue
-            make_room(rest.end)
-            data = np.frombuffer(state, np.uint8).ctypes.data_as(_BYTES)
-            found = self._bindings.llama_state_seq_set_data(self._llm.ctx, data, len(state), sequence)
-            self._context.note_state(sequence)
-            n_found = self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence) + 1
-            self._pool.submit(self._store.touch, [rest.name])
-            self._n_whole_tokens = rest.end
-            if found and n_found == rest.positions[-1]:
-                return rest.end
-            self._store.delete(rest.name)
-            self._context.truncate(0, sequence)
-            return 0
-        return n_held
+    def _state_to_keep(self, sequence: int, place: _Part, is_end: bool) -> int | None:
+        """Returns the bytes of the state after a place where it is to be kept now, else None."""
+        if self._state is None:
+            return None
+        last = self._state_ends.get(sequence, 0)
+        n_since = place.end - last if last <= place.end else place.end
+        n_bytes = self._memory.state_bytes(self._state, sequence)
+        is_there = self._memory.end(self._state, sequence) == place.positions[-1]  # drafts may be there, too
+        if not is_there or n_since < (2 if is_end else self._state_cost.step(n_bytes, place.end)):
+            return None
+        if self._is_kept(_state_name(place)):
+            self._state_ends[sequence] = place.end
+            return None
+        has_room = n_bytes < read_memory().available_bytes // 2
+        return n_bytes if has_room and (is_end or self._has_queue_for(n_bytes)) else None
 
-    def _keep_whole(self, sequence: int, rest: _Part, goes_on: bool) -> None:
-        if rest.end < self._n_whole_tokens:
-            self._n_whole_tokens = 0  # another conversation's
-        if goes_on and rest.end < self._n_whole_tokens + max(WHOLE_STEP_TOKENS, self._n_whole_tokens // 2):
+    def _keep_state(self, sequence: int, place: _Part, n_bytes: int) -> None:
+        """Queues the state of a sequence after a place to be written."""
+        assert self._state is not None
+        begin_s = time.perf_counter()
+        data = self._memory.state(self._state, sequence, n_bytes)
+        copy_s = time.perf_counter() - begin_s
+        if data is None:
             return
-        n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
-        if not self._is_kept(rest) and n_bytes < read_memory().available_bytes // 2:
-            self._keep_state(sequence, rest)
-        self._n_whole_tokens = rest.end
+        self._state_ends[sequence] = place.end
+        n_own_tokens = 0 if self._has_cells else place.end
+        about = About(self._model, place.end, n_own_tokens)
+        note_state = self._state_cost.note_state
+        self._put(_state_name(place), about, data.data, lambda write_s: note_state(n_bytes, copy_s + write_s))
+
+
+class StateCost:
+    """Measures what states cost, against computing tokens again."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._eval_s = self._pass_s = 0.0  # the context's seconds, and the seconds of the last pass
+        self._n_pass = 0  # tokens of the last pass
+        self._token_s = 0.0  # to compute a token of a prompt; 0: not known yet
+        self._byte_s = 0.0  # to keep a byte of a state; 0: not known yet
+
+    def note_pass(self, eval_s: float, n_new: int) -> None:
+        """Notes a sequence's `n_new` tokens of a pass, after which the context has computed for `eval_s` seconds."""
+        if eval_s != self._eval_s:  # another pass: all sequences of the last one were noted
+            if self._n_pass >= BLOCK_TOKENS // 2:
+                self._token_s = self._pass_s / self._n_pass
+            self._pass_s = eval_s - self._eval_s
+            self._eval_s, self._n_pass = eval_s, 0
+        self._n_pass += n_new
+
+    def note_state(self, n_bytes: int, seconds: float) -> None:
+        """Notes how long it took to copy and to write a state."""
+        self._byte_s = seconds / n_bytes
+
+    def step(self, n_bytes: int, n_tokens: int) -> int:
+        """Returns the tokens between two states of a conversation of `n_tokens`, whose last state has `n_bytes`."""
+        seconds = self._byte_s * n_bytes
+        pays_off = seconds / self._token_s if self._token_s else 0.0  # tokens that take as long to compute
+        by_time = max(min(pays_off / STEP_COST, MOST_STEP_TOKENS), pays_off)
+        by_space = n_bytes * n_tokens / (STATES_SHARE * self._limit_bytes)
+        return max(BLOCK_TOKENS, math.ceil(by_time), math.ceil(by_space))
+
+
+def _name(kind: int, part: _Part) -> str:
+    """Returns the name of the block with this part's cells of full attention or of windows."""
+    return part.name + _NAMES[kind]
+
+
+def _state_name(place: _Part) -> str:
+    return f"{place.name}-state"
 
 
 def store_limit(given: str | int | None) -> int | None:
@@ -368,10 +609,10 @@ def open_prefix_cache(
     return PrefixCache(llm, context, store, load_plan, moves, recent)
 
 
-def _is_of(block: Buffer, part: _Part) -> bool:
+def _has_cells_of(block: Buffer, part: _Part) -> bool:
     """Returns whether a state of one sequence has the cells of the part's tokens, each once and in any order."""
     n_tokens = part.end - part.begin
-    if len(block) < _STATE.size or _STATE.unpack_from(block)[2:] != (1, n_tokens):
+    if len(block) < _STATE.size or _STATE.unpack_from(block) != (1, n_tokens):
         return False
     for n_bytes in _CELL_BYTES:
         cells = np.frombuffer(block[_STATE.size :][: n_tokens * n_bytes // 4 * 4], np.uint8)
@@ -382,9 +623,23 @@ def _is_of(block: Buffer, part: _Part) -> bool:
     return False
 
 
+def _is_recurrent_after(state: Buffer, part: _Part) -> bool:
+    """Returns whether a state of one sequence is recurrent and follows the part's last token."""
+    if len(state) < _RECURRENT_STATE.size:
+        return False
+    return _RECURRENT_STATE.unpack_from(state) == (1, int(part.positions[-1]) - 1, 0)
+
+
 def _hash(*parts: str | bytes) -> str:
     joined = b"\0".join(part if isinstance(part, bytes) else part.encode() for part in parts)
     return hashlib.blake2b(joined, digest_size=16).hexdigest()
+
+
+def _n_streams(llm: UpstreamLlama) -> int:
+    """Returns the number of parts that the KV cache is divided into. More than one: each sequence has
+    cells of its own, which llama.cpp copies whole to another sequence."""
+    params = llm.context_params
+    return 1 if params.kv_unified else int(params.n_seq_max)
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
@@ -392,6 +647,7 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector
     parts = {
+        "format": FORMAT,
         "model": (header_digest(layout.shards), weights_digest(layout.shards)),
         "projector": projector and weights_digest((projector.shard,)),
         "adapter": adapter and (weights_digest((read_adapter(adapter).shard,)), options.get("lora_scale")),
@@ -403,6 +659,7 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
         "context": {name: getattr(params, name) for name in CONTEXT_FIELDS},
         "options": {name: options.get(name) for name in LOAD_OPTIONS},
         "rope": options["n_ctx"] if layout.has_long_rope else 0,
+        "streams": _n_streams(llm),
         "passes": None if is_batch_invariant(llm, layout, plan) else (params.n_batch, params.n_ubatch),
     }
     return _hash(repr(parts))

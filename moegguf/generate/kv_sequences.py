@@ -100,8 +100,12 @@ class KvSequences:
             self.truncate(kv, kv.n_clean)
 
     def truncate(self, kv: KvSequence, n_tokens: int) -> None:
-        """Keeps the first tokens of a place, or none where the model's state cannot be truncated."""
-        if not self._llm.context.truncate(n_tokens, kv.seq_id):
+        """Keeps the first tokens of a place. Where the model's memory cannot be cut there, the place
+        keeps those up to the nearest state that is kept, or none."""
+        cache = self._llm.prefix_cache
+        if cache is not None:
+            n_tokens = cache.truncate(kv.seq_id, kv.tokens, n_tokens, kv.owner)
+        elif not self._llm.context.truncate(n_tokens, kv.seq_id):
             n_tokens = 0
         del kv.tokens[n_tokens:]
 
@@ -186,7 +190,10 @@ class KvSequences:
         step = [each for each in chosen if each.decodes]
         for each in step:
             each.n_next = 1
-        budget = most if chosen[0].alone or len(self._all) == 1 else self._pass_tokens
+        whole = chosen[0].alone or len(self._all) == 1
+        if self._llm.prefix_cache is not None and self._llm.prefix_cache.leaves_window:
+            whole = False  # so that each pass is kept before its cells are given to others
+        budget = most if whole else self._pass_tokens
         if step:
             budget = self._step_tokens
         n_left = min(max(budget, len(step) + 1), most) - len(step)
@@ -198,6 +205,8 @@ class KvSequences:
             n = min(each.n_pending, n_left)
             if (image := each.image) is not None:  # a whole one, or the tokens before it
                 n = min(image.begin - each.n_evaluated, n_left) or image.n_tokens
+            elif self._llm.prefix_cache is not None:
+                n = self._llm.prefix_cache.pass_tokens(each.place.seq_id, each.n_evaluated, each.n_pending, n)
             if each.request.prompt_logprobs:
                 n = min(n, n_logits)
                 n_logits -= n
@@ -219,8 +228,8 @@ class KvSequences:
         kv = sequence.place
         source = max(self._all, key=lambda other: self._common_prefix(other, sequence))
         n_shared = self._common_prefix(source, sequence)
-        if n_shared > len(kv.tokens) and self._llm.context.copy(source.seq_id, kv.seq_id, n_shared):
-            kv.tokens = source.tokens[:n_shared]
+        if n_shared > len(kv.tokens):
+            kv.tokens = source.tokens[: self._copy(source, kv, n_shared)]
         n_held = len(kv.tokens)
         own = [other for other in prompts if other.request.owner == kv.owner]
         awaited = [other for other in own if self._awaits(sequence, other)]
@@ -242,6 +251,14 @@ class KvSequences:
             sequence.summary.cached_tokens = len(kv.tokens)
         return True
 
+    def _copy(self, source: KvSequence, target: KvSequence, n_shared: int) -> int:
+        """Makes a place hold as many of the first `n_shared` tokens of another one as both can share. Returns how many
+        of them it holds then."""
+        cache, n_held = self._llm.prefix_cache, len(target.tokens)
+        if cache is not None:
+            return cache.copy(source.seq_id, target.seq_id, source.tokens[:n_shared], n_held, target.owner)
+        return n_shared if self._llm.context.copy(source.seq_id, target.seq_id, n_shared) else n_held
+
     def _awaits(self, sequence: Sequence, other: Sequence) -> bool:
         """Returns whether a prompt waits until `other` has computed a prefix of both. A recurrent state can be copied
         only where it has seen the prefix and nothing more, so `other` stops there once."""
@@ -262,4 +279,6 @@ class KvSequences:
         if kv.seq_id == 0:
             images = sequence.prompt.images
             n = self._llm.context.images.common_prefix(n, images.spans if images else ())
-        return n if n == len(kv.tokens) or self._llm.context.keeps(n, kv.seq_id) else 0
+        if n == len(kv.tokens) or self._llm.prefix_cache is not None:  # which goes back to the nearest state
+            return n
+        return n if self._llm.context.keeps(n, kv.seq_id) else 0

@@ -166,7 +166,7 @@ struct moegguf_kv_blocks {
 
 namespace {
 
-thread_local moegguf_kv_blocks * current = nullptr; // llama.cpp takes a state of its last block
+thread_local moegguf_kv_blocks * current = nullptr; // llama.cpp reads a state of its last block
 
 } // namespace
 

@@ -1,5 +1,5 @@
-// loading.h: what llama.cpp calls where it reads: which tensors it leaves to the store, how it reads and converts the
-// others, and how it takes a state. It may write the tensors that it is given.
+// loading.h: what llama.cpp calls where it reads: which tensors it leaves to the store, and how it reads and converts
+// the others. It may write the tensors that it is given.
 #pragma once
 
 #include "huge_pages.h"
@@ -82,20 +82,5 @@ class ConvertAhead {
     ReadBytes next_, last_;
     std::future<void> before_; // waits where it is replaced
 };
-
-// n bytes of a state that begin at an address.
-inline void read_state(void * to, const uint8_t * at, size_t n) {
-    if (!moegguf_state_read(to, at, n)) { memcpy(to, at, n); }
-}
-
-// Writes parts of a state to tensors, or has them written; a part has tensor, ptr, offset and size.
-template <typename Parts>
-void set_parts(const Parts & parts) {
-    for (const auto & part : parts) {
-        if (!moegguf_state_put(part.tensor, part.offset, part.ptr, part.size)) {
-            ggml_backend_tensor_set(part.tensor, part.ptr, part.offset, part.size);
-        }
-    }
-}
 
 } // namespace moegguf

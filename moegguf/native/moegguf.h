@@ -547,12 +547,13 @@ MOEGGUF_API moegguf_kv_blocks * moegguf_kv_blocks_open(void);
 // Frees the list. Does nothing for NULL.
 MOEGGUF_API void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks);
 
-// Adds a block, and writes an address at which llama_state_seq_set_data, called next on this thread, finds the state.
+// Adds a block, and writes an address at which moegguf_parts_state_read (memory_parts.h), called next on this thread,
+// finds the state.
 MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct moegguf_kv_block * block,
                                       const void ** state);
 
-// Reads the blocks, and writes what llama_state_seq_set_data has put into tensors. Writes how many of the first blocks
-// have their digest; the parts of others are zero then.
+// Reads the blocks, and writes what moegguf_state_put has noted of them into tensors. Writes how many of the first
+// blocks have their digest; the parts of others are zero then.
 MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
 #ifdef __cplusplus

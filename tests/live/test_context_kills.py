@@ -1,5 +1,6 @@
 """Processes that are killed at random moments while they write contexts to disk: no answer has other bits, and every
-block that is left is whole. Slow: `make slow` runs it. MOEGGUF_SLOW_KILLS sets the number of processes.
+block that is left is whole. A few are killed in every run; `make slow` kills the others. MOEGGUF_SLOW_KILLS sets the
+number of processes for each model.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 from answering import DEMO
+from running import TinyModel
 
 from moegguf.engine.kv_block_store import KvBlockStore, stored_blocks
 from moegguf.quantities import parse_size
@@ -22,7 +25,8 @@ from moegguf.quantities import parse_size
 N_KILLS = int(os.environ.get("MOEGGUF_SLOW_KILLS", "500"))
 KILLS_OF_A_TEST = 50
 N_PROMPTS, N_NEW = 16, 6
-STORE = "24MiB"  # holds some of the prompts' blocks, so that others leave
+STORES = {"demo": "24MiB", "tiny-qwen35moe": "3MiB"}  # hold some of the prompts' blocks, so that others leave
+QUICK_KILLS = 3
 LONGEST_S = 0.5  # from a first answer to the kill
 SPAWN = multiprocessing.get_context("forkserver")
 
@@ -33,7 +37,7 @@ def prompts(n_vocab: int) -> list[list[int]]:
     return [texts[i // 3 * 3][: 100 * (i % 3)] + texts[i] for i in range(N_PROMPTS)]
 
 
-def answer(folder: str, store: str, order: list[int], out: Connection) -> None:
+def answer(model: str, folder: str, store: str, order: list[int], out: Connection) -> None:
     """Sends (index of a prompt, its answer with all bits) for each index of `order`."""
     os.environ["MOEGGUF_HOME"] = folder
     os.environ["MOEGGUF_TRIAL_LOAD"] = "0"
@@ -41,7 +45,7 @@ def answer(folder: str, store: str, order: list[int], out: Connection) -> None:
     from moegguf.generate.request import Sampling
 
     sampling = Sampling(temperature=0.0, max_tokens=N_NEW)
-    with Engine(str(DEMO), parallel=2, n_ctx=2048, n_threads=1, context_store=store) as engine:
+    with Engine(model, parallel=2, n_ctx=2048, n_threads=1, context_store=store) as engine:
         asked = prompts(engine.llm.n_vocab())
         for i in order:
             (found,) = engine.generate(asked[i], sampling, n_logprobs=5)
@@ -57,50 +61,68 @@ def received(reads: Connection) -> Iterator[tuple[int, str]]:
         return
 
 
-def started(folder: Path, store: str, order: list[int]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+def started(
+    model: Path, folder: Path, store: str, order: list[int]
+) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     reads, writes = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=answer, args=(str(folder), store, order, writes))
+    process = SPAWN.Process(target=answer, args=(str(model), str(folder), store, order, writes))
     process.start()
     writes.close()
     return process, reads
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@dataclass(frozen=True)
+class Killed:
+    """A model whose processes are killed, the folder of their contexts, and the answers of a process
+    that keeps none."""
+
+    model: Path
+    folder: Path
+    store: str
+    expected: dict[int, str]
+
+
+@pytest.fixture(scope="module", params=STORES)
+def killed(request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Killed:
     SPAWN.set_forkserver_preload(["moegguf.generate.engine"])
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[int, str]:
-    """Answers of a process that keeps no contexts."""
-    process, reads = started(folder, "0", list(range(N_PROMPTS)))
-    answers = dict(received(reads))
+    model = DEMO if request.param == "demo" else tiny(request.param)
+    folder = tmp_path_factory.mktemp("home")
+    process, reads = started(model, folder, "0", list(range(N_PROMPTS)))
+    expected = dict(received(reads))
     process.join()
-    return answers
+    return Killed(model, folder, STORES[request.param], expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, N_KILLS, KILLS_OF_A_TEST))
-def test_killed_writers_leave_whole_blocks_and_right_answers(
-    first: int, folder: Path, expected: dict[int, str]
-) -> None:
+def kill(each: Killed, seeds: range) -> None:
+    """Kills a process for each seed, and checks what all of them have answered and kept."""
     n_answers = 0
-    for seed in range(first, min(first + KILLS_OF_A_TEST, N_KILLS)):
+    for seed in seeds:
         order = np.random.default_rng(seed).integers(0, N_PROMPTS, 10_000).tolist()
-        process, reads = started(folder, STORE, order)
+        process, reads = started(each.model, each.folder, each.store, order)
         answers = [reads.recv()]
         time.sleep(random.Random(seed).uniform(0, LONGEST_S))
         process.kill()
         answers += received(reads)
         process.join()
         for i, text in answers:
-            assert text == expected[i], f"kill {seed}: prompt {i} was answered with other bits"
+            assert text == each.expected[i], f"kill {seed}: prompt {i} was answered with other bits"
         n_answers += len(answers)
-    contexts = folder / "cache" / "contexts"
-    store = KvBlockStore(contexts, parse_size(STORE))
+    contexts = each.folder / "cache" / "contexts"
+    store = KvBlockStore(contexts, parse_size(each.store))
     blocks = list(stored_blocks(contexts))
-    print(f"{n_answers} answers, {len(blocks)} blocks")
+    n_states = sum(block.path.name.endswith("-state") for block in blocks)
+    print(f"{n_answers} answers, {len(blocks)} blocks, {n_states} states")
     assert blocks
+    assert (n_states > 0) == (each.model != DEMO)
     assert not store.is_off
     assert all(store.read(block.path.name) is not None for block in blocks)
+
+
+def test_a_few_killed_writers_leave_whole_blocks_and_right_answers(killed: Killed) -> None:
+    kill(killed, range(N_KILLS, N_KILLS + QUICK_KILLS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, N_KILLS, KILLS_OF_A_TEST))
+def test_killed_writers_leave_whole_blocks_and_right_answers(first: int, killed: Killed) -> None:
+    kill(killed, range(first, min(first + KILLS_OF_A_TEST, N_KILLS)))

@@ -107,7 +107,7 @@ def test_another_question_computes_the_rest(name: str, tiny: TinyModel, unkept: 
             assert found.summary.cached_tokens >= 4 * BLOCK_TOKENS
 
 
-def test_whole_states_are_kept_of_what_cannot_be_cut(tiny: TinyModel) -> None:
+def test_states_are_kept_of_what_cannot_be_cut(tiny: TinyModel) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
     with engine(model, context_store=0) as never_stopped:
         first_turn = answer(never_stopped, prompt)
@@ -121,8 +121,8 @@ def test_whole_states_are_kept_of_what_cannot_be_cut(tiny: TinyModel) -> None:
         assert found.logprobs == expected.logprobs
         assert computed(found) == (71, len(longer) - 71)
     with engine(model) as again:
-        assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (5, N_PROMPT)
-        assert computed(answer(again, prompt)) == (N_PROMPT, 0)  # its last state has all of its tokens
+        assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (6, N_PROMPT - 1)
+        assert computed(answer(again, prompt)) == (1, 0)  # the sequence goes back to a state
     for block in stored_blocks(default_folder()):
         block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
     with engine(model) as damaged:
@@ -211,7 +211,7 @@ def crafted(path: Path, index: int) -> None:
     store = KvBlockStore(default_folder(), GIB)
     data = store.read(path.name)
     words = np.frombuffer(data, np.int32).copy()
-    words[{0: 4 + 3 * BLOCK_TOKENS + 2, 1: 3, 2: 4}[index]] += 1
+    words[{0: 2 + 3 * BLOCK_TOKENS + 2, 1: 1, 2: 2}[index]] += 1
     store.write(path.name, About("", 0, 0), [words.tobytes()])
 
 
@@ -248,8 +248,8 @@ def test_what_cannot_be_used_is_computed(
 
 def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "MOST_QUEUED_BYTES", 1)  # one block at a time
-    prompt, kept, keep = prompt_of(10 * BLOCK_TOKENS), [], PrefixCache._keep_state
-    monkeypatch.setattr(PrefixCache, "_keep_state", lambda *given: kept.append(keep(*given)) or kept[-1])
+    prompt, kept, keep = prompt_of(10 * BLOCK_TOKENS), [], PrefixCache._keep_block
+    monkeypatch.setattr(PrefixCache, "_keep_block", lambda *given: kept.append(keep(*given)) or kept[-1])
     with engine(DEMO) as first:
         answer(first, prompt, max_tokens=1)
     assert not all(kept)

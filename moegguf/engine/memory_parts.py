@@ -1,0 +1,77 @@
+"""Parts of a context's memory (`native/memory_parts.h`): cells that can be cut, a sliding window, a recurrent state.
+
+Does not know tokens, files, or when a state is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.native import library
+
+if TYPE_CHECKING:
+    from moegguf.engine.upstream import UpstreamLlama
+
+CELLS, WINDOW, RECURRENT = 1, 2, 4
+WHOLE = 0  # the whole memory, where it cannot be cut
+_MEMORY, _CONTEXT, _BYTES = c.c_void_p, c.c_void_p, c.c_void_p
+_PARTS, _SEQUENCE, _POSITION = c.c_uint32, c.c_int32, c.c_int32
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "memory_parts": (_PARTS, (_MEMORY,)),
+    "parts_seq_rm": (c.c_bool, (_MEMORY, _PARTS, _SEQUENCE, _POSITION, _POSITION)),
+    "parts_seq_cp": (None, (_MEMORY, _PARTS, _SEQUENCE, _SEQUENCE, _POSITION, _POSITION)),
+    "parts_seq_pos_min": (_POSITION, (_MEMORY, _PARTS, _SEQUENCE)),
+    "parts_seq_pos_max": (_POSITION, (_MEMORY, _PARTS, _SEQUENCE)),
+    "parts_state_bytes": (c.c_size_t, (_CONTEXT, _PARTS, _SEQUENCE)),
+    "parts_state_write": (c.c_bool, (_CONTEXT, _PARTS, _SEQUENCE, _BYTES, c.c_size_t)),
+    "parts_state_read": (c.c_bool, (_CONTEXT, _PARTS, _SEQUENCE, _BYTES, c.c_size_t)),
+}
+
+
+class MemoryParts:
+    """The memory of the context of `llm`. `parts` of every method is a set of the parts above, as bits."""
+
+    def __init__(self, llm: UpstreamLlama) -> None:
+        loaded: Any = library.llama_cpp().llama_cpp._lib
+        self._context, self._memory = llm.ctx, llm._ctx.memory
+        self._functions: dict[str, Any] = {}
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(loaded, f"moegguf_{name}")
+            function.restype, function.argtypes = result, arguments
+            self._functions[name] = function
+        self.all: int = self._functions["memory_parts"](self._memory)  # WHOLE: it cannot be cut
+
+    def remove(self, parts: int, sequence: int, begin: int = -1, end: int = -1) -> bool:
+        """Removes the positions from `begin` to before `end` (-1: all). Returns False where that cannot be."""
+        return bool(self._functions["parts_seq_rm"](self._memory, parts, sequence, begin, end))
+
+    def copy(self, parts: int, source: int, target: int, begin: int = -1, end: int = -1) -> None:
+        """Makes the positions from `begin` to before `end` of one sequence another one's, too."""
+        self._functions["parts_seq_cp"](self._memory, parts, source, target, begin, end)
+
+    def first(self, parts: int, sequence: int) -> int:
+        """Returns the first position of a sequence; -1: it is empty."""
+        return int(self._functions["parts_seq_pos_min"](self._memory, parts, sequence))
+
+    def end(self, parts: int, sequence: int) -> int:
+        """Returns the position after the last one of a sequence; 0: it is empty."""
+        return int(self._functions["parts_seq_pos_max"](self._memory, parts, sequence)) + 1
+
+    def state_bytes(self, parts: int, sequence: int) -> int:
+        """Returns the bytes of a sequence's state; 0: llama.cpp cannot write it."""
+        return int(self._functions["parts_state_bytes"](self._context, parts, sequence))
+
+    def state(self, parts: int, sequence: int, n_bytes: int) -> npt.NDArray[np.uint8] | None:
+        """Returns the state of a sequence, which has this number of bytes; None where llama.cpp
+        cannot write it."""
+        data, write = np.empty(n_bytes, np.uint8), self._functions["parts_state_write"]
+        return data if write(self._context, parts, sequence, data.ctypes.data, n_bytes) else None
+
+    def set_state(self, parts: int, sequence: int, address: int, n_bytes: int) -> bool:
+        """Replaces these parts of a sequence by a state. Returns False where llama.cpp cannot read it."""
+        read = self._functions["parts_state_read"]
+        return bool(read(self._context, parts, sequence, address, n_bytes))

@@ -1,0 +1,242 @@
+"""Contexts of models whose memory cannot be cut everywhere: recurrent states and sliding windows are kept beside the
+blocks, a prompt goes on from the nearest of them with the same bits, and what is damaged is computed again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import TinyModel
+
+from moegguf.engine.kv_block_store import KvBlockStore, StoredBlock, default_folder, stored_blocks
+from moegguf.engine.prefix_cache import BLOCK_TOKENS, MOST_STEP_TOKENS
+from moegguf.generate.engine import Engine, EngineAnswer
+from moegguf.generate.request import Sampling
+from moegguf.quantities import GIB
+
+RECURRENT = [
+    "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear", "tiny-granitehybrid",
+]  # fmt: skip
+WINDOWED = ["tiny-gpt-oss"]
+WHOLE = ["tiny-deepseek4"]
+ALL = RECURRENT + WINDOWED + WHOLE
+N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, 20
+N_LONG = 1100  # more than two passes, and more than a window and a pass
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MOEGGUF_CONTEXT_STORE", "1GiB")
+
+
+def prompt_of(n_tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 900, n_tokens).tolist()
+
+
+def engine(model: Path, **options: Any) -> Engine:
+    own = {"flash_attn": False} if "deepseek4" in model.name else {}  # its bits depend on where cells lie
+    return Engine(model, **{"parallel": 1, "n_ctx": 2048, "n_threads": 1, **own, **options})
+
+
+def answer(engine: Engine, prompt: Sequence[int], owner: str = "") -> EngineAnswer:
+    """Returns an answer with the logits of its tokens, as logprobs of many."""
+    sampling = Sampling(temperature=0.0, max_tokens=N_NEW)
+    (found,) = engine.generate(list(prompt), sampling, n_logprobs=20, return_context=True, owner=owner)
+    if found.error:
+        raise found.error
+    return found
+
+
+def unkept(model: Path, prompt: Sequence[int]) -> EngineAnswer:
+    """Returns the answer of an engine that keeps nothing, from an empty context."""
+    with engine(model, context_store=0) as alone:
+        return answer(alone, prompt)
+
+
+def flip_last_byte(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def states() -> list[StoredBlock]:
+    return [block for block in stored_blocks(default_folder()) if block.path.name.endswith("-state")]
+
+
+@pytest.mark.parametrize("n_parallel", [1, 3])
+@pytest.mark.parametrize("preset", ALL)
+def test_the_same_prompt_in_another_process_computes_its_last_token(
+    tiny: TinyModel, preset: str, n_parallel: int
+) -> None:
+    model, prompt = tiny(preset), prompt_of(N_PROMPT)
+    expected = unkept(model, prompt)
+    for n_computed in (N_PROMPT, 1):
+        with engine(model, parallel=n_parallel) as each:
+            assert each.llm.n_seq_max == n_parallel
+            found = answer(each, prompt)
+        assert found.logprobs == expected.logprobs
+        assert found.summary.prompt_tokens == n_computed
+
+
+@pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", "tiny-gpt-oss"])
+def test_a_sequence_shares_the_cells_of_another_one_up_to_its_nearest_state(tiny: TinyModel, preset: str) -> None:
+    model, common = tiny(preset), prompt_of(MOST_STEP_TOKENS + 10)
+    first, second = ([*common, *prompt_of(n, seed=n)] for n in (450, 200))
+    with engine(model, parallel=2) as both:
+        answer(both, first)
+        found = answer(both, second)
+        assert found.summary.disk_tokens == 0
+        assert found.summary.cached_tokens >= MOST_STEP_TOKENS
+        assert found.logprobs == unkept(model, second).logprobs
+        assert answer(both, first).summary.prompt_tokens == 1  # the other sequence kept its tokens
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_the_next_turn_in_another_process_computes_what_is_new(tiny: TinyModel, preset: str) -> None:
+    model, prompt = tiny(preset), prompt_of(N_PROMPT)
+    with engine(model) as first:
+        turn = answer(first, prompt)
+    longer = [*turn.summary.context, *prompt_of(70, seed=1)]
+    with engine(model) as later:
+        found = answer(later, longer)
+    assert found.logprobs == unkept(model, longer).logprobs
+    assert found.summary.prompt_tokens == 71  # the last token of the answer was not evaluated
+
+
+@pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "from disk"])
+@pytest.mark.parametrize("preset", ALL)
+def test_an_edited_last_message_goes_on_from_the_nearest_state(tiny: TinyModel, preset: str, in_memory: bool) -> None:
+    model, prompt = tiny(preset), prompt_of(N_LONG)
+    n_same = N_LONG - 50
+    edited = [*prompt[:n_same], *prompt_of(40, seed=1)]
+    with engine(model) as first:
+        answer(first, prompt)
+        if in_memory:
+            found = answer(first, edited)
+    if not in_memory:
+        with engine(model) as later:
+            found = answer(later, edited)
+    assert found.logprobs == unkept(model, edited).logprobs
+    assert 40 <= found.summary.prompt_tokens <= 40 + MOST_STEP_TOKENS
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_two_conversations_share_the_state_after_their_common_beginning(tiny: TinyModel, preset: str) -> None:
+    model, common = tiny(preset), prompt_of(MOST_STEP_TOKENS + 10)
+    first, second = ([*common, *prompt_of(n, seed=n)] for n in (150, 200))
+    with engine(model) as one:
+        answer(one, first)
+    with engine(model) as other:
+        found = answer(other, second)
+        again = answer(other, first)
+    assert found.logprobs == unkept(model, second).logprobs
+    assert again.logprobs == unkept(model, first).logprobs
+    assert found.summary.cached_tokens >= MOST_STEP_TOKENS
+    assert again.summary.prompt_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "n_parallel", "form"),
+    [
+        ("tiny-qwen2moe", 2, "blocks"),
+        ("tiny-gpt-oss", 2, "blocks and windows"),
+        ("tiny-qwen35moe", 2, "blocks and states"),
+        ("tiny-qwen4exp", 1, "blocks and states"),
+        ("tiny-qwen4exp", 2, "whole states"),  # each sequence has cells of its own
+        ("tiny-deepseek4", 2, "whole states"),
+    ],
+)
+def test_the_form_of_what_is_kept(tiny: TinyModel, preset: str, n_parallel: int, form: str) -> None:
+    with engine(tiny(preset), parallel=n_parallel) as each:
+        assert each.llm.prefix_cache is not None
+        assert each.llm.prefix_cache.form == form
+
+
+def test_a_recurrent_state_lies_beside_blocks_that_are_kept_once(tiny: TinyModel) -> None:
+    prompt = prompt_of(N_LONG)
+    with engine(tiny("tiny-lfm2moe")) as first:
+        answer(first, prompt)
+    found = states()
+    assert len(found) >= N_LONG // MOST_STEP_TOKENS
+    assert len({block.n_bytes for block in found}) <= 2  # a state does not grow with the conversation
+    blocks = [block for block in stored_blocks(default_folder()) if block.about.n_own_tokens == BLOCK_TOKENS]
+    assert len(blocks) == (N_LONG + N_NEW - 1) // BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-deepseek4"])
+def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: int) -> None:
+    """`kept` states stay whole."""
+    model, prompt = tiny(preset), prompt_of(N_LONG)
+    with engine(model) as first:
+        expected = answer(first, prompt)
+    damaged = sorted(states(), key=lambda block: block.about.n_tokens)[kept:]
+    for block in damaged:
+        flip_last_byte(block.path)
+    with engine(model) as later:
+        found = answer(later, prompt)
+    assert found.logprobs == expected.logprobs
+    assert found.summary.cached_tokens == (MOST_STEP_TOKENS if kept else 0)
+    with engine(model) as again:  # what was computed took its place
+        assert answer(again, prompt).summary.prompt_tokens == 1
+
+
+@pytest.mark.parametrize("word", [0, 1], ids=["cells", "position"])
+def test_a_crafted_state_with_the_right_checksum_is_computed_again(tiny: TinyModel, word: int) -> None:
+    model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
+    with engine(model) as first:
+        expected = answer(first, prompt)
+    store = KvBlockStore(default_folder(), GIB)
+    for block in states():
+        words = np.frombuffer(store.read(block.path.name), np.uint8).copy()
+        words[: 4 * (len(words) // 4)].view(np.int32)[word] += 1
+        store.write(block.path.name, block.about, [words.tobytes()])
+    with engine(model) as later:
+        found = answer(later, prompt)
+    assert found.logprobs == expected.logprobs
+    assert found.summary.cached_tokens == 0
+
+
+def test_a_block_that_is_damaged_before_a_state_leaves_what_is_before_it(tiny: TinyModel) -> None:
+    model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_LONG)
+    with engine(model) as first:
+        expected = answer(first, prompt)
+    (block,) = (each for each in stored_blocks(default_folder()) if each.about.n_tokens == 10 * BLOCK_TOKENS)
+    flip_last_byte(block.path)
+    with engine(model) as later:
+        found = answer(later, prompt)
+    assert found.logprobs == expected.logprobs
+    assert found.summary.cached_tokens == MOST_STEP_TOKENS
+
+
+def test_a_window_of_cells_is_read_without_the_windows_before_it(tiny: TinyModel) -> None:
+    model, prompt = tiny("tiny-gpt-oss"), prompt_of(N_LONG)
+    with engine(model) as first:
+        expected = answer(first, prompt)
+    windows = [block for block in stored_blocks(default_folder()) if block.path.name.endswith("-window")]
+    for block in windows:
+        if block.about.n_tokens < N_LONG - 300:
+            block.path.unlink()
+    with engine(model) as later:
+        found = answer(later, prompt)
+    assert found.logprobs == expected.logprobs
+    assert found.summary.prompt_tokens == 1
+
+
+def test_owners_share_no_state(tiny: TinyModel) -> None:
+    model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
+    for n_computed in (N_PROMPT, 1):
+        with engine(model) as each:
+            for owner in ("a", "b"):
+                assert answer(each, prompt, owner).summary.prompt_tokens == n_computed
+
+
+def test_the_last_tokens_of_a_long_pass_have_a_pass_of_their_own(tiny: TinyModel) -> None:
+    model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_LONG)
+    edited = [*prompt[: N_LONG - 50], *prompt_of(40, seed=1)]
+    with engine(model, n_batch=2048, n_ubatch=2048) as each:
+        answer(each, prompt)
+        found = answer(each, edited)
+    assert found.logprobs == unkept(model, edited).logprobs
+    assert found.summary.prompt_tokens == 40 + MOST_STEP_TOKENS - 50
