@@ -55,7 +55,7 @@ CHECKED_BY = {
     "RMS_NORM": "rms_norm", "ROPE": "rope, halves", "ROPE_BACK": "rope, back", "SCALE": "scale", "SGN": "sgn",
     "SIGMOID": "sigmoid", "SILU": "silu", "SOFTPLUS": "softplus", "SOFT_MAX": "soft_max", "SQR": "sqr",
     "SQRT": "sqrt", "SSM_CONV": "convolution", "SSM_SCAN": "scan, a decay for each head", "SUB": "sub",
-    "SUM_ROWS": "sum_rows", "SWIGLU": "swiglu", "TANH": "tanh", "TOP_K": "top-k",
+    "SUM_ROWS": "sum_rows", "SWIGLU": "swiglu", "SWIGLU_CLAMP": "swiglu, clamped", "TANH": "tanh", "TOP_K": "top-k",
 }  # fmt: skip
 
 QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda _level, _text, _data: None)  # as long as ggml
@@ -432,6 +432,7 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
     yield Case("top-k", simple(ggml, [x], lambda g, a: g.op("cont", g.op("top_k", a, 8)), (8,), np.int32))
     yield Case("argsort", simple(ggml, [x], lambda g, a: g.op("argsort", a, 1), (n,), np.int32))
     yield Case("swiglu", simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_split", a, b), (n,)))
+    yield Case("swiglu, clamped", simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_clamp", a, b, one), (n,)))
     yield Case("geglu", simple(ggml, [x, y], lambda g, a, b: g.op("geglu_split", a, b), (n,)))
     for name in UNARY:
         yield Case(name, simple(ggml, [np.abs(x) if name == "sqrt" else x], partial(one_input, name), (n,)))
