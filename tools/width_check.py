@@ -47,15 +47,18 @@ MOVES = {
 }  # fmt: skip
 # The name of a case that checks an operation, by ggml's name of the operation.
 CHECKED_BY = {
-    "ABS": "abs", "ADD": "add", "ADD_ID": "add", "ARGSORT": "argsort", "CLAMP": "clamp", "DIV": "div",
-    "DSV4_HC_COMB": "mix of streams", "DSV4_HC_POST": "streams from one", "DSV4_HC_PRE": "one of streams",
-    "EXP": "exp", "FLASH_ATTN_EXT": "flash attention", "GATED_DELTA_NET": "gated delta net",
-    "GATED_LINEAR_ATTN": "gated linear attention", "L2_NORM": "l2_norm", "LIGHTNING_INDEXER": "lightning indexer",
-    "MUL": "mul", "MUL_MAT": "mul_mat f32 plain", "MUL_MAT_ID": "mul_mat_id f32 plain", "NORM": "norm", "RELU": "relu",
-    "RMS_NORM": "rms_norm", "ROPE": "rope, halves", "ROPE_BACK": "rope, back", "SCALE": "scale", "SGN": "sgn",
-    "SIGMOID": "sigmoid", "SILU": "silu", "SOFTPLUS": "softplus", "SOFT_MAX": "soft_max", "SQR": "sqr",
-    "SQRT": "sqrt", "SSM_CONV": "convolution", "SSM_SCAN": "scan, a decay for each head", "SUB": "sub",
-    "SUM_ROWS": "sum_rows", "SWIGLU": "swiglu", "SWIGLU_CLAMP": "swiglu, clamped", "TANH": "tanh", "TOP_K": "top-k",
+    "ABS": "abs", "ADD": "add", "ADD_ID": "add", "ARGSORT": "argsort", "CLAMP": "clamp",
+    "DIV": "div", "DSV4_HC_COMB": "mix of streams", "DSV4_HC_POST": "streams from one",
+    "DSV4_HC_PRE": "one of streams", "EXP": "exp", "FLASH_ATTN_EXT": "flash attention",
+    "GATED_DELTA_NET": "gated delta net", "GATED_LINEAR_ATTN": "gated linear attention",
+    "L2_NORM": "l2_norm", "LIGHTNING_INDEXER": "lightning indexer", "MUL": "mul",
+    "MUL_MAT": "mul_mat f32 plain", "MUL_MAT_ID": "mul_mat_id f32 plain", "NORM": "norm",
+    "RELU": "relu", "RMS_NORM": "rms_norm", "ROPE": "rope, halves", "ROPE_BACK": "rope, back",
+    "SCALE": "scale", "SGN": "sgn", "SIGMOID": "sigmoid", "SILU": "silu",
+    "SOFTPLUS": "softplus", "SOFT_MAX": "soft_max", "SQR": "sqr", "SQRT": "sqrt",
+    "SSM_CONV": "convolution", "SSM_SCAN": "scan, a decay for each head", "SUB": "sub",
+    "SUM_ROWS": "sum_rows", "SWIGLU": "swiglu", "SWIGLU_CLAMP": "swiglu, clamped",
+    "TANH": "tanh", "TOP_K": "top-k",
 }  # fmt: skip
 
 QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda _level, _text, _data: None)  # as long as ggml
