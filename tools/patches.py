@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import vendor
 
 HEADER_FIELDS = ("Subject", "Why", "Until", "Touches")
-MAX_ADDED_LINES = 180  # over all patches: a version bump must only move call sites and a kernel's loop
+MAX_ADDED_LINES = 195  # over all patches: a version bump must only move call sites and a kernel's loop
 
 
 def header_of(patch: Path) -> str:

@@ -5,9 +5,13 @@ Each operation of the supported architectures' graphs is computed by ggml for 1,
 ggml can make, as plain and, where the processor has a layout for it, as interleaved weights; attention over a cache of
 several sequences. That others' cells change no bit is a property of a whole graph: tests/live/test_width.py.
 
-Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all]
+Operations with a recurrent state are computed for several sequences together, in passes of each width. Every token's
+output, and every state that is returned, are compared with those of the sequence alone, token by token.
+
+Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all] [--model FILE]
 Lists the operations of which a row changes, with the widths and how many of their rows; `--all` lists the others too.
-The exit status is 1 where a row changes.
+The exit status is 1 where a row changes. With a model: lists the operations of its graph, and which of the checked ones
+stand for each. The exit status is 1 where one is not checked.
 """
 
 from __future__ import annotations
@@ -17,7 +21,10 @@ import ctypes as c
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +37,29 @@ F32, F16, I32 = 0, 1, 26
 N_TYPES = 43
 N_SEQUENCES = 4
 N_CELLS = 512
+N_STATES = 3  # sequences with a state each
+N_BACK = 3  # states that some operations return: after the last token, and after those before it
+
+# Operations that move or repeat values, and compute nothing.
+MOVES = {
+    "ARANGE", "CONCAT", "CONT", "CPY", "FILL", "GET_ROWS", "NONE", "PAD", "PERMUTE", "REPEAT", "RESHAPE", "SET_ROWS",
+    "TRANSPOSE", "VIEW",
+}  # fmt: skip
+# The name of a case that checks an operation, by ggml's name of the operation.
+CHECKED_BY = {
+    "ABS": "abs", "ADD": "add", "ADD_ID": "add", "ARGSORT": "argsort", "CLAMP": "clamp",
+    "DIV": "div", "DSV4_HC_COMB": "mix of streams", "DSV4_HC_POST": "streams from one",
+    "DSV4_HC_PRE": "one of streams", "EXP": "exp", "FLASH_ATTN_EXT": "flash attention",
+    "GATED_DELTA_NET": "gated delta net", "GATED_LINEAR_ATTN": "gated linear attention",
+    "L2_NORM": "l2_norm", "LIGHTNING_INDEXER": "lightning indexer", "MUL": "mul",
+    "MUL_MAT": "mul_mat f32 plain", "MUL_MAT_ID": "mul_mat_id f32 plain", "NORM": "norm",
+    "RELU": "relu", "RMS_NORM": "rms_norm", "ROPE": "rope, halves", "ROPE_BACK": "rope, back",
+    "SCALE": "scale", "SGN": "sgn", "SIGMOID": "sigmoid", "SILU": "silu",
+    "SOFTPLUS": "softplus", "SOFT_MAX": "soft_max", "SQR": "sqr", "SQRT": "sqrt",
+    "SSM_CONV": "convolution", "SSM_SCAN": "scan, a decay for each head", "SUB": "sub",
+    "SUM_ROWS": "sum_rows", "SWIGLU": "swiglu", "SWIGLU_CLAMP": "swiglu, clamped",
+    "TANH": "tanh", "TOP_K": "top-k",
+}  # fmt: skip
 
 QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda _level, _text, _data: None)  # as long as ggml
 
@@ -60,6 +90,60 @@ class Case:
             if rows:
                 found[width] = rows
         return found
+
+
+# The outputs [n, n_tokens, ...] and the states [n_back, n, ...] after the last tokens, the last one's first, of some
+# sequences that begin in these states [n, ...] before token `begin`, and end before token `end`.
+Advance = Callable[[Array, Sequence[int], int, int], tuple[Array, Array]]
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """An operation with a state for each sequence, and what computes some tokens of some sequences."""
+
+    name: str
+    advance: Advance
+    first: Array  # the states [N_STATES, ...] before the first token
+
+    def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
+        """By width: the tokens whose output or state has other bits where sequences are computed together, in passes of
+        that width, than in the sequence alone. Without widths at which none has."""
+        n_tokens = max(widths)
+        alone = [self._alone(sequence, n_tokens) for sequence in range(N_STATES)]
+        outputs, states = (np.stack(arrays) for arrays in zip(*alone, strict=True))
+        found = {}
+        for width in widths:
+            tokens = sorted(self._changed_in_passes(width, outputs, states))
+            if tokens:
+                found[width] = tokens
+        return found
+
+    def _alone(self, sequence: int, n_tokens: int) -> tuple[Array, Array]:
+        """The output of each token of a sequence, and the state after each one."""
+        outputs, states = [], []
+        state = self.first[sequence : sequence + 1]
+        for token in range(n_tokens):
+            output, after = self.advance(state, [sequence], token, token + 1)
+            state = after[0]
+            outputs.append(output[0, 0])
+            states.append(state[0])
+        return np.stack(outputs), np.stack(states)
+
+    def _changed_in_passes(self, width: int, outputs: Array, states: Array) -> set[int]:
+        changed = set()
+        state = self.first
+        n_tokens = outputs.shape[1]
+        for begin in range(0, n_tokens, width):
+            end = min(begin + width, n_tokens)
+            output, after = self.advance(state, range(N_STATES), begin, end)
+            state = after[0]
+            for token in range(begin, end):
+                if output[:, token - begin].tobytes() != outputs[:, token].tobytes():
+                    changed.add(token)
+            for n_back, earlier in enumerate(after[: end - begin]):
+                if earlier.tobytes() != states[:, end - 1 - n_back].tobytes():
+                    changed.add(end - 1 - n_back)
+        return changed
 
 
 class Ggml:
@@ -101,6 +185,11 @@ class Ggml:
         self._base.ggml_type_size.restype = c.c_size_t
         is_used = self._base.ggml_type_size(ggml_type) > 0
         return (self._base.ggml_type_name(ggml_type) or b"").decode() if is_used else ""
+
+    def op_name(self, node: int) -> str:
+        """ggml's name of the operation of a node at an address."""
+        self._base.ggml_op_desc.restype = c.c_char_p
+        return str(self._base.ggml_op_desc(c.c_void_p(node)).decode())
 
     def quantized(self, ggml_type: int, values: Array) -> bytes:
         """float32 values [..., n] as ggml stores them in that type."""
@@ -279,18 +368,36 @@ def attention(ggml: Ggml, is_flash: bool, n_rows: int) -> Compute:
     return compute
 
 
-def simple(ggml: Ggml, inputs: Sequence[Array], build: Callable[..., c.c_void_p], shape: Sequence[int]) -> Compute:
+def simple(
+    ggml: Ggml,
+    inputs: Sequence[Array],
+    build: Callable[..., c.c_void_p],
+    shape: Sequence[int],
+    dtype: type = np.float32,
+) -> Compute:
     """An operation on rows of each input [n, ...] that gives [n, shape]."""
 
     def compute(rows: Sequence[int]) -> Array:
         graph = ggml.graph()
         node = build(graph, *(graph.array(values[np.array(rows)]) for values in inputs))
-        dtype = np.int32 if shape[-1:] == (8,) else np.float32
         out = graph.compute(node, (len(rows), *shape), dtype)
         graph.close()
         return out
 
     return compute
+
+
+UNARY = ("abs", "exp", "relu", "sgn", "sigmoid", "silu", "softplus", "sqr", "sqrt", "tanh")
+
+
+def one_input(name: str, graph: Graph, x: c.c_void_p) -> c.c_void_p:
+    """The operation of that name on x."""
+    return graph.op(name, x)
+
+
+def two_inputs(name: str, graph: Graph, x: c.c_void_p, y: c.c_void_p) -> c.c_void_p:
+    """The operation of that name on x and y."""
+    return graph.op(name, x, y)
 
 
 def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_void_p:
@@ -313,31 +420,241 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
     zero = c.c_float(0)
     one = c.c_float(1)
 
-    def rope(mode: int) -> Callable[..., c.c_void_p]:
+    def rope(mode: int, name: str = "rope_ext") -> Callable[..., c.c_void_p]:
         frequencies = (c.c_float(1e6), one, zero, one, zero, zero)
-        return lambda g, a, at: g.op("rope_ext", a, at, None, 64, mode, 4096, *frequencies)
+        return lambda g, a, at: g.op(name, a, at, None, 64, mode, 4096, *frequencies)
 
     yield Case("norm", simple(ggml, [x], lambda g, a: g.op("norm", a, eps), (n,)))
     yield Case("rms_norm", simple(ggml, [x], lambda g, a: g.op("rms_norm", a, eps), (n,)))
     yield Case("l2_norm", simple(ggml, [x], lambda g, a: g.op("l2_norm", a, eps), (n,)))
     yield Case("rope, pairs of neighbours", simple(ggml, [heads, positions], rope(0), (4, 64)))
     yield Case("rope, halves", simple(ggml, [heads, positions], rope(2), (4, 64)))
+    yield Case("rope, back", simple(ggml, [heads, positions], rope(2, "rope_ext_back"), (4, 64)))
     yield Case("soft_max", simple(ggml, [x], lambda g, a: g.op("soft_max", a), (n,)))
     yield Case("sum_rows", simple(ggml, [x], lambda g, a: g.op("sum_rows", a), (1,)))
-    yield Case("top-k", simple(ggml, [x], lambda g, a: g.op("cont", g.op("top_k", a, 8)), (8,)))
+    yield Case("top-k", simple(ggml, [x], lambda g, a: g.op("cont", g.op("top_k", a, 8)), (8,), np.int32))
+    yield Case("argsort", simple(ggml, [x], lambda g, a: g.op("argsort", a, 1), (n,), np.int32))
     yield Case("swiglu", simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_split", a, b), (n,)))
+    yield Case("swiglu, clamped", simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_clamp", a, b, one), (n,)))
     yield Case("geglu", simple(ggml, [x, y], lambda g, a, b: g.op("geglu_split", a, b), (n,)))
-    yield Case("sigmoid", simple(ggml, [x], lambda g, a: g.op("sigmoid", a), (n,)))
+    for name in UNARY:
+        yield Case(name, simple(ggml, [np.abs(x) if name == "sqrt" else x], partial(one_input, name), (n,)))
+    for name in ("add", "mul", "sub", "div"):
+        yield Case(name, simple(ggml, [x, y], partial(two_inputs, name), (n,)))
+    yield Case("scale", simple(ggml, [x], lambda g, a: g.op("scale", a, c.c_float(0.3)), (n,)))
+    yield Case("clamp", simple(ggml, [x], lambda g, a: g.op("clamp", a, c.c_float(-1), one), (n,)))
     yield Case("weighted sum", simple(ggml, [experts, weights], weighted_sum, (n,)))
+
+
+def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
+    """Residual streams that are mixed, and the scores of sparse attention."""
+    rng = np.random.default_rng(5)
+    n_streams = 4
+    n_mixed = (2 + n_streams) * n_streams
+
+    def rows(*shape: int) -> Array:
+        return rng.standard_normal((n_rows, *shape)).astype(np.float32)
+
+    x, streams_of, gates = rows(n), rows(n_streams, n), rows(n_streams, n)
+    weights, mixes, combined = rows(n_streams), rows(n_mixed), rows(n_streams, n_streams)
+    scale, base = (rng.standard_normal(size).astype(np.float32) for size in (3, n_mixed))
+    eps, one = c.c_float(1e-6), c.c_float(1)
+
+    def mix(graph: Graph, a: c.c_void_p) -> c.c_void_p:
+        return graph.op("dsv4_hc_comb", a, graph.array(scale), graph.array(base), eps, 20)
+
+    def gated(graph: Graph, a: c.c_void_p, gate: c.c_void_p) -> c.c_void_p:
+        return graph.op("dsv4_hc_pre_gated", a, gate, one)
+
+    yield Case("mix of streams", simple(ggml, [mixes], mix, (n_streams, n_streams)))
+    yield Case("one of streams", simple(ggml, [streams_of, weights], partial(two_inputs, "dsv4_hc_pre"), (n,)))
+    yield Case("one of streams, gated", simple(ggml, [streams_of, gates], gated, (n,)))
+    inputs = [x, streams_of, weights, combined]
+    spread = simple(ggml, inputs, lambda g, *of: g.op("dsv4_hc_post", *of), (n_streams, n))
+    yield Case("streams from one", spread)
+
+    keys = rng.standard_normal((N_CELLS, 1, 64)).astype(np.float16)
+    seen = np.arange(N_CELLS) <= np.arange(n_rows)[:, None] % N_CELLS
+    mask = np.where(seen, 0, -np.inf).astype(np.float16)
+
+    def scores(graph: Graph, q: c.c_void_p, weight: c.c_void_p, seen: c.c_void_p) -> c.c_void_p:
+        return graph.op("lightning_indexer", q, graph.array(keys), weight, seen)
+
+    yield Case("lightning indexer", simple(ggml, [rows(4, 64), rows(4), mask], scores, (N_CELLS,)))
+
+
+def outputs_and_states(
+    graph: Graph, node: c.c_void_p, outputs: tuple[int, ...], states: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """Computes a node with outputs [outputs] and, after them, states [states]."""
+    n_outputs = int(np.prod(outputs))
+    values = graph.compute(node, (n_outputs + int(np.prod(states)),))
+    graph.close()
+    return values[:n_outputs].reshape(outputs), values[n_outputs:].reshape(states)
+
+
+def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
+    """The gated delta net, with a gate for each head and, as in Kimi's delta attention, for each channel."""
+    rng = np.random.default_rng(6)
+    n_head, n_key_head, d = 4, 2, 64
+
+    def tokens(*shape: int) -> Array:
+        return rng.standard_normal((N_STATES, n_tokens, *shape)).astype(np.float32)
+
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (tokens(n_key_head, d), tokens(n_key_head, d)))
+    v, beta = tokens(n_head, d), 1 / (1 + np.exp(-tokens(n_head, 1)))
+    first = rng.standard_normal((N_STATES, n_head, d, d)).astype(np.float32)
+    gates = {"gated delta net": 1, "gated delta net, a gate for each channel": d}
+    for name, n_gates in gates.items():
+        inputs = q, k, v, -0.1 * np.abs(tokens(n_head, n_gates)), beta
+        for n_back in (1, N_BACK):
+            suffix = ", earlier states" if n_back > 1 else ""
+            yield StateCase(name + suffix, partial(advance_delta_net, ggml, inputs, n_back), first)
+
+
+def advance_delta_net(
+    ggml: Ggml, inputs: Sequence[Array], n_back: int, states: Array, sequences: Sequence[int], begin: int, end: int
+) -> tuple[Array, Array]:
+    """Advance of a gated delta net with these inputs [N_STATES, n_tokens, ...]."""
+    graph = ggml.graph()
+    parts = [graph.array(values[list(sequences), begin:end]) for values in inputs]
+    node = graph.op("gated_delta_net", *parts, graph.array(states), c.c_int64(n_back))
+    shape = (len(states), end - begin, *inputs[2].shape[2:])
+    return outputs_and_states(graph, node, shape, (n_back, *states.shape))
+
+
+def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
+    """The scan of Mamba 2, whose states decay head by head, and that of Mamba 1, value by value."""
+    rng = np.random.default_rng(7)
+
+    def tokens(*shape: int) -> Array:
+        return rng.standard_normal((N_STATES, n_tokens, *shape)).astype(np.float32)
+
+    kinds = (("head", 4, 64, 2, 128, 1, N_BACK), ("value", 96, 1, 1, 16, 16, 1))
+    for kind, n_head, d, n_group, d_state, n_decay, n_back in kinds:
+        decay = -np.exp(rng.standard_normal((n_head, n_decay))).astype(np.float32)
+        first = rng.standard_normal((N_STATES, n_head, d, d_state)).astype(np.float32)
+        inputs = tokens(n_head, d), tokens(n_head), tokens(n_group, d_state), tokens(n_group, d_state)
+        yield StateCase(f"scan, a decay for each {kind}", partial(advance_scan, ggml, inputs, decay, n_back), first)
+
+
+def advance_scan(
+    ggml: Ggml,
+    inputs: Sequence[Array],
+    decay: Array,
+    n_back: int,
+    states: Array,
+    sequences: Sequence[int],
+    begin: int,
+    end: int,
+) -> tuple[Array, Array]:
+    """Advance of a scan with these inputs [N_STATES, n_tokens, ...]: x, time steps, B and C."""
+    graph = ggml.graph()
+    x, steps, b, c_ = (graph.array(values[list(sequences), begin:end]) for values in inputs)
+    ids = graph.array(np.arange(len(states), dtype=np.int32))
+    node = graph.op("ssm_scan", graph.array(states), x, steps, graph.array(decay), b, c_, ids, c.c_int64(n_back))
+    shape = (len(states), end - begin, *inputs[0].shape[2:])
+    return outputs_and_states(graph, node, shape, (n_back, *states.shape))
+
+
+def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
+    """The convolutions before states, over four tokens, and that of LFM2, over three."""
+    rng = np.random.default_rng(8)
+    n = 192
+    x = rng.standard_normal((N_STATES, n_tokens, n)).astype(np.float32)
+    for name, n_conv in (("convolution", 4), ("short convolution", 3)):
+        weights = rng.standard_normal((n, n_conv)).astype(np.float32)
+        first = rng.standard_normal((N_STATES, n, n_conv - 1)).astype(np.float32)
+        yield StateCase(name, partial(advance_convolution, ggml, x, weights), first)
+
+
+def advance_convolution(
+    ggml: Ggml, x: Array, weights: Array, states: Array, sequences: Sequence[int], begin: int, end: int
+) -> tuple[Array, Array]:
+    """Advance of a convolution of x [N_STATES, n_tokens, n], whose state is its last inputs."""
+    graph = ggml.graph()
+    part = x[list(sequences), begin:end]
+    both = graph.op("concat", graph.array(states), graph.op("transpose", graph.array(part)), 0)
+    outputs = graph.compute(graph.op("ssm_conv", both, graph.array(weights)), part.shape)
+    graph.close()
+    after = np.concatenate([states, part.transpose(0, 2, 1)], axis=2)[None, :, :, -states.shape[2] :]
+    return outputs, after
+
+
+def states_of_linear_attention(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
+    """Gated linear attention."""
+    rng = np.random.default_rng(9)
+    n_head, d = 4, 64
+    k, v, q = rng.standard_normal((3, N_STATES, n_tokens, n_head, d)).astype(np.float32)
+    decay = np.exp(-np.abs(rng.standard_normal(q.shape))).astype(np.float32)
+    first = rng.standard_normal((N_STATES, n_head * d * d)).astype(np.float32)
+    yield StateCase("gated linear attention", partial(advance_linear_attention, ggml, (k, v, q, decay)), first)
+
+
+def advance_linear_attention(
+    ggml: Ggml, inputs: Sequence[Array], states: Array, sequences: Sequence[int], begin: int, end: int
+) -> tuple[Array, Array]:
+    """Advance of gated linear attention with these inputs [N_STATES, n_tokens, n_head, d]."""
+    graph = ggml.graph()
+    shape = inputs[0].shape[2:]
+    parts = [graph.array(values[list(sequences), begin:end].reshape(-1, *shape)) for values in inputs]
+    node = graph.op("gated_linear_attn", *parts, graph.array(states), c.c_float(1))
+    return outputs_and_states(graph, node, (len(states), end - begin, *shape), (1, *states.shape))
+
+
+def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
+    """Every operation with a recurrent state."""
+    yield from states_of_delta_nets(ggml, n_tokens)
+    yield from states_of_scans(ggml, n_tokens)
+    yield from states_of_convolutions(ggml, n_tokens)
+    yield from states_of_linear_attention(ggml, n_tokens)
+
+
+def operations_of(model: Path, n_tokens: Sequence[int] = (1, 64)) -> set[str]:
+    """ggml's names of the operations that the CPU computes for a model, in passes of these widths."""
+    llama = library.llama_cpp()
+    ggml = Ggml()
+    found = set()
+
+    def look(node: int, _asks: bool, _data: int) -> bool:
+        found.add(ggml.op_name(node))
+        return False
+
+    with ExitStack() as undo:
+        options = llama.llama_model_default_params()
+        options.n_gpu_layers = 0
+        weights = llama.llama_model_load_from_file(str(model).encode(), options)
+        undo.callback(llama.llama_model_free, weights)
+        settings = llama.llama_context_default_params()
+        settings.cb_eval = llama.ggml_backend_sched_eval_callback(look)
+        settings.flash_attn_type = 1
+        settings.n_batch = max(n_tokens)
+        context = llama.llama_init_from_model(weights, settings)
+        undo.callback(llama.llama_free, context)
+        for n in n_tokens:
+            tokens = (llama.llama_token * n)(*range(5, 5 + n))
+            status = llama.llama_decode(context, llama.llama_batch_get_one(tokens, n))
+            assert status == 0, f"llama_decode: status {status}"
+    return found
+
+
+def print_operations(model: Path) -> int:
+    """Prints which case stands for each operation of a model. Returns how many operations have none."""
+    names = sorted(operations_of(model) - MOVES)
+    for name in names:
+        print(f"{name:24} {CHECKED_BY.get(name, 'not checked')}")
+    return sum(name not in CHECKED_BY for name in names)
 
 
 def cases(
     n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2, left_out: Collection[str] = ()
-) -> Iterator[Case]:
+) -> Iterator[Case | StateCase]:
     """All operations, products with weights [n_out, n_in], of n_rows rows. left_out: types of weights."""
     ggml = Ggml(n_threads)
     yield from products(ggml, n_in, n_out, n_rows, left_out)
     yield from others(ggml, n_in, n_rows)
+    yield from streams(ggml, n_in, n_rows)
+    yield from with_states(ggml, n_rows)
 
 
 def main() -> int:
@@ -346,7 +663,10 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="operations whose name matches")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--all", action="store_true", help="list also operations of which no row changes")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="list the operations of this model's graph instead")
     options = parser.parse_args()
+    if options.model:
+        return 1 if print_operations(options.model) else 0
     n_changed = 0
     for case in cases(n_threads=options.threads):
         if not re.search(options.only, case.name):

@@ -32,6 +32,11 @@ MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # of the attention kernels, whose rows are of
 HEAD_STEP = 16  # values, or a multiple
 _FLASH_OFF = 0  # enum llama_flash_attn_type
+# Architectures with a recurrent state whose whole graphs are checked (tests/live/test_hybrid_width.py).
+STATEFUL_ARCHS = frozenset((
+    "bailingmoe3", "deepseek4", "glm5-next", "granitehybrid", "jamba", "kimi-k3", "kimi-linear", "lfm2moe",
+    "minimax-01", "nemotron_h_moe", "qwen35moe", "qwen3next", "qwen4exp",
+))  # fmt: skip
 
 Tokens = Sequence[int] | npt.NDArray[np.intc]
 
@@ -110,14 +115,15 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
     """Whether a token has the same bits in a pass of any width, beside any sequences, wherever its cells lie.
 
     The CPU kernels of `native/kernels` and plain products promise it (`tools/width_check.py`).
-    GPUs, recurrent states, attention without flash attention, and processors without AVX2 do not.
+    GPUs, recurrent states of other architectures than STATEFUL_ARCHS, attention without flash attention, and processors
+    without AVX2 do not.
     """
     params, arch = llm.context_params, llm.metadata.get("general.architecture")
     return (
         has_kernels(read_processor(), read_environment().kernels)
         and not plan.on_device
         and not gpus()  # they would take long prompts
-        and not llm._is_stateful
+        and (not llm._is_stateful or arch in STATEFUL_ARCHS)
         and params.flash_attn_type != _FLASH_OFF
         and arch != "grok"  # which llama.cpp computes without flash attention
         and {params.type_k, params.type_v} <= set(CACHE_TYPES)

@@ -12,7 +12,7 @@ import pytest
 from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from tools import width_check
-from tools.width_check import Array, Case, Ggml
+from tools.width_check import Array, Case, Ggml, StateCase
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = (1, 2, 3, 7, 8, 17)
@@ -53,9 +53,12 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_no_row_of_any_operation_changes_with_the_width() -> None:
-    """Products with weights of many types, plain and interleaved, attention, norms, rope, softmax, gates, sums."""
+    """Products with weights of many types, plain and interleaved, attention, norms, rope, softmax, gates, sums, and the
+    operations with a recurrent state, each for three sequences."""
     cases = {case.name: case for case in width_check.cases(N_IN, N_OUT, N_ROWS, left_out=SLOW)}
-    assert len(cases) > 60
+    assert len(cases) > 100
+    assert sum(isinstance(case, StateCase) for case in cases.values()) == 9
+    assert cases.keys() >= set(width_check.CHECKED_BY.values())
     assert {name: changed for name, case in cases.items() if (changed := case.changed(WIDTHS))} == {}
 
 
@@ -119,3 +122,21 @@ def test_a_row_that_depends_on_the_width_is_found() -> None:
         return values
 
     assert Case("wrong", compute).changed((1, 2, 4)) == {4: [1]}
+
+
+@pytest.mark.parametrize("changes", ["output", "state", "earlier state"])
+def test_a_state_that_depends_on_the_width_is_found(changes: str) -> None:
+    """The state is a sum, and wrong for the second sequence behind the second pass of three tokens."""
+    values = np.arange(3 * 6, dtype=np.float32).reshape(3, 6)
+
+    def advance(states: Array, sequences: Sequence[int], begin: int, end: int) -> tuple[Array, Array]:
+        sums = states + np.cumsum(values[list(sequences), begin:end], axis=1)
+        outputs, after = sums.copy(), sums[:, ::-1].T[:2, :, None].copy()
+        if end - begin == 3 and begin == 3:
+            outputs[1, 0] += changes == "output"
+            after[0, 1] += changes == "state"
+            after[1, 1] += changes == "earlier state"
+        return outputs, after
+
+    wrong = {"output": 3, "state": 5, "earlier state": 4}[changes]
+    assert StateCase("wrong", advance, np.zeros((3, 1), np.float32)).changed((1, 2, 3, 6)) == {3: [wrong]}

@@ -12,14 +12,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace moegguf::kernels {
 namespace {
 
-constexpr int part_keys = 512;         // positions whose sums are merged as one
 constexpr int64_t few_tiles = 4;       // for each thread: with fewer, parts of a tile are divided among threads, too
 constexpr float lowest = -1e30f;       // of scores, in place of -inf: of it and of itself a difference is 0
 constexpr ggml_fp16_t masked = 0xfc00; // -inf
+constexpr int64_t unlisted = 1 << 30;  // the position of the first cell that no list has: after all others
 
 using ToFloat = void (*)(const char * values, int64_t n, float * out);
 
@@ -34,10 +35,31 @@ ToFloat find_to_float(const AttentionKernels & kernels, ggml_type type) {
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What the KV cache says of the mask's cells; nullptr: nothing.
-const CellLists * lists_of(const ggml_tensor * mask, int64_t n_tokens) {
-    const auto * lists = mask ? (const CellLists *)mask->extra : nullptr;
-    return lists && lists->n_tokens() == n_tokens ? lists : nullptr;
+// What the KV cache says of the first n_cells cells of a mask.
+struct Listed {
+    const CellLists * lists; // nullptr: nothing
+    int64_t n_cells;
+};
+
+// Masks of sparse attention, and scores that a mask is added to, are made from the cache's mask.
+Listed find_lists(const ggml_tensor * mask, int64_t n_tokens) {
+    if (!mask) { return {nullptr, 0}; }
+    switch (mask->op) {
+        case GGML_OP_ADD:
+            return find_lists(mask->src[1], n_tokens);
+        case GGML_OP_RESHAPE:
+        case GGML_OP_CPY:
+            return find_lists(mask->src[0], n_tokens);
+        case GGML_OP_CONCAT:
+            return mask->op_params[0] == 0 ? find_lists(mask->src[0], n_tokens) : Listed{nullptr, 0}; // cells follow
+        case GGML_OP_NONE:
+            break;
+        default:
+            return {nullptr, 0};
+    }
+    const bool is_input = mask->flags & GGML_TENSOR_FLAG_INPUT;
+    const auto * lists = is_input ? (const CellLists *)mask->extra : nullptr;
+    return lists && lists->n_tokens() == n_tokens ? Listed{lists, mask->ne[0]} : Listed{nullptr, 0};
 }
 
 // The operation, its tiles and its parts.
@@ -48,7 +70,7 @@ struct Shape {
     int64_t n_cells, n_tokens, n_head;
     int64_t n_shared, n_heads, n_of_tokens; // heads that share keys; heads and tokens of a tile, at most
     int64_t n_groups;                       // of heads
-    const CellLists * lists;                // nullptr: a cell's position is its number, and all tokens have all cells
+    Listed listed;                          // cells after them: their order is their number's, and all tokens have them
     int64_t n_tiles = 0, n_parts = 0;       // n_parts: of a tile, at most
 
     Shape(const ggml_tensor * op, const AttentionKernels & of)
@@ -68,7 +90,7 @@ struct Shape {
           n_heads(std::min<int64_t>(n_shared, most_rows)),
           n_of_tokens(std::min(n_tokens, most_rows / n_heads)),
           n_groups(k->ne[2] * ((n_shared + n_heads - 1) / n_heads)),
-          lists(lists_of(mask, n_tokens * q->ne[3])) {
+          listed(find_lists(mask, n_tokens * q->ne[3])) {
         for (int64_t token = 0; token < n_tokens * q->ne[3]; token = tile_end(token)) {
             n_tiles += n_groups;
             n_parts = std::max(n_parts, parts_of(token));
@@ -79,14 +101,18 @@ struct Shape {
     int64_t tile_end(int64_t token) const {
         const int64_t last = std::min(token + n_of_tokens, (token / n_tokens + 1) * n_tokens);
         int64_t end = token + 1;
+        const CellLists * lists = listed.lists;
         while (end < last && (!lists || lists->number_of_list(end) == lists->number_of_list(token))) { end++; }
         return end;
     }
 
+    CellList list_of(int64_t token) const {
+        return listed.lists ? listed.lists->of_token(token) : CellList{nullptr, 0, nullptr, 0};
+    }
+    int64_t n_unlisted() const { return n_cells - listed.n_cells; }
+
     int64_t parts_of(int64_t token) const {
-        if (!lists) { return (n_cells + part_keys - 1) / part_keys; }
-        const CellList list = lists->of_token(token);
-        return list.n == 0 ? 0 : list.cells[list.n - 1].first / part_keys - list.cells[0].first / part_keys + 1;
+        return list_of(token).n_parts + (n_unlisted() + part_keys - 1) / part_keys;
     }
 
     int64_t most_rows_of_tile() const { return round_up(n_heads * n_of_tokens, kernels->lanes); }
@@ -143,7 +169,7 @@ struct Tile {
     const AttentionKernels & kernels;
     const AttentionScale scale;
     int64_t stream, first_head, first_token, n_parts;
-    CellList list;                          // cells nullptr: all
+    CellList list;                          // entries after it: cells that are in no list
     int n_heads, n_tokens, n_rows, n_lanes; // n_lanes: n_rows and what fills the last vector
     float *queries, *keys, *values, *scores, *bias, *rescale;
     AttentionSums part, all;
@@ -161,7 +187,7 @@ struct Tile {
         first_token = token % s.n_tokens;
         n_tokens = (int)(s.tile_end(token) - token);
         n_parts = s.parts_of(token);
-        list = s.lists ? s.lists->of_token(token) : CellList{nullptr, s.n_cells};
+        list = s.list_of(token);
         first_head = group / groups_of_key * s.n_shared + group % groups_of_key * s.n_heads;
         n_heads = (int)std::min(s.n_heads, (group / groups_of_key + 1) * s.n_shared - first_head);
         n_rows = n_heads * n_tokens;
@@ -354,21 +380,24 @@ struct Tile {
         return (const char *)x->data + cell * x->nb[1] + first_head / s.n_shared * x->nb[2] + stream * x->nb[3];
     }
 
-    int64_t position(int64_t i) const { return list.cells ? list.cells[i].first : i; }
+    int64_t position(int64_t i) const { return i < list.n ? list.cells[i].first : unlisted + i - list.n; }
 
-    // The first entry of the list whose position is not before this one.
-    int64_t entry_at(int64_t position) const {
-        const std::pair<int32_t, int32_t> first((int32_t)position, 0);
-        return list.cells ? std::lower_bound(list.cells, list.cells + list.n, first) - list.cells
-                          : std::min(position, list.n);
+    int32_t cell_at(int64_t i) const {
+        return i < list.n ? list.cells[i].second : (int32_t)(s.listed.n_cells + i - list.n);
     }
 
-    // From an entry of the list on, before `end`.
+    // The first entry of a part of the keys.
+    int64_t begin_of(int64_t part) const {
+        const int64_t n_after = part - list.n_parts;
+        return n_after < 0 ? list.parts[part] : list.n + std::min(n_after * part_keys, s.n_unlisted());
+    }
+
+    // From an entry on, before `end`.
     Block block_at(int64_t entry, int64_t end) const {
         Block block;
         for (int64_t i = entry; i < end && block.n < most_keys; i++) {
             if (position(i) / most_keys != position(entry) / most_keys) { break; }
-            block.cells[block.n] = list.cells ? list.cells[i].second : (int32_t)i;
+            block.cells[block.n] = cell_at(i);
             block.is_run &= block.cells[block.n] == block.cells[0] + block.n;
             block.n++;
         }
@@ -379,9 +408,8 @@ struct Tile {
     bool add_part(int64_t i) {
         clear(part);
         if (i >= n_parts) { return false; }
-        const int64_t first = position(0) / part_keys + i;
-        int64_t entry = entry_at(first * part_keys);
-        const int64_t end = entry_at((first + 1) * part_keys);
+        int64_t entry = begin_of(i);
+        const int64_t end = begin_of(i + 1);
         bool found = false;
         for (Block next = block_at(entry, end); next.n > 0;) {
             const Block block = next;
@@ -490,4 +518,25 @@ bool moegguf_attention(const ggml_compute_params * params, ggml_tensor * op) {
         compute_tiles(params, shape, scratch);
     }
     return true;
+}
+
+void moegguf_order_candidates(const ggml_tensor * scores, int64_t row, int32_t * candidates) {
+    using namespace moegguf::kernels;
+    const int64_t n = scores->ne[0];
+    const Listed listed = find_lists(scores, ggml_nrows(scores));
+    if (listed.lists && listed.n_cells == n) {
+        const moegguf::CellList list = listed.lists->of_token(row);
+        std::vector<bool> is_listed(n);
+        int32_t * to = candidates;
+        for (int64_t i = 0; i < list.n; i++) {
+            *to++ = list.cells[i].second;
+            is_listed[list.cells[i].second] = true;
+        }
+        for (int32_t cell = 0; cell < n; cell++) {
+            if (!is_listed[cell]) { *to++ = cell; }
+        }
+    }
+    const auto * of_row = (const float *)((const char *)scores->data + row * scores->nb[1]);
+    const auto is_seen = [of_row](int32_t candidate) { return of_row[candidate] != -INFINITY; };
+    std::stable_partition(candidates, candidates + n, is_seen);
 }

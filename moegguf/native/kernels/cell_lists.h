@@ -9,10 +9,15 @@
 
 namespace moegguf {
 
-// (position, cell) of one sequence and stream: [n], in order.
+constexpr int32_t part_keys = 512; // positions whose sums are merged as one
+
+// (position, cell) of one sequence and stream: [n], in order. Entry parts[i] is the first one of part i: parts end at
+// multiples of part_keys, and those without cells are left out.
 struct CellList {
     const std::pair<int32_t, int32_t> * cells;
     int64_t n;
+    const int32_t * parts;
+    int64_t n_parts;
 };
 
 class CellLists {
@@ -35,26 +40,38 @@ class CellLists {
 
     CellList of_token(int64_t token) const {
         const auto & list = lists_[list_of_[token]];
-        return {list.data(), (int64_t)list.size()};
+        return {list.cells.data(), (int64_t)list.cells.size(), list.parts.data(), (int64_t)list.parts.size()};
     }
     int64_t n_tokens() const { return (int64_t)list_of_.size(); }
     int32_t number_of_list(int64_t token) const { return list_of_[token]; }
 
   private:
+    struct List {
+        std::vector<std::pair<int32_t, int32_t>> cells;
+        std::vector<int32_t> parts;
+    };
+
     template <class PositionIn>
     void add_list(int64_t token, int64_t n_cells, PositionIn position_in) {
         lists_.resize(std::max(lists_.size(), sequences_.size()));
-        auto & list = lists_[sequences_.size() - 1]; // memory is used again
+        List & of_sequence = lists_[sequences_.size() - 1]; // memory is used again
+        auto & list = of_sequence.cells;
         list.clear();
         for (int64_t cell = 0; cell < n_cells; cell++) {
             const int32_t position = position_in(token, cell);
             if (position >= 0) { list.emplace_back(position, (int32_t)cell); }
         }
         if (!std::is_sorted(list.begin(), list.end())) { std::sort(list.begin(), list.end()); }
+        of_sequence.parts.clear();
+        int32_t part = -1;
+        for (size_t i = 0; i < list.size(); i++) {
+            if (list[i].first / part_keys != part) { of_sequence.parts.push_back((int32_t)i); }
+            part = list[i].first / part_keys;
+        }
     }
 
     std::vector<int32_t> list_of_, sequences_;
-    std::vector<std::vector<std::pair<int32_t, int32_t>>> lists_;
+    std::vector<List> lists_;
 };
 
 } // namespace moegguf

@@ -20,6 +20,10 @@ bool moegguf_attention(const struct ggml_compute_params * params, struct ggml_te
 // The bytes of work memory that it needs.
 size_t moegguf_attention_work_size(const struct ggml_tensor * op, int n_threads);
 
+// TOP_K: puts a row's candidates into an order that others do not change, since it decides which of equal scores are
+// taken. Cells of a KV cache come in the order of their positions. Candidates that a mask hides come last.
+void moegguf_order_candidates(const struct ggml_tensor * scores, int64_t row, int32_t * candidates);
+
 #ifdef __cplusplus
 }
 
