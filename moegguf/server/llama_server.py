@@ -108,13 +108,15 @@ def _sampling_object(sampling: Sampling) -> Json:
     """Sampling parameters by llama-server's names."""
     names = (
         "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
-        " ignore_eos"
+        " top_n_sigma xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n"
+        " mirostat mirostat_tau mirostat_eta ignore_eos"
     )
     return {
         **{name: getattr(sampling, name) for name in names.split()},
         "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
         "seed": -1 if sampling.seed is None else sampling.seed,
         "stop": list(sampling.stop),
+        "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
     }
 
 

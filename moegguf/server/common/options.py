@@ -124,8 +124,8 @@ Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
 class SamplingOptions(Body):
     """How tokens are chosen: Ollama's options, which are also keys of OpenAI's bodies, and `exact`: other requests
-    change no bit. seed -1: random. reasoning_budget_tokens and reasoning_budget_message are llama-server's. None: the
-    model's parameter, or the default."""
+    change no bit. seed -1: random. Names that begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None:
+    the model's parameter, or the default."""
 
     seed: Whole | None = in_range("seed")
     temperature: Number = in_range("temperature")
@@ -137,6 +137,17 @@ class SamplingOptions(Body):
     repeat_penalty: Number = in_range("repeat_penalty")
     presence_penalty: Number = in_range("presence_penalty")
     frequency_penalty: Number = in_range("frequency_penalty")
+    top_n_sigma: Number = in_range("top_n_sigma")
+    xtc_probability: Number = in_range("xtc_probability")
+    xtc_threshold: Number = in_range("xtc_threshold")
+    dry_multiplier: Number = in_range("dry_multiplier")
+    dry_base: Number = in_range("dry_base")
+    dry_allowed_length: Whole | None = in_range("dry_allowed_length")
+    dry_penalty_last_n: Whole | None = in_range("dry_penalty_last_n")
+    dry_sequence_breakers: Annotated[list[Stop], Field(min_length=1, max_length=limits.STOPS)] | None = None
+    mirostat: Whole | None = in_range("mirostat")
+    mirostat_tau: Number = in_range("mirostat_tau")
+    mirostat_eta: Number = in_range("mirostat_eta")
     reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     reasoning_budget_message: Stop | None = None
     stop: Stops | None = None
