@@ -99,7 +99,18 @@ class CapabilityError(MoeggufError, ValueError):
 
 
 class BusyError(MoeggufError, RuntimeError):
-    """The queue of requests is full; try again later."""
+    """What is needed is in use, or is about to end; try again later."""
+
+
+class QueueFullError(BusyError):
+    """The queue of requests is full. `retry_after_s`: when it may have room again."""
+
+    def __init__(self, retry_after_s: int = 1) -> None:
+        super().__init__(retry_after_s)  # which another process makes the error from, too
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return "server busy, please try again.  maximum pending requests exceeded"
 
 
 class WorkerError(MoeggufError, RuntimeError):

@@ -217,7 +217,7 @@ _TABLE = (
            kind="whole", default="as many as fit", least=0, most=1024, zero_is_default=True),
     Option("max_queue", "server", SERVER,
            "Requests that may wait; when full, of the client with most of them the newest is refused for one of a"
-           " client with fewer.", variable="MAX_QUEUE", kind="whole", default="512", least=0, most=1_000_000),
+           " client with fewer.", ("--max-queue",), "N", "MAX_QUEUE", "whole", "512", least=0, most=1_000_000),
     Option("load_timeout_s", "server", SERVER, "A load fails after this long without progress; 0: never.",
            variable="LOAD_TIMEOUT", kind="timeout", default="5m"),
     Option("batch_parallel", "server", SERVER, "Requests of a batch at once.", variable="BATCH_PARALLEL", kind="whole",

@@ -181,6 +181,7 @@ FAULTS: list[tuple[Exception, int]] = [
     (errors.OptionError("the prompt is empty"), 400),
     (errors.TemplateError("no"), 400),
     (errors.BusyError("busy"), 503),
+    (errors.QueueFullError(7), 429),
     (errors.BudgetError("no"), 500),
     (errors.AllocationError("no"), 500),
     (errors.WorkerError("died"), 500),
@@ -190,7 +191,10 @@ FAULTS: list[tuple[Exception, int]] = [
 ]
 
 
-TYPES = {400: "invalid_request_error", 404: "not_found_error", 500: "api_error", 503: "api_error"}
+TYPES = {
+    400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 500: "api_error", 503: "api_error",
+}  # fmt: skip
+OWN_STATUSES = {("anthropic", 503): 529, ("ollama", 429): 503}
 
 
 def check_error(dialect: Dialect, body: Json, status: int, code: str | None = None) -> None:
@@ -221,12 +225,12 @@ def test_an_error_before_the_first_byte_has_its_own_status(
     for entering, script in ((error, ()), (None, (error,))):
         manager.enter_error, manager.script = entering, script
         response = ask(dialect, stream=stream)
-        assert response.status_code == (529 if status == 503 and dialect.form == "anthropic" else status)
+        assert response.status_code == OWN_STATUSES.get((dialect.form, status), status)
         assert response.headers["content-type"].startswith("application/json")
-        code = "context_length_exceeded" if isinstance(error, errors.ContextError) else None
-        check_error(dialect, response.json(), status, code)
+        codes = {errors.ContextError: "context_length_exceeded", errors.QueueFullError: "rate_limit_exceeded"}
+        check_error(dialect, response.json(), status, codes.get(type(error)))
         assert "secret" not in response.text
-        assert ("retry-after" in response.headers) == (status == 503)
+        assert response.headers.get("retry-after") == {503: "1", 429: "7"}.get(status)
         lasting = isinstance(error, errors.BudgetError | errors.AllocationError | MemoryError)
         assert (response.headers.get("x-should-retry") == "false") == lasting
     assert manager.n_running == 0
