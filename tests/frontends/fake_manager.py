@@ -269,8 +269,9 @@ def running(app: ASGIApp) -> Iterator[str]:
 
 
 def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[str]:
-    """The URL of a server in this process over `manager`, with these of `Settings`."""
-    return running(make_app(cast(Any, manager), cast(Any, manager.catalog), Settings(**settings)))
+    """The URL of a server in this process over `manager`, with these of `Settings`; else nothing is stored."""
+    made = Settings(**{"responses_age_s": 0.0, **settings})
+    return running(make_app(cast(Any, manager), cast(Any, manager.catalog), made))
 
 
 def changed(summary: AnswerSummary = TIMING, **changes: Any) -> AnswerSummary:

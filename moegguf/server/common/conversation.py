@@ -58,6 +58,9 @@ class Reply(ABC):
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
         """Asks the model for what the reply needs besides the answer, before it."""
 
+    async def keep(self) -> None:  # noqa: B027 (most keep nothing)
+        """Stores a complete reply, before its end is sent."""
+
     @abstractmethod
     def lines(self, event: Event) -> bytes:
         """What a stream sends for an event."""
@@ -154,6 +157,9 @@ class RequestBody(Loading):
         """Whether an answer may have several tool calls."""
         return True
 
+    async def look_up(self, state: State) -> None:
+        """Reads what the body refers to. Raises MoeggufError."""
+
     @abstractmethod
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         """Returns the requests, whose answers come in this order, with the entry's defaults. Raises MoeggufError."""
@@ -205,6 +211,7 @@ async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event
 async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
     """Returns the model of a body, and its requests, for the owner of the HTTP request. Raises MoeggufError."""
     entry, known = await look_up(state, body.model)
+    await body.look_up(state)
     client_key = current_owner.get()
     owner = "" if state.settings.share_contexts else client_key
     requests = [
@@ -275,7 +282,10 @@ async def _answers(
 async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
     async with aclosing(events):
         async for event in events:
-            if lines := reply.lines(event):
+            lines = reply.lines(event)
+            if isinstance(event, Done):
+                await reply.keep()
+            if lines:
                 yield lines
 
 
@@ -288,4 +298,5 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
             elif isinstance(event, Done):
                 reply.add(join(deltas), event)
                 deltas = []
+    await reply.keep()
     return reply.whole()
