@@ -7,6 +7,7 @@ sampling, or how a model is loaded.
 
 from __future__ import annotations
 
+import ctypes as c
 import os
 import threading
 import time
@@ -129,6 +130,7 @@ class Context:
         self._closed = False
         self.lock = threading.RLock()  # held during each evaluation
         self.images = ContextImages()  # of sequence 0
+        self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0  # of what is evaluated
         self.eval_s = 0.0  # of all evaluations
         self.drafted = Counter[str]()  # figures of `Stats`
         self.after_pass: Callable[[Any], object] | None = None  # its llama_batch
@@ -342,6 +344,28 @@ class Context:
                 raise
             finally:
                 self.eval_s += time.perf_counter() - start_s
+
+    # The adapter.
+
+    def check_adapter(self) -> None:
+        """Raises OptionError for a model without a LoRA adapter."""
+        if self._llm._lora_adapter is None:
+            raise OptionError("a scale needs a LoRA adapter, which this model was loaded without; give lora_path.")
+
+    def scale_adapter(self, scale: float | None) -> None:
+        """Sets the scale of the model's LoRA adapter for what is evaluated from now on; None: that of the load. 0
+        computes as without the adapter. What the context holds was evaluated with other scales: the caller knows with
+        which."""
+        llm, bindings = self._llm, self._bindings
+        if llm._lora_adapter is None:
+            return
+        wanted = llm.lora_scale if scale is None else scale
+        if wanted == self.lora_scale:
+            return
+        adapters = (bindings.llama_adapter_lora_p_ctypes * 1)(llm._lora_adapter)
+        with self.lock:
+            bindings.llama_set_adapters_lora(llm.ctx, adapters, int(wanted != 0), (c.c_float * 1)(wanted))
+            self.lora_scale, llm._requires_eval = wanted, True
 
     # Logits.
 

@@ -74,7 +74,7 @@ class KvSequences:
         kv = min(free, key=lambda kv: (len(kv.tokens) - shared[kv.seq_id], kv.n_used))
         self.truncate(kv, shared[kv.seq_id])
         kv.n_clean = None
-        kv.owner = sequence.request.owner
+        kv.owner = sequence.owner
         kv.sequence = sequence
         sequence.kv = kv
         sequence.has_begun = False
@@ -205,7 +205,7 @@ class KvSequences:
         if n_shared > len(kv.tokens) and self._llm.context.copy(source.seq_id, kv.seq_id, n_shared):
             kv.tokens = source.tokens[:n_shared]
         n_held = len(kv.tokens)
-        own = (other.context for other in prompts if other.request.owner == kv.owner)
+        own = (other.context for other in prompts if other.owner == kv.owner)
         if any(common_tokens(other, sequence.context[:-1]) >= n_held + MIN_SHARED_TOKENS for other in own):
             return False
         if self._llm.prefix_cache is not None:
@@ -226,7 +226,7 @@ class KvSequences:
 
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
         """Returns the tokens of a place that a sequence can begin with. At least one is left to evaluate."""
-        if kv.owner != sequence.request.owner or not sequence.reuses_prefix:
+        if kv.owner != sequence.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])
         if kv.seq_id != 0:

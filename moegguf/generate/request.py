@@ -114,6 +114,7 @@ class Request:
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # deltas have their tokens
     owner: str = ""  # reuses the tokens of requests with this owner only; "": of all who are not told apart
+    lora_scale: float | None = None  # of the model's adapter; None: the scale that the model was loaded with
     client_key: str = ""  # of the client that may see which experts the request uses
     sampling: Sampling = field(default_factory=Sampling)
 

@@ -108,6 +108,8 @@ class Sequence:
         request = self.request
         try:
             llm.context.check_generates()
+            if request.lora_scale is not None:
+                llm.context.check_adapter()
             self.prompt = prompt = read_prompt(llm, request)
             if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
                 raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
@@ -132,6 +134,20 @@ class Sequence:
     def fail(self, error: Exception) -> None:
         """Ends an answer that has not begun."""
         self.events.on_end(self.summary, error)
+
+    @property
+    def owner(self) -> str:
+        """Returns who may reuse what the sequence computes: requests of the same owner with the same scale of the
+        model's adapter."""
+        request, scale = self.request, self.request.lora_scale
+        is_loaded = scale is None or scale == self._llm.lora_scale
+        return request.owner if is_loaded else f"{request.owner} adapter at {scale}"
+
+    def computes_with(self, other: Sequence) -> bool:
+        """Returns whether both can be in one pass, which has one scale of the model's adapter."""
+        default = self._llm.lora_scale
+        scales = {default if each.request.lora_scale is None else each.request.lora_scale for each in (self, other)}
+        return len(scales) == 1 and not self.alone and not other.alone
 
     @property
     def reuses_prefix(self) -> bool:

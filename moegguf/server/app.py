@@ -124,7 +124,9 @@ def make_app(
         window_s=settings.batch_window_s,
     )
 
-    if routes is None:
+    if routes is not None:
+        state.lora_scales = None  # other processes would not have them
+    else:
         state.responses = ResponseStore(data_folder() / "responses", settings.responses_age_s)
 
     @asynccontextmanager

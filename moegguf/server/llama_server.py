@@ -23,11 +23,12 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Whole, integral, without_nulls
+from moegguf.server.common.body import Body, Whole, integral, parse_fields, parse_value, read_bytes, without_nulls
 from moegguf.server.common.conversation import Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     MAX_TOKEN,
+    Adapters,
     ModelName,
     SelectedName,
     Stop,
@@ -37,6 +38,7 @@ from moegguf.server.common.options import (
     loaded_of,
     look_up,
     sampling_of,
+    scale_of,
     selected_model,
 )
 from moegguf.server.common.replies import WholeResponse, computed, event_line, logprob_objects
@@ -339,15 +341,27 @@ async def _adapters(request: HttpRequest) -> Response:
     entry, *_ = await _selected(request)
     if entry.adapter is None:
         return JSONResponse([])
-    scale = request.app.state.settings.loading.get("lora_scale", 1.0)
+    state = request.app.state
+    scale = (state.lora_scales or {}).get(entry.name, state.settings.loading.get("lora_scale", 1.0))
     found = {"id": 0, "path": entry.adapter.name, "scale": scale, "task_name": "", "prompt_prefix": ""}
     return JSONResponse([found])
 
 
+class _AdaptersBody(Body):
+    lora: Adapters
+
+
 async def _set_adapters(request: HttpRequest) -> Response:
-    raise HttpError(
-        501, "an adapter keeps the scale that it was loaded with; start the server with another --lora-scale"
-    )
+    """Sets the scale of the model's LoRA adapter for requests that name none, until the server ends."""
+    scales: dict[str, float] | None = request.app.state.lora_scales
+    if scales is None:
+        raise HttpError(501, "replicas share no scales; send `lora` with each request")
+    body = parse_fields({"lora": parse_value(await read_bytes(request))}, _AdaptersBody)
+    entry, *_ = await _selected(request)
+    scale = scale_of(entry, body.lora)
+    if scale is not None:
+        scales[entry.name] = scale
+    return JSONResponse({"success": True})
 
 
 class _TemplateBody(chat.ChatBody):

@@ -387,6 +387,35 @@ def test_an_adapter_is_listed_with_its_scale(manager: FakeManager) -> None:
         assert (found["id"], found["path"], found["scale"]) == (0, "tuned.gguf", 0.5)
 
 
+def test_a_scale_is_that_of_the_request_or_of_the_server(manager: FakeManager) -> None:
+    demo = manager.catalog.known["demo:latest"]
+    manager.catalog.known["tuned:latest"] = replace(demo, name="tuned:latest", adapter=Path("/files/tuned.gguf"))
+
+    with server_of(manager) as url, httpx.Client(base_url=url, trust_env=False) as client:
+
+        def scale_of(model: str, path: str = "/v1/chat/completions", **fields: Any) -> float | None:
+            body = {"model": model, "messages": HI, "prompt": "hi", "max_tokens": 4, **fields}
+            assert client.post(path, json=body).status_code == 200
+            return manager.requests[-1].lora_scale
+
+        assert scale_of("tuned") is None
+        assert scale_of("tuned", lora=[{"id": 0, "scale": 0.25}]) == 0.25
+        assert scale_of("tuned", lora=[]) == 0.0, "an adapter that is not in the list"
+        assert client.post("/lora-adapters?model=tuned", json=[{"id": 0, "scale": 2}]).json() == {"success": True}
+        assert client.get("/lora-adapters?model=tuned").json()[0]["scale"] == 2.0
+        for path in ("/v1/chat/completions", "/completion", "/api/chat", "/v1/messages"):
+            assert scale_of("tuned", path) == 2.0
+        assert scale_of("demo") is None and scale_of("demo", lora=[]) is None
+        for body, status in (
+            ([{"id": 1, "scale": 1}], 400), ([{"id": 0}], 400), ([{"id": 0, "scale": 1e9}], 400), ({}, 400),
+            ([], 200),
+        ):  # fmt: skip
+            assert client.post("/lora-adapters?model=tuned", json=body).status_code == status
+        assert scale_of("tuned") == 0.0
+        refused = client.post("/completion", json={"model": "demo", "prompt": "x", "lora": [{"id": 0, "scale": 1}]})
+        assert refused.status_code == 400 and "demo:latest has 0 adapters" in refused.json()["error"]["message"]
+
+
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 PICTURE = base64_of(png(2, 2))
 BASE: dict[str, dict[str, Any]] = {

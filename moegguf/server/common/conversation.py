@@ -25,7 +25,7 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Loading, ModelName, check_capabilities, loaded_of, look_up
+from moegguf.server.common.options import Adapters, Loading, ModelName, check_capabilities, loaded_of, look_up, scale_of
 from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, computed, end, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
@@ -146,6 +146,7 @@ class RequestBody(Loading):
 
     model: ModelName
     stream: bool | None = None
+    lora: Adapters | None = None  # llama-server's: scales of adapters; 0 for one that is not in the list
 
     @property
     def streams(self) -> bool:
@@ -214,8 +215,15 @@ async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, S
     await body.look_up(state)
     client_key = current_owner.get()
     owner = "" if state.settings.share_contexts else client_key
+    lora_scale = (state.lora_scales or {}).get(entry.name) if body.lora is None else scale_of(entry, body.lora)
     requests = [
-        replace(request, client_key=client_key, owner=owner, sampling=_with_budget(request.sampling, state.settings))
+        replace(
+            request,
+            client_key=client_key,
+            owner=owner,
+            sampling=_with_budget(request.sampling, state.settings),
+            lora_scale=lora_scale,
+        )
         for request in body.requests(entry, known)
     ]
     first = requests[0]
