@@ -416,6 +416,32 @@ class Context:
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
 
+    def read_state(self, sequence: int) -> bytes:
+        """Returns llama.cpp's state of a sequence."""
+        llm, bindings = self._llm, self._bindings
+        with self.lock:
+            data = np.empty(bindings.llama_state_seq_get_size(llm.ctx, sequence), np.uint8)
+            pointer = data.ctypes.data_as(c.POINTER(c.c_uint8))
+            n_bytes = bindings.llama_state_seq_get_data(llm.ctx, pointer, len(data), sequence)
+        return data[:n_bytes].tobytes()
+
+    def write_state(self, sequence: int, tokens: Sequence[int], state: bytes) -> bool:
+        """Makes an empty sequence hold `tokens` with their state. Returns False, and leaves it empty, where llama.cpp
+        cannot place the state."""
+        llm, bindings = self._llm, self._bindings
+        with self.lock:
+            data = np.frombuffer(state, np.uint8).ctypes.data_as(c.POINTER(c.c_uint8))
+            done = bool(bindings.llama_state_seq_set_data(llm.ctx, data, len(state), sequence))
+            is_theirs = bindings.llama_memory_seq_pos_max(llm._ctx.memory, sequence) == len(tokens) - 1
+            if not (done and is_theirs):
+                self.truncate(0, sequence)
+                return False
+            if sequence == 0:
+                self.images.truncate(0)
+                llm.n_tokens, llm._requires_eval = len(tokens), True
+                llm.input_ids[: len(tokens)] = tokens
+        return True
+
     def warm_up(self, n_tokens: int) -> None:
         """Evaluates a pass of `n_tokens`, so that backends take what they keep for it, and empties the context.
 

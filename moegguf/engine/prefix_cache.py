@@ -145,6 +145,11 @@ class PrefixCache:
         self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
         self._fill_held = False
 
+    @property
+    def name(self) -> str:
+        """Returns what stands for all that computed bits depend on but tokens: model, build and options."""
+        return self._root
+
     def restore(
         self,
         sequence: int,

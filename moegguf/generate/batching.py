@@ -74,6 +74,11 @@ class BatchLoop:
         self._stats: Stats | None = None  # of the model, since the last pass
 
     @property
+    def places(self) -> KvSequences:
+        """Returns what the context holds, for tasks that keep it."""
+        return self._kv
+
+    @property
     def n_running(self) -> int:
         """Returns the number of sequences that are computed now."""
         return len(self._running) + (self._task is not None)
@@ -215,7 +220,10 @@ class BatchLoop:
 
     def _run_task(self, task: Task) -> None:
         """Runs a task from an empty context; where that has one sequence only, from what was left there. The context is
-        empty afterwards: no request begins with what the task computed."""
+        empty afterwards: no request begins with what the task computed. One that keeps the context computes nothing."""
+        if task.keeps_context:
+            task.run()
+            return
         self._stats = None
         self._kv.clear()
         with self._changed:

@@ -60,6 +60,9 @@ class KvSequences:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __getitem__(self, seq_id: int) -> KvSequence:
+        return self._all[seq_id]
+
     # Places.
 
     def place(self, sequence: Sequence) -> None:
@@ -95,6 +98,16 @@ class KvSequences:
         if not self._llm.context.truncate(n_tokens, kv.seq_id):
             n_tokens = 0
         del kv.tokens[n_tokens:]
+
+    def replace(self, kv: KvSequence, tokens: list[int], owner: str, state: bytes) -> bool:
+        """Makes a place that no sequence has hold these tokens, with llama.cpp's state of them. Returns False where the
+        context has no room for them; the place is then empty."""
+        self.truncate(kv, 0)
+        self._make_room(len(tokens))
+        if not self._llm.context.write_state(kv.seq_id, tokens, state):
+            return False
+        kv.tokens, kv.owner, kv.n_clean = tokens, owner, None
+        return True
 
     def clear(self) -> None:
         """Empties a context of several sequences."""

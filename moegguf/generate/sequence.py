@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
 MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
 
+AT_SCALE = " adapter at "  # between the owner of tokens and the scale that they were computed with
+
 _tickets = itertools.count(1)
+
+
+def owner_part(owner: str) -> tuple[str, str]:
+    """Returns an owner of tokens without the scale of the adapter, and what says the scale."""
+    alone, at, scale = owner.partition(AT_SCALE)
+    return alone, at + scale
 
 
 class AnswerEvents(Protocol):
@@ -63,6 +71,7 @@ class Task:
     stop: Callable[[], object]  # ends `run`
     fail: Callable[[Exception], object]  # called instead of `run` where the task does not begin any more
     client_key: str = ""  # of the client that the task is for
+    keeps_context: bool = False  # it computes nothing, and finds the context as requests have left it
     ticket: int = field(default_factory=lambda: next(_tickets))  # order of arrival
     cancelled: bool = False
 
@@ -141,7 +150,7 @@ class Sequence:
         model's adapter."""
         request, scale = self.request, self.request.lora_scale
         is_loaded = scale is None or scale == self._llm.lora_scale
-        return request.owner if is_loaded else f"{request.owner} adapter at {scale}"
+        return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
 
     def computes_with(self, other: Sequence) -> bool:
         """Returns whether both can be in one pass, which has one scale of the model's adapter."""

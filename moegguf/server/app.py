@@ -62,6 +62,7 @@ CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{
 FILES = "files would lie on one of the machines; `moegguf batch` sends the lines of a file to a server"
 INSTEAD = {  # of paths that Ray's does not have
     **dict.fromkeys((route.path for route in batches.routes), FILES),
+    "/slots/{slot}": "each replica has slots of its own; computed contexts are kept on the disk of each",
     "/v1/responses/{response}": "responses are not stored; send the whole conversation as input",
     **dict.fromkeys(CHANGES, "models are those of the config file; change it, then `serve deploy` it"),
     "/metrics": "metrics are exported by Ray, on each of its nodes; scrape these (docs/deployment.md)",

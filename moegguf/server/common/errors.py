@@ -40,6 +40,7 @@ LLAMA_PATHS = (
     "/completion", "/completions", "/infill", "/apply-template", "/slots", "/rerank", "/reranking", "/embeddings",
     "/health", "/lora-adapters",
 )  # fmt: skip
+SLOT_PREFIX = "/slots/"
 LLAMA_TYPES = {**OPENAI_TYPES, 501: "not_supported_error", 503: "unavailable_error"}
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would retry twice
 
@@ -56,7 +57,7 @@ class HttpError(errors.MoeggufError):
     def body(self, path: str) -> dict[str, Any]:
         """The JSON of the reply to a request at `path`."""
         message, invalid = str(self), "invalid_request_error" if self.status < 500 else None
-        if path in LLAMA_PATHS:
+        if path in LLAMA_PATHS or path.startswith(SLOT_PREFIX):
             kind = LLAMA_TYPES.get(self.status, invalid or "server_error")
             return {"error": {"code": self.status, "message": message, "type": kind}}
         if not path.startswith("/v1"):
