@@ -255,7 +255,7 @@ class ModelManager:
         counts = Counter(other.client for other in waiting)
         most = max(counts.values(), default=0)
         waited_s = time.monotonic() - min((other.since_s for other in waiting), default=time.monotonic())
-        busy = QueueFullError(round(min(max(waited_s * FREED, 1), MAX_RETRY_S)))
+        busy = QueueFullError(retry_after_s=round(min(max(waited_s * FREED, 1), MAX_RETRY_S)))
         if counts[request.client] + 1 >= most:
             raise busy
         newest = max((other for other in waiting if counts[other.client] == most), key=lambda other: other.ticket)

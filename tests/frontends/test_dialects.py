@@ -181,7 +181,7 @@ FAULTS: list[tuple[Exception, int]] = [
     (errors.OptionError("the prompt is empty"), 400),
     (errors.TemplateError("no"), 400),
     (errors.BusyError("busy"), 503),
-    (errors.QueueFullError(7), 429),
+    (errors.QueueFullError(retry_after_s=7), 429),
     (errors.BudgetError("no"), 500),
     (errors.AllocationError("no"), 500),
     (errors.WorkerError("died"), 500),
