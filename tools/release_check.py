@@ -27,7 +27,7 @@ from tools.version import read_version
 
 FIRST_TOKEN_S = 60.0
 INSTALL_S = 1800.0
-MOST_BYTES = {"wheel": 40 << 20, "plugin": 1 << 30, "sdist": 8 << 20}
+MOST_BYTES = {"wheel": 40 << 20, "plugin": 1 << 30, "sdist": 24 << 20}
 QUESTION = "What does moegguf do?"
 LICENCES = (  # of moegguf, llama.cpp, its bindings, and what the page is made of
     r"moegguf-[^/]+\.dist-info/licenses/LICENSE",
@@ -43,9 +43,7 @@ NEEDED = (
     r"moegguf/server/static/index\.html",
     *LICENCES,
 )
-UNWANTED = re.compile(
-    r"(^|/)(testing|tests|__pycache__)/|libmoegguf-testing|\.(cpp|h|cmake|pyc)$|(^|/)CMakeLists\.txt$"
-)
+UNWANTED = re.compile(r"(^|/)(testing|tests|__pycache__)/|libmoegguf-testing|\.(cpp|cmake|pyc)$|(^|/)CMakeLists\.txt$")
 PLUGIN_NEEDED = (
     r"moegguf_backends/[^/]+/libggml-[a-z]+\.so",
     r"moegguf_backends/[^/]+/UPSTREAM",
