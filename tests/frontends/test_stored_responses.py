@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 from client_types import client_of
-from fake_manager import FUNCTIONS, FakeManager, server_of
+from fake_manager import FUNCTIONS, FakeManager, running, server_of
 
 from moegguf.generate.request import Delta, ToolCall
+from moegguf.server import llama_server
+from moegguf.server import openai as openai_api
+from moegguf.server.app import make_app
+from moegguf.settings import Settings
 
 TOOLS: Any = [{"type": "function", "strict": True, **FUNCTIONS[0]}]
 
@@ -114,3 +118,14 @@ def test_a_restarted_server_continues_and_another_key_does_not(manager: FakeMana
             bob.responses.create(model="demo", input="two", previous_response_id=first.id)
         ann.responses.create(model="demo", input="two", previous_response_id=first.id)
         assert len(told(manager)) == 3
+
+
+def test_an_application_of_many_processes_keeps_neither_responses_nor_scales(manager: FakeManager) -> None:
+    routes = [*openai_api.routes, *llama_server.routes]
+    app = make_app(cast(Any, manager), cast(Any, manager.catalog), Settings(), routes)
+    with running(app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        body = {"model": "demo", "input": "one"}
+        assert client.post("/v1/responses", json=body).json()["store"] is False
+        refused = client.post("/v1/responses", json={**body, "previous_response_id": "resp_1"})
+        assert refused.status_code == 400 and "whole conversation" in refused.json()["error"]["message"]
+        assert client.post("/lora-adapters?model=demo", json=[]).status_code == 501
