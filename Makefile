@@ -10,6 +10,7 @@
 # make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
 # make short-run                 packs it with what answers, on a machine with a card, what only a card can answer
 # make wheel  a wheel for other machines, in dist/ (ARCH=aarch64: for those; CUDA=13 or VULKAN=1: of that backend alone)
+# make release-check             wheel and source distribution, built, read, installed and run (QUICK=1: the latter only read)
 # make bench MODEL=FILE          what the README's table was measured with
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ JOBS ?= 2
 ARCH ?= $(shell uname -m)
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
-.PHONY: all run test browser soak slow test-vulkan check-cuda short-run lint lab evidence tsan asan wheel bench clean
+.PHONY: all run test browser soak slow test-vulkan check-cuda short-run lint lab evidence tsan asan wheel release-check bench clean
 
 all: $(READY)
 
@@ -69,6 +70,8 @@ lint: $(VENV)/.lint
 	@$(VENV)/bin/mypy
 	@$(PY) tools/size.py
 	@$(PY) tools/fault_check.py --anchors
+	@$(PY) -m tools.version > /dev/null
+	@$(VENV)/bin/actionlint .github/workflows/*.yml
 	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/testing/*.cpp moegguf/testing/*.h
 
 lab: $(READY)
@@ -111,8 +114,18 @@ else
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" _PYTHON_HOST_PLATFORM=linux-$(ARCH) $(PIP) wheel --no-build-isolation --no-deps \
 	    --wheel-dir build/portable-$(ARCH)/wheel --config-settings=build-dir=build/portable-$(ARCH) \
 	    --config-settings=cmake.define.MOEGGUF_PORTABLE=ON $(CROSS) .
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/portable-$(ARCH)/wheel/*.whl
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair $(if $(PLATFORM),--plat $(PLATFORM)) --wheel-dir dist build/portable-$(ARCH)/wheel/*.whl
 endif
+
+release-check: $(VENV)/.lint
+	@$(PY) -m tools.version
+	@$(VENV)/bin/actionlint .github/workflows/*.yml
+	@rm -f dist/moegguf-*
+	@$(MAKE) wheel
+	@$(PIP) install build
+	@$(PY) -m build --sdist --outdir dist .
+	@$(PY) -m tools.release_check $(if $(QUICK),,--from-source) dist/moegguf-*
+	@$(PY) -m tools.release_check --sums dist/moegguf*
 
 bench: $(READY)
 	@$(VENV)/bin/moegguf bench -m $(MODEL) --against stock --memory-limit 4GiB -p 512 -n 16 -r 2 --rounds 5

@@ -104,7 +104,18 @@ class CapabilityError(MoeggufError, ValueError):
 
 
 class BusyError(MoeggufError, RuntimeError):
-    """The queue of requests is full; try again later."""
+    """What is needed is in use, or is about to end; try again later."""
+
+
+QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # Ollama's words
+
+
+class QueueFullError(BusyError):
+    """The queue of requests is full. `retry_after_s`: when it may have room again."""
+
+    def __init__(self, message: str = QUEUE_IS_FULL, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class WorkerError(MoeggufError, RuntimeError):

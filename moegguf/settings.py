@@ -170,6 +170,7 @@ class Settings:
     reasoning_budget_message: str = ""
     batch_parallel: int = 16
     batch_window_s: float = 86400.0
+    responses_age_s: float = 86400.0
     upload_bytes: int = 200 << 20
     storage_bytes: int = 10 << 30
     editor: str = ""

@@ -204,7 +204,7 @@ async def request_answer(
     start = time.perf_counter()
     dialect = DIALECTS[question.dialect]
     async with client.stream("POST", dialect.path, json=question.body(model)) as response:
-        if response.status_code == 503:
+        if response.status_code in (429, 503):
             raise BusyServer("retry-after" in response.headers)
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code} {(await response.aread()).decode()[:200]}")

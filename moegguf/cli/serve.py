@@ -75,7 +75,7 @@ def serve_settings(port: int | None, given: Given) -> Settings:
     Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network."""
     from moegguf.settings import read_settings
 
-    counts = ("trusted", "reasoning_budget_tokens")
+    counts = ("trusted", "reasoning_budget_tokens", "max_queue")
     settings = replace(read_settings(), **{name: value for name, value in given.items() if value or name in counts})
     if settings.host.scheme != "http":
         raise OptionError("the server supports http only; use a reverse proxy for https.")

@@ -7,6 +7,7 @@ sampling, or how a model is loaded.
 
 from __future__ import annotations
 
+import ctypes as c
 import os
 import threading
 import time
@@ -147,6 +148,7 @@ class Context:
         self._closed = False
         self.lock = threading.RLock()  # held during each evaluation
         self.images = ContextImages()  # of sequence 0
+        self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0  # of what is evaluated
         self.eval_s = 0.0  # of all evaluations
         self.drafted = Counter[str]()  # figures of `Stats`
         self.after_pass: Callable[[Any], object] | None = None  # its llama_batch
@@ -379,6 +381,28 @@ class Context:
             finally:
                 self.eval_s += time.perf_counter() - start_s
 
+    # The adapter.
+
+    def check_adapter(self) -> None:
+        """Raises OptionError for a model without a LoRA adapter."""
+        if self._llm._lora_adapter is None:
+            raise OptionError("a scale needs a LoRA adapter, which this model was loaded without; give lora_path.")
+
+    def scale_adapter(self, scale: float | None) -> None:
+        """Sets the scale of the model's LoRA adapter for what is evaluated from now on; None: that of the load. 0
+        computes as without the adapter. What the context holds was evaluated with other scales: the caller knows with
+        which."""
+        llm, bindings = self._llm, self._bindings
+        if llm._lora_adapter is None:
+            return
+        wanted = llm.lora_scale if scale is None else scale
+        if wanted == self.lora_scale:
+            return
+        adapters = (bindings.llama_adapter_lora_p_ctypes * 1)(llm._lora_adapter)
+        with self.lock:
+            bindings.llama_set_adapters_lora(llm.ctx, adapters, int(wanted != 0), (c.c_float * 1)(wanted))
+            self.lora_scale, llm._requires_eval = wanted, True
+
     # Logits.
 
     def check_logits(self, row: int = -1) -> None:
@@ -498,6 +522,33 @@ class Context:
         if target == 0:  # which tokens these are, only the caller knows: they equal no prompt
             self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
+        return True
+
+    def read_state(self, sequence: int) -> bytes:
+        """Returns llama.cpp's state of a sequence."""
+        llm, bindings = self._llm, self._bindings
+        with self.lock:
+            data = np.empty(bindings.llama_state_seq_get_size(llm.ctx, sequence), np.uint8)
+            pointer = data.ctypes.data_as(c.POINTER(c.c_uint8))
+            n_bytes = bindings.llama_state_seq_get_data(llm.ctx, pointer, len(data), sequence)
+        return data[:n_bytes].tobytes()
+
+    def write_state(self, sequence: int, tokens: Sequence[int], state: bytes) -> bool:
+        """Makes an empty sequence hold `tokens` with their state. Returns False, and leaves it empty, where llama.cpp
+        cannot place the state."""
+        llm, bindings = self._llm, self._bindings
+        with self.lock:
+            data = np.frombuffer(state, np.uint8).ctypes.data_as(c.POINTER(c.c_uint8))
+            done = bool(bindings.llama_state_seq_set_data(llm.ctx, data, len(state), sequence))
+            self.note_state(sequence)
+            is_theirs = bindings.llama_memory_seq_pos_max(llm._ctx.memory, sequence) == len(tokens) - 1
+            if not (done and is_theirs):
+                self.truncate(0, sequence)
+                return False
+            if sequence == 0:
+                self.images.truncate(0)
+                llm.n_tokens, llm._requires_eval = len(tokens), True
+                llm.input_ids[: len(tokens)] = tokens
         return True
 
     def warm_up(self, n_tokens: int) -> None:

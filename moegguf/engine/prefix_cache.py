@@ -169,6 +169,11 @@ class PrefixCache:
         state = parts & (RECURRENT | (WINDOW if narrow else 0))
         self._state: int | None = state or (None if self._has_cells else WHOLE)  # None: no part is kept as states
 
+    @property
+    def name(self) -> str:
+        """Returns what stands for all that computed bits depend on but tokens: model, build and options."""
+        return self._root
+
     def restore(
         self,
         sequence: int,

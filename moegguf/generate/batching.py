@@ -74,6 +74,11 @@ class BatchLoop:
         self._stats: Stats | None = None  # of the model, since the last pass
 
     @property
+    def places(self) -> KvSequences:
+        """Returns what the context holds, for tasks that keep it."""
+        return self._kv
+
+    @property
     def n_running(self) -> int:
         """Returns the number of sequences that are computed now."""
         return len(self._running) + (self._task is not None)
@@ -162,6 +167,15 @@ class BatchLoop:
             last_s = time.monotonic() + LAST_KEEP_S
             while failure is None and self._kv.store_unused() and time.monotonic() < last_s:
                 time.sleep(KEEP_AGAIN_S)
+            self._drop_other_scales()
+
+    def _drop_other_scales(self) -> None:
+        """Empties a context that has tokens with another scale of the adapter than that of the load: who uses the model
+        next does not know of it."""
+        scale = self._llm.context.lora_scale
+        self._llm.context.scale_adapter(None)
+        if scale != self._llm.context.lora_scale:
+            self._llm.context.clear()
 
     def _wait(self) -> bool:
         """Waits for work; returns False after `close`."""
@@ -180,11 +194,11 @@ class BatchLoop:
                 self._end(work, work.error)
 
     def _admit(self) -> None:
-        """Begins what waits, in order of arrival. What computes alone waits until nothing runs, and holds up what comes
-        behind it."""
+        """Begins what waits, in order of arrival. What cannot compute with what runs waits until nothing runs, and
+        holds up what comes behind it."""
         while self._waiting and not (self._is_full and self._running):
             first = self._waiting[0]
-            if self._running and (isinstance(first, Task) or first.alone or self._running[0].alone):
+            if self._running and (isinstance(first, Task) or not first.computes_with(self._running[0])):
                 return
             if len(self._running) == len(self._kv):
                 return
@@ -206,7 +220,10 @@ class BatchLoop:
 
     def _run_task(self, task: Task) -> None:
         """Runs a task from an empty context; where that has one sequence only, from what was left there. The context is
-        empty afterwards: no request begins with what the task computed."""
+        empty afterwards: no request begins with what the task computed. One that keeps the context computes nothing."""
+        if task.keeps_context:
+            task.run()
+            return
         self._stats = None
         self._kv.clear()
         with self._changed:
@@ -214,6 +231,7 @@ class BatchLoop:
             if task.cancelled or self._closing:
                 task.stop()
         self._on_pass(task.client_key)
+        self._llm.context.scale_adapter(None)
         try:
             task.run()
         finally:
@@ -343,6 +361,7 @@ class BatchLoop:
         client_keys = {each.request.client_key for each in step}
         self._on_pass(client_keys.pop() if len(client_keys) == 1 else None)
         first = step[0]
+        context.scale_adapter(first.request.lora_scale)
         images = first.prompt.images
         image = first.image
         try:

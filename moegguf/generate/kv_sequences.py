@@ -62,6 +62,9 @@ class KvSequences:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __getitem__(self, seq_id: int) -> KvSequence:
+        return self._all[seq_id]
+
     # Places.
 
     def place(self, sequence: Sequence) -> None:
@@ -83,7 +86,7 @@ class KvSequences:
         kv = min(free, key=loss)
         self.truncate(kv, shared[kv.seq_id])
         kv.n_clean = None
-        kv.owner = sequence.request.owner
+        kv.owner = sequence.owner
         kv.sequence = sequence
         sequence.kv = kv
         sequence.has_begun = False
@@ -113,6 +116,16 @@ class KvSequences:
         """Forgets tokens that the context has lost in a pass that has failed."""
         for kv in self._all:
             self.truncate(kv, len(kv.tokens))
+
+    def replace(self, kv: KvSequence, tokens: list[int], owner: str, state: bytes) -> bool:
+        """Makes a place that no sequence has hold these tokens, with llama.cpp's state of them. Returns False where the
+        context has no room for them; the place is then empty."""
+        self.truncate(kv, 0)
+        self._make_room(len(tokens))
+        if not self._llm.context.write_state(kv.seq_id, tokens, state):
+            return False
+        kv.tokens, kv.owner, kv.n_clean = tokens, owner, None
+        return True
 
     def clear(self) -> None:
         """Empties a context of several sequences."""
@@ -231,7 +244,7 @@ class KvSequences:
         if n_shared > len(kv.tokens):
             kv.tokens = source.tokens[: self._copy(source, kv, n_shared)]
         n_held = len(kv.tokens)
-        own = [other for other in prompts if other.request.owner == kv.owner]
+        own = [other for other in prompts if other.owner == kv.owner]
         awaited = [other for other in own if self._awaits(sequence, other)]
         if awaited:
             return False
@@ -273,7 +286,7 @@ class KvSequences:
 
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
         """Returns the tokens of a place that a sequence can begin with. At least one is left to evaluate."""
-        if kv.owner != sequence.request.owner or not sequence.reuses_prefix:
+        if kv.owner != sequence.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])
         if kv.seq_id == 0:

@@ -16,10 +16,19 @@ also `thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": obj
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options, with Ollama's names and defaults.
+    """Sampling options, with Ollama's names and defaults; names that Ollama does not have are llama-server's.
 
     Attributes:
         temperature: 0 takes the likeliest token.
+        top_n_sigma: leaves the tokens whose logit is within this number of standard deviations of the highest one; at
+            most 0: all.
+        xtc_probability: the chance that of the tokens with at least `xtc_threshold` only the least likely one stays.
+        dry_multiplier: tokens that would go on a repetition lose `dry_multiplier * dry_base ** (length -
+            dry_allowed_length)`, where the repetition is that long or longer; 0: none do.
+        dry_penalty_last_n: tokens in which repetitions are looked for; -1: the context's.
+        dry_sequence_breakers: texts over which no repetition reaches.
+        mirostat: 1 or 2 is that version of Mirostat, in place of the samplers that leave tokens out. It aims at an
+            entropy of `mirostat_tau`, at the rate `mirostat_eta`. 0: neither.
         max_tokens: None: until the model ends or the context is full; where the context shifts, ten contexts.
         num_keep: first tokens after BOS that stay when the context shifts; -1: the prompt.
         seed: None is random.
@@ -43,6 +52,17 @@ class Sampling:
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     max_tokens: int | None = None
     num_keep: int = 4
     seed: int | None = None
@@ -98,6 +118,7 @@ class Request:
     return_tokens: bool = False  # deltas have their tokens
     repeat_limit: int = 0  # repetitions of one token, white space aside, that end the answer; 0: no number does
     owner: str = ""  # reuses the tokens of requests with this owner only; "": of all who are not told apart
+    lora_scale: float | None = None  # of the model's adapter; None: the scale that the model was loaded with
     client_key: str = ""  # of the client that may see which experts the request uses
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -224,6 +245,8 @@ def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
             continue
         if name == "stop":
             value = tuple(text for text in ([value] if isinstance(value, str) else value) if text)
+        elif name == "dry_sequence_breakers":
+            value = tuple(value)
         elif name == "num_predict":
             value = value if value > 0 else None
         elif name == "reasoning_budget_tokens":

@@ -26,6 +26,7 @@ from moegguf.generate.constraint import Constraint
 from moegguf.generate.request import Sampling, TokenChance, TokenLogprob
 from moegguf.generate.sandbox_pool import LimitedError, reply_of
 from moegguf.native import library
+from moegguf.text import without_surrogates
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from moegguf.generate.thinking_budget import ThinkingBudget
 
 _TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # in a grammar, by its number
+MIROSTAT_TOKENS = 100  # whose chances the first version looks at; llama.cpp's number
+MAX_BREAKERS = 32  # each is compared with every token of the vocabulary
+MAX_BREAKER_BYTES = 40  # llama.cpp cuts longer ones
 MAX_STEP_S = 1.0  # of computing time, for one token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # regexes of one grammar: about 20 ms
@@ -239,23 +243,60 @@ class Sampler:
             biases |= dict.fromkeys(vocabulary.end_tokens(), -math.inf)
         if biases:
             chain.add_logit_bias(self._n_vocab, biases)
-        if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-            n_ctx = sampling.context_within(self._llm.n_ctx())
-            n_last = n_ctx if sampling.repeat_last_n < 0 else sampling.repeat_last_n
-            chain.add_penalties(
-                self._n_vocab, n_last, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
-            )
-            for token in prompt[-n_last:] if n_last else ():
-                chain.accept(token)
-        if sampling.temperature <= 0:
+        n_counted = max(self._add_penalties(sampling), self._add_dry(sampling))
+        for token in prompt[-n_counted:] if n_counted else ():
+            chain.accept(token)
+        if sampling.temperature <= 0 and not sampling.xtc_probability:
             chain.add_greedy()
             return
-        chain.add_top_k(sampling.top_k)
-        chain.add_typical(sampling.typical_p, 1)
-        chain.add_top_p(sampling.top_p, 1)
-        chain.add_min_p(sampling.min_p, 1)
-        chain.add_temp(sampling.temperature)
-        chain.add_dist(random.getrandbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF)
+        seed = random.getrandbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+        tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
+        if sampling.mirostat:
+            chain.add_temp(sampling.temperature)
+        if sampling.mirostat == 1:
+            chain.add_mirostat(self._n_vocab, seed, tau, eta, MIROSTAT_TOKENS)
+        elif sampling.mirostat == 2:
+            chain.add_mirostat_v2(seed, tau, eta)
+        else:
+            chain.add_top_n_sigma(sampling.top_n_sigma)
+            chain.add_top_k(sampling.top_k)
+            chain.add_typical(sampling.typical_p, 1)
+            chain.add_top_p(sampling.top_p, 1)
+            chain.add_min_p(sampling.min_p, 1)
+            chain.add_xtc(sampling.xtc_probability, sampling.xtc_threshold, 1, seed)
+            chain.add_temp(sampling.temperature)
+            chain.add_dist(seed)
+
+    def _add_penalties(self, sampling: Sampling) -> int:
+        """Adds the penalties of tokens that came before. Returns the number of last tokens that they count."""
+        if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0):
+            return 0
+        n_last = self._n_last(sampling, sampling.repeat_last_n)
+        self._chain.add_penalties(
+            self._n_vocab, n_last, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        )
+        return n_last
+
+    def _add_dry(self, sampling: Sampling) -> int:
+        """Adds the penalty of repeated sequences. Returns the number of last tokens that it reads. Raises
+        OptionError."""
+        n_last = self._n_last(sampling, sampling.dry_penalty_last_n)
+        if not sampling.dry_multiplier or not n_last:
+            return 0
+        breakers = [without_surrogates(text) for text in sampling.dry_sequence_breakers]
+        if len(breakers) > MAX_BREAKERS or any(len(text.encode()) > MAX_BREAKER_BYTES for text in breakers):
+            raise OptionError(
+                f"dry_sequence_breakers are at most {MAX_BREAKERS} texts of up to {MAX_BREAKER_BYTES} bytes, but are"
+                f" {breakers!r:.200}; leave some out."
+            )
+        self._chain.add_dry(
+            self._llm._model, sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, n_last, breakers
+        )
+        return n_last
+
+    def _n_last(self, sampling: Sampling, n_last: int) -> int:
+        """Returns a number of last tokens, where a negative one means all of the context."""
+        return sampling.context_within(self._llm.n_ctx()) if n_last < 0 else n_last
 
     def sample(self, row: int = -1) -> int | None:
         """The next token, by that row of the last pass's logits; -1: the last one. None when the answer is complete and

@@ -29,8 +29,15 @@ MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context sh
 
 MAX_PERIOD = 4  # tokens that an answer may repeat in turn
 CYCLE_PATIENCE = 8  # rows of numbers repeat tokens, too
+AT_SCALE = " adapter at "  # between the owner of tokens and the scale that they were computed with
 
 _tickets = itertools.count(1)
+
+
+def owner_part(owner: str) -> tuple[str, str]:
+    """Returns an owner of tokens without the scale of the adapter, and what says the scale."""
+    alone, at, scale = owner.partition(AT_SCALE)
+    return alone, at + scale
 
 
 class AnswerEvents(Protocol):
@@ -67,6 +74,7 @@ class Task:
     stop: Callable[[], object]  # ends `run`
     fail: Callable[[Exception], object]  # called instead of `run` where the task does not begin any more
     client_key: str = ""  # of the client that the task is for
+    keeps_context: bool = False  # it computes nothing, and finds the context as requests have left it
     ticket: int = field(default_factory=lambda: next(_tickets))  # order of arrival
     cancelled: bool = False
 
@@ -114,6 +122,8 @@ class Sequence:
         request = self.request
         try:
             llm.context.check_generates()
+            if request.lora_scale is not None:
+                llm.context.check_adapter()
             self.prompt = prompt = read_prompt(llm, request)
             if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
                 raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
@@ -138,6 +148,20 @@ class Sequence:
     def fail(self, error: Exception) -> None:
         """Ends an answer that has not begun."""
         self.events.on_end(self.summary, error)
+
+    @property
+    def owner(self) -> str:
+        """Returns who may reuse what the sequence computes: requests of the same owner with the same scale of the
+        model's adapter."""
+        request, scale = self.request, self.request.lora_scale
+        is_loaded = scale is None or scale == self._llm.lora_scale
+        return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
+
+    def computes_with(self, other: Sequence) -> bool:
+        """Returns whether both can be in one pass, which has one scale of the model's adapter."""
+        default = self._llm.lora_scale
+        scales = {default if each.request.lora_scale is None else each.request.lora_scale for each in (self, other)}
+        return len(scales) == 1 and not self.alone and not other.alone
 
     @property
     def reuses_prefix(self) -> bool:

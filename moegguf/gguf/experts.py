@@ -37,6 +37,8 @@ ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
     "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
     "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
+    "xtc_probability": ("xtc_probability", float), "xtc_threshold": ("xtc_threshold", float),
+    "mirostat": ("mirostat", int), "mirostat_tau": ("mirostat_tau", float), "mirostat_eta": ("mirostat_eta", float),
 }  # fmt: skip
 
 

@@ -27,11 +27,11 @@ ROLES = ("system", "user", "assistant", "tool")
 
 INTS = (
     "num_ctx num_batch num_gpu main_gpu num_thread draft_num_predict num_keep seed num_predict top_k repeat_last_n"
-    " mirostat num_gqa reasoning_budget_tokens"
+    " mirostat num_gqa reasoning_budget_tokens dry_allowed_length dry_penalty_last_n"
 ).split()
 FLOATS = (
     "top_p min_p typical_p tfs_z temperature repeat_penalty presence_penalty frequency_penalty mirostat_tau"
-    " mirostat_eta"
+    " mirostat_eta top_n_sigma xtc_probability xtc_threshold dry_multiplier dry_base"
 ).split()
 SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
 TEXTS = ("expert_cache", "draft", "reasoning_budget_message")

@@ -6,12 +6,13 @@ and without metrics and the live map, which are a replica's.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS, HttpError
 from moegguf.server.common.target import with_plain_target
 from moegguf.serving.batch.batches import Batches
+from moegguf.serving.responses import ResponseStore
 from moegguf.settings import data_folder, read_settings
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{
 FILES = "files would lie on one of the machines; `moegguf batch` sends the lines of a file to a server"
 INSTEAD = {  # of paths that Ray's does not have
     **dict.fromkeys((route.path for route in batches.routes), FILES),
+    "/slots/{slot}": "each replica has slots of its own; computed contexts are kept on the disk of each",
+    "/v1/responses/{response}": "responses are not stored; send the whole conversation as input",
     **dict.fromkeys(CHANGES, "models are those of the config file; change it, then `serve deploy` it"),
     "/metrics": "metrics are exported by Ray, on each of its nodes; scrape these (docs/deployment.md)",
     "/live": "replicas send no snapshots of their experts; `moegguf serve` does",
@@ -121,10 +125,21 @@ def make_app(
         window_s=settings.batch_window_s,
     )
 
+    if routes is not None:
+        state.lora_scales = None  # other processes would not have them
+    else:
+        state.responses = ResponseStore(data_folder() / "responses", settings.responses_age_s)
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with manager, state.batches if routes is None else nullcontext():
-            yield
+        if routes is not None:
+            async with manager:
+                yield
+            return
+        await asyncio.to_thread(state.responses.start)
+        with closing(state.responses):
+            async with manager, state.batches:
+                yield
 
     app = Starlette(
         routes=[route for module in MODULES for route in module.routes] if routes is None else routes,

@@ -65,7 +65,7 @@ def new_state(
     manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, settings: Settings
 ) -> State:
     """What the endpoints need of an application: `app.state`."""
-    own = {"totals": Totals(), "settings": settings, "preloading": None}
+    own = {"totals": Totals(), "settings": settings, "preloading": None, "responses": None, "lora_scales": {}}
     return State({"manager": manager, "catalog": catalog, **own})
 
 

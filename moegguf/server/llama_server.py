@@ -9,8 +9,12 @@ names, and ignore those of samplers that are not here.
 
 from __future__ import annotations
 
+import asyncio
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -23,11 +27,21 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Whole, integral, without_nulls
+from moegguf.server.common.body import (
+    Body,
+    Whole,
+    integral,
+    parse_body,
+    parse_fields,
+    parse_value,
+    read_bytes,
+    without_nulls,
+)
 from moegguf.server.common.conversation import Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     MAX_TOKEN,
+    Adapters,
     ModelName,
     SelectedName,
     Stop,
@@ -37,15 +51,20 @@ from moegguf.server.common.options import (
     loaded_of,
     look_up,
     sampling_of,
+    scale_of,
     selected_model,
 )
 from moegguf.server.common.replies import WholeResponse, computed, event_line, logprob_objects
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
+from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event, LoadedModel
 from moegguf.serving.lease import Lease
+from moegguf.settings import data_folder
 
 MAX_FILES = 256
+SLOT_ACTIONS = ("save", "restore", "erase")
+SLOT_FILE = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
 STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unless by a stop string
 
 # Models and tokens
@@ -104,17 +123,61 @@ async def _slots(request: HttpRequest) -> Response:
     return JSONResponse([{"id": n, "is_processing": n < loaded.n_answering, **each} for n in range(loaded.n_parallel)])
 
 
+class _SlotBody(Body):
+    filename: Annotated[str, Field(max_length=limits.NAME_CHARS)] = ""
+    model: ModelName | None = None
+
+
+async def _change_slot(request: HttpRequest) -> Response:
+    """Saves, restores or erases a slot of a model, with llama-server's reply. Saved slots lie in the data folder, by
+    the owner of the request."""
+    action, slot = request.query_params.get("action"), request.path_params["slot"]
+    if action not in SLOT_ACTIONS:
+        raise HttpError(400, f"action: must be {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}")
+    if not (slot.isascii() and slot.isdigit() and len(slot) < 10):
+        raise HttpError(400, f"a slot is a number, but is {slot!r:.40}")
+    raw = await read_bytes(request)
+    body = parse_body(raw, _SlotBody) if raw.strip() else _SlotBody()
+    state = request.app.state
+    files: dict[str, Any] = {}
+    if action != "erase":
+        if SLOT_FILE.fullmatch(body.filename) is None:
+            raise HttpError(400, "filename: must be letters, digits and ._- with no dot first")
+        folder = data_folder() / "slots"
+        used_bytes = await asyncio.to_thread(_bytes_in, folder)
+        files["path"] = str(folder / (current_owner.get() or "shared") / body.filename)
+        files["most_bytes"] = max(0, state.settings.storage_bytes - used_bytes)
+    model = selected_model(state, body.model or request.query_params.get("model"))
+
+    async def work() -> Json:
+        start_s = time.perf_counter()
+        async with state.manager.lease(model) as lease:
+            counts = await lease.slot(action, int(slot), **files)
+        named = {} if action == "erase" else {"filename": body.filename}
+        timings = {f"{action}_ms": (time.perf_counter() - start_s) * 1e3}
+        return {"id_slot": int(slot), **named, **counts, **({"timings": timings} if named else {})}
+
+    return WholeResponse(work())
+
+
+def _bytes_in(folder: Path) -> int:
+    """Returns the size of all files in a folder, which need not exist."""
+    return sum(path.lstat().st_size for path in folder.glob("*/*"))
+
+
 def _sampling_object(sampling: Sampling) -> Json:
     """Sampling parameters by llama-server's names."""
     names = (
         "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
-        " ignore_eos"
+        " top_n_sigma xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n"
+        " mirostat mirostat_tau mirostat_eta ignore_eos"
     )
     return {
         **{name: getattr(sampling, name) for name in names.split()},
         "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
         "seed": -1 if sampling.seed is None else sampling.seed,
         "stop": list(sampling.stop),
+        "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
     }
 
 
@@ -337,15 +400,27 @@ async def _adapters(request: HttpRequest) -> Response:
     entry, *_ = await _selected(request)
     if entry.adapter is None:
         return JSONResponse([])
-    scale = request.app.state.settings.loading.get("lora_scale", 1.0)
+    state = request.app.state
+    scale = (state.lora_scales or {}).get(entry.name, state.settings.loading.get("lora_scale", 1.0))
     found = {"id": 0, "path": entry.adapter.name, "scale": scale, "task_name": "", "prompt_prefix": ""}
     return JSONResponse([found])
 
 
+class _AdaptersBody(Body):
+    lora: Adapters
+
+
 async def _set_adapters(request: HttpRequest) -> Response:
-    raise HttpError(
-        501, "an adapter keeps the scale that it was loaded with; start the server with another --lora-scale"
-    )
+    """Sets the scale of the model's LoRA adapter for requests that name none, until the server ends."""
+    scales: dict[str, float] | None = request.app.state.lora_scales
+    if scales is None:
+        raise HttpError(501, "replicas share no scales; send `lora` with each request")
+    body = parse_fields({"lora": parse_value(await read_bytes(request))}, _AdaptersBody)
+    entry, *_ = await _selected(request)
+    scale = scale_of(entry, body.lora)
+    if scale is not None:
+        scales[entry.name] = scale
+    return JSONResponse({"success": True})
 
 
 class _TemplateBody(chat.ChatBody):
@@ -358,6 +433,7 @@ routes = [
     Route("/health", _health, methods=["GET"]),
     Route("/props", _props, methods=["GET"]),
     Route("/slots", _slots, methods=["GET"]),
+    Route("/slots/{slot}", _change_slot, methods=["POST"]),
     Route("/lora-adapters", _adapters, methods=["GET"]),
     Route("/lora-adapters", _set_adapters, methods=["POST"]),
     computed("/tokenize", _TokenizeBody, _tokenize),

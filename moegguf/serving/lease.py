@@ -335,6 +335,12 @@ class Calls(ABC):
         fields = {"query": query, "documents": list(documents), "client_key": current_owner.get()}
         return build(Embeddings, await self.value("rank", **fields))
 
+    async def slot(self, action: str, slot: int, path: str = "", most_bytes: int = 0) -> dict[str, Any]:
+        """Saves, restores or erases what a slot of the model holds of the current owner. Returns the counts of
+        llama-server's reply. Raises what `moegguf.generate.slots.run_action` raises."""
+        fields = {"owner": current_owner.get(), "path": path, "most_bytes": most_bytes}
+        return dict(await self.value("slot", action=action, slot=slot, **fields))
+
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
         return list(await self.value("tokenize", text=text, special=special))

@@ -37,6 +37,7 @@ from moegguf.errors import (
     ModelNotFoundError,
     MoeggufError,
     OptionError,
+    QueueFullError,
 )  # fmt: skip
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.catalog import Catalog
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
 SHUTDOWN_GRACE_S = 5.0
+FREED = 0.1  # share of a full queue that is free when refused clients try again, as fast as the queue has moved so far
+MAX_RETRY_S = 60.0
 
 
 def _ignore(*_: object) -> None:
@@ -245,13 +248,14 @@ class ModelManager:
     def _make_queue_room(self, request: LeaseRequest) -> None:
         """Refuses a request when the queue is full: the newest of the client with most requests there, where the client
         of `request` has fewer even with it, else `request` (longest queue drop: Suter et al., 1998). So nobody can take
-        the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
+        the queue from others, who get an equal share of it where they need that much. Raises QueueFullError."""
         waiting = [other for model in self._models.values() for other in model.waiting]
         if len(waiting) < self.settings.max_queue:
             return
         counts = Counter(other.client for other in waiting)
         most = max(counts.values(), default=0)
-        busy = BusyError("server busy, please try again.  maximum pending requests exceeded")
+        waited_s = time.monotonic() - min((other.since_s for other in waiting), default=time.monotonic())
+        busy = QueueFullError(retry_after_s=round(min(max(waited_s * FREED, 1), MAX_RETRY_S)))
         if counts[request.client] + 1 >= most:
             raise busy
         newest = max((other for other in waiting if counts[other.client] == most), key=lambda other: other.ticket)

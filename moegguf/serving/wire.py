@@ -6,9 +6,9 @@ or models.
 
 To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (request, stream),
 embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents, client_key), tokenize (text, special),
-pieces (tokens), count and render (request), budget (bytes by the name of a budget), experts (watch_s, client_key: None
-sees all); and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value
-or error; stats and decisions once there is a model), warning (text),
+pieces (tokens), count and render (request), slot (action, slot, owner, path, most_bytes), budget (bytes by the name of
+a budget), experts (watch_s, client_key: None sees all); and cancel, with the id of another. From it: event (id, and the
+event under its class name), end (id, value or error; stats and decisions once there is a model), warning (text),
 decision (fields).
 """
 

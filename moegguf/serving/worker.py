@@ -35,6 +35,7 @@ from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt, template_of
 from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request, join
 from moegguf.generate.sequence import Sequence, Task
+from moegguf.generate.slots import run_action
 from moegguf.generate.template_forms import forms_of
 from moegguf.gguf.experts import read_layout
 from moegguf.serving import wire
@@ -161,7 +162,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {
     "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: what makes its value of the model and the other fields}"""
-COMPUTED = ("embed", "rank")  # of these, who need the model for themselves
+COMPUTED = ("embed", "rank", "slot")  # messages that need the model for themselves
 
 
 class Worker:
@@ -241,7 +242,8 @@ class Worker:
         elif kind in COMPUTED:
             client_key = message.pop("client_key", "")
             compute = functools.partial(self._reply, number, kind, message)
-            task = Task(compute, self._model.cancel, functools.partial(self._end, number, None), client_key)
+            fail = functools.partial(self._end, number, None)
+            task = Task(compute, self._model.cancel, fail, client_key, keeps_context=kind == "slot")
             with self._work_lock:  # it may end at once
                 self._work[number] = self._answers.submit_task(task)
         else:
@@ -315,11 +317,17 @@ class Worker:
             self._send("decision", fields={"model": self._name, **decision})
 
     def _reply(self, number: int, kind: str, fields: wire.Message) -> None:
-        value, failure = None, None
+        value: Any = None
+        failure = None
         try:
             if "request" in fields:
                 fields["request"] = wire.build(Request, fields["request"])
-            value = self._experts(**fields) if kind == "experts" else VALUES[kind](self._model, **fields)
+            if kind == "experts":
+                value = self._experts(**fields)
+            elif kind == "slot":
+                value = run_action(self._model, self._answers.places, **fields)
+            else:
+                value = VALUES[kind](self._model, **fields)
         except Exception as error:
             failure = error
         self._end(number, value, failure)

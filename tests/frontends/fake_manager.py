@@ -29,6 +29,7 @@ from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
 from moegguf.server.app import make_app
 from moegguf.server.serve import Protocol, QuietServer, listen
+from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
 from moegguf.settings import Host, Settings
 
@@ -112,6 +113,10 @@ class FakeLease:
         self.manager.requests.append(request)
         return {"count": 42, "render": "rendered"}[kind]
 
+    async def slot(self, action: str, slot: int, **fields: Any) -> dict[str, Any]:
+        self.manager.slots.append((action, slot, current_owner.get(), fields))
+        return {"save": {"n_saved": 5, "n_written": 99}, "restore": {"n_restored": 5}, "erase": {"n_erased": 5}}[action]
+
     async def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         return [bytes([token % 256]) for token in tokens]
 
@@ -130,6 +135,7 @@ class FakeManager:
         self.requests: list[Request] = []
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
+        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # what was done with slots
         self.num_ctx: int | None = None  # of the last texts that became vectors
         self.there: dict[str, ModelEntry] = {}
         self.now: dict[str, Snapshot] = {}  # the experts of each model, with counts since it was loaded
@@ -269,8 +275,9 @@ def running(app: ASGIApp) -> Iterator[str]:
 
 
 def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[str]:
-    """The URL of a server in this process over `manager`, with these of `Settings`."""
-    return running(make_app(cast(Any, manager), cast(Any, manager.catalog), Settings(**settings)))
+    """The URL of a server in this process over `manager`, with these of `Settings`; else nothing is stored."""
+    made = Settings(**{"responses_age_s": 0.0, **settings})
+    return running(make_app(cast(Any, manager), cast(Any, manager.catalog), made))
 
 
 def changed(summary: AnswerSummary = TIMING, **changes: Any) -> AnswerSummary:

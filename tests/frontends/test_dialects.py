@@ -181,6 +181,7 @@ FAULTS: list[tuple[Exception, int]] = [
     (errors.OptionError("the prompt is empty"), 400),
     (errors.TemplateError("no"), 400),
     (errors.BusyError("busy"), 503),
+    (errors.QueueFullError(retry_after_s=7), 429),
     (errors.BudgetError("no"), 500),
     (errors.AllocationError("no"), 500),
     (errors.WorkerError("died"), 500),
@@ -190,7 +191,10 @@ FAULTS: list[tuple[Exception, int]] = [
 ]
 
 
-TYPES = {400: "invalid_request_error", 404: "not_found_error", 500: "api_error", 503: "api_error"}
+TYPES = {
+    400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 500: "api_error", 503: "api_error",
+}  # fmt: skip
+OWN_STATUSES = {("anthropic", 503): 529, ("ollama", 429): 503}
 
 
 def check_error(dialect: Dialect, body: Json, status: int, code: str | None = None) -> None:
@@ -221,12 +225,12 @@ def test_an_error_before_the_first_byte_has_its_own_status(
     for entering, script in ((error, ()), (None, (error,))):
         manager.enter_error, manager.script = entering, script
         response = ask(dialect, stream=stream)
-        assert response.status_code == (529 if status == 503 and dialect.form == "anthropic" else status)
+        assert response.status_code == OWN_STATUSES.get((dialect.form, status), status)
         assert response.headers["content-type"].startswith("application/json")
-        code = "context_length_exceeded" if isinstance(error, errors.ContextError) else None
-        check_error(dialect, response.json(), status, code)
+        codes = {errors.ContextError: "context_length_exceeded", errors.QueueFullError: "rate_limit_exceeded"}
+        check_error(dialect, response.json(), status, codes.get(type(error)))
         assert "secret" not in response.text
-        assert ("retry-after" in response.headers) == (status == 503)
+        assert response.headers.get("retry-after") == {503: "1", 429: "7"}.get(status)
         lasting = isinstance(error, errors.BudgetError | errors.AllocationError | MemoryError)
         assert (response.headers.get("x-should-retry") == "false") == lasting
     assert manager.n_running == 0
@@ -381,6 +385,35 @@ def test_an_adapter_is_listed_with_its_scale(manager: FakeManager) -> None:
         assert client.get("/lora-adapters?model=demo").json() == []
         (found,) = client.get("/lora-adapters?model=tuned").json()
         assert (found["id"], found["path"], found["scale"]) == (0, "tuned.gguf", 0.5)
+
+
+def test_a_scale_is_that_of_the_request_or_of_the_server(manager: FakeManager) -> None:
+    demo = manager.catalog.known["demo:latest"]
+    manager.catalog.known["tuned:latest"] = replace(demo, name="tuned:latest", adapter=Path("/files/tuned.gguf"))
+
+    with server_of(manager) as url, httpx.Client(base_url=url, trust_env=False) as client:
+
+        def scale_of(model: str, path: str = "/v1/chat/completions", **fields: Any) -> float | None:
+            body = {"model": model, "messages": HI, "prompt": "hi", "max_tokens": 4, **fields}
+            assert client.post(path, json=body).status_code == 200
+            return manager.requests[-1].lora_scale
+
+        assert scale_of("tuned") is None
+        assert scale_of("tuned", lora=[{"id": 0, "scale": 0.25}]) == 0.25
+        assert scale_of("tuned", lora=[]) == 0.0, "an adapter that is not in the list"
+        assert client.post("/lora-adapters?model=tuned", json=[{"id": 0, "scale": 2}]).json() == {"success": True}
+        assert client.get("/lora-adapters?model=tuned").json()[0]["scale"] == 2.0
+        for path in ("/v1/chat/completions", "/completion", "/api/chat", "/v1/messages"):
+            assert scale_of("tuned", path) == 2.0
+        assert scale_of("demo") is None and scale_of("demo", lora=[]) is None
+        for body, status in (
+            ([{"id": 1, "scale": 1}], 400), ([{"id": 0}], 400), ([{"id": 0, "scale": 1e9}], 400), ({}, 400),
+            ([], 200),
+        ):  # fmt: skip
+            assert client.post("/lora-adapters?model=tuned", json=body).status_code == status
+        assert scale_of("tuned") == 0.0
+        refused = client.post("/completion", json={"model": "demo", "prompt": "x", "lora": [{"id": 0, "scale": 1}]})
+        assert refused.status_code == 400 and "demo:latest has 0 adapters" in refused.json()["error"]["message"]
 
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -1,4 +1,4 @@
-"""Many clients at once: every answer is the one a single client gets, and too many get status 503.
+"""Many clients at once: every answer is the one a single client gets, and too many are refused.
 
 The short form of `python -m tools.load_test`, which does this for a minute, and over thousands of requests.
 MOEGGUF_REQUESTS sets over how many requests memory has to stay flat (default: some dozen).

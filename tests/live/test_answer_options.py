@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -298,6 +299,54 @@ def test_each_option_alone_can_leave_only_the_likeliest(demo: Llama, whole: str,
 def test_typical_p_changes_what_is_drawn(demo: Llama) -> None:
     drawn = {"prompt": "Once", "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 30, "seed": 3}
     assert reply(demo, **drawn, typical_p=0.2)[0] != reply(demo, **drawn)[0]
+
+
+DRAWN = {"prompt": "Once", "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 30, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_n_sigma": 0.5},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.01},
+        {"dry_multiplier": 50.0, "dry_base": 4.0, "dry_allowed_length": 0, "dry_sequence_breakers": ("no such text",)},
+        {"mirostat": 1, "mirostat_tau": 1.0},
+        {"mirostat": 2, "mirostat_tau": 1.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_each_further_sampler_changes_what_is_drawn_and_a_seed_repeats_it(demo: Llama, options: dict[str, Any]) -> None:
+    text = reply(demo, **DRAWN, **options)[0]
+    assert text != reply(demo, **DRAWN)[0]
+    assert text == reply(demo, **DRAWN, **options)[0]
+
+
+def test_dry_ends_a_repetition_and_a_breaker_lets_it_go_on(demo: Llama) -> None:
+    repeats = {"prompt": "1 2 1 2 1 2 1 2 1 2 1", "max_tokens": 24}
+    dry = {"dry_multiplier": 50.0, "dry_allowed_length": 1}
+    repeated = reply(demo, **repeats)[0]
+    assert " 4 4 4 4" in repeated
+    assert " 4 4 4" not in reply(demo, **repeats, **dry, dry_sequence_breakers=("no such text",))[0]
+    assert reply(demo, **repeats, **dry, dry_sequence_breakers=(" ",))[0] == repeated
+    assert reply(demo, **repeats, **dry, dry_penalty_last_n=0)[0] == repeated
+
+
+def test_xtc_leaves_out_the_likeliest_token_at_temperature_0_too(demo: Llama) -> None:
+    once = {"prompt": "Once", "max_tokens": 24, "seed": 1, "xtc_probability": 1.0}
+    alone = reply(demo, prompt="Once", max_tokens=24)[0]
+    assert reply(demo, **once, xtc_threshold=0.05)[0] != alone
+    assert reply(demo, **once, xtc_threshold=0.6)[0] == alone
+
+
+def test_mirostat_of_a_low_entropy_is_the_likeliest_answer(demo: Llama, whole: str) -> None:
+    for version in (1, 2):
+        assert reply(demo, QUESTION, temperature=1.0, mirostat=version, mirostat_tau=0.0, mirostat_eta=1.0)[0] == whole
+
+
+@pytest.mark.parametrize("breakers", [("x" * 41,), ("x",) * 33], ids=["long", "many"])
+def test_breakers_that_llama_cpp_would_cut_are_refused(demo: Llama, breakers: tuple[str, ...]) -> None:
+    with pytest.raises(OptionError, match="dry_sequence_breakers"):
+        reply(demo, QUESTION, dry_multiplier=1.0, dry_sequence_breakers=breakers)
 
 
 def test_a_constraint_that_cannot_be_compiled_or_followed_is_an_error(demo: Llama) -> None:

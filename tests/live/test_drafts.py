@@ -34,6 +34,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.9, "seed": 1, "n_logprobs": 3},
     "thinking budget": {"reasoning_budget_tokens": 9, "think_marks": ("def", " return width</think>")},
     "penalties": {"temperature": 0.7, "seed": 2, "repeat_penalty": 1.3, "presence_penalty": 0.5, "repeat_last_n": -1},
+    "dry": {"temperature": 0.7, "seed": 2, "dry_multiplier": 0.8, "dry_allowed_length": 1},
+    "xtc": {"temperature": 1.0, "seed": 4, "xtc_probability": 0.7, "xtc_threshold": 0.05, "top_n_sigma": 2.0},
+    "mirostat": {"temperature": 1.0, "seed": 5, "mirostat": 1, "mirostat_tau": 2.0},
+    "mirostat 2": {"temperature": 1.0, "seed": 6, "mirostat": 2, "mirostat_tau": 2.0, "format": SCHEMA},
 }
 
 

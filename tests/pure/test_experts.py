@@ -65,7 +65,8 @@ def test_how_a_file_asks_to_be_sampled(tmp_path: Path) -> None:
     key = "general.sampling."
     given = moe().add(f"{key}temp", F32, 0.6).add(f"{key}top_k", I32, 20).add(f"{key}penalty_last_n", I32, -1)
     given.add(f"{key}top_p", F32, float("nan")).add(f"{key}min_p", STR, "much").add(f"{key}mirostat", I32, 1)
-    assert read_layout(write(given, tmp_path)).sampling == {"temperature": 0.6, "top_k": 20, "repeat_last_n": -1}
+    asked = {"temperature": 0.6, "top_k": 20, "repeat_last_n": -1, "mirostat": 1}
+    assert read_layout(write(given, tmp_path)).sampling == asked
     assert read_layout(write(moe(), tmp_path)).sampling == {}
 
 

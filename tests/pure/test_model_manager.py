@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from unittest.mock import Mock
 import pytest
 from scripted_manager import FakeCatalog, answer_text, begun, generate, manager_of, until
 
-from moegguf.errors import BudgetError, BusyError, ModelFormatError, ModelNotFoundError, OptionError, WorkerError
+from moegguf.errors import (
+    BudgetError,
+    BusyError,
+    ModelFormatError,
+    ModelNotFoundError,
+    OptionError,
+    QueueFullError,
+    WorkerError,
+)
 from moegguf.generate.request import Delta, Request
 from moegguf.serving import lease as lease_module
 from moegguf.serving import worker_process
@@ -77,15 +86,15 @@ async def test_as_many_requests_are_granted_as_the_process_answers_together(cata
 
 
 async def test_one_client_cannot_fill_the_queue_against_others(catalog: FakeCatalog, tmp_path: Path) -> None:
-    go, answered, refused, told = tmp_path / "go", list[str](), list[str](), set[str]()
+    go, answered, refused, told = tmp_path / "go", list[str](), list[str](), set[tuple[str, int]]()
 
     async def request(manager: ModelManager, client: str, word: str) -> None:
         current_client.set(client)
         try:
             answered.append(await generate(manager, "a", f"say {word}"))
-        except BusyError as busy:
+        except QueueFullError as full:
             refused.append(word)
-            told.add(str(busy))
+            told.add((str(full), full.retry_after_s))
 
     async with manager_of(catalog, max_queue=4) as manager, asyncio.TaskGroup() as group:
 
@@ -106,7 +115,26 @@ async def test_one_client_cannot_fill_the_queue_against_others(catalog: FakeCata
         go.touch()
         await held
     assert sorted(answered) == ["many0", "many1", "one0", "other0"]
-    assert told == {"server busy, please try again.  maximum pending requests exceeded"}
+    assert told == {("server busy, please try again.  maximum pending requests exceeded", 1)}
+
+
+async def test_a_refused_request_comes_again_after_a_tenth_of_the_longest_wait_and_a_minute_at_most(
+    catalog: FakeCatalog, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    async with manager_of(catalog, max_queue=1) as manager:
+        held = asyncio.create_task(generate(manager, "a", f"hold {go}"))
+        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        waits = asyncio.create_task(generate(manager, "a", "say late"))
+        await until(lambda: waiting(manager) == 1)
+        (first,) = (request for model in manager._models.values() for request in model.waiting)
+        for waited_s, retry_s in ((0, 1), (200, 20), (9000, 60)):
+            first.since_s = time.monotonic() - waited_s
+            with pytest.raises(QueueFullError) as refused:
+                await generate(manager, "a", "say no")
+            assert refused.value.retry_after_s == retry_s
+        go.touch()
+        await asyncio.gather(held, waits)
 
 
 async def test_a_request_cancelled_during_a_load_leaves_the_model_loaded(catalog: FakeCatalog) -> None:

@@ -25,10 +25,10 @@ HI = [{"role": "user", "content": "hi"}]
 # Values of required fields, by the name that clients write.
 REQUIRED: dict[str, Any] = {
     "anchor": "created_at", "completion_window": "24h", "content": "a", "destination": "b", "endpoint": "/v1/responses",
-    "function": {"name": "f"}, "input": "a", "input_file_id": "f", "input_prefix": "a", "input_suffix": "b",
-    "max_tokens": 5, "messages": HI, "mode": "auto", "model": "demo", "name": "f", "names": ["f"], "prompt": "a",
-    "purpose": "batch", "query": "q", "role": "user", "schema": {}, "seconds": 3600, "source": "a", "text": "a",
-    "tokens": [1],
+    "function": {"name": "f"}, "id": 0, "input": "a", "input_file_id": "f", "input_prefix": "a", "input_suffix": "b",
+    "lora": [], "max_tokens": 5, "messages": HI, "mode": "auto", "model": "demo", "name": "f", "names": ["f"],
+    "prompt": "a", "purpose": "batch", "query": "q", "role": "user", "scale": 1.0, "schema": {}, "seconds": 3600,
+    "source": "a", "text": "a", "tokens": [1],
 }  # fmt: skip
 TYPES = {"Format": "text", "ToolChoice": "function", "_OutputFormat": "json_schema", "_TextBlock": "text"}
 KINDS: dict[str, type[Body]] = {

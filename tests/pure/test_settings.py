@@ -130,6 +130,7 @@ def test_every_variable_is_read_under_both_names() -> None:
         "THINK_BUDGET_MESSAGE": ("Enough.", "reasoning_budget_message", "Enough."),
         "BATCH_PARALLEL": ("3", "batch_parallel", 3),
         "BATCH_WINDOW": ("-1", "batch_window_s", math.inf),
+        "RESPONSES_AGE": ("0", "responses_age_s", 0.0),
         "UPLOAD_LIMIT": ("1MiB", "upload_bytes", 1 << 20),
         "STORAGE_LIMIT": ("1GiB", "storage_bytes", 1 << 30),
         "TRUST_NETWORK": ("10.0.0.0/8,::1", "trusted", (ip_network("10.0.0.0/8"), ip_network("::1"))),

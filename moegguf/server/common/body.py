@@ -184,8 +184,8 @@ def parse_json(raw: bytes) -> Any:
     return from_json(HALF_CHARACTER.sub("\ufffd", text), allow_inf_nan=False)
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """JSON text as a dict. Raises HttpError 400."""
+def parse_value(raw: bytes) -> Any:
+    """Returns the value of JSON text. Raises HttpError 400."""
     if not raw.strip():
         raise HttpError(400, "missing request body")
     n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
@@ -195,9 +195,14 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         if any(number.isdigit() or math.isinf(float(number)) for number in LARGE_NUMBER.findall(without_strings)):
             raise ValueError("a number does not fit 64 bits")
-        value = parse_json(raw)
+        return parse_json(raw)
     except ValueError as error:
         raise HttpError(400, f"invalid request body: {error}") from None
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """JSON text as a dict. Raises HttpError 400."""
+    value = parse_value(raw)
     if not isinstance(value, dict):
         kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
         raise HttpError(400, f"invalid request body: expected a JSON object, not {kinds.get(type(value), 'null')}")

@@ -25,7 +25,7 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Loading, ModelName, check_capabilities, loaded_of, look_up
+from moegguf.server.common.options import Adapters, Loading, ModelName, check_capabilities, loaded_of, look_up, scale_of
 from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, computed, end, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
@@ -57,6 +57,9 @@ class Reply(ABC):
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
         """Asks the model for what the reply needs besides the answer, before it."""
+
+    async def keep(self) -> None:  # noqa: B027 (most keep nothing)
+        """Stores a complete reply, before its end is sent."""
 
     @abstractmethod
     def lines(self, event: Event) -> bytes:
@@ -143,6 +146,7 @@ class RequestBody(Loading):
 
     model: ModelName
     stream: bool | None = None
+    lora: Adapters | None = None  # llama-server's: scales of adapters; 0 for one that is not in the list
 
     @property
     def streams(self) -> bool:
@@ -153,6 +157,9 @@ class RequestBody(Loading):
     def parallel_calls(self) -> bool:
         """Whether an answer may have several tool calls."""
         return True
+
+    async def look_up(self, state: State) -> None:
+        """Reads what the body refers to. Raises MoeggufError."""
 
     @abstractmethod
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
@@ -205,10 +212,18 @@ async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event
 async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
     """Returns the model of a body, and its requests, for the owner of the HTTP request. Raises MoeggufError."""
     entry, known = await look_up(state, body.model)
+    await body.look_up(state)
     client_key = current_owner.get()
     owner = "" if state.settings.share_contexts else client_key
+    lora_scale = (state.lora_scales or {}).get(entry.name) if body.lora is None else scale_of(entry, body.lora)
     requests = [
-        replace(request, client_key=client_key, owner=owner, sampling=_with_budget(request.sampling, state.settings))
+        replace(
+            request,
+            client_key=client_key,
+            owner=owner,
+            sampling=_with_budget(request.sampling, state.settings),
+            lora_scale=lora_scale,
+        )
         for request in body.requests(entry, known)
     ]
     first = requests[0]
@@ -275,7 +290,10 @@ async def _answers(
 async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
     async with aclosing(events):
         async for event in events:
-            if lines := reply.lines(event):
+            lines = reply.lines(event)
+            if isinstance(event, Done):
+                await reply.keep()
+            if lines:
                 yield lines
 
 
@@ -288,4 +306,5 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
             elif isinstance(event, Done):
                 reply.add(join(deltas), event)
                 deltas = []
+    await reply.keep()
     return reply.whole()

@@ -25,18 +25,22 @@ from moegguf.text import without_surrogates
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
-OVERLOADED = 529  # Anthropic's own status for a full queue
+OVERLOADED = 529  # Anthropic's own status for a server that cannot answer now
+OLLAMA_PREFIX = "/api/"
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_HEADER = "anthropic-version"  # all of Anthropic's clients send it
 MODELS_PATH = "/v1/models"  # of OpenAI's API, and of Anthropic's
-OPENAI_TYPES = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}
+OPENAI_TYPES = {
+    404: "not_found_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
+}  # fmt: skip
 ANTHROPIC_TYPES = {
-    **OPENAI_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+    **OPENAI_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 LLAMA_PATHS = (
     "/completion", "/completions", "/infill", "/apply-template", "/slots", "/rerank", "/reranking", "/embeddings",
     "/health", "/lora-adapters",
 )  # fmt: skip
+SLOT_PREFIX = "/slots/"
 LLAMA_TYPES = {**OPENAI_TYPES, 501: "not_supported_error", 503: "unavailable_error"}
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would retry twice
 
@@ -53,7 +57,7 @@ class HttpError(errors.MoeggufError):
     def body(self, path: str) -> dict[str, Any]:
         """The JSON of the reply to a request at `path`."""
         message, invalid = str(self), "invalid_request_error" if self.status < 500 else None
-        if path in LLAMA_PATHS:
+        if path in LLAMA_PATHS or path.startswith(SLOT_PREFIX):
             kind = LLAMA_TYPES.get(self.status, invalid or "server_error")
             return {"error": {"code": self.status, "message": message, "type": kind}}
         if not path.startswith("/v1"):
@@ -94,6 +98,9 @@ def http_error(error: BaseException) -> HttpError:
     """The HTTP error of an exception. An unexpected exception is logged, and its message is not sent."""
     if isinstance(error, HttpError):
         return error
+    if isinstance(error, errors.QueueFullError):
+        retry = {"retry-after": str(error.retry_after_s)}
+        return HttpError(HTTPStatus.TOO_MANY_REQUESTS, str(error), "rate_limit_exceeded", retry)
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, HTTPStatus(error.status_code).phrase.lower(), headers=error.headers or {})
     for kinds, status, code, headers in STATUSES:
@@ -109,8 +116,16 @@ def error_response(error: BaseException, path: str) -> Response:
     """The reply to a request at `path` that failed with `error`."""
     found = http_error(error)
     kind = LingeringResponse if isinstance(found, BodyRefusedError) else JSONResponse
-    is_overloaded = path.startswith(ANTHROPIC_PATH) and found.status == HTTPStatus.SERVICE_UNAVAILABLE
-    return kind(found.body(path), status_code=OVERLOADED if is_overloaded else found.status, headers=found.headers)
+    return kind(found.body(path), status_code=_status_of(found, path), headers=found.headers)
+
+
+def _status_of(error: HttpError, path: str) -> int:
+    """Returns the status of an error in the API that was called."""
+    if path.startswith(ANTHROPIC_PATH) and error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return OVERLOADED
+    if path.startswith(OLLAMA_PREFIX) and error.status == HTTPStatus.TOO_MANY_REQUESTS:
+        return HTTPStatus.SERVICE_UNAVAILABLE  # as Ollama itself, whose queue is full
+    return error.status
 
 
 class LingeringResponse(JSONResponse):

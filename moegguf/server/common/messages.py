@@ -166,9 +166,10 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
 
 
-def messages_of(given: Sequence[ChatMessage]) -> Iterator[Message]:
-    """The messages for `Request`; results of tools have the names of the calls before."""
-    names = {call.id or "": call.function.name for message in given for call in message.tool_calls or ()}
+def messages_of(given: Sequence[ChatMessage], earlier: Sequence[Message] = ()) -> Iterator[Message]:
+    """Returns the messages for `Request`. Results of tools have the names of the calls before, `earlier` ones too."""
+    names = {call["id"]: call["function"]["name"] for message in earlier for call in message.get("tool_calls", ())}
+    names |= {call.id or "": call.function.name for message in given for call in message.tool_calls or ()}
     return (message.as_message(names) for message in given)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -21,6 +21,7 @@ from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import PARAMETERS, RANGES
+from moegguf.options import OPTIONS
 from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, Whole, explain, integral
@@ -29,6 +30,7 @@ from moegguf.serving.events import LoadedModel, LoadOverrides
 
 log = logging.getLogger(__name__)
 
+LORA_SCALE = OPTIONS["lora_scale"]
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
@@ -125,8 +127,8 @@ Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
 class SamplingOptions(Body):
     """How tokens are chosen: Ollama's options, which are also keys of OpenAI's bodies, and `exact`: other requests
-    change no bit. seed -1: random. reasoning_budget_tokens and reasoning_budget_message are llama-server's. None: the
-    model's parameter, or the default."""
+    change no bit. seed -1: random. Names that begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None:
+    the model's parameter, or the default."""
 
     seed: Whole | None = in_range("seed")
     temperature: Number = in_range("temperature")
@@ -138,6 +140,17 @@ class SamplingOptions(Body):
     repeat_penalty: Number = in_range("repeat_penalty")
     presence_penalty: Number = in_range("presence_penalty")
     frequency_penalty: Number = in_range("frequency_penalty")
+    top_n_sigma: Number = in_range("top_n_sigma")
+    xtc_probability: Number = in_range("xtc_probability")
+    xtc_threshold: Number = in_range("xtc_threshold")
+    dry_multiplier: Number = in_range("dry_multiplier")
+    dry_base: Number = in_range("dry_base")
+    dry_allowed_length: Whole | None = in_range("dry_allowed_length")
+    dry_penalty_last_n: Whole | None = in_range("dry_penalty_last_n")
+    dry_sequence_breakers: Annotated[list[Stop], Field(min_length=1, max_length=limits.STOPS)] | None = None
+    mirostat: Whole | None = in_range("mirostat")
+    mirostat_tau: Number = in_range("mirostat_tau")
+    mirostat_eta: Number = in_range("mirostat_eta")
     reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     reasoning_budget_message: Stop | None = None
     stop: Stops | None = None
@@ -187,6 +200,27 @@ class Loading(Body):
     def keep_alive_s(self) -> float | None:
         """How long the model stays loaded when it is idle: inf for ever, None for the setting. Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)
+
+
+class Adapter(Body):
+    """The scale of a LoRA adapter, which is named by its place in the list of /lora-adapters."""
+
+    id: Annotated[Whole, Field(ge=0)]
+    scale: Annotated[float, Field(ge=LORA_SCALE.least, le=LORA_SCALE.most)]
+
+
+Adapters = Annotated[list[Adapter], Field(max_length=limits.STOPS)]
+
+
+def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
+    """Returns the scale of a model's adapter, 0 where it is not in the list; None for a model without adapter. Raises
+    HttpError 400 for adapters that the model does not have."""
+    n_adapters = 0 if entry.adapter is None else 1
+    if wrong := [adapter.id for adapter in adapters if adapter.id >= n_adapters]:
+        raise HttpError(400, f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}")
+    if not n_adapters:
+        return None
+    return adapters[-1].scale if adapters else 0.0
 
 
 def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -> Sampling:

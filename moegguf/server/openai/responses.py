@@ -1,6 +1,7 @@
 """POST /v1/responses: the next items of a conversation; /v1/responses/input_tokens counts the tokens of its prompt.
 
-Responses are not stored: a request that refers to an earlier one is refused, with what to send instead. Tools that run
+Responses are stored for a day (`MOEGGUF_RESPONSES_AGE`), unless the request says `store: false`: one that names an
+earlier response goes on from there, with the instructions of the new request. Tools that run
 at OpenAI (web search, computer use, ...) are left out with a warning in the log, as in llama-server: clients offer them
 beside their own functions. An answer is a list of items: thinking, text and calls in the order in which they come. A
 stream tells each item's beginning, growth and end; without a stream only the last object is sent. Thinking is raw, so
@@ -9,6 +10,7 @@ it is `reasoning_text` unless the request wants a summary. `timings` and `moe` a
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -17,8 +19,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, TypeAdapter, ValidationInfo, field_validator
+from starlette.datastructures import State
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
+from moegguf.errors import MoeggufError, UnknownIdError
 from moegguf.generate.images import text_of
 from moegguf.generate.request import Delta, Message, Request, ToolCall
 from moegguf.models.entry import Details, ModelEntry
@@ -30,6 +37,7 @@ from moegguf.server.common.messages import SEARCH_RESULT, Messages, messages_of,
 from moegguf.server.common.replies import dumps, event_line, logprob_objects, usage
 from moegguf.server.openai import chat
 from moegguf.serving.events import Done, Event
+from moegguf.serving.responses import ResponseStore
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +49,13 @@ LOGPROBS = "message.output_text.logprobs"
 REASONING_PREFIX = "moegguf:"  # of our `encrypted_content`, which only carries the text back to us
 SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # of sampling that a response tells
 ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
+MESSAGES: TypeAdapter[Any] = TypeAdapter(Messages)
+ResponseId = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
 BETWEEN = {"assistant": "\n", "system": "\n\n"}  # texts of items that are one message
 
-STATELESS = "responses are not stored; send the whole conversation as input"
+NOT_STORED = "responses are not stored here; send the whole conversation as input"
 REFUSED = {
-    "previous_response_id": STATELESS,
-    "conversation": STATELESS,
+    "conversation": "conversations are not stored; send previous_response_id, or the whole conversation as input",
     "prompt": "prompts are not stored; send instructions and input",
     "background": "a response is computed while its request lasts; leave it out",
 }
@@ -98,7 +107,7 @@ def _messages_with(item: Any) -> list[Any]:
     if kind == SEARCH_RESULT:
         return [{"role": "user", "content": [item]}]
     if kind == "item_reference":
-        raise ValueError(f"an item has no type or refers to a stored one, but {STATELESS}")
+        raise ValueError("an item has no type or refers to a stored one; send previous_response_id, or the item itself")
     log.warning("the item of type %.60r cannot be read here and is left out", kind)
     return []
 
@@ -152,7 +161,8 @@ class ResponsesBody(chat.ToolsBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    previous_response_id: Any = None
+    previous_response_id: ResponseId | None = None
+    store: bool | None = None
     conversation: Any = None
     prompt: Any = None
     background: Any = None
@@ -163,13 +173,52 @@ class ResponsesBody(chat.ToolsBody):
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
+    _responses: ResponseStore | None = None  # where the response is stored, unless the request does not want that
+    _history: list[Message] = PrivateAttr(default_factory=list)  # of the conversation before
+
+    async def look_up(self, state: State) -> None:
+        """Reads the conversation before. Raises HttpError 400 where there is none, BusyError, StorageError."""
+        responses: ResponseStore | None = state.responses
+        if responses is not None and responses.stores and self.store is not False:
+            self._responses = responses
+        if self.previous_response_id is None:
+            return
+        if responses is None:
+            raise HttpError(400, f"previous_response_id: is not supported: {NOT_STORED}")
+        try:
+            self._history = await asyncio.to_thread(responses.history, self.previous_response_id)
+        except UnknownIdError as error:
+            raise HttpError(400, f"previous_response_id: {error}", "previous_response_not_found") from None
+        if len(self._history) + len(self.messages) > limits.MESSAGES:
+            raise HttpError(400, f"the conversation has more than {limits.MESSAGES} messages; begin a new one")
+
+    @property
+    def is_stored(self) -> bool:
+        """Returns whether the response will be stored."""
+        return self._responses is not None
+
+    def new_messages(self) -> list[Message]:
+        """Returns the messages of the input."""
+        return list(messages_of(self.messages, self._history))
+
+    async def keep(self, response: Json) -> None:
+        """Stores the response with the messages of its turn, unless the request does not want that."""
+        if self._responses is None:
+            return
+        answer = MESSAGES.validate_python(_messages_of(response["output"]))
+        turn = [*self.new_messages(), *_joined(messages_of(answer))]
+        try:
+            await asyncio.to_thread(self._responses.add, response, self.previous_response_id, turn)
+        except (MoeggufError, OSError) as error:
+            log.warning("the response %s is not stored: %s", response["id"], error)
+
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """The only request."""
         effort = self.reasoning.effort if self.reasoning else None
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         request = self.next_message(
             entry,
-            _joined([*instructions, *messages_of(self.messages)]),
+            _joined([*instructions, *self._history, *self.new_messages()]),
             self.text.format if self.text else None,
             self.max_output_tokens,
             self.top_logprobs is not None or LOGPROBS in (self.include or ()),
@@ -233,6 +282,9 @@ class _ResponseReply(EventReply):
 
     def whole(self) -> Json:
         return self._object
+
+    async def keep(self) -> None:
+        await self.body.keep(self._object)
 
     def error_line(self, error: HttpError, path: str) -> bytes:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
@@ -323,7 +375,8 @@ def _settings(body: ResponsesBody, request: Request) -> Json:
             "summary": (reasoning.summary or reasoning.generate_summary) if reasoning else None,
         },
         "service_tier": "default",
-        "store": False,
+        "previous_response_id": body.previous_response_id,
+        "store": body.is_stored,
         **{name: getattr(request.sampling, name) for name in SETTINGS},
         "text": {"format": form, "verbosity": text.verbosity if text and text.verbosity else "medium"},
         "tool_choice": choice if isinstance(choice, str) else named[0] if choice.type == "function" else allowed,
@@ -331,6 +384,22 @@ def _settings(body: ResponsesBody, request: Request) -> Json:
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
     }
+
+
+def _stored(request: HttpRequest) -> tuple[ResponseStore, str]:
+    """Returns the stored responses, and the id of one in the path."""
+    return request.app.state.responses, request.path_params["response"]
+
+
+async def _retrieve(request: HttpRequest) -> Response:
+    responses, response_id = _stored(request)
+    return JSONResponse(await asyncio.to_thread(responses.get, response_id))
+
+
+async def _delete(request: HttpRequest) -> Response:
+    responses, response_id = _stored(request)
+    await asyncio.to_thread(responses.delete, response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 ResponsesBody.reply_kind = _ResponseReply
@@ -341,4 +410,6 @@ routes = [
         "/v1/responses/input_tokens", ResponsesBody, "count",
         lambda n: {"object": "response.input_tokens", "input_tokens": n},
     ),
+    Route("/v1/responses/{response}", _retrieve, methods=["GET"]),
+    Route("/v1/responses/{response}", _delete, methods=["DELETE"]),
 ]  # fmt: skip

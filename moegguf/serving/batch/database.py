@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,9 @@ def _not_written(path: Path, why: object) -> StorageError:
 class Database:
     """A database that only this process has open. Safe to use from many threads."""
 
-    def __init__(self, path: Path, mode: int) -> None:
-        """Opens the database; makes one with `mode` where none is. Raises BlockingIOError while another process has it
-        open, StorageError."""
+    def __init__(self, path: Path, mode: int, schema: Sequence[str] = SCHEMA) -> None:
+        """Opens the database; makes one with `mode` and the statements of `schema` where none is. Raises
+        BlockingIOError while another process has it open, StorageError."""
         self.path = path
         self._lock = threading.RLock()
         with storing(path):
@@ -77,12 +77,12 @@ class Database:
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
                 with self.transaction():
-                    self._make_tables()
+                    self._make_tables(schema)
             except BaseException:
                 self.close()
                 raise
 
-    def _make_tables(self) -> None:
+    def _make_tables(self, schema: Sequence[str]) -> None:
         if not self.path.exists():
             raise BlockingIOError("the process that had the database has just removed it")
         ((version,),) = self.execute("PRAGMA user_version")
@@ -91,7 +91,7 @@ class Database:
                 f"{self.path} must be of version {VERSION} or less, but is of version {version}; use a newer moegguf,"
                 " or move it away to start anew."
             )
-        for statement in SCHEMA if version == 0 else ():
+        for statement in schema if version == 0 else ():
             self.execute(statement)
 
     def execute(self, statement: str, *values: Any, flush: bool = True) -> list[Any]:

@@ -26,7 +26,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from moegguf.engine.stats import Stats
-from moegguf.errors import BusyError, MoeggufError, OptionError, WorkerError
+from moegguf.errors import BusyError, MoeggufError, OptionError, QueueFullError, WorkerError
 from moegguf.generate.request import Request
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
@@ -286,7 +286,7 @@ def ray_errors() -> Iterator[None]:
     try:
         yield
     except BackPressureError:
-        raise BusyError("server busy, please try again.  maximum pending requests exceeded") from None
+        raise QueueFullError from None
     except RayTaskError:  # an exception in the replica, which is not one of moegguf's
         raise
     except (RayError, RayServeException) as error:

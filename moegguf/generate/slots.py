@@ -1,0 +1,100 @@
+"""Slots as llama-server has them: what a place in the context holds is saved to a file, restored or erased.
+
+A file has the tokens and llama.cpp's state of them. It is restored only into a model that computes the same bits: the
+file has the name that contexts on disk have. For the thread of the batch loop, between two passes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from moegguf.atomic_write import OWNER_ONLY, write_atomically
+from moegguf.errors import CapabilityError, OptionError, StorageError, UnknownIdError
+from moegguf.generate.kv_sequences import KvSequences
+from moegguf.generate.sequence import KvSequence, owner_part
+from moegguf.regular_file import open_regular
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+MAGIC = b"moegslt1"
+_HEADER = struct.Struct("<8s16sI")  # MAGIC, the digest of what follows, bytes of the description in JSON
+_NOT_WHOLE = "is no slot that was saved whole; save it again."
+
+
+def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: str, **fields: Any) -> dict[str, Any]:
+    """Saves, restores or erases a slot of an owner. Returns the counts of llama-server's reply. Raises OptionError,
+    UnknownIdError, CapabilityError, StorageError."""
+    if not 0 <= slot < len(places):
+        raise OptionError(f"a slot is a number from 0 to {len(places) - 1}, but is {slot}.")
+    kv = places[slot]
+    if action == "erase":
+        n_erased = len(kv.tokens) if _is_own(kv, owner) else 0
+        if n_erased:
+            places.truncate(kv, 0)
+        return {"n_erased": n_erased}
+    if llm.prefix_cache is None:
+        raise CapabilityError("slots are saved by models that keep contexts on disk; load it without context_store=0.")
+    path, name = Path(fields["path"]), llm.prefix_cache.name
+    if action == "save":
+        return _save(llm, kv, path, owner, name, fields["most_bytes"])
+    return _restore(places, kv, path, owner, name, llm.n_ctx())
+
+
+def _is_own(kv: KvSequence, owner: str) -> bool:
+    return owner_part(kv.owner)[0] == owner
+
+
+def _save(llm: Llama, kv: KvSequence, path: Path, owner: str, name: str, most_bytes: int) -> dict[str, Any]:
+    if not _is_own(kv, owner) or not kv.tokens:
+        raise OptionError(f"slot {kv.seq_id} holds no tokens of yours; send a request first.")
+    if kv.seq_id == 0 and llm.context.images.spans:
+        raise OptionError(f"slot {kv.seq_id} holds images, which are not saved; save one with text only.")
+    state = llm.context.read_state(kv.seq_id)
+    about = json.dumps({"name": name, "adapter": owner_part(kv.owner)[1], "tokens": kv.tokens}).encode()
+    n_bytes = _HEADER.size + len(about) + len(state)
+    if n_bytes > most_bytes:
+        raise StorageError(f"the slot has {n_bytes:,} bytes, but saved ones may take {most_bytes:,} more; remove some.")
+    digest = xxhash.xxh3_128(about)
+    digest.update(state)
+    parts = (_HEADER.pack(MAGIC, digest.digest(), len(about)), about, state)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, parts, OWNER_ONLY)
+    except OSError as error:
+        raise StorageError(f"cannot write {path.name} ({error.strerror}); make room on the disk.") from None
+    return {"n_saved": len(kv.tokens), "n_written": n_bytes}
+
+
+def _restore(places: KvSequences, kv: KvSequence, path: Path, owner: str, name: str, n_ctx: int) -> dict[str, Any]:
+    about, state = _read(path)
+    tokens = about["tokens"]
+    if about["name"] != name:
+        raise OptionError(f"{path.name} was saved by another model, build or options of loading; save it again.")
+    if len(tokens) > n_ctx:
+        raise OptionError(f"{path.name} has {len(tokens)} tokens, but the context {n_ctx}; load a longer one.")
+    if not places.replace(kv, tokens, owner + about["adapter"], state):
+        raise OptionError(f"{path.name} does not fit the free context; erase other slots.")
+    return {"n_restored": len(tokens), "n_read": path.stat().st_size}
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
+    """Returns the description and the state in a file. Raises UnknownIdError, OptionError."""
+    try:
+        with open_regular(path, own=True) as file:
+            content = file.read()
+    except OSError:
+        raise UnknownIdError(f"there is no saved slot {path.name!r:.80}.") from None
+    if len(content) < _HEADER.size:
+        raise OptionError(f"{path.name} {_NOT_WHOLE}")
+    magic, digest, n_about = _HEADER.unpack_from(content)
+    rest = content[_HEADER.size :]
+    if magic != MAGIC or xxhash.xxh3_128_digest(rest) != digest:
+        raise OptionError(f"{path.name} {_NOT_WHOLE}")
+    return json.loads(rest[:n_about]), rest[n_about:]

@@ -1,0 +1,136 @@
+"""Stored responses of OpenAI's API: each with the messages of its turn and the response before it.
+
+A response is removed when it is older than its age limit, which begins anew when a later response continues it, or when
+others need its room. One process at a time has the database open. All methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moegguf.atomic_write import OWNER_ONLY
+from moegguf.errors import BusyError, MoeggufError, OptionError, UnknownIdError
+from moegguf.generate.request import Message
+from moegguf.serving.batch.database import Database, storing
+from moegguf.serving.clients import current_owner, is_visible
+
+log = logging.getLogger(__name__)
+
+DATABASE = "responses.db"
+SCHEMA = (
+    # messages: of the turn, as JSON. about: the response object, as JSON. n_bytes: of both.
+    "CREATE TABLE response (id TEXT PRIMARY KEY, owner TEXT, previous TEXT, expires_at REAL, n_bytes INTEGER,"
+    " messages BLOB, about BLOB)",
+    "CREATE INDEX response_expires_at ON response (expires_at)",
+    "PRAGMA user_version = 1",
+)
+RENEW = (
+    "WITH RECURSIVE turn (id) AS (VALUES (?) UNION SELECT previous FROM response JOIN turn USING (id))"
+    " UPDATE response SET expires_at = ? WHERE id IN turn"
+)
+DROP_OLDEST = "DELETE FROM response WHERE id = (SELECT id FROM response ORDER BY expires_at, rowid LIMIT 1)"
+MAX_BYTES = 1 << 30  # of all responses
+MAX_HISTORY_BYTES = 32 << 20  # of the messages of a conversation
+
+
+class ResponseStore:
+    """The responses in a folder, kept for `age_s` seconds; nothing is stored where that is 0."""
+
+    def __init__(self, folder: Path, age_s: float, now: Callable[[], float] = time.time) -> None:
+        self._path = folder / DATABASE
+        self._age_s = age_s
+        self._now = now
+        self._lock = threading.Lock()
+        self._database: Database | None = None
+
+    @property
+    def stores(self) -> bool:
+        """Returns whether responses are stored at all."""
+        return self._age_s > 0
+
+    def start(self) -> None:
+        """Removes the responses of earlier runs that are too old."""
+        if not self._path.exists():
+            return
+        try:
+            self._open()
+        except (MoeggufError, OSError) as error:
+            log.warning("responses are not stored: %s", error)
+
+    def close(self) -> None:
+        """Closes the database."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def add(self, about: dict[str, Any], previous: str | None, messages: Sequence[Message]) -> None:
+        """Stores a response of the current owner with the messages of its turn. Raises BusyError, StorageError."""
+        expires_at = self._now() + self._age_s
+        parts = [json.dumps(part, ensure_ascii=False).encode() for part in (messages, about)]
+        n_bytes = sum(map(len, parts))
+        row = (about["id"], current_owner.get(), previous, expires_at, n_bytes, *parts)
+        database = self._open()
+        with database.transaction():
+            database.execute("INSERT INTO response VALUES (?, ?, ?, ?, ?, ?, ?)", *row)
+            database.execute(RENEW, about["id"], expires_at)
+            while database.execute("SELECT total(n_bytes) FROM response")[0][0] > MAX_BYTES:
+                database.execute(DROP_OLDEST)
+
+    def get(self, response_id: str) -> dict[str, Any]:
+        """Returns a response object. Raises UnknownIdError, BusyError, StorageError."""
+        _, _, about = self._row(response_id)
+        found: dict[str, Any] = json.loads(about)
+        return found
+
+    def delete(self, response_id: str) -> None:
+        """Removes a response: it cannot be continued any more, nor can those that continue it. Raises as `get`."""
+        self._row(response_id)
+        self._open().execute("DELETE FROM response WHERE id = ?", response_id)
+
+    def history(self, response_id: str) -> list[Message]:
+        """Returns the messages of the conversation up to a response. Raises as `get`, OptionError."""
+        turns = list[list[Message]]()
+        n_bytes = 0
+        turn: str | None = response_id
+        while turn is not None:
+            turn, messages, _ = self._row(turn)
+            n_bytes += len(messages)
+            if n_bytes > MAX_HISTORY_BYTES:
+                raise OptionError(
+                    f"previous_response_id: the conversation has more than {MAX_HISTORY_BYTES >> 20} MiB; begin a new"
+                    " one."
+                )
+            turns.append(json.loads(messages))
+        return [message for messages_of_turn in reversed(turns) for message in messages_of_turn]
+
+    def _row(self, response_id: str) -> tuple[str | None, bytes, bytes]:
+        """Returns the id of the response before, the messages and the object of a response. Raises as `get`."""
+        rows = []
+        if self._path.exists():
+            query = "SELECT owner, previous, messages, about FROM response WHERE id = ?"
+            rows = self._open().execute(query, response_id)
+        if not rows or not is_visible(rows[0][0]):
+            raise UnknownIdError(f"Response with id '{response_id:.80}' not found.")
+        _, previous, messages, about = rows[0]
+        return previous, messages, about
+
+    def _open(self) -> Database:
+        """Returns the database without responses that are too old. Raises BusyError, StorageError."""
+        with self._lock:
+            if self._database is None:
+                try:
+                    with storing(self._path):
+                        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                        self._database = Database(self._path, OWNER_ONLY, SCHEMA)
+                except BlockingIOError:
+                    raise BusyError(f"another server has the responses in {self._path}; ask that one.") from None
+            database = self._database
+        database.execute("DELETE FROM response WHERE expires_at <= ?", self._now(), flush=False)
+        return database

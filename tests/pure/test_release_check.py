@@ -1,0 +1,167 @@
+"""What is checked before a release: the version in all places, contents of wheels and of the source distribution, sums,
+and the workflow that makes them."""
+
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from moegguf.package import __version__
+from tools import release_check, version
+from tools.release_check import ReleaseError
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOW = pytest.importorskip("yaml").safe_load((ROOT / ".github/workflows/release.yml").read_text())
+WHEEL_NAME = f"moegguf-{__version__}-py3-none-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl"
+CONTENTS = (
+    f"moegguf-{__version__}.dist-info/licenses/LICENSE", "moegguf/lib/LICENSE", "moegguf/lib/UPSTREAM",
+    "moegguf/lib/libmoegguf.so", "moegguf/lib/libllama.so", "moegguf/bindings/LICENSE.md", "moegguf/demo/demo.gguf",
+    "moegguf/server/static/index.html", "moegguf/server/static/vendor/LICENSE.txt",
+)  # fmt: skip
+SOURCES = ("pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "patches/UPSTREAM", "patches/series")
+
+
+def wheel_of(folder: Path, names: Sequence[str], name: str = WHEEL_NAME) -> Path:
+    path = folder / name
+    with zipfile.ZipFile(path, "w") as archive:
+        for member in names:
+            archive.writestr(member, "x")
+    return path
+
+
+def sdist_of(folder: Path, names: Sequence[str]) -> Path:
+    path = folder / f"moegguf-{__version__}.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(f"moegguf-{__version__}/{name}"), io.BytesIO())
+    return path
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    """A folder with the files that have the version."""
+    for name in ("pyproject.toml", "moegguf/package.py", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_the_version_is_the_same_in_all_places_and_is_written_into_all(places: Path) -> None:
+    assert version.read_version() == version.read_version(places) == __version__
+    version.write_version("7.8.9", places)
+    assert version.read_version(places) == "7.8.9"
+    assert (places / "pyproject.toml").read_text().count("7.8.9") == 4, "of the project and of three plug-ins"
+
+
+def test_a_version_that_differs_in_one_place_is_named(places: Path) -> None:
+    path = places / "moegguf/package.py"
+    path.write_text(path.read_text().replace(__version__, "9.9.9"))
+    with pytest.raises(ValueError, match=r"9\.9\.9 in moegguf/package\.py"):
+        version.read_version(places)
+
+
+def test_a_tag_needs_the_version_of_the_files_and_a_dated_section(places: Path) -> None:
+    version.write_version("0.9.0", places)
+    for tag in ("0.9.0", "v0.9", "v0.9.0-final", "vx"):
+        with pytest.raises(ValueError, match=r"v1\.2\.3"):
+            version.check_tag(tag, places)
+    with pytest.raises(ValueError, match=r"files have version 0\.9\.0"):
+        version.check_tag("v0.9.1", places)
+    with pytest.raises(ValueError, match=r"section '## 0\.9\.0 "):
+        version.check_tag("v0.9.0", places)
+    changelog = places / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("## Unreleased", "## 0.9.0 (2027-01-31)", 1))
+    assert version.check_tag("refs/tags/v0.9.0", places) == "0.9.0"
+
+
+def test_a_whole_wheel_and_a_plugin_pass(tmp_path: Path) -> None:
+    release_check.check_wheel(wheel_of(tmp_path, CONTENTS))
+    plugin = [f"moegguf_backends/vulkan/{name}" for name in ("libggml-vulkan.so", "UPSTREAM")]
+    name = f"moegguf_vulkan-{__version__}-py3-none-manylinux_2_35_x86_64.whl"
+    path = wheel_of(tmp_path, [*plugin, f"moegguf_vulkan-{__version__}.dist-info/licenses/LICENSE"], name)
+    release_check.check_wheel(path)
+    release_check.check_version(path, __version__)
+    assert not release_check.is_for_this_machine(path)
+
+
+@pytest.mark.parametrize("missing", CONTENTS)
+def test_a_wheel_without_a_library_or_a_licence_is_refused(tmp_path: Path, missing: str) -> None:
+    with pytest.raises(ReleaseError, match="must have"):
+        release_check.check_wheel(wheel_of(tmp_path, [name for name in CONTENTS if name != missing]))
+
+
+@pytest.mark.parametrize(
+    "unwanted",
+    ["moegguf/testing/faults.py", "moegguf/lib/libmoegguf-testing.so", "moegguf/native/hook.cpp", "tests/x.py"],
+)
+def test_a_wheel_with_test_equipment_or_sources_is_refused(tmp_path: Path, unwanted: str) -> None:
+    with pytest.raises(ReleaseError, match="must not have"):
+        release_check.check_wheel(wheel_of(tmp_path, [*CONTENTS, unwanted]))
+
+
+def test_a_wheel_for_this_machine_alone_or_of_another_version_or_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ReleaseError, match="manylinux"):
+        release_check.check_wheel(wheel_of(tmp_path, CONTENTS, f"moegguf-{__version__}-py3-none-linux_x86_64.whl"))
+    for name in ("moegguf-0.0.1.tar.gz", f"moegguf-{__version__}.post1.tar.gz", f"other-{__version__}.tar.gz"):
+        with pytest.raises(ReleaseError, match="version"):
+            release_check.check_version(tmp_path / name, __version__)
+    monkeypatch.setitem(release_check.MOST_BYTES, "wheel", 10)
+    with pytest.raises(ReleaseError, match="MiB"):
+        release_check.check_wheel(wheel_of(tmp_path, CONTENTS))
+
+
+def test_a_source_distribution_has_what_the_build_needs_and_no_tests(tmp_path: Path) -> None:
+    release_check.check_source(sdist_of(tmp_path, SOURCES))
+    with pytest.raises(ReleaseError, match=r"patches/series|patches"):
+        release_check.check_source(sdist_of(tmp_path, SOURCES[:-1]))
+    with pytest.raises(ReleaseError, match="must not have"):
+        release_check.check_source(sdist_of(tmp_path, [*SOURCES, "tests/pure/test_x.py"]))
+
+
+def test_sums_are_those_that_sha256sum_reads(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("b", "a")]
+    for path in paths:
+        path.write_text(path.name)
+    (tmp_path / "SHA256SUMS").write_text(release_check.sums_of(paths))
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=tmp_path, check=True)
+
+
+def test_the_workflow_builds_all_that_is_published_and_publishes_only_what_passed() -> None:
+    jobs = WORKFLOW["jobs"]
+    assert {row["arch"] for row in jobs["wheel"]["strategy"]["matrix"]["include"]} == {"x86_64", "aarch64"}
+    assert "manylinux_2_28" in jobs["wheel"]["container"]
+    assert {row["name"] for row in jobs["plugin"]["strategy"]["matrix"]["include"]} == {"cuda13", "cuda12", "vulkan"}
+    assert set(jobs["publish"]["needs"]) == {"wheel", "test", "sdist", "plugin"}
+    assert jobs["image"]["needs"] == "publish"
+    for name in ("publish", "image"):
+        assert jobs[name]["if"] == "github.ref_type == 'tag'"
+    writers = {name for name, job in jobs.items() if "write" in job.get("permissions", {}).values()}
+    assert writers == {"publish", "image"} and WORKFLOW["permissions"] == {"contents": "read"}
+
+
+def test_the_workflow_calls_what_exists() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    for module in re.findall(r"-m (tools\.\w+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    for file in re.findall(r"(?:file: |python )((?:deploy|examples|tools)/\S+)", text):
+        assert (ROOT / file).is_file()
+    made = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^ +make ([a-z-]+)", text, re.MULTILINE)) <= made
+
+
+def test_the_front_door_says_that_nothing_is_published_until_the_changelog_has_a_day() -> None:
+    """A wheel is what the first lines install; until a release has a day, they say how to do without one."""
+    is_published = re.search(r"^## \d\S+ \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    for page in ("README.md", "docs/install.md"):
+        text = (ROOT / page).read_text()
+        assert text.index("pip install moegguf") < text.index("pip install ."), "wheels come before the sources"
+        assert "uvx moegguf run demo" in text
+        assert ("No release is published yet" in text) == (is_published is None), page

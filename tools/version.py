@@ -1,0 +1,87 @@
+"""The version, which is written in several files: prints it, checks it, or takes it from a tag.
+
+python -m tools.version               # prints it; fails where two files differ
+python -m tools.version --is v0.2.0   # fails unless it is the tag's, and CHANGELOG.md has a section of it
+python -m tools.version --set v0.2.0  # writes it into the files: the first step of a release
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TAG = re.compile(r"v(\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)")
+PLACES = (  # files, and what stands before the version there
+    ("pyproject.toml", r'^version = "'),
+    ("pyproject.toml", r'"moegguf-(?:cuda13|cuda12|vulkan)=='),
+    ("moegguf/package.py", r'^__version__ = "'),
+)
+
+
+def version_of(tag: str) -> str:
+    """Returns the version of a tag. Raises ValueError for a tag that is no release's."""
+    found = TAG.fullmatch(tag.removeprefix("refs/tags/"))
+    if found is None:
+        raise ValueError(f"the tag of a release is v1.2.3, or v1.2.3rc1, but is {tag!r}; use another tag")
+    return found[1]
+
+
+def read_version(root: Path = ROOT) -> str:
+    """Returns the version. Raises ValueError where two places have different ones."""
+    found = {
+        (name, version)
+        for name, before in PLACES
+        for version in re.findall(rf'{before}([^"]+)"', (root / name).read_text(), re.MULTILINE)
+    }
+    versions = {version for _, version in found}
+    if len(versions) != 1:
+        places = ", ".join(f"{version} in {name}" for name, version in sorted(found))
+        raise ValueError(f"the version must be the same everywhere, but is {places}; run tools.version --set")
+    return versions.pop()
+
+
+def write_version(version: str, root: Path = ROOT) -> None:
+    """Writes the version into all places."""
+    for name, before in PLACES:
+        path = root / name
+        path.write_text(re.sub(rf'({before})[^"]+"', rf'\g<1>{version}"', path.read_text(), flags=re.MULTILINE))
+
+
+def check_tag(tag: str, root: Path = ROOT) -> str:
+    """Returns the version of a tag. Raises ValueError unless the files and CHANGELOG.md have it."""
+    version = version_of(tag)
+    if (written := read_version(root)) != version:
+        raise ValueError(f"the tag is {tag}, but the files have version {written}; run tools.version --set {tag}")
+    if not is_released(version, root):
+        raise ValueError(f"CHANGELOG.md needs a section '## {version} (YYYY-MM-DD)' for the tag {tag}; write one")
+    return version
+
+
+def is_released(version: str, root: Path = ROOT) -> bool:
+    """Returns whether CHANGELOG.md has a section of the version, with its day."""
+    heading = rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$"
+    return re.search(heading, (root / "CHANGELOG.md").read_text(), re.MULTILINE) is not None
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--is", dest="tag", metavar="TAG")
+    what.add_argument("--set", dest="new_tag", metavar="TAG")
+    args = parser.parse_args()
+    try:
+        if args.new_tag:
+            write_version(version_of(args.new_tag))
+        print(check_tag(args.tag) if args.tag else read_version())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
