@@ -10,10 +10,10 @@ import pytest
 from hybrid_shapes import SHAPES, write_hybrid
 from running import Llama, TinyModel
 
-from moegguf.engine.sequences import STATEFUL_ARCHS, PassBatch, SequenceTokens, has_kernels
+from moegguf.engine.sequences import STATEFUL_ARCHS, PassBatch, SequenceTokens
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.processor import read_processor
+from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from tools.models import PRESETS
 from tools.width_check import CHECKED_BY, MOVES, operations_of
