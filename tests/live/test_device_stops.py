@@ -123,7 +123,7 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
         return in_own_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
 
 
-@pytest.mark.parametrize("letters", [*REMEDIES, "abcdef"])
+@pytest.mark.parametrize("letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdef"])
 def test_a_remedy_changes_no_bit(
     tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
 ) -> None:

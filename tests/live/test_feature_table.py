@@ -98,7 +98,7 @@ def cells(path: Path, shape: Shape, matrix: str, folder: Path) -> tuple[str, ...
             drafts,
             taken_back(llm),
             "yes" if llm.batch_invariant else "no",
-            "whole states" if llm.prefix_cache._whole else "blocks",
+            llm.prefix_cache.form,
             adapted(path, shape, matrices, folder, last_logits(llm)),
             "yes" if llm.context.can_shift else "no",
         )

@@ -154,7 +154,7 @@ def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(layout:
 def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(layout: ExpertLayout) -> None:
     fast, slow = Speeds(1e12, Link(1e12), 1e9), Speeds(1e6, Link(1e6), 100e9)
     layout = replace(layout, hparams=replace(layout.hparams, n_ctx_train=1 << 20))
-    how, one, on_both = budgets("40%", n_ctx=None), machine(2 * GIB), set[int]()
+    how, one, on_both = budgets("auto", "auto", n_ctx=None), machine(2 * GIB), set[int]()
     for speeds, on_device in ((fast, True), (slow, False)):
         found = make_plan(layout, one, how, speeds)
         assert (found.on_device, found.needs.kv_bytes) == (on_device, kv_bytes(layout, found.kv_tokens))

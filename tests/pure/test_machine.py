@@ -182,7 +182,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("load", "words"), [(0.1, ""), (64.0, "a load of 64.0 on 2 processors")])
+@pytest.mark.parametrize(("load", "words"), [(0.1, ""), (64.0, "load 64.0 on 2 processors")])
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, load: float, words: str) -> None:
     monkeypatch.setattr(machine, "count_cpus", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
