@@ -31,6 +31,7 @@ from answering import (
     text_of,
 )
 from eager import Eager
+from hybrid_shapes import SHAPES, write_hybrid
 from running import random_prompt
 
 from moegguf.engine.drafts import Draft, Drafts, Source
@@ -59,10 +60,15 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "flash_attn": None, "ve
 N_BACK = DRAFT_TOKENS[0]
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
-def pair(request: pytest.FixtureRequest, tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
+@pytest.fixture(scope="module", params=[*HYBRIDS, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHAPES)])
+def pair(
+    request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Llama, Llama]]:
     """A model with eight sequences and room for 40 % of its experts, and the same with one, all resident."""
-    path = tiny(request.param)
+    if request.param in SHAPES:
+        path = write_hybrid(tmp_path_factory.mktemp("hybrid") / "model.gguf", request.param)
+    else:
+        path = tiny(request.param)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that bits depend on the pass
         many = Llama(path, n_seq_max=N_SEQ, expert_cache="40%", draft="ngram", context_store=0, **OPTIONS)
