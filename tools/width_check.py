@@ -152,7 +152,6 @@ class Ggml:
     def __init__(self, n_threads: int = 2) -> None:
         folder = library.find_library()
         self._base, cpu = (c.CDLL(str(folder / f"libggml-{name}.so")) for name in ("base", "cpu"))
-        self._base.ggml_log_set(QUIET, None)
         self._reg = self._pointer(cpu.ggml_backend_cpu_reg)
         self._device = self._pointer(self._base.ggml_backend_reg_dev_get, self._reg, c.c_size_t(0))
         self._backend = self._pointer(cpu.ggml_backend_cpu_init)
@@ -657,6 +656,11 @@ def cases(
     yield from with_states(ggml, n_rows)
 
 
+def silence() -> None:
+    """Drops what ggml logs in this process from now on."""
+    c.CDLL(str(library.find_library() / "libggml-base.so")).ggml_log_set(QUIET, None)
+
+
 def main() -> int:
     """Prints the table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -665,6 +669,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="list also operations of which no row changes")
     parser.add_argument("--model", type=Path, metavar="FILE", help="list the operations of this model's graph instead")
     options = parser.parse_args()
+    silence()
     if options.model:
         return 1 if print_operations(options.model) else 0
     n_changed = 0
