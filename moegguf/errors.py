@@ -104,7 +104,7 @@ class CapabilityError(MoeggufError, ValueError):
 
 
 class BusyError(MoeggufError, RuntimeError):
-    """What is needed is in use, or is about to end; try again later."""
+    """A file, a model or the server is in use or about to end; try again later."""
 
 
 QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # Ollama's words

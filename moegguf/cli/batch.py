@@ -241,8 +241,11 @@ async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry
 
 
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
-    """Returns how far it is: "117 of 1,000 answered, 3 failed · 45 tokens/s · 1m57s left". Tokens are those of answers;
-    of prompts, where answers have none. `before`: what was done `seconds` ago, at the start."""
+    """Returns the progress as text: "117 of 1,000 answered, 3 failed · 45 tokens/s · 1m57s left".
+
+    The speed counts the tokens of answers, or the tokens of prompts where answers have none. `before`: the counts
+    `seconds` ago, at the start.
+    """
     failed = f", {now.failed:,} failed" if now.failed else ""
     parts = [f"{now.done - now.failed:,} of {n_total:,} answered{failed}"]
     if (n_new := now.done - before.done) and seconds > 0:

@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Start:
-    """How a program is started: further variables of its environment, and arguments."""
+    """The start of a program: variables that are added to its environment, and its arguments."""
 
     environment: dict[str, str]
     arguments: tuple[str, ...] = ()

@@ -389,9 +389,11 @@ class Context:
             raise OptionError("a scale needs a LoRA adapter, which this model was loaded without; give lora_path.")
 
     def scale_adapter(self, scale: float | None) -> None:
-        """Sets the scale of the model's LoRA adapter for what is evaluated from now on; None: that of the load. 0
-        computes as without the adapter. What the context holds was evaluated with other scales: the caller knows with
-        which."""
+        """Sets the scale of the model's LoRA adapter for tokens that are evaluated from now on.
+
+        None sets the scale of the load, and 0 computes as without the adapter. Tokens in the context keep the scale
+        that they were evaluated with; the caller notes it.
+        """
         llm, bindings = self._llm, self._bindings
         if llm._lora_adapter is None:
             return
@@ -489,7 +491,7 @@ class Context:
         self._rollback.forget(sequence)
 
     def note_state(self, sequence: int) -> None:
-        """Notes that a saved state was written into a sequence, whose snapshots are those of other tokens."""
+        """Notes that a saved state was written into a sequence: its snapshots belong to other tokens."""
         self._rollback.forget(sequence)
 
     def _drop_failed(self) -> None:

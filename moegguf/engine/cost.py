@@ -231,8 +231,8 @@ def request_cost(
 
     The requests are a typical one and, where a context of `n_ctx` tokens holds it, one with a long prompt. Their
     prompts are read in passes of `n_ubatch`, their answers token by token. prompts_take_slots: prompts find as much in
-    slots as answers do; else the share of the experts that has slots. The time of computing a prompt counts as that of
-    the bytes that could be read meanwhile.
+    slots as answers do; else the share of the experts that has slots. Computing a prompt counts as many bytes as the
+    disk could read in that time.
     """
     hit_rate = typical_hit_rate(layout, n_slots)
     missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)

@@ -132,8 +132,8 @@ def pass_bytes(
     scores = 0 if flash_attn else max(hp.n_head) * n_tokens
     sparse = 6 * n_tokens if number(layout, "attention.indexer.head_count") else 0
     masks = 2 if number(layout, "attention.sliding_window") else 1
-    # Of each token: Q, K and V before and after their rotation, and the scores; of chosen experts, gate and up with and
-    # without biases, then what goes into down, what comes out, and that weighted.
+    # A token's attention has Q, K and V before and after their rotation, and scores. Its experts have gate and up, with
+    # and without biases; later they have the input of down, its output and the weighted output.
     attention = 8 * n_wide + scores + sparse
     experts = k * max(4 * n_ff_exp, n_ff_exp + 2 * hp.n_embd) + 2 * layout.n_expert
     dense = 3 * max(hp.n_ff)
@@ -142,7 +142,7 @@ def pass_bytes(
     lasting = 6 * hp.n_embd + mask + quantized
 
     def buffers(n: int, n_rows: int) -> int:
-        """Returns the bytes of a pass of `n` tokens, of which `n_rows` have logits."""
+        """Returns the bytes of a pass of `n` tokens where `n_rows` tokens have logits."""
         values = max(n * max(attention, experts, dense), n_rows * layout.n_vocab) + n * lasting
         return 4 * values + on_device * n * row_bytes(F16, scores)
 

@@ -324,7 +324,7 @@ class PrefixCache:
         """Writes what waits. Twice is harmless."""
         self._pool.shutdown()
 
-    # Where a sequence can go on.
+    # Restoring a sequence.
 
     def _restore(self, sequence: int, parts: _Parts, n_held: int, make_room: MakeRoom) -> int:
         n_first = sum(block.end <= n_held for block in parts.blocks)

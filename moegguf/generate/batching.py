@@ -170,8 +170,8 @@ class BatchLoop:
             self._drop_other_scales()
 
     def _drop_other_scales(self) -> None:
-        """Empties a context that has tokens with another scale of the adapter than that of the load: who uses the model
-        next does not know of it."""
+        """Empties a context whose tokens have another scale of the adapter than the load's. The next user of the model
+        relies on the load's scale."""
         scale = self._llm.context.lora_scale
         self._llm.context.scale_adapter(None)
         if scale != self._llm.context.lora_scale:

@@ -22,7 +22,7 @@ class Sampling:
         temperature: 0 takes the likeliest token.
         top_n_sigma: leaves the tokens whose logit is within this number of standard deviations of the highest one; at
             most 0: all.
-        xtc_probability: the chance that of the tokens with at least `xtc_threshold` only the least likely one stays.
+        xtc_probability: the chance that all tokens with at least `xtc_threshold` but the least likely one are dropped.
         dry_multiplier: tokens that would go on a repetition lose `dry_multiplier * dry_base ** (length -
             dry_allowed_length)`, where the repetition is that long or longer; 0: none do.
         dry_penalty_last_n: tokens in which repetitions are looked for; -1: the context's.

@@ -31,7 +31,7 @@ HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the ne
 # Architectures whose heads are tested here: llama.cpp computes them with a KV cache alone, and the model can lose the
 # tokens of a draft.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
-# Where llama.cpp reads a table by row from the file (TENSOR_READ_LAZY in src/models).
+# llama.cpp reads this tensor of these architectures by row from the file (TENSOR_READ_LAZY in src/models).
 ROW_TABLE = "per_layer_token_embd.weight"
 ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
@@ -85,7 +85,7 @@ class RouterTensor:
 
 @dataclass(frozen=True)
 class RowTable:
-    """A table of which a token reads a few rows: `n_bytes` bytes at `offset` in shard number `shard`."""
+    """A table that is read by row: `n_bytes` bytes at `offset` in shard number `shard`."""
 
     shard: int
     offset: int

@@ -72,7 +72,7 @@ def print_columns(
 ) -> None:
     """Prints a table with a header, as `ollama list` does. No cell is cut.
 
-    between: spaces between columns, of which the first `n_left` (None: all) are left-aligned, the others right-aligned.
+    between: spaces between columns. n_left: columns that are left-aligned (None: all); the others are right-aligned.
     style: of the header. drop: names of columns that a narrow terminal goes without, the first one first.
     """
     lines = [list(header), *map(list, rows)]

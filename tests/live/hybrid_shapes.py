@@ -39,7 +39,7 @@ class Shape:
 
 
 def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dims:
-    """The experts of a layer, of which some are shared."""
+    """Returns the tensors of a layer's experts, `n_shared` shared ones among them."""
     dims: Dims = {"ffn_norm.weight": (N_EMBD,), "ffn_gate_inp.weight": (N_EXPERT, N_EMBD)}
     if has_bias:
         dims["exp_probs_b.bias"] = (N_EXPERT,)
@@ -82,7 +82,7 @@ def delta_attention(gates: Dims) -> Dims:
 
 
 def delta_keys(n_rot: int, **keys: Any) -> Keys:
-    """What the architectures with delta attention and latent attention have in common."""
+    """Returns the keys that architectures with delta attention and latent attention have in common."""
     return {
         "attention.head_count_kv": [int(kind == "a") for kind in LAYERS],
         "attention.key_length": KV_RANK + n_rot,

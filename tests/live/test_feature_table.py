@@ -60,7 +60,7 @@ def load(path: Path, **options: Any) -> Llama:
 
 
 def taken_back(llm: Llama) -> str:
-    """How many of the last tokens a sequence can lose."""
+    """Returns the number of last tokens that a sequence can lose, as text."""
     for n in STEPS_BACK:
         llm.context.clear()
         llm.eval(random_prompt(llm, N_TOKENS))
