@@ -57,7 +57,7 @@ BANNED_PHRASES = (
     ": None:",
 )
 
-_SENTENCE_END = re.compile(r"(?:(?<=[.?!;])|(?<=[.?!]\)))\s+(?=[A-Z`(\"0-9])|\n\s*\n|\n\s*- ")
+_SENTENCE_END = re.compile(r"(?:(?<=[.?!;])|(?<=[.?!]\)))\s+(?=[A-Z`(\"0-9]|llama|ggml|moegguf)|\n\s*\n|\n\s*- ")
 _FILE_NAME = re.compile(r"^[a-z_]+\.(?:py|h|cpp): ")  # the first word of a native file's first comment
 _WORD = re.compile(r"[^\s]*[A-Za-z0-9][^\s]*")
 _FIELD = re.compile(r"(?:^|[.;\n])\s*`?[a-z_][a-z0-9_]*`?(?:, `?[a-z_][a-z0-9_]*`?)*: ")
