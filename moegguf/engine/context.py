@@ -346,7 +346,7 @@ class Context:
             return self.computed(call, len(tokens))
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
-        """Returns the result of `call`, which evaluates `n_tokens` tokens (0: unknown). Chooses the number of threads."""
+        """Calls `call`, which evaluates `n_tokens` tokens (0: unknown), with the best number of threads."""
         if self._threads is not None:
             self._threads.before_pass()
         start_s = time.perf_counter()
