@@ -29,6 +29,7 @@ FLAGS = (
     Flag("n_gen", "-n --n-gen", "N,...", OFTEN, "Tokens to generate.", ["128"]),
     Flag("pg", "-pg", "PP,TG", SAMPLING, "A prompt and a generation in one test.", []),
     Flag("n_depth", "-d --n-depth", "N,...", SAMPLING, "Tokens before the test, not timed.", ["0"]),
+    Flag("parallel", "-np --parallel", "N,...", SAMPLING, "Sequences that are computed together.", ["1"]),
     Flag("repetitions", "-r --repetitions", "N", OFTEN, "Times each test runs in a process.", 5, int, {"min": 1}),
     Flag("text", "--text", "FILE", SAMPLING,
          "Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
@@ -77,6 +78,9 @@ FLAGS = (
          "Alternate with llama.cpp (stock: without patches; mmap, resident: the same build without the cache; a suffix"
          " -plain or -repacked chooses the layout of weights), another strategy, or the first system without one"
          " feature; a wrong name lists them all.", []),
+    Flag("bound", "--bound", None, OFTEN,
+         "Also print the most tokens/s that file, budget and link allow, and the share reached; measures once more.",
+         False, bool),
     Flag("rounds", "--rounds", "N", RESEARCH, "Rounds; default 3 with --against, else 1.",
          None, int | None, {"min": 1}),
     Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
@@ -252,11 +256,11 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     as_given = (
         "repetitions", "strategy", "placement", "draft", "simulate_link", "simulate_threads", "seed", "delay_s",
-        "warm_start", "verbose",
+        "warm_start", "bound", "verbose",
     )  # fmt: skip
     base = Spec(
         model=models[0],
-        tests=tuple(Test(*test) for test in tests),
+        tests=tuple(Test(*test, n) for n in parse_ints(chosen["parallel"], "--parallel") for test in tests),
         repack=not chosen["no_repack"],
         store={"readers": chosen["readers"]}
         | {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]},

@@ -95,27 +95,31 @@ def test_prompts_are_read_in_longer_passes_where_experts_have_no_slot(layout: Ex
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "why"),
     [
-        {"budget": "100%"},  # every expert has a slot
-        {"flash_attn": False},  # the scores of attention would grow with the pass
-        {"n_batch": 512},
-        {"n_ubatch": 512},
-        {"n_ctx": 512},
+        ({"budget": "100%"}, "every expert has a slot"),
+        ({"flash_attn": False}, "attention may not be fused"),  # its scores would grow with the pass
+        ({"n_batch": 512}, "neither the context nor a batch"),
+        ({"n_ubatch": 512}, "as given"),
+        ({"n_ctx": 512}, "neither the context nor a batch"),
     ],
     ids=str,
 )
-def test_passes_have_512_tokens_where_longer_ones_save_nothing_or_are_not_allowed(
-    layout: ExpertLayout, options: dict[str, Any]
+def test_passes_have_512_tokens_where_longer_ones_save_nothing_or_are_not_allowed_and_the_reason_is_stated(
+    layout: ExpertLayout, options: dict[str, Any], why: str
 ) -> None:
     p = long_context(layout, **options)
     assert p.n_ubatch == 512 and not any("instead of" in reason for reason in p.reasons)
+    (reason,) = [reason for reason in p.reasons if reason.startswith("a prompt is read 512 tokens at a time: ")]
+    assert why in reason
 
 
 def test_a_longer_pass_leaves_the_margin_of_the_memory_free(layout: ExpertLayout) -> None:
     needs = Sizes(8192, flash_attn=True).needs(layout, 512)
     free = needs.total_bytes(48) + 48 * slot_bytes(layout)
-    assert long_context(layout, memory=Memory(64 * GIB, free, "x")).n_ubatch == 512
+    p = long_context(layout, memory=Memory(64 * GIB, free, "x"))
+    assert p.n_ubatch == 512
+    assert any("a longer one does not fit into the free memory" in reason for reason in p.reasons)
 
 
 def test_logits_take_memory_for_few_tokens_of_a_pass_or_for_all(layout: ExpertLayout) -> None:
