@@ -18,7 +18,7 @@ import numpy as np
 
 from moegguf.engine.cost import ModelBytes
 from moegguf.engine.machine import memory_read_speed
-from moegguf.engine.stats import CPU
+from moegguf.engine.stats import CPU, Stats
 from moegguf.native.store import Tier
 from moegguf.quantities import parse_link
 from moegguf.trace.belady import Ints, Lookups, least_misses
@@ -68,10 +68,10 @@ class LinkSpeeds:
 
 
 def bound_figures(
-    least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, stall_s: float
+    least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
 ) -> dict[str, float]:
-    """Returns the values of FIGURES for `n_tokens` that took `taken_s`, in `stall_s` of which computing
-    waited."""
+    """Returns the values of FIGURES for `n_tokens` that took `taken_s`, in `idle_s` of which nothing was
+    computed."""
 
     def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
         return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0
@@ -79,7 +79,7 @@ def bound_figures(
     taken_ms = taken_s / n_tokens * 1e3
     read_ms = ms_per_token(least.read, speeds.disk)
     copy_ms = ms_per_token(least.copied, speeds.copies)
-    compute_ms = max(0.0, taken_ms - stall_s / n_tokens * 1e3)
+    compute_ms = max(0.0, taken_ms - idle_s / n_tokens * 1e3)
     bound_ms = max(read_ms, copy_ms, compute_ms)
     return {
         "bound_ts": 1e3 / bound_ms,
@@ -161,8 +161,8 @@ class Bounds:
         )
 
     def figures(
-        self, least: LeastBytes, disk_bytes_per_s: float, n_tokens: int, taken_s: float, stall_s: float
+        self, least: LeastBytes, disk_bytes_per_s: float, n_tokens: int, taken_s: float, stats: Stats
     ) -> dict[str, float]:
-        """Returns `bound_figures` of a repetition."""
+        """Returns `bound_figures` of a repetition with these counters. The hook's time is no computing."""
         speeds = LinkSpeeds(disk_bytes_per_s, self._copies, self._memory)
-        return bound_figures(least, speeds, n_tokens, taken_s, stall_s)
+        return bound_figures(least, speeds, n_tokens, taken_s, stats.stall_s + stats.hook_s)

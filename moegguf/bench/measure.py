@@ -297,9 +297,7 @@ def run_test(
             routing = bounds.record(partial(measure, sequences, test, tokens, greedy))
             least = bounds.least_bytes(routing, held[repetition])
             taken_s = sample.total_ns / 1e9
-            figures[repetition] |= bounds.figures(
-                least, links[repetition], test.n_measured, taken_s, sample.stats.stall_s
-            )
+            figures[repetition] |= bounds.figures(least, links[repetition], test.n_measured, taken_s, sample.stats)
     return {
         **asdict(test),
         "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -78,9 +78,6 @@ FLAGS = (
          "Alternate with llama.cpp (stock: without patches; mmap, resident: the same build without the cache; a suffix"
          " -plain or -repacked chooses the layout of weights), another strategy, or the first system without one"
          " feature; a wrong name lists them all.", []),
-    Flag("bound", "--bound", None, OFTEN,
-         "Also print the most tokens/s that file, budget and link allow, and the share reached; measures once more.",
-         False, bool),
     Flag("rounds", "--rounds", "N", RESEARCH, "Rounds; default 3 with --against, else 1.",
          None, int | None, {"min": 1}),
     Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
@@ -91,6 +88,9 @@ FLAGS = (
     Flag("output", "-o --output", "FORMAT", OFTEN, "md, json, jsonl, csv or sql.", "md", str),
     Flag("report", "--report", None, OFTEN,
          "One block to paste: machine, drive, model, and speeds and memory with and without moegguf (-o md).",
+         False, bool),
+    Flag("bound", "--bound", None, OFTEN,
+         "Print also the most tokens/s that file, budget and link allow, and the share reached; takes twice as long.",
          False, bool),
     Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
     Flag("preset", "--preset", "NAME", RESEARCH,
