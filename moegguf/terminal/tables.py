@@ -221,7 +221,7 @@ def print_estimate(facts: Facts) -> None:
         _section("What to expect while it answers", _expectation_rows(facts))
     if facts["cpu"]:
         gain = facts["cpu"]["assumed_prompt_gain"]
-        title = f"What the CPU gives: predicted; assumed: prompts compute {gain} times as fast"
+        title = f"What the CPU gives (assumed: as fast as memory, and prompts {gain} times as fast)"
         _section(title, _placement_rows(facts["cpu"]), right=(1, 2, 3))
     if facts["placement"]:
         title = "What a device gives: predicted with speeds " + facts["placement"]["speeds"]["source"]

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
-from moegguf.engine.cost import HitRates, Speeds, request_cost
+from moegguf.engine.cost import HitRates, ModelBytes, Speeds, prompt_tokens_per_s, request_cost, touched_bytes
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, Machine, Memory, margin_bytes
 from moegguf.engine.memory import Sizes, choose_context, kv_bytes, logits_tokens, pass_bytes
@@ -321,6 +321,16 @@ def test_what_was_published_for_a_shape_comes_before_others(tmp_path: Path) -> N
     assert "of its shape: Qwen3-30B-A3B (kekzl/imp#1359)" in found.basis
     curve = next(curve for curve in PUBLISHED if curve.n_expert == 128)
     assert found.hit_low == found.hit_high == interpolate(curve.rates, 0.25)
+
+
+def test_a_prompt_takes_the_longer_of_reading_and_computing_and_longer_passes_read_less(layout: ExpertLayout) -> None:
+    def speed(disk_bytes_per_s: float, read: float, n_ubatch: int = 512, n_prompt: int = 512) -> float:
+        model, speeds = ModelBytes.of(layout), Speeds.of_cpu(10e9, disk_bytes_per_s)
+        return prompt_tokens_per_s(layout, model, speeds, n_ubatch, 1.0, True, read=read, n_prompt=n_prompt)
+
+    assert speed(1e15, read=1.0) == speed(1e3, read=0.0)
+    assert speed(1e3, read=0.5) == pytest.approx(512 / (0.5 * touched_bytes(layout, 512) / 1e3))
+    assert speed(1e3, 0.5, n_ubatch=2048, n_prompt=4096) > 3.9 * speed(1e3, 0.5, n_ubatch=512, n_prompt=4096)
 
 
 def test_expectations(layout: ExpertLayout) -> None:
