@@ -89,8 +89,9 @@ def test_the_bytes_of_the_recorded_routing_are_those_that_the_store_counted(
     assert bounds.least_bytes(routing, filled).read < bounds.least_bytes(routing, nothing).read
 
 
-def test_sequences_get_the_tokens_that_each_gets_alone(load: Load, tiny: TinyModel) -> None:
-    path = tiny("tiny-mix", "q4_0")
+@pytest.mark.parametrize("preset", ["tiny-mix", "tiny-qwen35moe"])
+def test_sequences_get_the_tokens_that_each_gets_alone(load: Load, tiny: TinyModel, preset: str) -> None:
+    path = tiny(preset, "q4_0")
     together = Test(6, 5, 3, n_parallel=3)
     llm, tokens = begun(load, path, together)
     found = measure(begin(llm, together, tokens), together, tokens, greedy=True).tokens

@@ -2,21 +2,25 @@
 victims; what bytes, links and waits allow; and the table and fields that `moegguf bench --bound` prints."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import hand_made
-from test_bench_rows import OUTCOMES, OWN, SPEC, result
+from test_bench_rows import MMAP, OUTCOMES, OWN, SPEC, result
 
 from moegguf.bench.bound import FIGURES, LeastBytes, LinkSpeeds, bound_by, bound_figures
+from moegguf.bench.report import report
 from moegguf.bench.rows import FORMATS, make_rows
 from moegguf.bench.series import Outcome, Spec, Test
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
+from moegguf.gguf.experts import read_layout
 from moegguf.trace.belady import Lookups, belady, least_misses
 
 Test.__test__ = False  # type: ignore[attr-defined]
@@ -147,3 +151,20 @@ def test_drafts_have_neither_bound_nor_sequences(changes: dict[str, Any]) -> Non
 def test_fewer_than_one_sequence_is_refused() -> None:
     with pytest.raises(OptionError, match="--parallel"):
         replace(SPEC, tests=(Test(4, 0, n_parallel=0),))
+
+
+def test_a_report_has_the_bound_below_each_speed(tiny: Callable[..., Path]) -> None:
+    rows = make_rows([Outcome(OWN, 0, bounded(0.5)), Outcome(MMAP, 0, result(5.0, store=False))])
+    doctor: dict[str, Any] = {
+        "machine": {"cpu": "A CPU", "cpus_allowed": 2, "memory": {"total_bytes": 1 << 34}},
+        "disk": {"bytes_per_s": 1e9, "past_page_cache": True},
+        "build": {},
+        "devices": {},
+        "moegguf": {},
+    }
+    lines = report(rows, read_layout(tiny()), doctor).splitlines()
+    speeds = [line for line in lines if "t/s" in line]
+    assert speeds[:2] == [
+        "| prompt of 4, t/s | 8.00 | 0.80 |",
+        "| prompt of 4, t/s at most | 20.00 (80 % reached) | - |",
+    ]  # fmt: skip
