@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moegguf.engine.session import Session
     from moegguf.trace.trace import Trace
 
-IN_SLOT = 2  # of `Store.residency`
+IN_SLOT = 2  # the value in `Store.residency`
 LIMITS = {
     "reads": "bound_read_ms_per_token",
     "copies": "bound_copy_ms_per_token",
@@ -45,17 +45,17 @@ FIGURES = (
 class Held:
     """The content of slots: keys of `Lookups`."""
 
-    everywhere: Ints  # in any slot
-    computing: Ints  # in slots that layers compute with
+    everywhere: Ints  # the experts in any slot
+    computing: Ints  # the experts in slots that layers compute with
 
 
 @dataclass(frozen=True)
 class LeastBytes:
     """The fewest bytes with which the tokens of a repetition can be computed."""
 
-    read: int  # from the file
-    copied: int = 0  # from RAM to a device
-    weights: int = 0  # from memory: a pass reads its experts, and everything that is no expert, once
+    read: int  # bytes from the file
+    copied: int = 0  # bytes from RAM to a device
+    weights: int = 0  # bytes from memory: a pass reads its experts and all other weights once
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class LinkSpeeds:
 def bound_figures(
     least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
 ) -> dict[str, float]:
-    """Returns the values of FIGURES for `n_tokens` that took `taken_s`, in `idle_s` of which nothing was
-    computed."""
+    """Returns the values of FIGURES. The tokens took `taken_s`; nothing was computed for `idle_s`."""
 
     def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
         return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0

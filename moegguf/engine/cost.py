@@ -133,8 +133,8 @@ class Placement:
 
     kind: Kind
     tokens_per_s: float  # of an answer
-    prompt_tokens_per_s: float = math.inf  # of a prompt of PROMPT_TOKENS
-    long_prompt_tokens: int = 0  # of the longest prompt that the context holds, up to LONG_PROMPT_TOKENS
+    prompt_tokens_per_s: float = math.inf  # the speed of a prompt of PROMPT_TOKENS
+    long_prompt_tokens: int = 0  # the longest prompt that the context holds, up to LONG_PROMPT_TOKENS
     long_prompt_tokens_per_s: float = math.inf
     n_layers: int = 0  # whole layers on the device
     slot_bytes: int = 0  # memory of the slots

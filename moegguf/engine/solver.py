@@ -261,7 +261,7 @@ class Pool:
         self.sizes = choose_context(self.layout, self.sizes, self.memory.available_bytes, self.cache)
         self.slot_bytes = slot_bytes(self.layout)
         self.reasons = list(self.sizes.reasons)
-        self.pass_reason: tuple[str, ...] = ()  # for the tokens of a pass
+        self.pass_reason: tuple[str, ...] = ()  # one sentence about the tokens of a pass, after `fit`
 
     def fit(self) -> Fit:
         """Returns the slots and the tokens of a pass.

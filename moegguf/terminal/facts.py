@@ -163,8 +163,11 @@ def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None
 def _cpu_placements(
     layout: ExpertLayout, hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float
 ) -> Facts | None:
-    """Returns the predicted speeds of prompts and answers where the CPU computes every layer: with the plan's slots, if
-    the speed of their disk is known, and with one for every expert. None for another plan, and without experts."""
+    """Returns the predicted speeds of prompts and answers where the CPU computes every layer.
+
+    They are predicted with the plan's slots, if the disk's speed is known, and with a slot for every expert. Returns
+    None for a plan with a device and for a model without experts.
+    """
     if plan.on_device or not layout.is_moe:
         return None
     curve = hit_rates.curve()

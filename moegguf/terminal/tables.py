@@ -276,8 +276,10 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _placement_rows(placement: Facts) -> Iterator[Row]:
-    """Yields a row for each placement of experts, the fastest with a typical request first: the speeds of its prompt,
-    of a longer one where the context holds one, and of its answer."""
+    """Yields a row for each placement of experts, the fastest with a typical request first.
+
+    A row has the speeds of that request's prompt, of a longer prompt where the context holds one, and of an answer.
+    """
     n_long = placement["placements"][0]["long_prompt_tokens"]
     columns = {"prompt_tokens_per_s": "prompt", "long_prompt_tokens_per_s": f"of {n_long:,}", "tokens_per_s": "answer"}
     if n_long <= PROMPT_TOKENS:

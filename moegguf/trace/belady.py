@@ -113,8 +113,10 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
 
 
 def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
-    """Returns the keys of the experts that have to be read, one for each time: no policy reads fewer,
-    with bypass or without. resident: keys that have slots at the beginning."""
+    """Returns the keys of the experts that have to be read. No policy reads fewer, with bypass or without.
+
+    A key that is read twice is there twice. resident: keys that have slots at the beginning.
+    """
     return lookups.keys[_missed(lookups, n_slots, resident, bypass=True)]
 
 
