@@ -28,7 +28,7 @@ TOKENS_PER_LINE = 8.5
 
 TOKEN_LIMITS = {
     "moegguf": 8_300,
-    "moegguf/bench": 16_700,
+    "moegguf/bench": 19_400,
     "moegguf/chat": 9_700,
     "moegguf/cli": 17_700,
     "moegguf/controller": 13_000,
@@ -39,7 +39,7 @@ TOKEN_LIMITS = {
     "moegguf/native": 8_100,
     "moegguf/server": 39_800,
     "moegguf/serving": 27_800,
-    "moegguf/terminal": 9_000,
+    "moegguf/terminal": 9_300,
     "moegguf/testing": 600,
     "moegguf/trace": 15_200,
     "predictors": 43_700,
