@@ -1,26 +1,26 @@
-"""A predictor of your own, whose experts are fetched ahead.
+"""A predictor of your own, whose experts are fetched ahead, in a running model and in a simulation of the same routing.
 
-Prints how many experts were fetched ahead and how many of them were used. The watchdog, which ends prefetching where it
-saves no time, is off here, so that there is something to see.
+Prints how many experts were fetched ahead, and how many of them were used: live, and simulated, where all are in time.
 """
+
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 
-from moegguf import Llama, read_layout
+from moegguf import Llama
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
-from moegguf.models.catalog import find_model
 from moegguf.native.events import Float32s, RoutingEvent
+from moegguf.trace.analysis import SimOptions, TraceAnalysis
 
 
 class LastToken(Predictor):
     """Predicts for each layer the experts that the last token used there."""
 
-    name = "last-token"
-
     def __init__(self, shape: MoeShape) -> None:
-        super().__init__(shape, reach=2)
+        super().__init__(shape, reach=2)  # layers ahead
         self._last: Float32s = np.zeros(shape.table, np.float32)
 
     def observe(self, event: RoutingEvent) -> None:
@@ -33,16 +33,18 @@ class LastToken(Predictor):
         return self._last[il] / (1 + distance)
 
 
-def main() -> None:
-    path = find_model("demo")
-    predictor = LastToken(MoeShape.of(read_layout(path)))
-    always = PrefetchOptions(watchdog=False)
-    with Llama(path, n_ctx=512, expert_cache="30%", predictor=predictor, prefetch=always, verbose=False) as llm:
-        llm.create_chat_completion([{"role": "user", "content": "Who are you?"}], temperature=0, max_tokens=60)
-        stats = llm.stats()
-        print(f"predictor: {llm.decisions()['predictor']}")
-    print(f"{stats.prefetch_started} experts were fetched ahead, {stats.prefetch_useful} of them were used.")
+def main(trace: Path) -> None:
+    own = f"{__file__}:LastToken"
+    always = PrefetchOptions(watchdog=False)  # which ends prefetching where it saves no time
+    with Llama("demo", expert_cache="30%", predictor=own, prefetch=always, trace=trace, verbose=False) as llm:
+        llm("An expert is", temperature=0, max_tokens=60)
+        live = llm.stats()
+    print(f"live: {live.prefetch_started} fetched ahead, {live.prefetch_useful} of them used in time")
+    row, _ = TraceAnalysis.open(trace).simulate(["lru"], [own], [0.3], SimOptions(always))
+    n = row.simulated.counters if row.simulated else {}
+    print(f"simulated: {n['prefetch_started']} fetched ahead, {n['prefetch_useful']} of them used")
 
 
 if __name__ == "__main__":
-    main()
+    with NamedTemporaryFile(suffix=".npz") as file:
+        main(Path(file.name))
