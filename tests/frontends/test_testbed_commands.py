@@ -9,9 +9,10 @@ import sys
 from io import StringIO
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
-from servers import Command, completed
+from servers import Command, completed, serving
 
 from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
@@ -115,6 +116,22 @@ def test_a_model_runs_and_is_measured_with_own_classes(here: Command) -> None:
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     assert (row["policy"], row["predictor"], row["error"]) == ("MostUsed", "LastToken", "")
+
+
+def test_a_server_takes_own_classes_from_its_command_line_alone(tmp_path: Path) -> None:
+    (tmp_path / "from_a_request.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
+    mine = f"{tmp_path / 'from_a_request.py'}:Mine"
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "stream": False, "details": True}
+    with serving(tmp_path / "server", "--policy", POLICY, "--expert-cache", "25%") as server:
+        for options in ({}, {"policy": mine, "predictor": mine}):
+            body = {**chat, "options": {"num_predict": 4, **options}, **options}
+            answer = httpx2.post(f"{server.url}/api/chat", json=body, timeout=60).json()
+            assert answer["decisions"]["policy"] == "MostUsed"
+        made = {"model": "mine", "from": "demo", "parameters": {"policy": mine, "predictor": mine}}
+        httpx2.post(f"{server.url}/api/create", json={**made, "stream": False}, timeout=60)
+        answer = httpx2.post(f"{server.url}/api/chat", json={**chat, "model": "mine"}, timeout=60).json()
+        assert answer["decisions"]["policy"] == "MostUsed"
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("command", [("run", "demo", "hi"), ("bench", "-m", "demo"), ("serve", "--port", "0")])
