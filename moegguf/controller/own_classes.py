@@ -1,7 +1,7 @@
 """Policies and predictors of the user: "FILE.py:CLASS" in place of a name.
 
-The file runs with the rights of this process. A command line, the environment and a caller in Python can name such a
-file; a request over HTTP, a Modelfile and a file of measurements cannot.
+The file runs with the rights of this process. A command line, the environment and a caller in
+Python can name such a file; a request over HTTP, a Modelfile and a file of measurements cannot.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ def names_file(name: str) -> bool:
 
 
 def load_class(name: str, kind: str, base: type[T]) -> type[T]:
-    """Returns the class of "FILE.py:CLASS". kind: "policy" or "predictor", for messages; base: what the class must be.
+    """Returns the class of "FILE.py:CLASS". kind: "policy" or "predictor", for messages; base: what
+    the class must be.
 
-    Raises OptionError for a file that is missing or fails, and for a class that is missing or is none of `base`.
+    Raises OptionError for a file that is missing or fails, and for a class that is missing or is
+    none of `base`.
     """
     path, separator, class_name = name.rpartition(":")
     if not separator or not class_name.isidentifier():
@@ -51,7 +53,8 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
 
 
 def make_own(name: str, kind: str, base: type[T], shape: object) -> T:
-    """Returns a new object of the class of "FILE.py:CLASS": CLASS(shape), or CLASS() where it takes no argument.
+    """Returns a new object of the class of "FILE.py:CLASS": CLASS(shape), or CLASS() where it takes
+    no argument.
 
     Raises OptionError as `load_class` does, and when the constructor fails.
     """
@@ -75,7 +78,8 @@ def _takes_shape(own: type, shape: object) -> bool:
 
 @lru_cache(maxsize=64)
 def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
-    """Runs a file once, and again when it has changed; modules beside it can be imported there. Raises OptionError."""
+    """Runs a file once, and again when it has changed; modules beside it can be imported there.
+    Raises OptionError."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # its suffix is .py

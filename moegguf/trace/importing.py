@@ -1,7 +1,8 @@
 """Traces from routing that other programs recorded: `moegguf trace import`.
 
-A trace made here has the form of a recorded one, without times, weights and router inputs. A prompt becomes passes of
-at most PROMPT_PASS tokens, and each later token a pass of its own, as llama.cpp evaluates them.
+A trace made here has the form of a recorded one, without times, weights and router inputs. A prompt
+becomes passes of at most PROMPT_PASS tokens, and each later token a pass of its own, as llama.cpp
+evaluates them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _NEEDED = {
 class ImportOptions:
     """What a user says beside the files.
 
-    model: the GGUF file of the recorded model, whose shape and fingerprint the trace gets. The other fields are facts
-    as in `MoeShape`; None: the files or the model say. n_prompt: tokens of each prompt whose file does not say; a
-    request's first token alone, unless given.
+    model: the GGUF file of the recorded model, whose shape and fingerprint the trace gets. The
+    other fields are facts as in `MoeShape`; None: the files or the model say. n_prompt: tokens of
+    each prompt whose file does not say; a request's first token alone, unless given.
     """
 
     model: Path | None = None
@@ -58,8 +59,9 @@ class ImportOptions:
 def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Trace:
     """Writes the routing in these files as one trace to `out`, and returns it.
 
-    Raises TraceError for a file that breaks a rule, for files or options that disagree about the model, and for a fact
-    that none of them has; `out` is then unchanged. Raises what `read_layout` raises.
+    Raises TraceError for a file that breaks a rule, for files or options that disagree about the
+    model, and for a fact that none of them has; `out` is then unchanged. Raises what `read_layout`
+    raises.
     """
     facts = _Facts()
     header = TraceHeader(paths[0].stem, settings={"imported_from": paths[0].name, "imported_files": len(paths)})
@@ -137,7 +139,8 @@ def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
 
 
 def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
-    """Raises TraceError unless each token uses different experts of the model in each of its layers."""
+    """Raises TraceError unless each token uses different experts of the model in each of its
+    layers."""
     ids = routing.chosen
     if ids.shape[1] != len(shape.layers):
         raise TraceError(
@@ -161,7 +164,8 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
 
 
 def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_prompt: int) -> Trace:
-    """Returns a trace of these requests, one after another. Raises TraceError for a prompt longer than its request."""
+    """Returns a trace of these requests, one after another. Raises TraceError for a prompt longer
+    than its request."""
     lengths = list[int]()
     firsts = list[int]()
     phases = list[int]()

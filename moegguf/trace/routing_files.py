@@ -1,8 +1,9 @@
-"""Files of routing that other programs write: arrays (npz, npy, safetensors) and tables (CSV, JSONL).
+"""Files of routing that other programs write: arrays (npz, npy, safetensors) and tables (CSV,
+JSONL).
 
 A file of arrays holds one request. `expert_ids` is (token, layer, expert of the token), or
-`router_logits` is (token, layer, expert); the optional ones are in `_OPTIONAL`. A .npy file is one of
-the two by its type. A table has a row for each request, position and layer, with the columns
+`router_logits` is (token, layer, expert); the optional ones are in `_OPTIONAL`. A .npy file is one
+of the two by its type. A table has a row for each request, position and layer, with the columns
 `request`, `position`, `layer` and `experts`, and optionally `token` and `phase`. Every value is
 checked; nothing in a file is ever executed.
 """
@@ -46,8 +47,9 @@ Row = Mapping[str, Any]
 class Routing:
     """The routing of one request.
 
-    chosen: expert ids (n_tokens, n_layers, n_expert_used), or a router's logits (n_tokens, n_layers, n_expert).
-    tokens: (n_tokens,), -1 where unknown. n_prompt: tokens of the prompt, None where the file does not say.
+    chosen: expert ids (n_tokens, n_layers, n_expert_used), or a router's logits (n_tokens,
+    n_layers, n_expert). tokens: (n_tokens,), -1 where unknown. n_prompt: tokens of the prompt, None
+    where the file does not say.
     """
 
     chosen: npt.NDArray[Any]
@@ -62,16 +64,16 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutingFile:
-    """The requests of one file, and the facts about the model that it holds: `layers` (a tuple), and numbers by the
-    names of `MoeShape`'s fields."""
+    """The requests of one file, and the facts about the model that it holds: `layers` (a tuple),
+    and numbers by the names of `MoeShape`'s fields."""
 
     requests: list[Routing]
     facts: Mapping[str, Any]
 
 
 def read_routing(path: Path) -> RoutingFile:
-    """Reads a file by its suffix. Raises TraceError for a file that is missing, damaged, too large or of another
-    form."""
+    """Reads a file by its suffix. Raises TraceError for a file that is missing, damaged, too large
+    or of another form."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
         raise TraceError(
@@ -127,7 +129,8 @@ def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path], RoutingFile]:
 
 
 def _checked(arrays: Arrays) -> RoutingFile:
-    """Returns the one request in a file of arrays. Raises TraceError for the first rule that is broken."""
+    """Returns the one request in a file of arrays. Raises TraceError for the first rule that is
+    broken."""
     name = IDS if IDS in arrays else LOGITS
     chosen = arrays.get(name)
     if chosen is None:
@@ -153,7 +156,8 @@ def _checked(arrays: Arrays) -> RoutingFile:
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Notes a fact that follows from an array's shape. Raises TraceError when the file says another number."""
+    """Notes a fact that follows from an array's shape. Raises TraceError when the file says another
+    number."""
     if facts.setdefault(fact, found) != found:
         raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
 
@@ -197,8 +201,8 @@ def _of_table(read: Callable[[Path], Iterator[tuple[int, Row]]]) -> Callable[[Pa
 
 
 def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
-    """Returns the requests of a table, in order of first appearance. Raises TraceError for the first rule that is
-    broken."""
+    """Returns the requests of a table, in order of first appearance. Raises TraceError for the
+    first rule that is broken."""
     numbers: dict[str, int] = {}
     keys = array("q")  # request, position, layer, token and phase of each row
     experts = array("q")
@@ -232,7 +236,8 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
 
 
 def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
-    """Returns one request of a sorted table. Raises TraceError unless each position has each layer once."""
+    """Returns one request of a sorted table. Raises TraceError unless each position has each layer
+    once."""
     n_rows = len(table)
     row = np.arange(n_rows + 1)  # of a whole request, and one row more
     expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
@@ -253,7 +258,8 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
 
 
 def _expert_list(value: Any, line: int) -> list[int]:
-    """Returns the experts of a row: a list, or numbers between which there are spaces, semicolons or commas."""
+    """Returns the experts of a row: a list, or numbers between which there are spaces, semicolons
+    or commas."""
     parts = value if isinstance(value, list) else re.split(r"[\s;,]+", str(value).strip().strip("[]"))
     return [_whole(part, "experts", line) for part in parts]
 

@@ -17,9 +17,9 @@ from moegguf.trace.trace import Trace
 class TraceSummary:
     """Facts about a trace.
 
-    kinds: {label: requests}. recorded: optional arrays that are there. reuse: the share of the experts
-    of decoded tokens that the token before, of the same request, used in the same layer. top_tenth:
-    the share of all uses that fall on the most used tenth of the experts.
+    kinds: {label: requests}. recorded: optional arrays that are there. reuse: the share of the
+    experts of decoded tokens that the token before, of the same request, used in the same layer.
+    top_tenth: the share of all uses that fall on the most used tenth of the experts.
     """
 
     model: str

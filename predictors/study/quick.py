@@ -2,10 +2,11 @@
 
     python -m predictors.study.quick -o build/evidence-quick
 
-Records the demo's routing over questions that it was not trained on (or takes a trace of yours), and replays policies,
-strategies and predictors on it. Writes tables as CSV and Markdown, plots as PNG and SVG, and manifest.json, which says
-what they were counted on. The simulator's time is virtual: the machine changes nothing but the recording. Needs
-matplotlib for the plots, and no torch.
+Records the demo's routing over questions that it was not trained on (or takes a trace of yours),
+and replays policies, strategies and predictors on it. Writes tables as CSV and Markdown, plots as
+PNG and SVG, and manifest.json, which says what they were counted on. The simulator's time is
+virtual: the machine changes nothing but the recording. Needs matplotlib for the plots, and no
+torch.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def record_demo(path: Path) -> None:
 
 
 def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
-    """Returns the replays by table: eviction alone, whole strategies at one paper's times, and predictors whose experts
-    arrive in time."""
+    """Returns the replays by table: eviction alone, whole strategies at one paper's times, and
+    predictors whose experts arrive in time."""
     timed = LINKS[LINK].options(analysis.trace.shape.expert_bytes)
     return {
         "policies": analysis.simulate(["all"], ["none"], SHARES),
@@ -85,7 +86,8 @@ def _name(table: str, row: Row) -> str:
 
 
 def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
-    """Draws hit rates of policies and predictors, and speeds of strategies, by share: as PNG and as SVG."""
+    """Draws hit rates of policies and predictors, and speeds of strategies, by share: as PNG and as
+    SVG."""
     from predictors.study.evidence_plots import STYLE, pyplot, save
 
     with pyplot.rc_context(STYLE):
@@ -119,7 +121,8 @@ Model = Annotated[str, typer.Option("--model", help="The model of that trace.")]
 
 
 def quick(out: Out = Path("build/evidence-quick"), trace: Given = None, model: Model = "demo") -> None:
-    """Replay policies, strategies and predictors on a small trace: tables, plots and results in minutes."""
+    """Replay policies, strategies and predictors on a small trace: tables, plots and results in
+    minutes."""
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     path = trace or out / "demo.npz"

@@ -1,5 +1,5 @@
-"""The testbed from the command line: `trace import`, `show` and `simulate` with CSV, own classes in `run`, `bench` and
-`simulate`, and the small evidence."""
+"""The testbed from the command line: `trace import`, `show` and `simulate` with CSV, own classes in
+`run`, `bench` and `simulate`, and the small evidence."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-import httpx2
+import httpx
 import numpy as np
 import pytest
 from servers import Command, completed, serving
@@ -125,11 +125,11 @@ def test_a_server_takes_own_classes_from_its_command_line_alone(tmp_path: Path) 
     with serving(tmp_path / "server", "--policy", POLICY, "--expert-cache", "25%") as server:
         for options in ({}, {"policy": mine, "predictor": mine}):
             body = {**chat, "options": {"num_predict": 4, **options}, **options}
-            answer = httpx2.post(f"{server.url}/api/chat", json=body, timeout=60).json()
+            answer = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).json()
             assert answer["decisions"]["policy"] == "MostUsed"
         made = {"model": "mine", "from": "demo", "parameters": {"policy": mine, "predictor": mine}}
-        httpx2.post(f"{server.url}/api/create", json={**made, "stream": False}, timeout=60)
-        answer = httpx2.post(f"{server.url}/api/chat", json={**chat, "model": "mine"}, timeout=60).json()
+        httpx.post(f"{server.url}/api/create", json={**made, "stream": False}, timeout=60)
+        answer = httpx.post(f"{server.url}/api/chat", json={**chat, "model": "mine"}, timeout=60).json()
         assert answer["decisions"]["policy"] == "MostUsed"
     assert not (tmp_path / "ran").exists()
 
