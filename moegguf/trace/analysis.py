@@ -36,6 +36,7 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
+IN_TIME_US = 1.0  # of a layer, where transfers take no time
 Progress = Callable[[str, float], object]  # "stage: current step", share of the stage done
 
 
@@ -116,13 +117,19 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
 
 
 def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> SimOptions:
-    """Returns the options with which predictions are acted on. Without a link no time can be saved, so nothing watches
-    that. Raises OptionError for prefetching without a predictor."""
+    """Returns the options with which predictions are acted on. Raises OptionError for prefetching without a
+    predictor."""
     if options.prefetch and set(predictors) == {"none"}:
         raise OptionError("--prefetch needs a predictor: --predictor.")
-    if options.prefetch is None or timed:
+    return options if timed else _in_time(options)
+
+
+def _in_time(options: SimOptions) -> SimOptions:
+    """Returns options of a replay without a link, in which every expert that is fetched ahead arrives in time: layers
+    take some time and transfers none. No time can be saved, so no watchdog looks for that."""
+    if options.prefetch is None:
         return options
-    return replace(options, prefetch=replace(options.prefetch, watchdog=False))
+    return replace(options, prefetch=replace(options.prefetch, watchdog=False), layer_pass_us=IN_TIME_US)
 
 
 @dataclass(frozen=True)
@@ -349,8 +356,9 @@ class TraceAnalysis:
                 found = self._measured_choice(share, options.timed) if of == "auto" else ControllerChoice(of)
                 if fetched is None:
                     fetched = found.prefetch and options.timed
-                fetched = PrefetchOptions(watchdog=options.timed) if fetched is True else fetched or None
+                fetched = PrefetchOptions() if fetched is True else fetched or None
                 how = replace(options, prefetch=fetched, store=strategy.store)
+                how = how if how.timed else _in_time(how)
                 ahead = ahead or found.predictor
                 rows.append(self._replayed(found.policy, ahead, n_slots, how, share, strategy=strategy.name))
             rows.append(self._bound(share))

@@ -151,7 +151,7 @@ def test_own_classes_are_simulated_beside_names(file: Path, tmp_path: Path) -> N
     assert [row.policy for row in rows] == [*names, "belady"], "two classes of one name stay apart"
     assert rows[0].simulated and rows[1].simulated
     assert rows[0].simulated.counters["evictions"] == rows[1].simulated.counters["evictions"]
-    lru, again, _ = analysis.simulate(["lru"], ["none", f"{file}:Again"], [0.25], SimOptions())
+    lru, again, _ = analysis.simulate(["lru"], ["none", f"{file}:Again"], [0.25])
     assert again.predictor == f"{file}:Again"
     assert again.hit_rate == lru.hit_rate, "nothing acts on it"
 
