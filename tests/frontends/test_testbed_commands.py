@@ -66,7 +66,7 @@ def test_a_recorded_trace_is_shown(here: Command, recorded: Path, trace: Trace) 
         (("--used", "2", "--expert-size", "1MB", "--layers", "1,x"), "--layers takes numbers"),
         (("--used", "2", "--expert-size", "1MB", "--layers", "1-2"), "has 3 layers, but the model has experts in 2"),
         (("--used", "2", "--expert-size", "1MB", "--experts", "9"), "n_expert is 9 in the options, but 8"),
-        (("--model", "demo"), "n_expert is 16 in .*, but 8 in"),
+        (("--model", "demo"), "n_expert is 32 in .*, but 8 in"),
     ],
 )
 def test_an_import_that_lacks_or_contradicts_a_fact_is_one_line(
@@ -121,16 +121,20 @@ def test_a_model_runs_and_is_measured_with_own_classes(here: Command) -> None:
 def test_a_server_takes_own_classes_from_its_command_line_alone(tmp_path: Path) -> None:
     (tmp_path / "from_a_request.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
     mine = f"{tmp_path / 'from_a_request.py'}:Mine"
-    chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "stream": False, "details": True}
+    names = {"policy": mine, "predictor": mine}
     with serving(tmp_path / "server", "--policy", POLICY, "--expert-cache", "25%") as server:
-        for options in ({}, {"policy": mine, "predictor": mine}):
-            body = {**chat, "options": {"num_predict": 4, **options}, **options}
-            answer = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).json()
-            assert answer["decisions"]["policy"] == "MostUsed"
-        made = {"model": "mine", "from": "demo", "parameters": {"policy": mine, "predictor": mine}}
-        httpx.post(f"{server.url}/api/create", json={**made, "stream": False}, timeout=60)
-        answer = httpx.post(f"{server.url}/api/chat", json={**chat, "model": "mine"}, timeout=60).json()
-        assert answer["decisions"]["policy"] == "MostUsed"
+
+        def decided_by(model: str, **options: str) -> str:
+            """Returns the policy of an answer."""
+            chat = {"model": model, "messages": [{"role": "user", "content": "hi"}], "details": True}
+            body = {**chat, **options, "options": {"num_predict": 2, **options}}
+            lines = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).text.splitlines()
+            return str(json.loads(lines[-1])["decisions"]["policy"])
+
+        assert decided_by("demo") == decided_by("demo", **names) == "MostUsed"
+        made = {"model": "mine", "from": "demo", "parameters": names, "stream": False}
+        httpx.post(f"{server.url}/api/create", json=made, timeout=60)
+        assert decided_by("mine") == "MostUsed"
     assert not (tmp_path / "ran").exists()
 
 
