@@ -1,10 +1,8 @@
-"""A predictor of your own, whose experts are fetched ahead, in a running model and in a simulation of the same routing.
+"""A predictor of your own, whose experts are fetched ahead.
 
-Prints how many experts were fetched ahead, and how many of them were used: live, and simulated, where all are in time.
+Prints how many experts were fetched ahead and how many of them were used. The watchdog, which ends prefetching where it
+saves no time, is off here, so that there is something to see. `moegguf trace simulate` takes the class, too.
 """
-
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import numpy as np
 
@@ -13,38 +11,39 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, RoutingEvent
-from moegguf.trace.analysis import SimOptions, TraceAnalysis
 
 
-class LastToken(Predictor):
-    """Predicts for each layer the experts that the last token used there."""
+class Followers(Predictor):
+    """Predicts for the next layer the experts that have followed this layer's experts so far."""
 
     def __init__(self, shape: MoeShape) -> None:
-        super().__init__(shape, reach=2)  # layers ahead
-        self._last: Float32s = np.zeros(shape.table, np.float32)
+        super().__init__(shape, reach=1)  # layers ahead
+        self._counts: Float32s = np.zeros((*shape.table, shape.n_expert), np.float32)
+        self._before = np.zeros((1, shape.n_expert_used), np.int32)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Notes the experts of the last token of a routing event."""
-        self._last[event.il] = 0
-        self._last[event.il, event.expert_ids[-1]] = 1
+        """Counts which experts followed which; a prompt's last layer is computed for fewer tokens."""
+        n = min(len(event.expert_ids), len(self._before))
+        now = event.expert_ids.copy()
+        np.add.at(self._counts[event.il], (self._before[-n:, :, np.newaxis], now[-n:, np.newaxis]), 1)
+        self._before = now
 
     def predict(self, il: int, distance: int) -> Float32s:
         """Returns a probability for each expert of layer `il`."""
-        return self._last[il] / (1 + distance)
+        followed = self._counts[il, self._before[-1]].sum(axis=0)
+        return followed * self.shape.n_expert_used / max(1, followed.sum())
 
 
-def main(trace: Path) -> None:
-    own = f"{__file__}:LastToken"
-    always = PrefetchOptions(watchdog=False)  # which ends prefetching where it saves no time
-    with Llama("demo", expert_cache="30%", predictor=own, prefetch=always, trace=trace, verbose=False) as llm:
-        llm("An expert is", temperature=0, max_tokens=60)
-        live = llm.stats()
-    print(f"live: {live.prefetch_started} fetched ahead, {live.prefetch_useful} of them used in time")
-    row, _ = TraceAnalysis.open(trace).simulate(["lru"], [own], [0.3], SimOptions(always))
-    n = row.simulated.counters if row.simulated else {}
-    print(f"simulated: {n['prefetch_started']} fetched ahead, {n['prefetch_useful']} of them used")
+def main() -> None:
+    own = f"{__file__}:Followers"
+    always = PrefetchOptions(watchdog=False)
+    with Llama("demo", expert_cache="30%", predictor=own, prefetch=always, verbose=False) as llm:
+        llm("An expert is", temperature=0, max_tokens=150)
+        stats = llm.stats()
+        print(f"predictor: {llm.decisions()['predictor']}")
+    used = stats.prefetch_useful + stats.prefetch_late
+    print(f"{stats.prefetch_started} experts were fetched ahead, {used} of them were used.")
 
 
 if __name__ == "__main__":
-    with NamedTemporaryFile(suffix=".npz") as file:
-        main(Path(file.name))
+    main()

@@ -19,7 +19,7 @@ from moegguf.trace.trace import Trace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 POLICY = f"{EXAMPLES / 'policy.py'}:MostUsed"
-PREDICTOR = f"{EXAMPLES / 'predictor.py'}:LastToken"
+PREDICTOR = f"{EXAMPLES / 'predictor.py'}:Followers"
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +110,12 @@ def test_a_model_runs_and_is_measured_with_own_classes(here: Command) -> None:
     own = ("--policy", POLICY, "--predictor", PREDICTOR, "--prefetch")
     done = here("run", "demo", "What is an expert?", *own, "--expert-cache", "25%", "-n", "8", "--verbose")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"policy: +MostUsed\n", done.stderr) and re.search(r"predictor: +LastToken\n", done.stderr)
+    assert re.search(r"policy: +MostUsed\n", done.stderr) and re.search(r"predictor: +Followers\n", done.stderr)
     sizes = ("-p", "0", "-n", "4", "-r", "1", "--no-warmup", "--keep-page-cache", "--expert-cache", "25%")
     done = here("bench", "-m", "demo", *own, *sizes, "-o", "json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
-    assert (row["policy"], row["predictor"], row["error"]) == ("MostUsed", "LastToken", "")
+    assert (row["policy"], row["predictor"], row["error"]) == ("MostUsed", "Followers", "")
 
 
 def test_a_server_takes_own_classes_from_its_command_line_alone(tmp_path: Path) -> None:

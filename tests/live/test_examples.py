@@ -56,10 +56,7 @@ PRINTED = {
         r"MostUsed: \d+% hits, [1-9]\d* evictions",
         r"equal answers: True",
     ),
-    "predictor": (
-        r"live: [1-9]\d* fetched ahead, \d+ of them used in time",
-        r"simulated: [1-9]\d* fetched ahead, [1-9]\d* of them used",
-    ),
+    "predictor": (r"predictor: Followers", r"[1-9]\d* experts were fetched ahead, \d+ of them were used\."),
     "import_trace": (
         r"3 requests, 240 tokens",
         r"\d+% of a token's experts were used by the token before",

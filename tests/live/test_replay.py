@@ -119,7 +119,7 @@ def test_a_simulation_counts_what_the_run_counted(
 def test_own_classes_of_files_are_counted_as_in_the_run(
     path: Callable[[str], Path], load: Load, tmp_path: Path, policy: str, predictor: str
 ) -> None:
-    own = {"POLICY": f"{EXAMPLES / 'policy.py'}:MostUsed", "PREDICTOR": f"{EXAMPLES / 'predictor.py'}:LastToken"}
+    own = {"POLICY": f"{EXAMPLES / 'policy.py'}:MostUsed", "PREDICTOR": f"{EXAMPLES / 'predictor.py'}:Followers"}
     model = path("tiny-qwen2moe")
     names = own.get(policy, policy), own.get(predictor, predictor)
     trace = live(load, model, tmp_path / "t", *names, 22)
