@@ -24,18 +24,15 @@ def draw(folder: Path) -> None:
     """Writes every plot, the same bytes from the same results."""
     with pyplot.rc_context(STYLE):
         if read_result("hits") and read_result("accuracy"):
-            save(_model(), folder / "laboratory-model.svg")
+            _save(_model(), folder / "laboratory-model.svg")
         for paper in filter(lambda paper: read_result(f"link-{paper}"), LINKS):
-            save(_speeds(f"link-{paper}", f"{NAMES[paper]}: 25 % of the experts"), folder / f"{paper}.svg")
+            _save(_speeds(f"link-{paper}", f"{NAMES[paper]}: 25 % of the experts"), folder / f"{paper}.svg")
         if read_result("ablation"):
-            save(_speeds("ablation", "ProMoE, step by step: 25 % of the experts"), folder / "promoe-steps.svg")
+            _save(_speeds("ablation", "ProMoE, step by step: 25 % of the experts"), folder / "promoe-steps.svg")
 
 
-def save(figure: Any, *paths: Path) -> None:
-    """Writes a figure in the form of each path's suffix, the same bytes for the same figure, and closes it."""
-    for path in paths:
-        metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
-        figure.savefig(path, metadata=metadata, bbox_inches="tight", dpi=200)
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None, "Creator": None}, bbox_inches="tight")
     pyplot.close(figure)
 
 

@@ -54,7 +54,9 @@ def record_demo(path: Path) -> None:
 def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
     """Returns the replays by table: eviction alone, whole strategies at one paper's times, and
     predictors whose experts arrive in time."""
-    timed = LINKS[LINK].options(analysis.trace.shape.expert_bytes)
+    link = LINKS[LINK]
+    bytes_per_s = analysis.trace.shape.expert_bytes / link.expert_us * 1e6
+    timed = SimOptions(link_bytes_per_s=bytes_per_s, layer_pass_us=link.layer_us)
     return {
         "policies": analysis.simulate(["all"], ["none"], SHARES),
         "strategies": analysis.simulate_strategies(["all"], SHARES, timed),
@@ -88,7 +90,7 @@ def _name(table: str, row: Row) -> str:
 def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
     """Draws hit rates of policies and predictors, and speeds of strategies, by share: as PNG and as
     SVG."""
-    from predictors.study.evidence_plots import STYLE, pyplot, save
+    from predictors.study.evidence_plots import STYLE, pyplot
 
     with pyplot.rc_context(STYLE):
         for table, rows in tables.items():
@@ -98,7 +100,9 @@ def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
             what = "decoded tokens per second, modelled" if table == "strategies" else "hits while decoding"
             axes.set(xlabel="share of the experts in memory", ylabel=what)
             axes.legend(frameon=False, fontsize=6)
-            save(figure, folder / f"{table}.svg", folder / f"{table}.png")
+            for form in ("png", "svg"):
+                figure.savefig(folder / f"{table}.{form}", bbox_inches="tight", dpi=200)
+            pyplot.close(figure)
 
 
 def _curves(table: str, rows: Sequence[Row]) -> dict[str, dict[float, float]]:
