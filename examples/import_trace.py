@@ -18,7 +18,7 @@ N_TOKENS, N_LAYERS, N_EXPERTS = 80, 4, 16
 
 
 def save_routing(path: Path, seed: int) -> None:
-    """Saves the router's logits of a request of 80 tokens, the first 16 of which are its prompt."""
+    """Saves the router's logits of a request of 80 tokens. The first 16 tokens are its prompt."""
     rng = np.random.default_rng(seed)
     drift = np.cumsum(rng.standard_normal((N_TOKENS, N_LAYERS, N_EXPERTS)), axis=0)  # neighbours are routed alike
     np.savez(path, router_logits=drift.astype(np.float32), n_prompt=16)

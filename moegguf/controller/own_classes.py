@@ -82,11 +82,11 @@ def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
     Raises OptionError."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # its suffix is .py
+    assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    sys.modules[name] = module  # where dataclasses and pickle look for it
+    sys.modules[name] = module  # dataclasses and pickle look for it there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -35,19 +35,17 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What a user says beside the files.
+    """Facts that a user gives beside the files, named as in `MoeShape`.
 
-    model: the GGUF file of the recorded model, whose shape and fingerprint the trace gets. The
-    other fields are facts as in `MoeShape`; None: the files or the model say. n_prompt: tokens of
-    each prompt whose file does not say; a request's first token alone, unless given.
+    None leaves a fact to the files, or to the model.
     """
 
-    model: Path | None = None
+    model: Path | None = None  # the recorded model as GGUF: the trace gets its shape and fingerprint
     n_expert: int | None = None
     n_expert_used: int | None = None
     layers: tuple[int, ...] | None = None
     expert_bytes: int | None = None
-    n_prompt: int = 1
+    n_prompt: int = 1  # tokens of each prompt whose file does not say
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -127,7 +125,7 @@ def _short(value: Any) -> str:
 
 
 def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
-    """Returns a request with expert ids: of logits those of the largest. Raises TraceError."""
+    """Returns a request with expert ids. From logits it chooses the largest. Raises TraceError."""
     if not routing.has_logits:
         return routing
     n_used = facts.get("n_expert_used")

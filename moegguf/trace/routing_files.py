@@ -36,7 +36,7 @@ _FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")  # 
 _OPTIONAL = ("tokens", "n_prompt", "layers", *_FACTS)
 _COLUMNS = ("request", "position", "layer", "experts")
 PHASES = ("prefill", "decode")
-_MOST = 1 << 31  # of any id
+_MOST = 1 << 31  # ids are below
 
 Ids = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -239,7 +239,7 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
     """Returns one request of a sorted table. Raises TraceError unless each position has each layer
     once."""
     n_rows = len(table)
-    row = np.arange(n_rows + 1)  # of a whole request, and one row more
+    row = np.arange(n_rows + 1)  # one more than there are
     expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
     wrong = np.flatnonzero((table[:, 1:3] != expected[:-1]).any(axis=1))
     if len(wrong) or n_rows % len(layers):

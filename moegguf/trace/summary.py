@@ -1,4 +1,4 @@
-"""What a trace holds: `moegguf trace show`."""
+"""Counts that describe a trace: `moegguf trace show`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,20 @@ from moegguf.trace.trace import Trace
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Facts about a trace.
-
-    kinds: {label: requests}. recorded: optional arrays that are there. reuse: the share of the
-    experts of decoded tokens that the token before, of the same request, used in the same layer.
-    top_tenth: the share of all uses that fall on the most used tenth of the experts.
-    """
+    """Facts about a trace."""
 
     model: str
     fingerprint: str
     shape: MoeShape
     settings: Mapping[str, object]
     n_requests: int
-    kinds: Mapping[str, int]
+    kinds: Mapping[str, int]  # {label: requests}
     n_passes: int
     n_tokens: int
     n_decoded: int
-    recorded: tuple[str, ...]
-    reuse: float
-    top_tenth: float
+    recorded: tuple[str, ...]  # optional arrays that are there
+    reuse: float  # share of a decoded token's experts that the token before used in the same layer
+    top_tenth: float  # share of all uses that fall on the most used tenth of the experts
 
 
 def summary(trace: Trace) -> TraceSummary:

@@ -36,7 +36,7 @@ from predictors.study.papers import LINKS, routing_digest
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_heldout.jsonl"
 SHARES = (0.125, 0.25, 0.5, 0.75)
 IN_TIME = PrefetchOptions(watchdog=False)  # every expert that is fetched ahead arrives in time
-LINK = "promoe"  # whose times an expert and a layer take
+LINK = "promoe"  # an expert and a layer take this paper's times
 
 
 def questions() -> list[Prompt]:

@@ -111,7 +111,7 @@ def test_a_table_holds_several_requests_in_any_order_of_rows(
 ) -> None:
     rows = table()
     shuffled = [rows[n] for n in np.random.default_rng(1).permutation(len(rows))]
-    shuffled.sort(key=lambda row: row["request"])  # of first appearance is their order
+    shuffled.sort(key=lambda row: row["request"])  # requests are in order of first appearance
     file = tmp_path / f"table{suffix}"
     file.write_text(text(shuffled), encoding="utf-8")
     made = import_trace([file], tmp_path / "out", SIZE)
