@@ -269,7 +269,7 @@ def run_test(
         return [feed.tokens(one.n_tokens, first + sequence) for sequence in range(one.n_parallel)]
 
     time.sleep(spec.delay_s)
-    if spec.warmup:  # as llama-bench: the whole prompt, one token
+    if spec.warmup:  # llama-bench's warm-up: the whole prompt, one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
         tokens = tokens_of(short, spec.repetitions)
         measure(begin(llama, short, tokens), short, tokens, greedy=False)
@@ -372,7 +372,7 @@ def open_result() -> TextIO:
 
 if __name__ == "__main__":
     out = open_result()
-    warnings.simplefilter("ignore")  # they are in the result
+    warnings.simplefilter("ignore")  # the result has the warnings
     try:
         found = run(Spec.from_json(sys.argv[1]))
     except MoeggufError as error:

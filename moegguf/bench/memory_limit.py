@@ -1,6 +1,6 @@
 """A memory limit for a child process, and dropping files from the page cache.
 
-The limit is a new memory cgroup, v1 or v2, below (or, for v2, beside) that of this process, removed afterwards.
+The limit is a new memory cgroup, v1 or v2, below (or, for v2, beside) this process's cgroup. It is removed afterwards.
 Anonymous memory and the page cache that the child fills count against it.
 """
 

@@ -76,8 +76,11 @@ class Evictions:
 
 
 def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
-    """Yields for each policy the microseconds of a miss into a free slot and of one that evicts, medians over passes,
-    their difference, and the seconds of a million lookups in bulk."""
+    """Yields the times of each policy.
+
+    A row has the microseconds of a miss into a free slot, of a miss that evicts, and of the difference (medians over
+    passes). It also has the seconds of a million lookups in bulk.
+    """
     if slots > (layers - 1) * experts:
         raise OptionError(f"slots is {slots}, but at most {(layers - 1) * experts} fill up; give fewer.")
     shape = MoeShape(layers, experts, used, tuple(range(layers)), 64, 1000, expert_bytes=3000)

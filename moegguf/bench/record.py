@@ -24,13 +24,13 @@ Progress = Callable[[str, float], object]  # (current step, share done in [0, 1]
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's inputs.
-    temperature, seed: of sampling. All other options are those of `Llama`; with its `draft` passes have drafts, too,
-    and a simulation repeats them, with the tokens that were refused.
+    """Options of a recording. All other options are `Llama`'s.
+
+    With `Llama`'s `draft` passes have drafts, too. A simulation repeats them, with the tokens that were refused.
     """
 
-    n_predict: int = 128
-    inputs: bool = False
+    n_predict: int = 128  # tokens to generate for prompts without a number of their own
+    inputs: bool = False  # records the routers' inputs, too
     temperature: float = 0.8
     seed: int = 0
 

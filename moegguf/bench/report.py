@@ -13,7 +13,7 @@ from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
 
-TEXT = Path(__file__).parents[1] / "demo/README.md"  # what is read and answered where nothing else is said
+TEXT = Path(__file__).parents[1] / "demo/README.md"  # the default text, which is read and answered
 WITHOUT = "mmap"  # llama.cpp of the same build, without the expert cache
 DIGEST_DIGITS = 12
 

@@ -1,5 +1,8 @@
-"""Rows of results: llama-bench's fields, the store's counters, and ratios between systems, paired by round; printed as
-llama-bench does (md, json, jsonl, csv, sql), so that scripts that read its output by column name can read this."""
+"""Rows of results: llama-bench's fields, the store's counters, and ratios between systems, paired by round.
+
+They are printed in llama-bench's formats (md, json, jsonl, csv, sql). So scripts that read its output by column name
+can read these rows.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-# Of these: the same in every run of a model, as given, and what moegguf has no option for.
+# Fields that are equal in every run of a model, given fields, and fields that moegguf has no option for.
 _OF_MODEL = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
     "routing",
@@ -191,7 +194,7 @@ def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row
     """Returns the speed and the stall of `own`, each divided by the value of `other` (medians over rounds), and
     whether the tokens agree."""
     theirs = _tests(other, index)
-    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # of the same round
+    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # pairs of one round
     row: Row = {"error": _error(other)}
     if not pairs:
         return row

@@ -29,7 +29,7 @@ from moegguf.quantities import parse_link
 from moegguf.settings import parse_option
 
 SYSTEMS = ("moegguf", "stock", "mmap", "resident")
-FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # as in llama.cpp's parameters
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # numbers of llama.cpp's parameters
 CHOICES = {"system": SYSTEMS, "feed": ("random", "text", "greedy"), "flash_attn": tuple(FLASH_ATTN)}
 KILLED = "killed by the memory limit"
 
@@ -48,10 +48,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
-    # Prompts on a device: as many tokens at once as have slots, or through so many tensors, whatever a plan would take.
+    # Prompts on a device, against the plan: passes of the tokens that have slots, or a fixed number of tensors.
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
-    # The same with another --placement, or other drafts.
+    # Another --placement, or other drafts.
     **{f"placed-{choice}": {"placement": choice} for choice in PLACEMENTS},
     **{f"draft-{choice}": {"draft": choice} for choice in DRAFTS},
 }
@@ -85,14 +85,22 @@ class Spec:
     """The options of one process, which gets them as JSON.
 
     system: "moegguf", or llama.cpp: "stock" (without patches, bench/stock.py), "mmap" (moegguf's build without the
-    cache, the file is mapped) or "resident" (the same, every weight is read into memory). strategy: a name of
-    controller.strategies; policy, predictor, prefetch and store replace parts of it.
-    repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
-    `text`, or the model's own (greedy) after n_depth tokens of either. warm_start: begin with what earlier runs used,
-    and remember what this one uses.
-    vram_cache, placement: as `Llama` takes them. draft: the same, for greedy answers that are timed as a whole; None:
-    each token is timed. simulate_link: a link such as "24GB/s,35us"; a simulated device is behind it, that computes
-    with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and slots are there.
+    cache; the file is mapped) or "resident" (this build with every weight in memory).
+
+    strategy: a name of controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of it.
+
+    repack: weights in the layout of the CPU's fastest kernels.
+
+    feed: random tokens as in llama-bench, the tokens of `text`, or the model's own (greedy) after n_depth tokens.
+
+    warm_start: begins with the experts that earlier runs used, and remembers the experts of this run.
+
+    vram_cache, placement: values of `Llama`.
+
+    draft: value of `Llama`, for greedy answers that are timed as a whole; None: each token is timed.
+
+    simulate_link: a link such as "24GB/s,35us" to a simulated device, which computes with `simulate_threads` threads
+    (0: the CPU's number). Without vram_cache and placement, layers and slots are there.
     """
 
     model: str
@@ -251,7 +259,10 @@ def combinations(base: Spec, lists: dict[str, Sequence[Any]]) -> list[Spec]:
 def make_systems(
     base: Spec, expert_caches: Sequence[str], against: Sequence[str], limit_bytes: int | None = None
 ) -> list[BenchedSystem]:
-    """The systems of one group of settings: moegguf with each budget, then those of `against`. Raises OptionError."""
+    """Returns the systems of one group of settings: moegguf with each budget, then the systems of `against`.
+
+    Raises OptionError.
+    """
     layout = read_layout(base.model)
     kernels = "" if base.repack else "no repack"
     own = [BenchedSystem(base.strategy, replace(base, expert_cache=cache), kernels, True) for cache in expert_caches]
@@ -322,8 +333,10 @@ def limit_fault(limit_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class ProcessRunner:
-    """Runs a system in a child process, with the file's pages dropped, under a limit when there is one. stock: the
-    folder with the libraries of llama.cpp without patches, where one of the systems needs them."""
+    """Runs a system in a child process, with the file's pages dropped, under a limit when there is one.
+
+    stock: the folder with the libraries of llama.cpp without patches, if one of the systems needs them.
+    """
 
     limit_bytes: int | None = None
     drop_cache: bool = True

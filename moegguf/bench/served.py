@@ -99,7 +99,7 @@ def in_process(engine: Engine) -> Iterator[str]:
 
 def drop_in(llm: Llama) -> Iterator[str]:
     """Yields the answer of `create_chat_completion`, llama-cpp-python's API."""
-    llm.reset()  # as in the server, where a seed starts from an empty context
+    llm.reset()  # a seed starts from an empty context, as in the server
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
     sampling = {name: getattr(SAMPLING, name) for name in names}
     for chunk in llm.create_chat_completion(QUESTION, stream=True, **sampling):
@@ -161,7 +161,7 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
         "computed": timings["prompt_n"],
         "reused": timings["cache_n"],
     }
-    logprobs: list[Any] = []  # of each token: how many come in one event depends on time
+    logprobs: list[Any] = []  # logprobs of each token: the number of tokens in one event depends on time
     for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")):
         logprobs += zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
     return figures, [list(pair) for pair in logprobs]

@@ -20,12 +20,12 @@ from moegguf.native import library
 from moegguf.processor import read_processor
 from moegguf.settings import cache_folder
 
-# With AMX this release ends in a segmentation fault in its first product (llama.cpp pull request 26954).
+# This release ends in a segmentation fault in its first product with AMX (llama.cpp pull request 26954).
 FLAGS = "-mno-amx-tile -mno-amx-int8"
 
 
 def stock_library(progress: Callable[[str], object]) -> Path:
-    """The folder of its libraries. `progress` is told when they are built. Raises LibraryError where pip fails."""
+    """Returns the folder of its libraries. Calls `progress` when they are built. Raises LibraryError when pip fails."""
     own = library.find_library()
     pin = read_pin()
     flags = FLAGS if "amx_tile" in read_processor().flags else ""

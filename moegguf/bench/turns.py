@@ -33,8 +33,8 @@ Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-CONTEXT_TOKENS = 1024  # behind the depth; a turn that fills them goes back to where its decoding began
-PROMPT_TOKENS = 256  # of a turn beside busy processes
+CONTEXT_TOKENS = 1024  # tokens after the depth; a turn that fills them goes back to the begin of its decoding
+PROMPT_TOKENS = 256  # prompt of a turn beside busy processes
 
 SPIN = "while True: pass"
 BURSTS = """

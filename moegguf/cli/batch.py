@@ -48,7 +48,7 @@ STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial.db"
 MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
-LINE_S = 10.0  # between two lines of progress where stderr is no terminal
+LINE_S = 10.0  # time between two lines of progress if stderr is no terminal
 
 LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens")
 """Options of loading that this command has flags for."""
@@ -95,7 +95,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
         found = Requests(file, ENDPOINTS, {} if model is None else {"model": without_surrogates(model)})
         answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
-            answers.remove()  # of a process that was killed just before its end
+            answers.remove()  # a process that was killed just before its end has left this journal
             print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
             return EXIT_FAILURE if done.failed else 0
         client = None if here else running_server(found.models)

@@ -168,7 +168,7 @@ def bench(*, given: Given, **chosen: Any) -> None:
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
-    chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))  # its own first
+    chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))  # OWN comes first
     for name, prefix in (("placement", "placed"), ("draft", "draft")):
         first, *others = split([chosen[name]]) or [""]
         chosen[name] = first or None
@@ -302,7 +302,7 @@ def _measure(
     outcomes: list[list[Outcome]] = [[] for _ in groups]
     needs_stock = any(system.spec.system == "stock" for group in groups for system in group)
     runner = ProcessRunner(limit, drop_cache, stock_library(print_message) if needs_stock else None)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM cleans up, too
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, too
     try:
         for group, found in zip(groups, outcomes, strict=True):
             for outcome in run_series(group, rounds, runner, print_message):

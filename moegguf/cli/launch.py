@@ -22,8 +22,8 @@ from moegguf.terminal.messages import print_message
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
 
-START_S = 30.0  # for a server to listen
-STOP_S = 10.0  # for it to end
+START_S = 30.0  # time for a server to listen
+STOP_S = 10.0  # time for a server to end
 POLL_S = 0.1
 LOG = "launch.log"
 KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of a key
@@ -158,7 +158,7 @@ def _started(client: Client) -> Iterator[None]:
             [*child_command("moegguf.cli.app"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
             stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM ends the server, too
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the server, too
     try:
         _wait(client, server)
         yield

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-NO_KEY = "moegguf"  # for programs that insist on a key
+NO_KEY = "moegguf"  # some programs insist on a key
 
 
 @dataclass(frozen=True)

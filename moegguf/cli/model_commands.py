@@ -1,5 +1,7 @@
-"""The commands for models on this machine: pull, list, show, rm, cp, create, estimate, doctor; for computed contexts
-that are kept on disk; and for models in a running server: ps, stop, budget."""
+"""The commands for models on this machine: pull, list, show, rm, cp, create, estimate, doctor.
+
+Further commands are for computed contexts on disk, and for models in a running server: ps, stop, budget.
+"""
 
 from __future__ import annotations
 
@@ -282,7 +284,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     rows, seen = [], set()  # the memory of names that share a process counts once
     for model in models:
         moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
-        never = expires.year > datetime.now().year + 100  # then it is centuries ahead
+        never = expires.year > datetime.now().year + 100  # "never" is sent as a date some centuries ahead
         until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
         pid, tokens = moe.get("pid", model["name"]), moe.get("prompt_tokens", {})
         rows.append((

@@ -50,8 +50,12 @@ class Command(TyperCommand):
 
 
 class Flag(NamedTuple):
-    """A flag that only one command has. A list takes values with commas between them, or the flag several times. kind:
-    None: texts where the default is a list, else a text or None. settings: further ones of `typer.Option`."""
+    """A flag that only one command has. A list takes values with commas between them, or the flag several times.
+
+    kind: type of the value. With None the value is a list of texts if the default is a list, else a text or None.
+
+    settings: further settings of `typer.Option`.
+    """
 
     name: str
     flags: str
@@ -63,7 +67,7 @@ class Flag(NamedTuple):
     settings: Mapping[str, Any] = {}
 
     def option(self) -> Any:
-        """It, as typer takes it."""
+        """Returns the flag as typer takes it."""
         return typer.Option(
             *self.flags.split(), metavar=self.metavar, help=self.help, rich_help_panel=self.group, **self.settings
         )
@@ -80,7 +84,7 @@ def _flag_of(option: Option) -> Flag:
     settings = {
         "show_default": False,
         "min": option.least,
-        "max": option.most if option.scope == "server" or option.most == 1 else None,  # else it depends on the model
+        "max": option.most if option.scope == "server" or option.most == 1 else None,  # others depend on the model
         "parser": parse_threads if option.kind == "threads" else None,
     }
     kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group
@@ -89,9 +93,10 @@ def _flag_of(option: Option) -> Flag:
 
 
 def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the flags of options to a command, which gets those that were given as its argument `given`, in the form
-    that the option has in Python, and those of its `own`, by name. Raises OptionError or BudgetError for a value that
-    cannot be read.
+    """Adds the flags of options to a command.
+
+    The command gets the given values as its argument `given`, in the form that each option has in Python. It gets the
+    values of its `own` flags by name. Raises OptionError or BudgetError for a value that cannot be read.
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +144,7 @@ def parse_threads(text: str) -> int | None:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names for the shell's completion: those of models here, then those of the library."""
+    """Returns names for the shell's completion: models on this machine, then models of the library."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import library
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from moegguf.models.entry import NamedModel
     from moegguf.settings import Settings
 
-PS_TIMEOUT_S = 1.0  # for a server to list what it has loaded
-EXIT_TIMEOUT_S = 0.5  # for an answer that Ctrl-C could not end at once
+PS_TIMEOUT_S = 1.0  # time for a server to list its loaded models
+EXIT_TIMEOUT_S = 0.5  # time for an answer that Ctrl-C could not end at once
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:

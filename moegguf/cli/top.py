@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moegguf.chat.client import Client
     from moegguf.cli.top_screen import ModelView
 
-FRAMES_PER_S = 2  # of each model
+FRAMES_PER_S = 2  # frames of each model
 STREAM_TIMEOUT_S = 20.0  # the server sends a line every few seconds
 
 
@@ -39,8 +39,10 @@ def top(
 
 
 def print_once(client: Client, *, as_json: bool) -> None:
-    """Prints one frame with every layer, or statistics, plan and experts of each model as JSON; there an expert is a
-    digit: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM."""
+    """Prints one frame with every layer, or statistics, plan and experts of each model as JSON.
+
+    In JSON an expert is a digit: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM.
+    """
     from moegguf.chat.experts import maps_of
     from moegguf.cli.top_screen import ModelView, Screen
     from moegguf.terminal.tables import print_json, print_renderable
@@ -113,7 +115,7 @@ def interrupt_on_q() -> Iterator[None]:
     def read_keys() -> None:
         while os.read(sys.stdin.fileno(), 1) not in b"qQ":  # or nothing: the terminal is closed
             pass
-        os.kill(os.getpid(), signal.SIGINT)  # to the main thread, which waits for a line
+        os.kill(os.getpid(), signal.SIGINT)  # wakes the main thread, which waits for a line
 
     with keyboard_echo_off():
         threading.Thread(target=read_keys, name="moegguf-keys", daemon=True).start()

@@ -25,14 +25,16 @@ from moegguf.terminal.heatmap import heatmap, legend, tiers_line
 Facts = dict[str, Any]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-HISTORY_POINTS = 60  # of a sparkline
+HISTORY_POINTS = 60  # points of a sparkline
 MIN_MAP_LINES = 3
 NARROW, WIDE = 60, 76  # cells
 
 
 class ModelView:
-    """What was received about one loaded model so far. `stats`: since it was loaded; `now`: their growth when it last
-    computed."""
+    """The facts that were received about one loaded model so far.
+
+    `stats` are the statistics since it was loaded, `now` their growth when it last computed.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -109,7 +111,7 @@ class ModelView:
             table.add_row(tier.name, _hit_rate(tier), moved)
         if total.staging_bytes:
             sizes = f"{human_bytes(total.staging_bytes)} · {human_bytes(total.bytes_staged)} in for prompts"
-            overlap = percent(total.staging_overlap if total.bytes_staged else None)  # of the copies' time
+            overlap = percent(total.staging_overlap if total.bytes_staged else None)  # share of the copies' time
             table.add_row("staging", overlap, Text(f"overlapped, {sizes}", "bright_black"))
         return table
 
@@ -149,7 +151,7 @@ class Screen:
     def _bodies(self, width: int, n_legend: int) -> Iterable[Group]:
         """The models. Maps share the remaining lines; the last models have none when there are too few."""
         figures = [model.figures(width) for model in self.models]
-        n_lines = [2 + table.row_count for table in figures]  # with a title and a blank line, without the map
+        n_lines = [2 + table.row_count for table in figures]  # two more lines: a title and a blank line
         left = math.inf if self.height is None else self.height - 2 - n_legend - sum(n_lines)
         for i, model in enumerate(self.models):
             parts: list[Any] = [model.title(width), figures[i]]

@@ -187,7 +187,7 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     check_writable(out, prompts)
     path = find_model(model)
     prompt_list = read_prompts(prompts)
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # by which the bindings filter llama.cpp's log
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # the bindings filter llama.cpp's log by it
     layout = read_layout(path)
     warn_of_long_context(layout, chosen["ctx"])
     with showing_progress() as progress:
@@ -277,7 +277,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     full = TraceAnalysis.open(file, find_model(model) if model else None, chosen["predictors"])
     analysis = full.limited(chosen["tokens"])
     options = SimOptions(
-        link_bytes_per_s=(chosen["link"] or 0) * 1e9,  # without a link transfers take no time
+        link_bytes_per_s=(chosen["link"] or 0) * 1e9,  # 0: transfers take no time
         link_latency_s=chosen["latency"] / 1e6,
         layer_compute_us=chosen["layer_compute"],
     )

@@ -259,7 +259,7 @@ class _Writer:
         return self._new_rule(*alternatives)
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
-        """Returns items, some of which follow the schema of `contains`, and the end; None for too many states."""
+        """Returns items, some with the schema of `contains`, and the end; None for too many states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
         n_items = max(facts.n_prefix, least, most or 0, 1)  # items that are counted
         n_found = max(fewest, limit or 0)

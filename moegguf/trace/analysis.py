@@ -36,7 +36,7 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # of a layer, where transfers take no time
+IN_TIME_US = 1.0  # time of a layer, if transfers take no time
 Progress = Callable[[str, float], object]  # "stage: current step", share of the stage done
 
 
@@ -80,9 +80,11 @@ def _by_kind(trace: Trace) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. `simulated` is None for Belady's bound, which has no store and no time. strategy: "" without one.
-    ram_share: of all experts, in RAM behind those of a device; None with one tier. devices: shares of several devices,
-    by name; else empty."""
+    """One replay. `simulated` is None for Belady's bound, which has no store and no time.
+
+    `ram_share` is the share of all experts with slots in RAM below a device; None with one tier. `devices` has the
+    shares of several devices by name, else it is empty.
+    """
 
     policy: str
     predictor: str
@@ -97,7 +99,7 @@ class Row:
 
 
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
-    """`gap_closed` by the decode hit rate of a row, among those of its share."""
+    """Returns `gap_closed` by the decode hit rate of a row, among the rows with its share."""
     at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
     return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
 
@@ -199,7 +201,7 @@ class TraceAnalysis:
             return list(dict.fromkeys(names))
         reasons = {name: reason for name in known if (reason := self.why_not(make, name))}
         groups: dict[str, list[str]] = {}
-        for name, reason in reasons.items():  # those that differ in the name only are told once
+        for name, reason in reasons.items():  # reasons that differ only in the name are one reason
             groups.setdefault(reason.replace(f"the {kind} ", "").replace(repr(name), "it"), []).append(name)
         if groups:
             told = "; ".join(f"{', '.join(group)} ({reason})" for reason, group in groups.items())
@@ -376,9 +378,12 @@ class TraceAnalysis:
     def save(self, rows: Sequence[Row], reported: Sequence[Row], alone: Sequence[Row] = ()) -> Path:
         """Saves decode hit rates where `policy="auto"` finds them; returns the path.
 
-        rows: of these requests, by which `auto` chooses. Of several predictors with one policy, the one with the
-        highest mean hit rate is saved. reported: of other requests, for what `show` and `estimate` state; alone: of
-        each of these by itself, from an empty cache.
+        rows: replays of the requests by which `auto` chooses. If one policy has several predictors, the predictor with
+        the highest mean hit rate is saved.
+
+        reported: replays of other requests, which `show` and `estimate` print.
+
+        alone: replays of each of these requests by itself, from an empty cache.
         """
         rates: dict[tuple[str, str], dict[float, float]] = {}
         for row in rows:

@@ -19,7 +19,7 @@ from moegguf.errors import OptionError
 from moegguf.native.events import Phase
 from moegguf.trace.trace import Trace
 
-BELADY = "belady"  # its name among policies
+BELADY = "belady"  # name among policies
 
 Ints = npt.NDArray[np.int64]
 
@@ -55,8 +55,8 @@ def gap_closed(rate: float | None, lru: float | None, bound: float | None) -> fl
 class Lookups:
     """A trace as events of distinct experts: event i looks up keys[start[i]:start[i + 1]], in order of first choice.
 
-    A key is row * n_expert + expert, with row the layer's index among those with experts. next_use (n_lookups,): the
-    event of the same key's next lookup, n_events when there is none. decode (n_events,).
+    A key is row * n_expert + expert. The row is the layer's index among the layers with experts. next_use (n_lookups,)
+    is the event that looks the key up next, n_events when there is none. decode is (n_events,).
     """
 
     keys: Ints
@@ -74,7 +74,7 @@ class Lookups:
         event = np.broadcast_to((pass_of * n_row)[:, None] + np.arange(n_row)[:, None, None], ids.shape)
         keys = ids + np.arange(n_row)[:, None, None] * n_expert
         present = ids >= 0
-        order = np.argsort(event[present], kind="stable")  # within an event: tokens in order, choices in order
+        order = np.argsort(event[present], kind="stable")  # tokens and choices of an event stay in order
         events = event[present][order]
         keys = keys[present][order]
         _, first = np.unique(events * (n_row * n_expert) + keys, return_index=True)

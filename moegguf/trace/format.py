@@ -44,8 +44,9 @@ Flag = Annotated[int, Field(ge=0, le=1)]
 
 
 class Block(NamedTuple):
-    """One block of a trace file: how many passes and tokens it has, and whether it holds the router's inputs, and
-    the request and phase of each token, where some of its passes have tokens of several.
+    """One block of a trace file: its numbers of passes and tokens, and whether it has the routers' inputs.
+
+    With `batches` it has the request and the phase of each token, because some passes have tokens of several requests.
     """
 
     n_pass: Count
@@ -132,10 +133,10 @@ def decode(data: bytes) -> FileHeader:
 
 MAX_HEADER_BYTES = 32 << 20
 HEADER = "header.json"
-MAX_TRACE_BYTES = 16 << 30  # of a whole trace in memory
+MAX_TRACE_BYTES = 16 << 30  # bytes of a whole trace in memory
 _NPY_BYTES = 4096  # maximum size of a member's npy header
 _DEFLATE_LEVEL = 1  # routing shrinks to the same size within a tenth at any level
-# What zipfile, numpy and json raise on invalid data.
+# Exceptions that zipfile, numpy and json raise on invalid data.
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
     MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
@@ -188,7 +189,7 @@ Spec = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
 
 
 def _spec(shape: MoeShape, n_pass: int, n_tokens: int, *, weights: bool, inputs: bool, batches: bool) -> Spec:
-    """Type and shape of each array of so many passes and tokens."""
+    """Returns the type and shape of each array of `n_pass` passes and `n_tokens` tokens."""
     chosen = (len(shape.layers), n_tokens, shape.n_expert_used)
     spec: Spec = {
         "pass_sequence": (np.int32, (n_pass,)),

@@ -1,7 +1,7 @@
 """Reads prompt files, the input of trace recordings and benchmarks. Independent of models and tokenizers.
 
-NAME.jsonl has one object per line: {"prompt": "...", "label": "...", "n_predict": 64, "completion": "..."}, of which
-only the prompt is required. Any other file is plain text, one prompt per paragraph, separated by empty lines.
+NAME.jsonl has one object per line: {"prompt": "...", "label": "...", "n_predict": 64, "completion": "..."}. Only the
+prompt is required. Any other file is plain text, one prompt per paragraph, separated by empty lines.
 """
 
 from __future__ import annotations

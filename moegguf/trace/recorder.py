@@ -22,7 +22,7 @@ from moegguf.trace.format import TraceWriter, encode
 from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
-BLOCK_BYTES = 64 << 20  # of one block in memory, unless a single pass has more
+BLOCK_BYTES = 64 << 20  # bytes of one block in memory, unless a single pass has more
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class _Pass:
             if values is None:
                 continue
             here: Any = slice(n_tokens - len(values), n_tokens)
-            if len(values) < n_tokens and self.is_mixed:  # those whose logits are wanted, else the last ones
+            if len(values) < n_tokens and self.is_mixed:  # values of the tokens with logits, else of the last tokens
                 wanted = np.flatnonzero(self.of_tokens("outputs", 0))
                 here = wanted if len(wanted) == len(values) else here
             found[row, here, : values.shape[1]] = values
@@ -91,7 +91,7 @@ class Recorder:
         self._inputs = inputs
         self._rows = shape.row_of
         self._announced: Announcement | None = None
-        self._open: _Pass | None = None  # in progress
+        self._open: _Pass | None = None  # the pass in progress
         self._finished: list[_Pass] = []
         self._pending_bytes = 0
         self._error: TraceError | None = None
@@ -126,7 +126,7 @@ class Recorder:
         self._labels[sequence] = text[:MAX_TEXT]
 
     def close(self, **settings: Setting) -> None:
-        """Writes the remaining passes and completes the file, with `settings` added to those of the header.
+        """Writes the remaining passes and completes the file. Adds `settings` to the header's settings.
 
         No event may follow. Raises TraceError when something could not be written.
         """
@@ -187,7 +187,7 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, inputs:
     def joined(name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
         with np.errstate(over="ignore", invalid="ignore"):
             found = np.concatenate([one.of_layers(shape, name, size, empty) for one in passes], axis=1)
-        # What float16 cannot hold is its largest number, and NaN 0.
+        # Values beyond float16 become its largest number, and NaN becomes 0.
         return np.nan_to_num(found, copy=False) if found.dtype == np.float16 else found
 
     def by_token(name: str, unknown: Callable[[_Pass], int]) -> Int32s:

@@ -1,8 +1,8 @@
 """Replays a trace against the same store and the same controller as live, on a modelled link: hits, bytes, stall, t/s.
 
-Its counters equal those of a live run with the same trace, policy and slots. It needs the native library but no model:
-the layout comes from the trace's shape. Layers may compute on one or several devices, with slots there and in RAM
-behind them.
+Its counters equal the counters of a live run with the same trace, policy and slots. It needs the native library but no
+model: the layout comes from the trace's shape. Layers may compute on one or several devices, with slots there and in
+RAM below them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ SIMULATED = "CUDA"  # backend of the devices whose slots are simulated, by ggml'
 
 @dataclass(frozen=True)
 class SimOptions:
-    """Options of a replay.
+    """Options of a replay. A layer takes `layer_compute_us` for each token and `layer_pass_us` for each pass.
 
-    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: a layer's time for
-    one token, layer_pass_us: and for a pass. store: switches of a strategy. n_ram_slots: in RAM behind those of
-    devices, with a native policy, ram_policy.
+    `n_ram_slots` slots in RAM lie below the slots of devices, with the native policy `ram_policy`. A bandwidth of 0
+    makes transfers free.
     """
 
     prefetch: PrefetchOptions | None = None
@@ -131,11 +130,12 @@ class TierSpan(_Sums):
 class SimResult:
     """The counts of a replay.
 
-    counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences:
-    {request: its decode passes, or all of its passes where it has none}. tiers: {"VRAM", "RAM" and, where prompts are
-    staged, "staging": what was counted there} of all passes, and decode_tiers of decode passes; empty with one tier.
-    With several devices "VRAM" is all of them together, and each is there by its name, too.
-    t_per_s: decoded tokens per modelled second, None without a link.
+    `counters` has the store's counters that follow from the trace. `decode` counts decode passes, `whole` all passes.
+    `sequences` has the decode passes of each request, or all passes of a request without any.
+
+    `tiers` counts all passes by tier: "VRAM", "RAM" and, if prompts are staged, "staging". `decode_tiers` counts decode
+    passes. Both are empty with one tier. With several devices "VRAM" is all of them together, and each device is there
+    by its name, too. `t_per_s` is the decoded tokens per modelled second, None without a link.
     """
 
     policy: str
@@ -205,7 +205,10 @@ def fitted(trace: Trace, n_slots: int) -> Trace:
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
-    """The most tokens of a pass with so many slots for so many layers; slot_tokens where not every expert has one."""
+    """Returns the largest number of tokens in a pass with n_slots slots for n_layers layers.
+
+    slot_tokens: the limit if not every expert has a slot.
+    """
     shape = trace.shape
     longest = int(np.diff(trace.pass_start).max(initial=0))
     if n_slots >= n_layers * shape.n_expert:
@@ -233,9 +236,9 @@ def _cut(trace: Trace, most: int) -> Trace:
 class Simulation:
     """One replay of a trace with one policy and predictor, which must be new: they keep state.
 
-    n_slots: those of the CPU, which computes every layer, or of devices, with tensors in which passes of more than one
-    token are staged; where there are none, passes are cut to what slots are exact for. Raises OptionError for slots
-    that cannot hold one token's experts of a layer.
+    n_slots: slots of the CPU, which then computes every layer, or slots of devices. Devices may have tensors in which
+    passes of more than one token are staged. Without such tensors, passes are cut to the tokens that slots compute
+    exactly. Raises OptionError for slots that cannot hold one token's experts of a layer.
     """
 
     def __init__(
@@ -290,7 +293,7 @@ class Simulation:
         meter = _Meter(store, self.trace.shape.expert_bytes)
         if controller is None and self.trace.token_sequence is None and not self._is_staged:
             self._replay_passes(store.context, meter)
-        else:  # where prompts are staged, their end counts
+        else:  # the end of a staged prompt counts
             self._replay_events(store, controller, meter)
         failure = store.context.take_failure()
         if failure is not None:
@@ -379,7 +382,7 @@ class _Meter:
         self.decode_tiers: dict[str, TierSpan] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
-        """Passes of n_tokens, of which n_decoded decode, begin, before their first routing event."""
+        """Begins passes of n_tokens tokens, before their first routing event. n_decoded of the tokens decode."""
         if (sequence, phase) != self._now:
             self.end()
             self._now = sequence, phase

@@ -39,15 +39,17 @@ class TraceHeader:
 class Trace:
     """Routing of n_pass passes over n_tokens tokens, in the order they were evaluated.
 
-    pass_sequence, pass_phase, pass_first_token and pass_ns are (n_pass,), with the meaning of RoutingEvent's fields.
-    pass_start is (n_pass + 1,): tokens of pass p are tokens[pass_start[p]:pass_start[p + 1]]. tokens (n_tokens,), -1
-    unknown. expert_ids (len(shape.layers), n_tokens, n_expert_used), -1 where a layer was not computed for a token, and
-    after the experts of a layer that uses fewer. weights the same shape or None; inputs (len(shape.layers), n_tokens,
-    n_embd) or None. Both are zero where nothing was computed; inputs also where they were not recorded.
+    Arrays of passes: pass_sequence, pass_phase, pass_first_token and pass_ns are (n_pass,), with the meaning of
+    RoutingEvent's fields. pass_start is (n_pass + 1,): pass p has tokens[pass_start[p]:pass_start[p + 1]].
 
-    token_sequence and token_phase (n_tokens,), both or none: of each token, where passes have tokens of several
-    requests; pass_sequence and pass_phase are then those of the pass's announcement. `sequence_of` and `phase_of` are
-    always there.
+    Arrays of tokens: tokens (n_tokens,) has -1 for unknown ones. expert_ids (len(shape.layers), n_tokens,
+    n_expert_used) has -1 where a layer was not computed for a token, and after the experts of a layer that uses fewer.
+    `weights` has this shape, too, or is None. `inputs` (len(shape.layers), n_tokens, n_embd) may be None. Both are zero
+    where nothing was computed; `inputs` are zero also where they were not recorded.
+
+    If passes have tokens of several requests, token_sequence and token_phase (n_tokens,) have each token's request and
+    phase. pass_sequence and pass_phase then belong to the pass's announcement. Otherwise both are None. `sequence_of`
+    and `phase_of` are always there.
     """
 
     shape: MoeShape

@@ -44,7 +44,7 @@ def test_a_plain_sentence_breaks_no_rule(words: str) -> None:
 
 def test_a_class_docstring_that_lists_five_fields_is_found() -> None:
     fields = "A plan. n_slots: slots. n_ctx: tokens. n_batch: tokens. n_ubatch: tokens. seed: a number."
-    assert rules(fields, "class") == ["describes more than 4 fields"]
+    assert rules(fields, "class") == ["describes more than 4 fields in a paragraph"]
     assert rules(fields, "docstring") == []
 
 
