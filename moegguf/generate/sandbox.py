@@ -7,10 +7,10 @@ configured as in transformers, so that prompts are equal to the prompts that mod
 Grammars are made of untrusted JSON schemas. llguidance limits most of its work, but not all of its compiling. A grammar
 that has passed here takes as long in another process.
 
-The process reads one request per line of standard input, and ends with its input. A request is {"template",
-"variables", "characters", "seconds"} or {"grammar", "limits", "seconds"}. `characters` limits the output, `seconds`
-the computing time. The process writes one line for each request: {"text"}, or {"error", "message"}. The error is
-"refused", "syntax", "long", "stopped" or "failed". A "syntax" error has its "line".
+The process reads one request per line of standard input, and ends with its input. A request has a template, variables,
+and the most characters of the output, or it has a grammar and its limits. Both have a limit of computing time in
+seconds. The process writes one line for each request, with the text or with an error and its message. The error is
+"refused", "syntax", "long", "stopped" or "failed". A "syntax" error has its line.
 
 The tool calls in messages are JSON. A template that writes their arguments without a filter writes the text of OpenAI's
 API, and not Python's.
