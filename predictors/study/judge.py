@@ -13,7 +13,7 @@ import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
-from predictors.study.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, LinkModel, PredictorScore, Tally
+from predictors.study.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, PredictorScore, Tally
 
 DISTANCES = (1, 2, 4, 8)
 BEFORE = -1  # the row before a pass's first MoE layer
@@ -94,14 +94,14 @@ class Judge:
             self._measure_control(row, used)
             self._predict_from(row)
 
-    def table(self, link: LinkModel | None = None) -> PredictorScore:
-        """The figures so far; FETCHRATE and GOODPRED only with a link."""
+    def table(self) -> PredictorScore:
+        """The figures so far."""
         columns = {distance: column for column, distance in enumerate(self.distances)}
         return PredictorScore(
             name=self.predictor.name,
-            means={distance: self.tally.mean(column, link) for distance, column in columns.items()},
-            layers={distance: self.tally.by_layer(column, link) for distance, column in columns.items()},
-            fresh=self.fresh.mean(0, None) if self.fresh.tokens.any() else None,
+            means={distance: self.tally.mean(column) for distance, column in columns.items()},
+            layers={distance: self.tally.by_layer(column) for distance, column in columns.items()},
+            fresh=self.fresh.mean(0) if self.fresh.tokens.any() else None,
         )
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.trace.trace import Trace
-from predictors.study.accuracy import PADDING, Ids, LinkModel, Mask, PredictorScore
+from predictors.study.accuracy import PADDING, Ids, Mask, PredictorScore
 from predictors.study.arrange import separated, shuffled
 from predictors.study.judge import DISTANCES, Judge
 
@@ -43,16 +43,23 @@ class ScoreTable:
 
     controls: copies of the same predictors, over the trace with the decode routing of each request shuffled; the
     difference of a predictor and its control is due to order. tokens: decode passes of one token, those measured.
+    fetched: FETCHRATE by predictor and distance, where a link was given (`predictors.study.fetching`).
     """
 
     distances: tuple[int, ...]
     n_expert_used: int
-    link: LinkModel | None
     lru_share: float
     batch_sequences: int
     tokens: int
     scores: tuple[PredictorScore, ...]
     controls: tuple[PredictorScore, ...]
+    fetched: Mapping[str, Mapping[int, float | None]] = field(default_factory=dict)
+
+    def good_pred(self, name: str, distance: int) -> float | None:
+        """Returns GOODPRED of a predictor at a distance; None where either factor is unknown."""
+        fetched = self.fetched.get(name, {}).get(distance)
+        accuracy = next((score.means[distance].accuracy for score in self.scores if score.name == name), None)
+        return None if fetched is None or accuracy is None else fetched * accuracy
 
     def control_of(self, name: str) -> PredictorScore | None:
         """The control of the predictor of this name; None when there is none."""
@@ -63,7 +70,6 @@ def score(
     trace: Trace,
     predictors: Sequence[Predictor],
     distances: Sequence[int] = DISTANCES,
-    link: LinkModel | None = None,
     *,
     lru_share: float = 0.25,
     batch_sequences: int = BATCH_SEQUENCES,
@@ -82,12 +88,11 @@ def score(
     def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
         judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences) for predictor in measured]
         _replay(of, judges)
-        return _tables(judges, link)
+        return _tables(judges)
 
     return ScoreTable(
         distances=tuple(sorted({distance for distance in distances if distance > 0})),
         n_expert_used=trace.shape.n_expert_used,
-        link=link,
         lru_share=lru_share,
         batch_sequences=batch_sequences,
         tokens=int(np.count_nonzero((trace.pass_phase == 1) & (np.diff(trace.pass_start) == 1))),
@@ -105,12 +110,12 @@ def _replay(trace: Trace, judges: Sequence[Judge]) -> None:
                 judge.observe(event)
 
 
-def _tables(judges: Sequence[_BatchJudge], link: LinkModel | None) -> tuple[PredictorScore, ...]:
+def _tables(judges: Sequence[_BatchJudge]) -> tuple[PredictorScore, ...]:
     """One score for each judge; a name used twice gets a number."""
     seen: Counter[str] = Counter()
     tables = []
     for judge in judges:
-        table = judge.table(link)
+        table = judge.table()
         seen[table.name] += 1
         if seen[table.name] > 1:
             table = replace(table, name=f"{table.name} {seen[table.name]}")
@@ -141,12 +146,12 @@ class _BatchJudge(Judge):
         self._sums = np.zeros(len(self.distances))
         self._n_steps = np.zeros(len(self.distances), np.int64)
 
-    def table(self, link: LinkModel | None = None) -> PredictorScore:
+    def table(self) -> PredictorScore:
         """`Judge.table`, with batch_accuracy."""
         self._close_batch()
         sums = zip(self.distances, self._sums.tolist(), self._n_steps.tolist(), strict=True)
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}
-        return replace(super().table(link), batch_accuracy=accuracy)
+        return replace(super().table(), batch_accuracy=accuracy)
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
         """Adds the comparison to the decode step of its batch."""
