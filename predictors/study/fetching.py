@@ -3,7 +3,7 @@
 The store predicts every layer once, `distance` layers ahead (from the first layer where there is none), and fetches
 what is absent over a link, behind what layers wait for. An expert counts when its prediction is made and it is absent;
 it is in time when it is there as its layer is routed. What is in the cache counts neither way, so a predictor that
-names what is there gains nothing by it.
+names what is there gains nothing by it. The first layer, which none precedes, is left out.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ THERE = 2  # in `Store.residency`
 
 
 def fetch_rate(trace: Trace, predictor: Predictor, n_slots: int, link: SimOptions, distance: int) -> float | None:
-    """Returns FETCHRATE over all layers and passes; None where nothing absent was predicted."""
+    """Returns FETCHRATE over all layers and passes; None where nothing absent was predicted. The predictor must be
+    new."""
     if isinstance(predictor, NoPrediction):
         return None
     prefetch = PrefetchOptions(
         distance, again=False, budget_bytes=NO_LIMIT, least_probability=0.0, watchdog=False, waste_weight=0.0
     )
+    predictor.reach = min(predictor.reach, distance)  # of one that knows more layers at once
     layer_ns = round(link.layer_pass_us * 1000)
     per_token_ns = round(link.layer_compute_us * 1000)
     with closing(Store(layout_of(trace.shape), n_slots, link.simulated)) as store:
@@ -46,7 +48,8 @@ def fetch_rate(trace: Trace, predictor: Predictor, n_slots: int, link: SimOption
                 controller.announce(event)
                 count.begin_pass()
                 continue
-            count.routed(event.il)
+            if event.il != trace.shape.layers[0]:
+                count.routed(event.il)
             store.context.acquire(event.il, event.expert_ids, event.inputs)
             controller.observe(event)
             count.predicted()

@@ -234,8 +234,10 @@ class Workload:
     def _replay(self, system: System, n_slots: int, link: Link) -> Replay:
         trace = self.study.trace
         options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
-        parts = self.study.policy(system.policy), self.study.predictor(system.predictor)
-        replay = Replay(trace, *parts, n_slots, options)
+        predictor = self.study.predictor(system.predictor)
+        if system.prefetch is not None:  # the store asks what knows all layers at once for all of them
+            predictor.reach = min(predictor.reach, system.prefetch.window)
+        replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)
         replay.next_layer = system.next_layer
         return replay
 

@@ -41,12 +41,13 @@ from predictors.study.papers import (
     Workload,
     ahead,
     collection,
+    strategy,
     systems_of,
     write_collections,
 )
 from predictors.study.scheduling import compare
 from predictors.study.score import score_named
-from predictors.study.subjects import DEMO, LABORATORY, SUBJECTS, WORK, Bench, chosen_window, recordings
+from predictors.study.subjects import DEMO, LABORATORY, N_WARM, SUBJECTS, WORK, Bench, chosen_window, recordings
 from predictors.study.synthesize import shape_of
 
 # A change of the code that moves a figure raises it; tests/pure/test_replayed_figures.py replays some exactly.
@@ -150,25 +151,33 @@ def learned(bench: Bench) -> dict[str, Any]:
     }
 
 
-def tuned(bench: Bench) -> dict[str, Any]:
-    """How many layers ahead each paper's strategy fetches, where the paper leaves it open: what is fastest on the
-    requests for choosing, after some of those for learning."""
-    bench.learn(N_ENTRIES)
-    learning = bench.learning.trace
-    workload = Workload.of(bench.choosing, learning.select(learning.sequences()[-4:]), N_COUNTED)
-    found = {}
-    for paper, windows in WINDOWS.items():
-        systems = {str(window): ahead(paper, window) for window in windows if _is_trained(bench, paper, window)}
+def tuned(paper: str) -> Step:
+    """How many layers ahead the paper's strategy fetches, where the paper leaves it open: what is fastest on some of
+    the requests for choosing, after some of those for learning."""
+
+    def take(bench: Bench) -> dict[str, Any]:
+        bench.learn(N_ENTRIES)
+        learning = bench.learning.trace
+        workload = Workload.of(bench.choosing, learning.select(learning.sequences()[-N_WARM:]), N_COUNTED)
+        windows = [window for window in WINDOWS[paper] if _is_trained(bench, paper, window)]
+        systems = {str(window): ahead(paper, window) for window in windows}
         counted = workload.systems(systems, slots_of(bench.choosing.trace.shape, SHARE), LINKS[paper])
         ms = {window: round(sum(of["token_ms"]) / len(of["token_ms"]), 3) for window, of in counted.items()}
-        found[paper] = {"ms": ms, "chosen": int(min(ms, key=lambda window: ms[window]))}
-    return found
+        return {"ms": ms, "chosen": int(min(ms, key=lambda window: ms[window]))}
+
+    def settings(name: str) -> Any:
+        training = SUBJECTS[name].training.get(strategy(paper).predictor)
+        return [N_ENTRIES, N_COUNTED, WINDOWS[paper], vars(LINKS[paper]), training]
+
+    return Step(take, settings)
 
 
 def _is_trained(bench: Bench, paper: str, window: int) -> bool:
     """Returns whether there are networks for this distance, where the paper's predictor has other ones for each."""
+    if paper != "promoe":
+        return True
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
-    return paper != "promoe" or window in facts["windows"]
+    return window in facts["windows"]
 
 
 def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
@@ -346,7 +355,7 @@ STEPS: dict[str, Step] = {
     "hits": Step(hit_curve, _same(SHARES)),
     "accuracy": Step(accuracies, _trained(N_ENTRIES, SCORED_TOKENS, vars(LINKS["promoe"])), tuple(SUBJECTS)),
     "learned": Step(learned, _trained()),
-    "tuned": Step(tuned, _trained(N_ENTRIES, N_COUNTED, WINDOWS, [vars(link) for link in LINKS.values()])),
+    **{f"tuned-{paper}": tuned(paper) for paper in WINDOWS},
     "ablation": Step(
         ablation, lambda name: [{step: of.settings() for step, of in ablation_systems(name).items()},
                                 vars(LINKS["promoe"]), SUBJECTS[name].training]

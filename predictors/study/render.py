@@ -33,7 +33,7 @@ from predictors.study.figures import (
     read_result,
     spread,
 )
-from predictors.study.papers import LINKS, NAMES
+from predictors.study.papers import LINKS, NAMES, WINDOWS
 from predictors.study.regenerate import is_current
 from predictors.study.subjects import DEMO, LABORATORY, SUBJECTS
 from tools.models.locality import LOCALITIES
@@ -252,7 +252,7 @@ def own_table(model: str) -> str:
 
 def tuned_table(model: str) -> str:
     """What was chosen for each paper's strategy, and ms a token by how far ahead it fetches."""
-    found = figures(f"{model}/tuned")
+    found = {paper: figures(f"{model}/tuned-{paper}") for paper in WINDOWS}
 
     def far(window: str | int) -> str:
         return "all" if int(window) >= EVERY_LAYER else str(window)
@@ -340,6 +340,7 @@ STEPS_OF = {
     "model": ("laboratory-model",),
     "own": tuple(f"link-{paper}" for paper in LINKS),
     "routing": ("reuse", "hits", "accuracy"),
+    "tuned": tuple(f"tuned-{paper}" for paper in WINDOWS),
 }
 WHOLE: dict[str, Callable[[], str]] = {
     "claims": claims_table,

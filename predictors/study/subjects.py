@@ -38,8 +38,8 @@ COUNTED: dict[str, tuple[str, ...]] = {"popularity": (), "affinity": (), "token-
 SUBJECTS = {
     DEMO: Subject(
         "demo", None,
-        {**COUNTED, "mlp": ("windows=1,4", "n_hidden=6900", "epochs=8", "lr=1e-3", "patience=0"),
-         "routing-path": ("epochs=6",), "expert-mlp": ("epochs=8",)},
+        {**COUNTED, "mlp": ("windows=4", "n_hidden=6945", "epochs=4", "lr=1e-3", "patience=0"),
+         "routing-path": ("epochs=4",), "expert-mlp": ("epochs=3",)},
     ),
     LABORATORY: Subject(
         "laboratory model", (),
@@ -161,5 +161,5 @@ def note_recording(name: str, digest: str) -> None:
 def chosen_window(name: str, paper: str) -> int | None:
     """Returns how many layers ahead the paper's strategy prefetches, as chosen on the requests for choosing; None where
     nothing was chosen."""
-    found = read_result(f"{name}/tuned")
-    return found["figures"].get(paper, {}).get("chosen") if found else None
+    found = read_result(f"{name}/tuned-{paper}")
+    return int(found["figures"]["chosen"]) if found else None
