@@ -1,10 +1,10 @@
-"""What four papers claim, and how it is judged here: the first table of docs/evidence.md.
+"""The claims of four papers, and their verdicts here: the first table of docs/evidence.md.
 
 A verdict follows from figures that were recorded (`predictors/study/figures.py`), by one rule for every row: a claim
 holds where half of the claimed gain is there. Where the paper does not say how large a gain is, any will do. A figure
-over requests has an interval: a claim holds where all of it is at or above the bound, fails where all of it is below,
-and is undecided between. What needs what is not here cannot be judged, and what was not done is not tested.
-Confidence is medium for the simulator at the paper's times, base and batches, low for less.
+over requests has an interval. A claim holds where all of the interval is at or above the bound, and fails where all of
+it is below; else the claim is undecided. A claim that needs a GPU or other programs cannot be judged. Confidence is
+medium for the simulator at the paper's times, base and batches, low for less.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ def half(claimed: float, without: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's headline claim, whence, and the figures here; what is in braces is asked of `figures`.
-
-    judged: UNTESTED, OPEN, or conditions: (what is asked, at least this number or what else is asked).
-    only_on: the one model that is like the paper's in what the claim depends on; None: any will do.
-    """
+    """A paper's headline claim, its place in the paper, and the figures here."""
 
     paper: str
     text: str
-    judged: str | tuple[Condition, ...]
-    figure: str
+    judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or (question, at least this number or another answer)
+    figure: str  # `figures` answers the questions in braces
     confidence: str = "medium"
-    only_on: str | None = None
+    only_on: str | None = None  # the one model that is like the paper's in this respect; None: any model is
 
     def verdict(self, model: str) -> str:
         """One of VERDICTS, on one model."""
@@ -84,10 +80,10 @@ def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
 PROGRAMS = "needs those programs on a GPU"
 BUDGET = "a store's size is its budget here"
 LOW = "low"
-# Departures from what the papers compare with, said in every row that they concern.
+# A departure from the papers' baselines, which every row that it concerns says.
 SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have one layer's experts or none"
 
-SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # of ProMoE's sweep
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # ProMoE's sweep has these
 
 CLAIMS = (
     *_claims(

@@ -28,7 +28,7 @@ class Study(TraceAnalysis):
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
-        """`open`, with the model by name. Raises its errors, and those of `find_model`."""
+        """`open`, with the model by name. Raises the errors of both `open` and `find_model`."""
         return cls.open(file, find_model(model) if model else None, folder)
 
     known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)

@@ -23,7 +23,7 @@ from moegguf.trace.simulate import SimOptions, announce_to, fitted, layout_of
 from moegguf.trace.trace import Trace
 from predictors.study.accuracy import ratio
 
-THERE = 2  # in `Store.residency`
+THERE = 2  # `Store.residency` has this for an expert that is there
 
 
 def fetch_rate(trace: Trace, predictor: Predictor, n_slots: int, link: SimOptions, distance: int) -> float | None:
@@ -34,7 +34,7 @@ def fetch_rate(trace: Trace, predictor: Predictor, n_slots: int, link: SimOption
     prefetch = PrefetchOptions(
         distance, again=False, budget_bytes=NO_LIMIT, least_probability=0.0, watchdog=False, waste_weight=0.0
     )
-    predictor.reach = min(predictor.reach, distance)  # of one that knows more layers at once
+    predictor.reach = min(predictor.reach, distance)  # a table of tokens knows more layers at once
     layer_ns = round(link.layer_pass_us * 1000)
     per_token_ns = round(link.layer_compute_us * 1000)
     with closing(Store(layout_of(trace.shape), n_slots, link.simulated)) as store:

@@ -27,7 +27,7 @@ from predictors.study.intervals import (
 RESULTS = Path(__file__).parents[1] / "results"
 FIGURE = re.compile(r"\{([^}]+)\}")
 NONE = "–"
-WITHIN, RUN = 1.02, 3  # of what has recovered: the mean over so many requests
+WITHIN, RUN = 1.02, 3  # a system has recovered where the mean over RUN requests is within this factor
 
 
 class NotCountedError(KeyError):
@@ -46,13 +46,13 @@ class NotThereError(NotCountedError):
 
 
 def read_result(name: str) -> dict[str, Any] | None:
-    """What was recorded; None where nothing was."""
+    """Returns a recorded result; None where nothing was recorded."""
     path = RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
 
 
 def figures(name: str) -> dict[str, Any]:
-    """What a step counted. Raises NotCountedError."""
+    """Returns the figures of a step. Raises NotCountedError."""
     found = read_result(name)
     if found is None:
         raise NotCountedError(name)
@@ -70,7 +70,7 @@ def systems(name: str) -> Mapping[str, Any]:
 
 
 def ratios(base: Mapping[str, Any], other: Mapping[str, Any], of: str = "token_ms") -> list[float]:
-    """How many times as fast `other` is as `base`, request by request: with tokens, or with prompts."""
+    """Returns the speed of `other` beside `base`, request by request: with tokens, or with prompts."""
     return [one / two for one, two in zip(base[of], other[of], strict=True)]
 
 
@@ -221,7 +221,7 @@ def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]
 
 
 def _points(name: str, keys: Sequence[str]) -> Paired:
-    """The system's hits less those of the base."""
+    """The system's hits less the base's hits."""
     base, own = _base(name, keys)
     return Paired([_by_request(own, "ready"), _by_request(base, "ready")], difference_of_means)
 
@@ -245,7 +245,7 @@ def _less(name: str, keys: Sequence[str]) -> float:
 
 
 def _steadier(name: str, keys: Sequence[str]) -> float:
-    """How many hits the base loses between two settings, less those that the system loses."""
+    """Hits that the base loses between two settings, less the hits that the system loses."""
     own, base, first, second = keys
     lost = [_number(name, ["settings", first, of, "ready"]) - _number(name, ["settings", second, of, "ready"])
             for of in (base, own)]  # fmt: skip

@@ -1,9 +1,9 @@
 """Strategies at a paper's link and compute times, request by request: simulated, exact, the same on any machine.
 
-What a token uses of a layer takes as long on the modelled link, beside the layer's compute, as in the paper; a pass of
-several tokens takes a layer's time once, as on a GPU that is far from busy. A system runs over requests that warm its
-cache first and are not counted; then each counted request gives a figure of its own, so that an interval is one over
-requests. What a predictor costs is not in the simulated time.
+The experts that a token uses of a layer take as long on the modelled link, beside the layer's compute, as in the paper.
+A pass of several tokens takes a layer's time once, as on a GPU that is far from busy. Some requests warm a system's
+cache first and are not counted. Each counted request has a figure of its own, so that an interval is one over requests.
+Simulated time leaves out the cost of a predictor.
 """
 
 from __future__ import annotations
@@ -37,20 +37,16 @@ from predictors.study.replay import Replay
 
 @dataclass(frozen=True)
 class Link:
-    """Times of a paper.
+    """Times of a paper."""
 
-    expert_us: that one expert takes on its link. layer_us: of compute per layer and pass. n_expert_used: experts of a
-    layer that a token of the paper's model uses. source: whence these are.
-    """
-
-    expert_us: float
-    layer_us: float
-    n_expert_used: int
+    expert_us: float  # one expert takes it on the paper's link
+    layer_us: float  # compute of a layer in a pass
+    n_expert_used: int  # experts of a layer that a token of the paper's model uses
     source: str
 
     def expert_us_of(self, shape: MoeShape) -> float:
-        """Returns the time of an expert of this shape on the link, so that all experts that a token uses of a layer
-        take as long beside the layer's compute as in the paper."""
+        """Returns the time of an expert of this shape on the link. A token's experts of a layer then take as long
+        beside the layer's compute as in the paper."""
         return self.expert_us * self.n_expert_used / shape.n_expert_used
 
     def options(self, shape: MoeShape) -> SimOptions:
@@ -81,7 +77,7 @@ LINKS = {
 
 
 class System(NamedTuple):
-    """What is replayed: its parts, and the store's switches. next_layer: the whole next layer is fetched ahead."""
+    """A system that is replayed: its parts, and the store's switches. next_layer: it fetches the whole next layer."""
 
     policy: str
     predictor: str = "none"
@@ -103,7 +99,7 @@ def changed(options: Any) -> dict[str, Any]:
 
 
 def strategy(name: str) -> System:
-    """A strategy's parts; those of moegguf's own as for a model that nothing was measured of or trained for."""
+    """Returns a strategy's parts. moegguf's own are as for a model that nothing was measured of or trained for."""
     found = STRATEGIES[name]
     if found.policy == AUTO:
         return System(UNMEASURED.policy, SKIP, PrefetchOptions(), found.store)
@@ -113,14 +109,14 @@ def strategy(name: str) -> System:
 
 BASES = ("none", "lru", "moegguf")
 BARE = STRATEGIES["none"].store
-# Behind all of the layer that was asked for before: misses wait, as where nothing but whole layers is fetched.
+# Misses wait behind the whole layer that was requested before them.
 WAITING = replace(BARE, chunked=False, preempt=False, demand_first=False)
 NEXT_LAYER = {
     "whole next layer": System("lru", store=BARE, next_layer=True),
     "whole next layer first": System("lru", store=WAITING, next_layer=True),
 }
-# What papers compare with: counting, a fixed choice of experts, loading on demand or layer by layer. Each has the slots
-# of the strategy that it is compared with.
+# The papers' baselines: counting, a fixed choice of experts, loading on demand or layer by layer. Each has the slots of
+# the strategy beside it.
 BASELINES = {
     "moe-infinity": {"counting": System("lfu", store=BARE), "algorithm 1 alone": System("sparsity", store=BARE)},
     "promoe": {"static": System("static", store=BARE)},
@@ -145,8 +141,8 @@ ABLATION = {
     "+ early preemption": _step("step-preemption"),
     "+ reordering": _PROMOE,
 }
-# What a paper leaves open of its prefetching: how many layers ahead. ExpertFlow and MoE-Infinity predict all layers;
-# how far their queue reaches is open. DuoServe-MoE states it.
+# Papers leave the window of their prefetching open. ExpertFlow and MoE-Infinity predict all layers, and do not say how
+# far their queue reaches. DuoServe-MoE states its window.
 WINDOWS = {"moe-infinity": (1, 2, 4, EVERY_LAYER), "promoe": (1, 2, 4, 8), "expertflow": (1, 2, 4, EVERY_LAYER)}
 
 
@@ -183,8 +179,8 @@ class Workload:
 
     @classmethod
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
-        """All requests of the study after those of `warm`, which are not counted; or equally many of each kind, in
-        order of arrival, of some `n_counted`."""
+        """Returns all requests of the study, after the requests of `warm`, which are not counted. With n_counted: about
+        that many of them, equally many of each kind, in order of arrival."""
         sequences = study.trace.sequences()
         labels = study.trace.header.labels
         kinds = sorted({labels.get(sequence, "") for sequence in sequences})
@@ -195,8 +191,8 @@ class Workload:
 
     @classmethod
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
-        """Groups of so many requests at once: their prompts one after another, then a token of each in a pass, as long
-        as all decode. The first `n_warm` groups are not counted.
+        """Returns groups of `n_together` requests: their prompts one after another, then a token of each in a pass, as
+        long as all decode. The first `n_warm` groups are not counted.
 
         Requests follow in order of arrival until all were used, then in random orders: of large groups some share
         requests. Each appearance in a group is a request of its own.
@@ -242,9 +238,11 @@ class Workload:
         return replay
 
     def _figures(self, replay: Replay) -> dict[str, Any]:
-        """Of each counted request the milliseconds of its prompt, and per token; of their decoded tokens all together
-        the others, and some of each request, too (`by_request`). ready: of the look-ups, those that found the expert
-        there; late: on its way. ahead: of what was fetched ahead, the share that was there in time, late, and not used.
+        """Returns figures of a replay.
+
+        token_ms, prompt_ms: milliseconds of each counted request, per token and of its prompt. by_request: other
+        figures of each request. The rest is over all decoded tokens together. ready: the share of look-ups that found the
+        expert there; late: on its way. ahead: of the experts fetched ahead, the shares in time, late, and not used.
         """
         counted = replay.counted()
         ms = counted["sim_clock_ns"] / 1e6
@@ -266,7 +264,7 @@ class Workload:
         }
 
     def _shares(self, counted: Mapping[str, npt.NDArray[np.int64]], passes: npt.NDArray[np.bool_]) -> dict[str, float]:
-        """Figures of some passes. experts: that are moved in a pass."""
+        """Returns figures of some passes. experts: moved in a pass, on average."""
         of = {name: int(values[passes].sum()) for name, values in counted.items()}
         n_passes = int(passes.sum())
         moved = of["bytes_missed"] + of["bytes_prefetched"]

@@ -3,11 +3,11 @@
     python -m predictors.study.regenerate --model laboratory
     python -m predictors.study.regenerate --model demo --only link-promoe
 
-Makes the model if it is not bundled, records the requests, trains the predictors, then takes one step after another,
-each of which writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
-key has what the figures depend on: the version of the code, the recording, and the settings. What is there already with
-the same key is left out, so an interrupted run goes on where it ended; a page says of what has another key that it was
-recorded with an earlier version.
+Makes the model if it is not bundled, records the requests and trains the predictors. Then it takes one step after
+another. A step writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
+key is made of all that the figures depend on: the version of the code, the recording, and the settings. A result with
+the same key is not counted again, so an interrupted run goes on where it ended. A page that shows a result with another
+key says that an earlier version recorded it.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from predictors.study.synthesize import shape_of
 
 # A change of the code that moves a figure raises it; tests/pure/test_replayed_figures.py replays some exactly.
 CODE_VERSION = 2
-CARD = "laboratory-model"  # of the model, which no code of this folder counts
-LIST = re.compile(r"\[[^][{}]*\]")  # of numbers, on one line
+CARD = "laboratory-model"  # the model's card, which no code of this folder counts
+LIST = re.compile(r"\[[^][{}]*\]")  # a list of numbers becomes one line
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 SHARE = 0.25
 N_COUNTED = 12  # requests of a sweep, and of what is measured in real time
 N_ENTRIES = 120
 SCORED_TOKENS = 900
 N_GROUPS = 9
-BATCHES = {"promoe": (1, 2, 4, 8), "expertflow": (4, 8, 16, 32)}  # those of the papers
+BATCHES = {"promoe": (1, 2, 4, 8), "expertflow": (4, 8, 16, 32)}  # the papers' own batches
 SCHEDULED = (4, 8, 16)
 N_SHIFTED = 12  # requests after a change of the kind
 SCORED = ("popularity", "previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
@@ -73,15 +73,15 @@ Take = Callable[[Bench], dict[str, Any]]
 
 
 class Step(NamedTuple):
-    """What is counted, and the settings (of a subject) that it depends on. on: the subjects that have it."""
+    """A step of the study."""
 
     take: Take
-    settings: Callable[[str], Any]
-    on: tuple[str, ...] = (DEMO, LABORATORY)
+    settings: Callable[[str], Any]  # the settings that the figures of a subject depend on
+    on: tuple[str, ...] = (DEMO, LABORATORY)  # the subjects that have the step
 
 
 def count_reuse(bench: Bench) -> dict[str, Any]:
-    """How unevenly experts are used within a request and over all, and how soon again."""
+    """Counts the reuse of experts: its evenness within a request and over all, and its distances."""
     found = reuse.reuse(bench.reporting.trace)
     used = (found.counts > 0).mean(axis=(1, 2))
     return {
@@ -109,7 +109,7 @@ def hit_curve(bench: Bench) -> dict[str, Any]:
 
 
 def accuracies(bench: Bench) -> dict[str, Any]:
-    """Of each predictor at each distance what it is right about, by the papers' measures, and shuffled."""
+    """Scores each predictor at each distance by the papers' measures, and its shuffled control."""
     bench.learn(N_ENTRIES)
     study = bench.reporting.limited(SCORED_TOKENS)
     table = score_named(study, scored(bench.name), LINKS["promoe"].options(study.trace.shape))
@@ -126,7 +126,7 @@ def accuracies(bench: Bench) -> dict[str, Any]:
                 "good": _rounded(table.good_pred(one.name, k)),
             }
             for k, of in one.means.items()
-            if k and of.coverage > 0.5 and of.accuracy is not None  # of the layers
+            if k and of.coverage > 0.5 and of.accuracy is not None  # half of the layers at least
         }
         for one in table.scores
     }
@@ -152,8 +152,8 @@ def learned(bench: Bench) -> dict[str, Any]:
 
 
 def tuned(paper: str) -> Step:
-    """How many layers ahead the paper's strategy fetches, where the paper leaves it open: what is fastest on some of
-    the requests for choosing, after some of those for learning."""
+    """Chooses the window of the paper's strategy, where the paper leaves it open: the fastest one on some requests for
+    choosing, after some requests for learning."""
 
     def take(bench: Bench) -> dict[str, Any]:
         bench.learn(N_ENTRIES)
@@ -211,7 +211,7 @@ def at_link(paper: str, share: float | None) -> Step:
 
 
 def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
-    """The same with {name: (share of the experts in memory, part of the paper's time that an expert takes)}."""
+    """The paper's systems with {name: (share of the experts in memory, part of the paper's time of an expert)}."""
 
     def take(bench: Bench) -> dict[str, Any]:
         found = {}
@@ -231,7 +231,7 @@ def scaled(link: Link, part: float) -> Link:
 
 
 def batches(paper: str) -> Step:
-    """A paper's strategy and its bases with half of the experts in memory, so many requests at once."""
+    """The paper's systems in the paper's batches, with half of the experts in memory."""
 
     def take(bench: Bench) -> dict[str, Any]:
         found = {}
@@ -270,7 +270,7 @@ def scheduler(bench: Bench) -> dict[str, Any]:
 
 
 def bound(bench: Bench) -> dict[str, Any]:
-    """What requests that decode together must read, and what the store reads, on routing that is made up."""
+    """Bytes that requests which decode together must read, and that the store reads, on routing that is made up."""
     shape = shape_of("qwen3-30b", 24, 60, 4, 5_600_000)
     found = {
         routing: {str(n): Bound(routing, n, 384, 534).figures(shape) for n in (1, 4, 8, 16, 32)}

@@ -41,7 +41,7 @@ from tools.models.locality import LOCALITIES
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 EARLIER = "recorded with an earlier version"
-COLUMNS = (DEMO, LABORATORY)  # of the claims
+COLUMNS = (DEMO, LABORATORY)  # the claims have a column for each
 PLOTS = {paper: NAMES[paper] for paper in LINKS} | {
     "promoe-steps": "ProMoE step by step", "laboratory-model": "Laboratory model"
 }  # fmt: skip
@@ -88,7 +88,7 @@ def systems_table(name: str) -> str:
         tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
         first = f"{median(of['prompt_ms']):.0f}"
         found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
-        if "ahead" not in of:  # in real time
+        if "ahead" not in of:  # a result in real time
             return [system, *found, of["prefetch"]]
         return [system, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
@@ -140,7 +140,7 @@ def scheduler_table(model: str) -> str:
 
 
 def bound_table(model: str) -> str:
-    """What any eviction must read for requests that decode together."""
+    """The least that any eviction reads for requests that decode together."""
     rows = [
         [routing, n, f"{of['experts']:.1f}", percent(of["hit_rate"]), f"{of['mb_per_token']:.0f}",
          f"{of['own_mb_per_token']:.0f}", f"{of['own_mb_per_token'] / by_n['1']['own_mb_per_token']:.2f}"]
@@ -251,7 +251,7 @@ def own_table(model: str) -> str:
 
 
 def tuned_table(model: str) -> str:
-    """What was chosen for each paper's strategy, and ms a token by how far ahead it fetches."""
+    """The window that was chosen for each paper's strategy, and ms a token with each window."""
     found = {paper: figures(f"{model}/tuned-{paper}") for paper in WINDOWS}
 
     def far(window: str | int) -> str:
@@ -272,7 +272,7 @@ def learned_table(model: str) -> str:
 
 
 def claims_table(paper: str | None = None) -> str:
-    """All claims, or those of one paper, on every model."""
+    """All claims, or the claims of one paper, on every model."""
     rows = [
         [*([] if paper else [NAMES[claim.paper]]), claim.text, *[_judged(claim, model) for model in COLUMNS],
          NONE if isinstance(claim.judged, str) else claim.confidence]

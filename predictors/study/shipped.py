@@ -48,8 +48,8 @@ def cut(recording: Path) -> None:
 
 
 def replayed() -> dict[str, float]:
-    """Returns the share of look-ups that LRU finds ready, the experts that MoE-Infinity's eviction moves for a token,
-    and how many times as fast ProMoE's prefetching is by a table of tokens, the first request's cache being cold."""
+    """Returns three figures: the share of look-ups that LRU finds ready, the experts that MoE-Infinity's eviction moves
+    for a token, and the speed of ProMoE's prefetching by a table of tokens. The first request only warms the cache."""
     trace = read(TRACE)
     study = Study(trace, Artifacts(None, trace.header.fingerprint, Path(__file__).parents[1] / "demo"))
     first, *others = trace.sequences()

@@ -72,7 +72,7 @@ class Bench:
 
     @property
     def predictors(self) -> Path:
-        """What was trained, and collections."""
+        """The folder of trained predictors and collections."""
         return self.work / "predictors"
 
     def trace(self, role: str) -> Path:
@@ -96,11 +96,11 @@ class Bench:
 
     @cached_property
     def workload(self) -> Workload:
-        """All of these, after some of those for choosing, which warm the cache."""
+        """All requests that figures are about, after some that only warm the cache."""
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Some of these, equally many of each kind."""
+        """Returns about `n_counted` of these requests, equally many of each kind, after the ones that warm the cache."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
@@ -111,7 +111,7 @@ class Bench:
         return Study.open(self.trace(role), self.model, self.predictors)
 
     def learn(self, n_entries: int) -> None:
-        """Gives MoE-Infinity a collection of so many requests."""
+        """Writes MoE-Infinity's collection of the last `n_entries` requests."""
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:

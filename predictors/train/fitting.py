@@ -39,7 +39,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Fitted:
-    """How a training went: validation accuracy after each epoch. The network is left at the best one."""
+    """The course of a training: validation accuracy after each epoch. The network is left at the best one."""
 
     curve: tuple[float, ...]
 
