@@ -241,8 +241,8 @@ class Workload:
         """Returns figures of a replay.
 
         token_ms, prompt_ms: milliseconds of each counted request, per token and of its prompt. by_request: other
-        figures of each request. The rest is over all decoded tokens together. ready: the share of look-ups that found the
-        expert there; late: on its way. ahead: of the experts fetched ahead, the shares in time, late, and not used.
+        figures of each request. The rest is over all decoded tokens together. ready: the share of look-ups that found
+        the expert there; late: on its way. ahead: of the experts fetched ahead, the shares in time, late, and not used.
         """
         counted = replay.counted()
         ms = counted["sim_clock_ns"] / 1e6

@@ -100,7 +100,7 @@ class Bench:
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns about `n_counted` of these requests, equally many of each kind, after the ones that warm the cache."""
+        """Returns about `n_counted` of these requests, equally many of each kind, after some that warm it."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:

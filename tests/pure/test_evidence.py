@@ -12,6 +12,8 @@ from command_help import help_of
 from traces import SMALL, random_trace
 
 from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.policies import LRU
+from moegguf.controller.predictors.base import NoPrediction
 from moegguf.native.events import Phase
 from moegguf.trace.prompts import read_prompts
 from predictors import texts
@@ -33,6 +35,7 @@ from predictors.study.papers import (
     systems_of,
     write_collections,
 )
+from predictors.study.replay import Replay
 from predictors.study.subjects import SUBJECTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,6 +158,23 @@ def test_systems_are_replayed_over_all_requests_after_others_that_warm_the_cache
     for of in found.values():
         assert np.mean(of["by_request"]["ready"]) == pytest.approx(of["ready"], abs=1e-3)
         assert np.mean(of["by_request"]["experts"]) == pytest.approx(of["experts"], abs=0.01)
+
+
+class EventByEvent(Replay):
+    """Replays without predictions as one with predictions is replayed."""
+
+    def _replay_passes(self, context: object, meter: object) -> None:
+        self._replay_events(self._store, None, meter)
+
+
+def test_a_replay_without_predictions_counts_in_every_pass_what_its_single_events_count() -> None:
+    trace = random_trace(n_sequences=3)
+    options = LINKS["promoe"].options(trace.shape)
+    whole, single = (
+        of(trace, LRU, NoPrediction(trace.shape), 20, options).counted() for of in (Replay, EventByEvent)
+    )
+    assert whole.keys() == single.keys() and whole["lookups"].sum() > 0
+    assert all(np.array_equal(whole[name], single[name]) for name in whole)
 
 
 def test_what_warms_the_cache_comes_first_under_other_numbers() -> None:
