@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,15 +59,12 @@ def joined(trace: Trace, before: Trace) -> Trace:
     along_passes = dict.fromkeys(("pass_sequence", "pass_phase", "pass_first_token", "pass_ns"), 0)
     columns = along_passes | along_tokens
     both = {name: [getattr(part, name) for part in parts] for name in columns}
-    return replace(
-        trace,
-        header=replace(trace.header, labels=labels),
-        pass_start=np.concatenate([before.pass_start, before.n_tokens + trace.pass_start[1:]]),
-        **{
-            name: None if any(part is None for part in found) else np.concatenate(found, axis=columns[name])
-            for name, found in both.items()
-        },
-    )
+    arrays: dict[str, Any] = {
+        name: None if any(part is None for part in found) else np.concatenate(found, axis=columns[name])
+        for name, found in both.items()
+    }
+    starts = np.concatenate([before.pass_start, before.n_tokens + trace.pass_start[1:]])
+    return replace(trace, header=replace(trace.header, labels=labels), pass_start=starts, **arrays)
 
 
 def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray[np.int32]] | None = None) -> Trace:

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from predictors.study.figures import estimate_of, figures, read_result
+from predictors.study.figures import figures, read_result, speed_of
 from predictors.study.papers import LINKS, NAMES
 from predictors.study.subjects import DEMO, LABORATORY, SUBJECTS
 from tools.models.locality import LOCALITIES
@@ -67,7 +67,7 @@ def _speeds(names: Sequence[str], step: str, title: str) -> Any:
         of_name = figures(f"{name}/{step}")["systems"]
         base = "none" if "none" in of_name else next(iter(of_name))
         for place, system in enumerate(of_name):
-            found = estimate_of(f"speed,{step},{system},{base}", name)
+            found = speed_of(f"{name}/{step}", system, base)
             axis.barh(place, found.value, color="0.75")
             axis.plot([found.low, found.high], [place, place], color="black", linewidth=1)
         axis.set_yticks(range(len(of_name)), list(of_name))

@@ -117,6 +117,11 @@ def estimate_of(question: str, model: str) -> Estimate:
     return Estimate.plain(NUMBERS[kind](name, keys))
 
 
+def speed_of(name: str, system: str, base: str) -> Estimate:
+    """Returns the speed of a system beside another one of a step or of one of its settings. Raises NotCountedError."""
+    return _speeds(name, [system, base]).estimate
+
+
 def steps_of(text: str) -> set[str]:
     """The steps that the questions in braces, or the question itself, ask for."""
     questions = FIGURE.findall(text) or ([text] if "," in text else [])

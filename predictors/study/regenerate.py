@@ -60,7 +60,8 @@ N_COUNTED = 12  # requests of a sweep, and of what is measured in real time
 N_ENTRIES = 120
 SCORED_TOKENS = 900
 N_GROUPS = 9
-BATCHES = {"promoe": (1, 2, 4, 8), "expertflow": (4, 8, 16, 32)}  # the papers' own batches
+# The papers' own batches, and for ExpertFlow two: a token uses one expert of a layer there and several here.
+BATCHES = {"promoe": (1, 2, 4, 8), "expertflow": (2, 4, 8, 16, 32)}
 SCHEDULED = (4, 8, 16)
 N_SHIFTED = 12  # requests after a change of the kind
 SCORED = ("popularity", "previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")

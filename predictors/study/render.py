@@ -26,11 +26,11 @@ from predictors.study.figures import (
     NONE,
     RESULTS,
     NotCountedError,
-    estimate_of,
     figures,
     interval,
     percent,
     read_result,
+    speed_of,
     spread,
 )
 from predictors.study.papers import LINKS, NAMES, WINDOWS
@@ -101,8 +101,7 @@ def systems_table(name: str) -> str:
 
 def _speed(name: str, system: str, base: str) -> str:
     """Speed of a system beside another, of a step or a setting."""
-    model, _, step = name.partition("/")
-    return interval(estimate_of(f"speed,{step},{system},{base}", model))
+    return interval(speed_of(name, system, base))
 
 
 def _ahead(shares: Sequence[float] | None) -> str:
