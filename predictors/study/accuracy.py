@@ -5,7 +5,7 @@ i < k from the first MoE layer (ProMoE, section 4, footnote 1), so the distance 
 - ACCURACY_i(k) (ProMoE, section 4): exactly n_expert_used experts are predicted; the share of them that is in R.
 - top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was.
 - precision and recall of a prefetcher that requests the n most probable.
-- FETCHRATE_i(k), which predictors/study/fetching.py measures, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k).
+- FETCHRATE_i(k), which predictors/study/fetching.py counts, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k).
 An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
 Figures are over the predictions made; their share of those due is `coverage`. No layer precedes the first MoE layer:
 means over layers leave it out.
@@ -13,7 +13,7 @@ means over layers leave it out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ class PredictorScore:
 
     means: {distance: mean over layers}. layers: {distance: {il: figures}}. fresh: the fresh-gate control (distance 0:
     the router's own input through the router), None without one; its accuracy must be 1. batch_accuracy: ExpertFlow's,
-    {distance: ...}, only from `score`.
+    {distance: ...}, only from `score`. fetch_rates: {distance: FETCHRATE}, only with a link.
     """
 
     name: str
@@ -61,6 +61,13 @@ class PredictorScore:
     layers: dict[int, dict[int, Figures]]
     fresh: Figures | None = None
     batch_accuracy: dict[int, float | None] | None = None
+    fetch_rates: dict[int, float | None] = field(default_factory=dict)
+
+    def good_pred(self, distance: int) -> float | None:
+        """Returns GOODPRED; None where either factor is unknown."""
+        rate = self.fetch_rates.get(distance)
+        accuracy = self.means[distance].accuracy
+        return None if rate is None or accuracy is None else rate * accuracy
 
 
 class LayerLru:

@@ -265,8 +265,9 @@ CLAIMS = (
             "hits 15 to 36 points above LRU's, 27.65 on average (5.5)",
             tuple((f"points,batches-expertflow:{n},expertflow,none", half(0.2765, 0)) for n in (8, 16)),
             "8, 16 and 32 at once, half of the experts: {points,batches-expertflow:8,expertflow,none},"
-            " {points,batches-expertflow:16,expertflow,none}, {points,batches-expertflow:32,expertflow,none}; two"
-            " at once, which use as many experts on the demo as eight there, {points,batches-expertflow:2,expertflow,none}",
+            " {points,batches-expertflow:16,expertflow,none}, {points,batches-expertflow:32,expertflow,none};"
+            " {points,batches-expertflow:2,expertflow,none} with two, which use as many experts on the demo as eight"
+            " there",
         ),
         (
             "1.96 times an LRU cache, on Mixtral (5.3)",

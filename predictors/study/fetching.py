@@ -1,92 +1,55 @@
-"""FETCHRATE of a predictor (ProMoE, section 4.1), measured: the share of the experts it names that come in time.
+"""FETCHRATE of a predictor at a distance (ProMoE, section 4.1): the share of what it names that comes in time.
 
-The store predicts every layer once, `distance` layers ahead (from the first layer where there is none), and fetches
-what is absent over a link, behind what layers wait for. An expert counts when its prediction is made and it is absent;
-it is in time when it is there as its layer is routed. What is in the cache counts neither way, so a predictor that
-names what is there gains nothing by it. The first layer, which none precedes, is left out.
+An expert counts when its prediction is made and an LRU cache lacks it. Bytes count, not whole experts: where half of an
+expert is there as its layer is routed, that is half in time, since a chunk that came need not come again. What the
+layer still lacks is fetched while the layer waits, so that prefetches have the link only while layers compute. The
+nearest layer is fetched first. What is in the cache counts neither way, so a predictor that names what is there gains
+nothing by it. The first layer, which none precedes, is left out.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
-from moegguf.controller.controller import ActingOptions, build_controller
-from moegguf.controller.policies import LRU
-from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.prefetch import NO_LIMIT, PrefetchOptions
-from moegguf.native.events import Announcement
-from moegguf.native.store import Store
-from moegguf.trace.simulate import SimOptions, announce_to, fitted, layout_of
-from moegguf.trace.trace import Trace
+from moegguf.controller.shape import MoeShape
+from moegguf.trace.simulate import SimOptions
 from predictors.study.accuracy import ratio
 
-THERE = 2  # `Store.residency` has this for an expert that is there
 
+class FetchCount:
+    """Counts of one predictor at one distance, over a link that it has for itself."""
 
-def fetch_rate(trace: Trace, predictor: Predictor, n_slots: int, link: SimOptions, distance: int) -> float | None:
-    """Returns FETCHRATE over all layers and passes; None where nothing absent was predicted. The predictor must be
-    new."""
-    if isinstance(predictor, NoPrediction):
-        return None
-    prefetch = PrefetchOptions(
-        distance, again=False, budget_bytes=NO_LIMIT, least_probability=0.0, watchdog=False, waste_weight=0.0
-    )
-    predictor.reach = min(predictor.reach, distance)  # a table of tokens knows more layers at once
-    layer_ns = round(link.layer_pass_us * 1000)
-    per_token_ns = round(link.layer_compute_us * 1000)
-    with closing(Store(layout_of(trace.shape), n_slots, link.simulated)) as store:
-        acting = ActingOptions(prefetch, strict=True, lockstep=True)
-        controller = build_controller(trace.shape, LRU, predictor, store, acting)
-        assert controller is not None
-        count = _Count(store, trace.shape.n_expert_used)
-        for event in fitted(trace, n_slots).events():
-            if isinstance(event, Announcement):
-                announce_to(store.context, event)
-                controller.announce(event)
-                count.begin_pass()
-                continue
-            if event.il != trace.shape.layers[0]:
-                count.routed(event.il)
-            store.context.acquire(event.il, event.expert_ids, event.inputs)
-            controller.observe(event)
-            count.predicted()
-            store.advance(layer_ns + per_token_ns * len(event.expert_ids))
-    return ratio(count.n_in_time, count.n_absent)
+    def __init__(self, shape: MoeShape, link: SimOptions) -> None:
+        self._expert_us = (shape.expert_bytes / link.link_bytes_per_s + link.link_latency_s) * 1e6
+        self._layer_us = link.layer_pass_us + link.layer_compute_us
+        self._left_us: dict[tuple[int, int], float] = {}  # {(row, expert): what is still to come}
+        self._n_absent = 0
+        self._n_fetched = 0.0
 
-
-class _Count:
-    """Counts predicted experts that were absent (just requested, at most), and which of them were there in time."""
-
-    def __init__(self, store: Store, n_expert_used: int) -> None:
-        self._store = store
-        self._n_expert_used = n_expert_used
-        self._wanted: dict[int, npt.NDArray[np.int64]] = {}
-        self.n_absent = 0
-        self.n_in_time = 0
+    @property
+    def rate(self) -> float | None:
+        """FETCHRATE; None where nothing absent was predicted."""
+        return ratio(self._n_fetched, self._n_absent)
 
     def begin_pass(self) -> None:
-        """Takes what was predicted from tokens alone."""
-        self._wanted.clear()
-        self.predicted()
+        """Forgets the last pass."""
+        self._left_us.clear()
 
-    def predicted(self) -> None:
-        """Notes the layers that are newly predicted."""
-        probabilities, known = self._store.forecast()
-        new = [il for il in np.flatnonzero(known).tolist() if il not in self._wanted]
-        if not new:
-            return
-        residency = self._store.residency()
-        for il in new:
-            best = np.argsort(-probabilities[il], kind="stable")[: self._n_expert_used]
-            self._wanted[il] = best[(probabilities[il, best] > 0) & (residency[il, best] != THERE)]
+    def predict(self, row: int, absent: Iterable[int]) -> None:
+        """Requests experts of a layer that the cache lacks."""
+        if row > 0:
+            self._left_us |= {(row, expert): self._expert_us for expert in absent}
 
-    def routed(self, il: int) -> None:
-        """Counts the layer's predictions, before the layer gets what it needs."""
-        wanted = self._wanted.pop(il, None)
-        if wanted is None:
-            return
-        self.n_absent += len(wanted)
-        self.n_in_time += int((self._store.residency()[il, wanted] == THERE).sum())
+    def route(self, row: int) -> None:
+        """Counts what came for a layer that is routed now, and forgets the rest of it."""
+        mine = [key for key in self._left_us if key[0] == row]
+        self._n_absent += len(mine)
+        self._n_fetched += sum(1 - self._left_us.pop(key) / self._expert_us for key in mine)
+
+    def compute(self) -> None:
+        """Fetches while a layer computes."""
+        free_us = self._layer_us
+        for key in sorted(self._left_us):
+            fetched_us = min(free_us, self._left_us[key])
+            self._left_us[key] -= fetched_us
+            free_us -= fetched_us

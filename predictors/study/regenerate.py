@@ -123,8 +123,8 @@ def accuracies(bench: Bench) -> dict[str, Any]:
                 "any": _rounded(of.at_least_one),
                 "shuffled": _rounded(controls[one.name].means[k].accuracy),
                 "batch": _rounded((one.batch_accuracy or {}).get(k)),
-                "fetch": _rounded(table.fetched[one.name][k]),
-                "good": _rounded(table.good_pred(one.name, k)),
+                "fetch": _rounded(one.fetch_rates[k]),
+                "good": _rounded(one.good_pred(k)),
             }
             for k, of in one.means.items()
             if k and of.coverage > 0.5 and of.accuracy is not None  # half of the layers at least

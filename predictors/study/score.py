@@ -17,12 +17,11 @@ from moegguf.cli.trace_tables import print_notes, print_table
 from moegguf.quantities import percent
 from moegguf.terminal.tables import print_json
 from moegguf.trace.analysis import Progress, no_progress, step_reporter
-from moegguf.trace.simulate import SimOptions, slots_of
+from moegguf.trace.simulate import SimOptions
 from predictors.study import scoring
 from predictors.study.accuracy import Figures
 from predictors.study.asked import asked
 from predictors.study.common import DEFAULT_TOKENS, PredictorNames, Study, run, sim_options
-from predictors.study.fetching import fetch_rate
 from predictors.study.flags import Compute, Folder, Latency, LinkSpeed, ModelFile, Tokens
 from predictors.study.judge import DISTANCES
 from predictors.study.scoring import ScoreTable
@@ -33,24 +32,19 @@ HEADS = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved"
 def score_named(
     study: Study, names: Sequence[str], link: SimOptions | None = None, progress: Progress = no_progress
 ) -> ScoreTable:
-    """Every predictor named by every paper's measure, at distances that lie within the model; FETCHRATE with a link
-    and with LRU slots for as many experts as the other measures assume. Raises OptionError."""
+    """Every predictor named by every paper's measure, at distances that lie within the model; FETCHRATE with a link.
+    Raises OptionError."""
     names = study.predictors(names)
     distances = [distance for distance in DISTANCES if distance < max(2, len(study.trace.shape.layers))]
     tables = []
-    fetched = dict[str, dict[int, float | None]]()
     step = step_reporter(progress, "scores", len(names))
     for name in names:
         step(name)
-        tables.append(scoring.score(study.trace, [asked(partial(study.predictor, name))], distances))
-        if link is not None:
-            n_slots = slots_of(study.trace.shape, tables[-1].lru_share)
-            fetched[name] = {k: fetch_rate(study.trace, study.predictor(name), n_slots, link, k) for k in distances}
+        tables.append(scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link=link))
     return replace(
         tables[0],
         scores=tuple(one for table in tables for one in table.scores),
         controls=tuple(one for table in tables for one in table.controls),
-        fetched=fetched,
     )
 
 
@@ -86,7 +80,7 @@ def print_score(scores: ScoreTable, used: str) -> None:
         f"moved: bytes fetched per byte used, beside an LRU cache of {scores.lru_share:.0%}",
         "answers: events with a prediction",
     ]
-    if scores.fetched:
+    if any(found.fetch_rates for found in scores.scores):
         notes.append("GOODPRED: right, times the share of what was absent that came in time on the modelled link")
     print_notes(*notes)
 
@@ -103,7 +97,7 @@ def _lines(scores: ScoreTable) -> Iterable[list[str]]:
                 continue
             beside = control.means[k] if control else None
             batch = (found.batch_accuracy or {}).get(k)
-            good = _share(scores.good_pred(found.name, k))
+            good = _share(found.good_pred(k))
             yield [found.name, str(k), *_figures(figures, beside, batch, scores.n_expert_used), good]
         if not has_predictions and fresh is None:
             yield [found.name, "", *[""] * 6, "none", ""]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, RoutingEvent
+from moegguf.trace.simulate import SimOptions
 from moegguf.trace.trace import Trace
 from predictors.study.accuracy import PADDING, Ids, Mask, PredictorScore
 from predictors.study.arrange import separated, shuffled
@@ -43,7 +44,6 @@ class ScoreTable:
 
     controls: copies of the same predictors, over the trace with the decode routing of each request shuffled; the
     difference of a predictor and its control is due to order. tokens: decode passes of one token, those measured.
-    fetched: FETCHRATE by predictor and distance, where a link was given (`predictors.study.fetching`).
     """
 
     distances: tuple[int, ...]
@@ -53,13 +53,6 @@ class ScoreTable:
     tokens: int
     scores: tuple[PredictorScore, ...]
     controls: tuple[PredictorScore, ...]
-    fetched: Mapping[str, Mapping[int, float | None]] = field(default_factory=dict)
-
-    def good_pred(self, name: str, distance: int) -> float | None:
-        """Returns GOODPRED of a predictor at a distance; None where either factor is unknown."""
-        fetched = self.fetched.get(name, {}).get(distance)
-        accuracy = next((score.means[distance].accuracy for score in self.scores if score.name == name), None)
-        return None if fetched is None or accuracy is None else fetched * accuracy
 
     def control_of(self, name: str) -> PredictorScore | None:
         """The control of the predictor of this name; None when there is none."""
@@ -72,6 +65,7 @@ def score(
     distances: Sequence[int] = DISTANCES,
     *,
     lru_share: float = 0.25,
+    link: SimOptions | None = None,
     batch_sequences: int = BATCH_SEQUENCES,
     seed: int = 0,
 ) -> ScoreTable:
@@ -86,7 +80,7 @@ def score(
     controls = copy.deepcopy(list(predictors))
 
     def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
-        judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences) for predictor in measured]
+        judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences, link) for predictor in measured]
         _replay(of, judges)
         return _tables(judges)
 
@@ -135,8 +129,15 @@ class _Step:
 class _BatchJudge(Judge):
     """Adds ExpertFlow's batch-level accuracy. Stores the routing paths of one batch of requests."""
 
-    def __init__(self, predictor: Predictor, distances: Sequence[int], lru_share: float, batch_sequences: int) -> None:
-        super().__init__(predictor, distances, lru_share=lru_share)
+    def __init__(
+        self,
+        predictor: Predictor,
+        distances: Sequence[int],
+        lru_share: float,
+        batch_sequences: int,
+        link: SimOptions | None,
+    ) -> None:
+        super().__init__(predictor, distances, lru_share=lru_share, link=link)
         self._batch_sequences = batch_sequences
         self._batch: set[int] = set()
         self._closed: set[int] = set()

@@ -1,16 +1,14 @@
-"""FETCHRATE is measured: by hand for a table that knows every token, and another one for every distance and link."""
+"""FETCHRATE by hand, for what an oracle names: by distance, by link, and without what the cache has."""
 
-from oracles import hand_made
+import pytest
+from oracles import Oracle, hand_made
 
-from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.counts import token_table
 from moegguf.controller.shape import MoeShape
 from moegguf.trace.simulate import SimOptions
 from moegguf.trace.trace import Trace
-from predictors.study.fetching import fetch_rate
-from predictors.train.fit import count_tokens
+from predictors.study.scoring import score
 
-SHAPE = MoeShape(n_layer=4, n_expert=16, n_expert_used=2, layers=(0, 1, 2, 3), n_vocab=64, expert_bytes=1000)
+SHAPE = MoeShape(n_layer=4, n_expert=16, n_expert_used=2, layers=(0, 1, 2, 3), expert_bytes=1000)
 EXPERT_US = 1000.0
 
 
@@ -19,41 +17,38 @@ def moving(n_tokens: int = 8) -> Trace:
     return hand_made(SHAPE, [[[[2 * t, 2 * t + 1]] * 4 for t in range(n_tokens)]], prefill=1)
 
 
-def table(trace: Trace) -> Predictor:
-    return token_table(trace.shape, count_tokens(trace))
+def rates(trace: Trace, layer_us: float, *distances: int, n_wrong: int = 0) -> dict[int, float | None]:
+    link = SimOptions(link_bytes_per_s=1000 / EXPERT_US * 1e6, layer_pass_us=layer_us)
+    return score(trace, [Oracle(trace, n_wrong)], distances, link=link).scores[0].fetch_rates
 
 
-def link(layer_us: float) -> SimOptions:
-    return SimOptions(link_bytes_per_s=1000 / EXPERT_US * 1e6, layer_pass_us=layer_us)
+@pytest.mark.parametrize(("layer_us", "rate"), [(4000, 1), (2000, 1), (1000, 0.5), (250, 0.125), (0, 0)])
+def test_one_layer_ahead_as_much_comes_in_time_as_the_layer_takes(layer_us: float, rate: float) -> None:
+    assert rates(moving(), layer_us, 1) == {1: rate}
 
 
-def measured(layer_us: float, distance: int, n_slots: int = 16) -> float:
-    trace = moving()
-    found = fetch_rate(trace, table(trace), n_slots, link(layer_us), distance)
-    assert found is not None
-    return found
-
-
-def test_a_layer_that_takes_as_long_as_its_experts_has_all_of_them_in_time() -> None:
-    assert measured(2.2 * EXPERT_US, 1) == 1
-    assert measured(40 * EXPERT_US, 1) == 1
-
-
-def test_half_the_time_is_enough_for_one_of_two_and_none_for_none() -> None:
-    assert measured(1.1 * EXPERT_US, 1) == 0.5
-    assert measured(0.1 * EXPERT_US, 1) == 0
+def test_on_a_saturated_link_no_distance_helps() -> None:
+    found = rates(moving(), 1000, 1, 2, 3)
+    assert found[1] == found[2] == found[3] == 0.5
 
 
 def test_a_farther_prediction_comes_in_time_where_a_nearer_one_does_not() -> None:
     # The layers between have what they always use; only the last one needs other experts for each token.
     trace = hand_made(SHAPE, [[[[0, 1]] * 3 + [[2 * t, 2 * t + 1]] for t in range(8)]], prefill=1)
-    near, far = (fetch_rate(trace, table(trace), 16, link(0.8 * EXPERT_US), distance) for distance in (1, 3))
-    assert near == 0 and far is not None and far > 0.5
+    found = rates(trace, 800, 1, 3)
+    assert found[1] == pytest.approx(0.4) and found[3] == 1
 
 
-def test_what_is_in_the_cache_does_not_count_and_nothing_predicted_is_no_rate() -> None:
-    few, many = (hand_made(SHAPE, [[[[0, 1]] * 4 for _ in range(n)]], prefill=1) for n in (2, 8))
-    rates = [fetch_rate(trace, table(trace), 16, link(1.1 * EXPERT_US), 1) for trace in (few, many)]
-    assert rates == [0.5, 0.5], "only the first pass finds anything absent"
-    assert fetch_rate(few, NoPrediction(SHAPE), 16, link(EXPERT_US), 1) is None
-    assert measured(EXPERT_US, 1) == measured(EXPERT_US, 1), "the simulator is exact"
+def test_what_a_predictor_names_decides_its_rate_and_what_is_in_the_cache_does_not_count() -> None:
+    always = hand_made(SHAPE, [[[[0, 1]] * 4 for _ in range(8)]], prefill=1)
+    assert rates(always, 1000, 1) == {1: None}
+    assert rates(always, 500, 1, n_wrong=1) == {1: 0.5}, "one of two is there, and the other one is fetched in vain"
+
+
+def test_good_pred_is_accuracy_times_the_fetch_rate_and_unknown_without_a_link() -> None:
+    trace = moving()
+    link = SimOptions(link_bytes_per_s=1e6, layer_pass_us=1000)
+    found = score(trace, [Oracle(trace, n_wrong=1)], [1], link=link).scores[0]
+    assert found.means[1].accuracy == 0.5 and found.fetch_rates[1] is not None
+    assert found.good_pred(1) == 0.5 * found.fetch_rates[1]
+    assert score(trace, [Oracle(trace)], [1]).scores[0].good_pred(1) is None

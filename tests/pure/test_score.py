@@ -2,7 +2,6 @@
 ExpertFlow: intersection over union of a batch's experts, predicted and true. Reuse, counted by hand."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,13 +64,6 @@ def test_out_of_reach_is_no_prediction_and_the_first_layers_have_what_is_known_t
     # The first layer is predicted from tokens alone, and left out of the mean.
     table = score(trace, [Oracle(trace, first_layer=False)], [1]).scores[0]
     assert (table.layers[1][1].due, table.layers[1][1].coverage, table.means[1].coverage) == (4, 0, 1)
-
-
-def test_good_pred_is_accuracy_times_the_measured_fetch_rate_of_the_same_distance() -> None:
-    table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1, 2])
-    table = replace(table, fetched={"oracle": {1: 0.5, 2: None}})
-    assert table.good_pred("oracle", 1) == pytest.approx(0.5 * 0.5)
-    assert table.good_pred("oracle", 2) is table.good_pred("another", 1) is None
 
 
 def test_only_what_a_cache_lacks_is_moved() -> None:
