@@ -40,7 +40,11 @@ def score_named(
     step = step_reporter(progress, "scores", len(names))
     for name in names:
         step(name)
-        tables.append(scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link=link))
+        table = scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link=link)
+        # Popularity is computed as a table of tokens, and named so by the store.
+        scores = tuple(replace(one, name=name) for one in table.scores)
+        controls = tuple(replace(one, name=name) for one in table.controls)
+        tables.append(replace(table, scores=scores, controls=controls))
     return replace(
         tables[0],
         scores=tuple(one for table in tables for one in table.scores),

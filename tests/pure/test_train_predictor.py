@@ -160,6 +160,6 @@ def test_a_taught_expert_mlp_is_its_torch_network_with_the_norms_folded_in() -> 
     assert y == pytest.approx(network(x).detach().numpy(), abs=0.02)
     trace = random_trace(n_sequences=4, n_decode=8)
     chosen = module.Options(hidden=(32,) + (16,) * 5, epochs=1, batch=32)
-    arrays = module.train(trace, chosen)
+    arrays = module.train(trace, chosen).arrays
     taught = expert_mlp(trace.shape, Weights(arrays, {"hidden": list(chosen.hidden)}))
     assert 0 < accuracy(asked(lambda: taught), trace, 1) <= 1
