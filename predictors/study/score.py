@@ -85,7 +85,7 @@ def print_score(scores: ScoreTable, used: str) -> None:
         "answers: events with a prediction",
     ]
     if any(found.fetch_rates for found in scores.scores):
-        notes.append("GOODPRED: right, times the share of what was absent that came in time on the modelled link")
+        notes.append("GOODPRED: right, times the share of absent experts that come in time")
     print_notes(*notes)
 
 
