@@ -170,9 +170,7 @@ class EventByEvent(Replay):
 def test_a_replay_without_predictions_counts_in_every_pass_what_its_single_events_count() -> None:
     trace = random_trace(n_sequences=3)
     options = LINKS["promoe"].options(trace.shape)
-    whole, single = (
-        of(trace, LRU, NoPrediction(trace.shape), 20, options).counted() for of in (Replay, EventByEvent)
-    )
+    whole, single = (of(trace, LRU, NoPrediction(trace.shape), 20, options).counted() for of in (Replay, EventByEvent))
     assert whole.keys() == single.keys() and whole["lookups"].sum() > 0
     assert all(np.array_equal(whole[name], single[name]) for name in whole)
 
