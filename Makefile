@@ -3,6 +3,7 @@
 # make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
 # make browser   what the tests of the page need: Playwright, and Chromium where this user may install Debian's packages
 # make lab    what the laboratory needs, see predictors/README.md      make evidence   docs/evidence.md anew: hours
+# make evidence-quick   a small part of it in minutes: the demo's routing, tables, plots, CSV in build/evidence-quick
 # make soak   a server under load for two minutes: clients of every API, kills, disconnects, changes of the budget
 # make slow   the tests that take minutes: 2,000 answers with drafts, 500 processes that are killed
 # make tsan, make asan           the native tests under a sanitizer
@@ -26,7 +27,7 @@ JOBS ?= 2
 ARCH ?= $(shell uname -m)
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
-.PHONY: all run test browser soak slow test-vulkan check-cuda short-run lint lab evidence tsan asan wheel release-check bench clean
+.PHONY: all run test browser soak slow test-vulkan check-cuda short-run lint lab evidence evidence-quick tsan asan wheel release-check bench clean
 
 all: $(READY)
 
@@ -81,6 +82,9 @@ lab: $(READY)
 evidence: lab
 	@for model in demo laboratory eight; do $(PY) -m predictors.study.regenerate --model $$model || exit 1; done
 	@$(PY) -m predictors.study.render
+
+evidence-quick: $(READY)
+	@$(PY) -m predictors.study.quick -o build/evidence-quick
 
 test-vulkan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/vulkan_tests.py

@@ -1,7 +1,8 @@
 """A policy of your own beside LRU, the least recent use.
 
-Prints the policy, hit rate and evictions of both, then that the two answers are equal. A policy that is late, wrong or
-raises an exception changes the speed and never a token.
+Prints the policy, hit rate and evictions of both, then that the two answers are equal. A policy that
+is late, wrong or raises an exception changes the speed and never a token. A command uses it, too:
+`moegguf run demo --policy examples/policy.py:MostUsed`.
 """
 
 from moegguf import Llama

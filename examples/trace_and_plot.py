@@ -1,8 +1,8 @@
 """A recording of what the routers chose, a simulation, and a plot.
 
-Writes routing.npz and routing.png into the folder that is given (default: this one). Prints how many passes were
-recorded, and the hit rate that two policies and Belady's bound, which knows the future, reach with a quarter of the
-experts.
+Writes routing.npz, routing.png and routing.svg into the folder that is given (default: this one).
+Prints how many passes were recorded, and the hit rate that two policies and Belady's bound, which
+knows the future, reach with a quarter of the experts.
 """
 
 import sys
@@ -16,15 +16,16 @@ from moegguf.trace.analysis import TraceAnalysis
 from moegguf.trace.trace import Trace
 
 
-def plot(trace: Trace, file: Path) -> None:
-    """Draws how often each expert was used in each layer."""
+def plot(trace: Trace, folder: Path) -> None:
+    """Draws how often each expert was used in each layer, as pixels and as vectors."""
     uses = [np.bincount(layer[layer >= 0], minlength=trace.shape.n_expert) for layer in trace.expert_ids]
     figure = Figure()
     axes = figure.subplots()
     image = axes.imshow(uses, aspect="auto")
     axes.set(xlabel="expert", ylabel="layer with experts")
     figure.colorbar(image, label="tokens")
-    figure.savefig(file)
+    for form in ("png", "svg"):
+        figure.savefig(folder / f"routing.{form}")
 
 
 def main(folder: Path) -> None:
@@ -35,8 +36,8 @@ def main(folder: Path) -> None:
     print(f"{analysis.trace.n_pass} passes over {analysis.trace.n_tokens} tokens")
     for row in analysis.simulate(["lru", "next-use"], ["none"], [0.25]):
         print(f"{row.policy}: {row.hit_rate:.0%} hits in {row.n_slots} slots")
-    plot(analysis.trace, folder / "routing.png")
-    print(f"wrote {folder / 'routing.png'}")
+    plot(analysis.trace, folder)
+    print(f"wrote {folder / 'routing.png'} and routing.svg")
 
 
 if __name__ == "__main__":

@@ -57,11 +57,11 @@ BANNED_PHRASES = (
     ": None:",
 )
 
-_SENTENCE_END = re.compile(r"(?<=[.?!;])\s+(?=[A-Z`(\"0-9])|\n\s*\n|\n\s*- ")
+_SENTENCE_END = re.compile(r"(?:(?<=[.?!;])|(?<=[.?!]\)))\s+(?=[A-Z`(\"0-9]|llama|ggml|moegguf)|\n\s*\n|\n\s*- ")
 _FILE_NAME = re.compile(r"^[a-z_]+\.(?:py|h|cpp): ")  # the first word of a native file's first comment
 _WORD = re.compile(r"[^\s]*[A-Za-z0-9][^\s]*")
 _FIELD = re.compile(r"(?:^|[.;\n])\s*`?[a-z_][a-z0-9_]*`?(?:, `?[a-z_][a-z0-9_]*`?)*: ")
-_CODE_LINE = re.compile(r"^(?: {4,}|\t|>>> |\.\.\. |python -m |```)")
+_CODE_LINE = re.compile(r"^(?: {3,}|\t|>>> |\.\.\. |python3? |```)")
 _PARTS_OF_CODE = re.compile(r"```.*?```|``[^`]*``", re.DOTALL)
 _NATIVE_COMMENT = re.compile(r"/\*(.*?)\*/|((?:^[ \t]*//[^\n]*\n?)+)|(//[^\n]*)", re.DOTALL | re.MULTILINE)
 _NATIVE_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"")
@@ -125,7 +125,8 @@ def native_texts(path: str, source: str) -> Iterator[Text]:
     """Yields the comments of a C++ or JavaScript file. Comments on successive lines are one text."""
     code = _NATIVE_STRING.sub(lambda match: '"' + "_" * (len(match[0]) - 2) + '"', source)
     for match in _NATIVE_COMMENT.finditer(code):
-        words = "\n".join(line.strip().lstrip("/*").strip() for line in match[0].splitlines())
+        lines = [line.strip().strip("/*").rstrip() for line in match[0].splitlines()]
+        words = "\n".join(line if _CODE_LINE.match(line) else line.strip() for line in lines)
         yield Text(path, code.count("\n", 0, match.start()) + 1, "comment", words.strip())
 
 

@@ -18,6 +18,7 @@ PLACES = (  # files, and what stands before the version there
     ("pyproject.toml", r'^version = "'),
     ("pyproject.toml", r'"moegguf-(?:cuda13|cuda12|vulkan)=='),
     ("moegguf/package.py", r'^__version__ = "'),
+    ("CITATION.cff", r'^version: "'),
 )
 
 

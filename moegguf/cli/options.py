@@ -125,7 +125,7 @@ def loading_options(given: Given, names: Sequence[str]) -> Given:
     taken = {name: given.pop(name) for name in names if name in given}
     taken = {name: value for name, value in taken.items() if value != 0 or OPTIONS[name].scope == "load"}
     LoadSpec.of(taken, commands=True)
-    ControllerOptions(taken.get("policy", "auto"))
+    ControllerOptions(taken.get("policy", "auto"), taken.get("predictor"))
     return taken
 
 

@@ -1,13 +1,14 @@
-"""`moegguf trace`: record a model's routing, and replay it with other policies and budgets.
+"""`moegguf trace`: record a model's routing or import it, and replay it with other policies and budgets.
 
-Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record` and `trace.analysis`.
+Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record`, `trace.importing` and
+`trace.analysis`.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moegguf.atomic_write import can_be_replaced
-from moegguf.cli.bench import split
+from moegguf.cli.bench import parse_ints, split
 from moegguf.cli.options import OFTEN, AsJson, Command, Flag, Given, flags
+from moegguf.controller.own_classes import names_file
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
@@ -31,12 +33,16 @@ trace = typer.Typer(name="trace", rich_markup_mode=None)
 
 @trace.callback(invoke_without_command=True)
 def root(context: typer.Context) -> None:
-    """Record a model's routing; replay it with other policies and budgets."""
+    """Record a model's routing or import it; replay it with other policies and budgets."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")]
+Files = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILES", exists=True, dir_okay=False, help="Routing that was recorded elsewhere."),
+]
 File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
 
 RECORD_FLAGS = (
@@ -57,14 +63,28 @@ RECORD_FLAGS = (
     Flag("temperature", "--temperature", "T", OFTEN, "0 takes the likeliest token.", 0.8, float, {"min": 0.0}),
     Flag("seed", "--seed", "N", OFTEN, "Random seed.", 0, int),
 )  # fmt: skip
+IMPORT_FLAGS = (
+    Flag("out", "--out -o", "FILE", OFTEN, "The trace to write.", ..., Path, {"dir_okay": False}),
+    Flag("model", "--model", "MODEL", OFTEN,
+         "The recorded model as GGUF, whose shape the trace gets in place of the following."),
+    Flag("experts", "--experts", "N", OFTEN, "Experts of a layer.", None, int | None, {"min": 1}),
+    Flag("used", "--used", "N", OFTEN, "Experts that a token uses in a layer.", None, int | None, {"min": 1}),
+    Flag("layers", "--layers", "N,...", OFTEN,
+         "Numbers of the layers with experts, such as 1-26.  [default: from 0 on]"),
+    Flag("expert_size", "--expert-size", "SIZE", OFTEN, "Bytes of one expert, such as 9MiB."),
+    Flag("prompt_tokens", "--prompt-tokens", "N", OFTEN, "Tokens of each prompt whose file does not say.",
+         1, int, {"min": 0}),
+)  # fmt: skip
+FORMATS = ("table", "csv", "json")
 SIMULATE_FLAGS = (
     Flag("strategy", "--strategy", "NAMES", OFTEN,
          "Whole strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve,"
          " moegguf. --policy, --predictor and --prefetch then name one part that replaces theirs.", []),
     Flag("policy", "--policy", "NAMES", OFTEN,
-         "Policies, separated by commas, or all; with --vram-cache also vram=NAME,ram=NAME.  [default: all]", []),
+         "Policies, separated by commas, or all: names, FILE.py:CLASS, with --vram-cache also vram=NAME,ram=NAME."
+         "  [default: all]", []),
     Flag("predictor", "--predictor", "NAMES", OFTEN,
-         "Predictors, separated by commas, or all.  [default: none]", []),
+         "Predictors, separated by commas, or all: names, or FILE.py:CLASS.  [default: none]", []),
     Flag("expert_cache", "--expert-cache", "SHARES", OFTEN,
          "Pool sizes as shares of all experts, separated by commas.", "10%,25%,50%,75%", str),
     Flag("vram_cache", "--vram-cache", "SHARES", OFTEN,
@@ -83,7 +103,9 @@ SIMULATE_FLAGS = (
     Flag("tensor_split", "--tensor-split -ts", "N,N", OFTEN, "Layers of several GPUs, in proportion: 3,1."),
     Flag("layer_compute", "--layer-compute", "US", OFTEN,
          "Compute time per layer and token on the modelled link.", 0.0, float, {"min": 0}),
-    Flag("prefetch", "--prefetch/--no-prefetch", None, OFTEN, "Act on predictions; with --link.", None, bool | None),
+    Flag("prefetch", "--prefetch/--no-prefetch", None, OFTEN,
+         "Act on predictions. Without --link every expert that is fetched ahead arrives in time.", None, bool | None),
+    Flag("output", "-o --output", "FORMAT", OFTEN, "table, csv (with every counter) or json.", "table", str),
     Flag("save", "--save", None, OFTEN,
          "Save beside the model what `auto` chooses by, half of the requests; the others are reported, one behind the"
          " other, and for `estimate` also each from an empty cache.", False, bool),
@@ -185,6 +207,49 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     print_message(f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
 
 
+@trace.command("import", cls=Command, short_help="Make a trace of routing that another program recorded.")
+@flags(own=IMPORT_FLAGS)
+def import_(files: Files, *, given: Given, **chosen: Any) -> None:
+    """Make a trace of the routing in FILES, which transformers, vLLM or another program recorded.
+
+    Arrays (.npz, .npy, .safetensors) hold one request each, tables (.csv, .jsonl) any number: docs/testbed.md.
+    """
+    from moegguf.models.catalog import find_model
+    from moegguf.quantities import parse_size
+    from moegguf.trace.importing import ImportOptions, import_trace
+
+    out = chosen["out"]
+    check_writable(out, *files)
+    layers = chosen["layers"]
+    size = chosen["expert_size"]
+    try:
+        expert_bytes = parse_size(size) if size else None
+    except ValueError as error:
+        raise OptionError(f"--expert-size: {error}") from None
+    options = ImportOptions(
+        find_model(chosen["model"]) if chosen["model"] else None,
+        chosen["experts"],
+        chosen["used"],
+        tuple(parse_ints([layers], "--layers")) if layers else None,
+        expert_bytes,
+        chosen["prompt_tokens"],
+    )
+    made = import_trace(files, out, options)
+    print_message(f"{out}: {len(made.sequences())} request(s), {made.n_tokens} tokens")
+
+
+@trace.command(cls=Command, short_help="What a trace holds.")
+def show(file: File, as_json: AsJson = False) -> None:
+    """Print the shape, the requests and the reuse of experts of TRACE."""
+    from moegguf.cli.trace_tables import print_summary
+    from moegguf.terminal.tables import print_json
+    from moegguf.trace.format import read
+    from moegguf.trace.summary import summary
+
+    found = summary(read(file))
+    print_json(found) if as_json else print_summary(found)
+
+
 @trace.command(cls=Command, short_help="Replay with other policies and budgets.")
 @flags(own=SIMULATE_FLAGS)
 def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
@@ -192,7 +257,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
 
     With --vram-cache layers compute on a GPU, with experts there over experts in RAM; with --tensor-split on several.
     """
-    from moegguf.cli.trace_tables import print_simulation, print_tiers
+    from moegguf.cli.trace_tables import as_csv, print_simulation, print_tiers
     from moegguf.controller.prefetch import PrefetchOptions
     from moegguf.models.catalog import find_model
     from moegguf.terminal.tables import print_json
@@ -200,6 +265,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     from moegguf.trace.simulate import SimOptions
 
     model = chosen["model"]
+    output = "json" if as_json else chosen["output"]
     strategies = split(chosen["strategy"])
     save = chosen["save"]
     prefetch = chosen["prefetch"]
@@ -217,11 +283,20 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     )
     if not strategies:
         options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
+
+    def print_rows(rows: list[Row], as_table: Callable[[list[Row], str], None], used: str) -> None:
+        if output == "csv":
+            typer.echo(as_csv(rows), nl=False)
+        elif output == "json":
+            print_json(rows)
+        else:
+            as_table(rows, used)
+
     named = policies if chosen["policy"] else ["all"], predictors if chosen["predictor"] else ["none"]
     if chosen["vram_cache"] is not None:
         with showing_progress() as progress:
             rows = analysis.simulate_tiers(*named, _device_budgets(analysis, chosen), shares, options, progress)
-        print_json(rows) if as_json else print_tiers(rows, analysis.sample_size(full))
+        print_rows(rows, print_tiers, analysis.sample_size(full))
         return
     choosing, reported = analysis.halves() if save else (analysis, analysis)
     with showing_progress() as progress:
@@ -236,14 +311,18 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
         if save:
             chosen_by = replayed(choosing)
             alone = [row for request in reported.each() for row in replayed(request)]
-    print_json(results) if as_json else print_simulation(results, reported.sample_size(full))
+    print_rows(results, print_simulation, reported.sample_size(full))
     if save:
         path = choosing.save(chosen_by, results, alone)
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
 
 
 def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str], predictors: list[str]) -> None:
-    """Raises OptionError for options that do not go together."""
+    """Raises OptionError for an unknown format, and for options that do not go together."""
+    if chosen["output"] not in FORMATS:
+        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r:.40}.")
+    if chosen["save"] and any(map(names_file, (*policies, *predictors))):
+        raise OptionError("--save is for names, from which `auto` chooses: leave it out, or FILE.py:CLASS.")
     if chosen["vram_cache"] is not None:
         if chosen["save"] or strategies:
             raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")

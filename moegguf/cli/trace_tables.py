@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterable, Sequence
+from io import StringIO
+from typing import Any
 
 from rich.text import Text
 
 from moegguf.controller.policies import LRU
 from moegguf.controller.strategies import OWN
+from moegguf.quantities import human_bytes
 from moegguf.terminal.tables import print_columns, print_renderable
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
 from moegguf.trace.simulate import RAM, STAGING, VRAM, SimResult
+from moegguf.trace.summary import TraceSummary
 
 WIDTH = 80
 
@@ -47,6 +52,8 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
         tables.append(("Decoded tokens per second, on the modelled link", _speed))
     if any(found.whole.bytes_prefetched for found in simulated):
         tables.append(("Bytes fetched ahead per byte of them that was used", _moved))
+    if any(found.prefetch_accuracy is not None for found in simulated):
+        tables.append(("Experts used of those fetched ahead", _accuracy))
     shares = list(dict.fromkeys(row.share for row in rows))
     by_key = {(*_decided(row), row.share): row for row in rows}
     for title, cell in tables:
@@ -65,6 +72,52 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
     if any(_gap(rows, row) for row in rows):
         notes.append("+10%: closes a tenth of the distance from LRU to Belady, the offline bound")
     print_notes(*notes)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Returns a header, then a line per row: what decided, the budget, rates, and every counter. Belady's bound has no
+    counters."""
+    lines = [_csv_line(row) for row in rows]
+    names = dict.fromkeys(name for line in lines for name in line)
+    out = StringIO()
+    writer = csv.DictWriter(out, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _csv_line(row: Row) -> dict[str, Any]:
+    names = ("strategy", "policy", "predictor", "share", "ram_share", "n_slots", "hit_rate", "decode_hit_rate")
+    line = {name: getattr(row, name) for name in names}
+    result = row.simulated
+    if result is None:
+        return line
+    return {
+        **line,
+        "prefetch_accuracy": result.prefetch_accuracy,
+        "t_per_s": result.t_per_s,
+        **{f"decode_{name}": n for name, n in vars(result.decode).items()},
+        **result.counters,
+    }
+
+
+def print_summary(found: TraceSummary) -> None:
+    """A line per fact."""
+    shape = found.shape
+    kinds = ", ".join(f"{n} {label}" for label, n in found.kinds.items() if label)
+    lines = [
+        ("model", found.model),
+        ("fingerprint", found.fingerprint),
+        ("layers", f"{len(shape.layers)} with experts of {shape.n_layer}"),
+        ("experts", f"{shape.n_expert}, of which a token uses {shape.n_expert_used}"),
+        ("bytes of an expert", human_bytes(shape.expert_bytes)),
+        ("requests", f"{found.n_requests:,}" + f" ({kinds})" * bool(kinds)),
+        ("tokens", f"{found.n_tokens:,}, of which {found.n_decoded:,} were decoded"),
+        ("also recorded", ", ".join(found.recorded)),
+        ("reuse", f"{found.reuse:.1%} of a decoded token's experts were used by the token before"),
+        ("concentration", f"{found.top_tenth:.1%} of uses are of the most used tenth of the experts"),
+    ]
+    print_table("Trace", ("", ""), [line for line in lines if line[1]], 2)
 
 
 def print_tiers(rows: Sequence[Row], used: str) -> None:
@@ -128,4 +181,5 @@ def _simulated(figure: Callable[[SimResult], float | None], digits: int) -> Call
 
 _stall = _simulated(lambda result: result.decode.stall_ns / max(1, result.decode.tokens) / 1e6, 2)
 _moved = _simulated(lambda result: result.whole.moved_per_useful, 2)
+_accuracy = _simulated(lambda result: result.prefetch_accuracy, 3)
 _speed = _simulated(lambda result: result.t_per_s, 1)

@@ -17,7 +17,7 @@ from moegguf.controller.weights import Weights
 from moegguf.native.predictor import integers
 
 CAPACITY = 1000
-ENTRIES = "decode"  # their array in a file; older ones also have those of prompts
+ENTRIES = "decode"  # array of the entries in a file; older files also have entries of prompts
 
 
 class Eamc:

@@ -1,7 +1,7 @@
-"""The controller: at each routing event it updates the history, asks the predictor, scores what to keep and prefetches.
+"""The controller: at each routing event it updates the history, predicts, scores resident experts and prefetches.
 
-What the store decides by itself (a native policy without a predictor to act on) needs no controller at all; where it
-predicts by itself, too, the controller only says whether that is acted on.
+A native policy without a predictor to act on needs no controller: the store decides by itself. If the store predicts by
+itself, too, the controller only switches its actions on and off.
 """
 
 from __future__ import annotations
@@ -30,20 +30,14 @@ from moegguf.native.store import NativePolicy, Store
 
 @dataclass(frozen=True)
 class ActingOptions:
-    """Options of acting on predictions.
+    """Options of acting on predictions."""
 
-    prefetch: None acts on no prediction. slowest_s: a policy or predictor that once takes longer is switched off.
-    strict: one that fails raises CallbackError instead, and may take long. lockstep: the store's own predictions act at
-    a fixed place. clock_ns: the watchdog's clock; None when `count_token` is called from outside. link_ns: how long the
-    link was busy so far, where trials of prefetching depend on it.
-    """
-
-    prefetch: PrefetchOptions | None = None
-    slowest_s: float = 1.0
-    strict: bool = False
-    lockstep: bool = False
-    clock_ns: Callable[[], int] | None = None
-    link_ns: Callable[[], int] | None = None
+    prefetch: PrefetchOptions | None = None  # None acts on no prediction
+    slowest_s: float = 1.0  # a policy or predictor that once takes longer is switched off
+    strict: bool = False  # a policy or predictor that fails raises CallbackError instead, and may take long
+    lockstep: bool = False  # the store's own predictions act at a fixed place
+    clock_ns: Callable[[], int] | None = None  # the watchdog's clock; None: `count_token` is called from outside
+    link_ns: Callable[[], int] | None = None  # busy time of the link so far, if trials of prefetching depend on it
 
 
 def build_controller(
@@ -63,10 +57,10 @@ def build_controller(
 
 
 class Controller:
-    """Takes one model's announcements and routing events, from one thread at a time, and acts on its store.
+    """Receives one model's announcements and routing events, from one thread at a time, and acts on its store.
 
     A policy or predictor that raises, returns values of the wrong shape or takes too long is switched off with one
-    warning; the store then goes on with what it has, in the end with LRU.
+    warning. The store then goes on with the remaining parts, in the end with LRU.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class Controller:
         self.shape = shape
         self._native = predictor.native()
         self.native = self._native is not None  # the store predicts, and acts
-        self.scores = isinstance(policy, Policy)  # in Python
+        self.scores = isinstance(policy, Policy)  # a policy in Python scores experts
         self.policy: AnyPolicy | None = policy
         self.predictor: Predictor | None = predictor
         self.history = History(shape)
@@ -91,11 +85,11 @@ class Controller:
         self._native_forecast = _native_forecast(shape, predictor, options)
         self._predicting = False
         self._acting = True
-        self._changing = Lock()  # what the store predicts with
+        self._changing = Lock()  # held while the store's predictor changes
         self._direct_store()
         if options.prefetch is not None:
             self._forecast = Forecast(shape, options.prefetch.window, options.prefetch.again)
-        else:  # for a policy alone the predictor's reach, but matrix products have their price
+        else:  # a policy alone uses the predictor's reach, unless the predictor multiplies matrices
             self._forecast = Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
     @property
@@ -290,7 +284,7 @@ def _native_forecast(shape: MoeShape, predictor: Predictor, options: ActingOptio
     prefetch = options.prefetch or PrefetchOptions(budget_bytes=0)
     return NativeForecast(
         window=max(1, min(prefetch.window, len(shape.layers)) if predictor.needs_inputs else predictor.reach),
-        # what knows all layers has no more to say, unless it is matched with each
+        # a predictor of all layers has nothing new at later layers, unless it is matched again at each layer
         once=not prefetch.again or (predictor.reach >= len(shape.layers) and not isinstance(predictor, EamcPredictor)),
         most_prefetches=min(most_prefetches(shape, prefetch), len(shape.layers) * shape.n_expert),
         waste_weight=prefetch.waste_weight,

@@ -1,8 +1,8 @@
 """Routing seen so far, updated at each routing event: the input of policies and predictors.
 
-EAM, iEAM and rEAM are MoE-Infinity's (section 4.3): counts of tokens per (layer, expert), of the pass in progress and
-of a request so far, prefill and decode apart. A pass may have tokens of several requests: its iEAM is that of all of
-them together, and each keeps its own rEAM.
+EAM, iEAM and rEAM are MoE-Infinity's (section 4.3): counts of tokens per (layer, expert). The iEAM counts the pass in
+progress, the rEAM a request so far, prefill and decode apart. A pass may have tokens of several requests: its iEAM
+counts all of them together, and each request keeps its own rEAM.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
-ABSENT_PASSES = 64  # a request that takes no part in so many has ended: a schedule lets it wait for fewer
-MOST_REQUESTS = 256  # whose rEAMs are kept at once: as many sequences as a context can have
+ABSENT_PASSES = 64  # a request that is absent from this number of passes has ended: schedules wait for fewer
+MOST_REQUESTS = 256  # requests whose rEAMs are kept at once: the most sequences of a context
 
 
 @dataclass
@@ -33,32 +33,27 @@ class Request:
 class History:
     """Tables (n_layer, n_expert) over the routing seen so far.
 
-    clock: routing events so far. last_use: clock of an expert's last use, -1 before the first. uses: routing events
-    that used it. iteration: the iEAM. prefill, decode: the rEAMs of the requests of this pass, added up. il: layer of
-    the last event. sequence: the request, of several the first. new_pass, new_request: whether the last event began
-    one. requests: by sequence, those that have not ended. finished: rEAMs (decode) of the requests that ended with the
-    last event.
-
-    Nobody says when a request ends. It has when it takes no part in ABSENT_PASSES passes, and when requests come one
-    after another: when a new one is alone in a pass, and this one was alone in the pass before.
+    No event says that a request has ended. A request has ended when it takes no part in ABSENT_PASSES passes. If
+    requests come one after another, it has ended when it was alone in a pass, and a new request is alone in the next
+    pass.
     """
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
-        self.clock = 0
-        self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)
-        self.uses: Counts = np.zeros(shape.table, np.float32)
-        self.iteration: Counts = np.zeros(shape.table, np.float32)
+        self.clock = 0  # routing events so far
+        self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)  # clock of the last use; -1: none
+        self.uses: Counts = np.zeros(shape.table, np.float32)  # routing events that used the expert
+        self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM
         self._reams: Counts = np.zeros((len(Phase), *shape.table), np.float32)
-        self.prefill, self.decode = self._reams
-        self.il = -1
+        self.prefill, self.decode = self._reams  # sums of the rEAMs of the requests in this pass
+        self.il = -1  # layer of the last event
         self.pass_ = -1
-        self.sequence = -1
+        self.sequence = -1  # the request of the last event; the first one of several
         self.phase = Phase.PREFILL
-        self.new_pass = False
-        self.new_request = False
-        self.requests: dict[int, Request] = {}
-        self.finished: list[Counts] = []
+        self.new_pass = False  # the last event began a pass
+        self.new_request = False  # the last event began a request
+        self.requests: dict[int, Request] = {}  # requests that have not ended, by sequence
+        self.finished: list[Counts] = []  # rEAMs (decode) of the requests that ended with the last event
         self._n_pass = 0
         self._present: frozenset[int] = frozenset()  # sequences of the pass
 

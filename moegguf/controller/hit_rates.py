@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moegguf.atomic_write import write_atomically
+from moegguf.controller.own_classes import names_file
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 
@@ -118,15 +119,23 @@ def read_measured(path: Path) -> Measured:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["version"] != VERSION:
             raise ValueError(f"its version is {facts['version']}, not {VERSION}")
-        rates = {str(name): _by_share(table, _share) for name, table in facts["hit_rates"].items()}
-        ranges = {str(name): _by_share(table, _ends) for name, table in facts.get("ranges", {}).items()}
+        rates = {_name(name): _by_share(table, _share) for name, table in facts["hit_rates"].items()}
+        ranges = {_name(name): _by_share(table, _ends) for name, table in facts.get("ranges", {}).items()}
         bound = _by_share(facts.get("bound", {}), _share)
-        predictors = {str(name): str(predictor) for name, predictor in facts["predictors"].items()}
+        predictors = {_name(name): _name(predictor) for name, predictor in facts["predictors"].items()}
         return Measured(
-            str(facts["fingerprint"]), rates, predictors, str(facts["prefetch"]), facts["about"], ranges, bound
+            str(facts["fingerprint"]), rates, predictors, _name(facts["prefetch"]), facts["about"], ranges, bound
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OptionError(f"{path} is not a measurement of policies ({error}); delete it or measure again.") from error
+
+
+def _name(value: Any) -> str:
+    """Returns the name of a policy or predictor. Raises ValueError for one of a file, which would be executed."""
+    name = str(value)
+    if names_file(name):
+        raise ValueError(f"{name!r:.60} is no name")
+    return name
 
 
 def _by_share(table: Mapping[str, Any], read: Callable[[Any], T]) -> dict[float, T]:

@@ -15,31 +15,25 @@ if TYPE_CHECKING:
     from moegguf.controller.forecast import Forecast
 
 Residency = npt.NDArray[np.uint8]
-NO_LIMIT = 1 << 62  # of bytes per token
+NO_LIMIT = 1 << 62  # bytes per token
 
 
 @dataclass(frozen=True)
 class PrefetchOptions:
     """Limits of prefetching.
 
-    window: MoE layers ahead. again: a layer is predicted anew as its distance shrinks, not once (`Forecast`).
-    budget_bytes: maximum requested per token; None: the bytes of half the experts a token uses. least_probability:
-    experts below it, and those of probability 0, are not prefetched. watchdog: prefetching is switched off when it does
-    not save time; False keeps it on.
-
-    Where the store predicts by itself, it knows what each probability was worth so far, and `waste_weight` takes the
-    place of `least_probability`: what an expert fetched in vain costs, as a share of the stall that one fetched in time
-    saves; 0: costs do not count. by_proximity: it fetches the largest probability times layer proximity first, of any
-    layer (MoE-Infinity, section 4.5); else the nearest layer first, as what Python predicts always is.
+    A store that predicts by itself calibrates its probabilities, and uses `waste_weight` in place of
+    `least_probability`. Only such a store can fetch by proximity (MoE-Infinity, section 4.5). Predictions in Python
+    always fetch the nearest layer first.
     """
 
-    window: int = 2
-    again: bool = True
-    budget_bytes: int | None = None
-    least_probability: float = 0.2
-    by_proximity: bool = False
-    watchdog: bool = True
-    waste_weight: float = 0.1
+    window: int = 2  # MoE layers ahead
+    again: bool = True  # a layer is predicted anew as its distance shrinks (`Forecast`)
+    budget_bytes: int | None = None  # most bytes requested per token; None: half the experts that a token uses
+    least_probability: float = 0.2  # experts with a lower probability, or with 0, are not prefetched
+    by_proximity: bool = False  # the largest probability times layer proximity goes first, in any layer
+    watchdog: bool = True  # prefetching is switched off when it does not save time
+    waste_weight: float = 0.1  # cost of a prefetch in vain, as a share of the stall that a useful one saves
 
 
 def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:

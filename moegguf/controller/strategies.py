@@ -1,7 +1,7 @@
-"""Strategies by name, those of four papers and others: which cache, predictor, prefetch, order, prefill.
+"""Strategies by name, from four papers and others: the cache, predictor, prefetch, order and prefill of each.
 
-A strategy only names parts; each part can still be chosen by itself. docs/evidence/strategies.md says where in the
-papers each comes from.
+A strategy only names parts; each part can still be chosen by itself. docs/evidence/strategies.md names the place in the
+papers for each part.
 """
 
 from __future__ import annotations

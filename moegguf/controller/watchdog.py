@@ -15,46 +15,42 @@ from moegguf.decisions import log_decision
 class WatchdogOptions:
     """Length of a trial and its threshold.
 
-    off_tokens, on_tokens: length of a period without and with prefetching. periods: of each, per trial at most.
-    least_periods: of each, before a trial may end early. certainty: standard errors of the rank-sum test that end it;
-    asked after every pair of periods, and with 3.4 it ends about one in a hundred trials of what makes no difference.
-    warm_tokens: with prefetching, before the first trial, not counted: slots are filled meanwhile. gain: share of a
-    token's time that prefetching must save to stay on. pause_tokens: tokens until the next trial, doubled after each up
-    to `max_pause_tokens`. weighed_tokens: whose median says how busy the link is. busy: share of a token's time that it
-    must be busy for a trial to begin.
+    A trial may end early after each pair of periods. With a certainty of 3.4 this happens in about one of a hundred
+    trials in which prefetching makes no difference.
     """
 
-    off_tokens: int = 8
-    on_tokens: int = 16
-    periods: int = 8
-    least_periods: int = 2
-    certainty: float = 3.4
-    warm_tokens: int = 16
-    gain: float = 0.03
-    pause_tokens: int = 1024
+    off_tokens: int = 8  # length of a period without prefetching
+    on_tokens: int = 16  # length of a period with prefetching
+    periods: int = 8  # most periods of each kind in a trial
+    least_periods: int = 2  # periods of each kind before a trial may end early
+    certainty: float = 3.4  # standard errors of the rank-sum test that end a trial early
+    warm_tokens: int = 16  # tokens with prefetching before the first trial, which do not count: slots are filled
+    gain: float = 0.03  # share of a token's time that prefetching must save to stay on
+    pause_tokens: int = 1024  # tokens until the next trial, doubled after each trial
     max_pause_tokens: int = 1 << 16
-    weighed_tokens: int = 16
-    busy: float = 0.25
+    weighed_tokens: int = 16  # tokens whose median shows how busy the link is
+    busy: float = 0.25  # share of a token's time that the link must be busy for a trial to begin
 
 
 class Watchdog:
     """A switch of prefetching, which takes the time of every decoded token.
 
-    The criterion is time, which includes both the stall and the cost of moving bytes: on a machine of few cores a
-    smaller stall can cost more compute than it saves. Periods with and without differ in that alone: the controller
-    listens, counts and predicts in both.
+    The criterion is time, which includes both the stall and the cost of moving bytes. A smaller stall can cost more
+    compute than it saves on a machine of few cores. The controller listens, counts and predicts in all periods, so that
+    they differ only in prefetching.
 
-    A trial alternates periods, shorter ones without prefetching, as it mostly pays; the first token of each is left
-    out, because it bears the effects of the period before. It ends as soon as the difference is clear: when token times
-    with prefetching, made longer by the gain that it has to bring, rank below those without, or above, by `certainty`.
-    Ranks, so that a few slow tokens do not decide. Otherwise the medians of all periods decide, until the next trial.
+    A trial alternates periods. Periods without prefetching are shorter, because prefetching mostly pays. The first
+    token of a period is left out, because the period before affects it. The trial ends as soon as the difference is
+    clear. Token times with prefetching, made longer by the gain that it has to bring, then rank below or above the
+    other times by `certainty`. Ranks are used so that a few slow tokens do not decide. Otherwise the medians of all
+    periods decide, until the next trial.
 
-    Where several sequences are decoded together, a token is one of each of them. A trial compares passes of equally
-    many sequences; others do not count, and a whole period of these begins it anew.
+    If several sequences are decoded together, a token is one token of each sequence. A trial compares passes with one
+    number of sequences. Other passes do not count, and a whole period of them begins the trial anew.
 
-    Prefetching saves no more than the link's time. With `link_ns`, the time in ns that the link was busy so far, a
-    trial begins only where the link is busy for `busy` of the median token's time. Until then nothing is predicted; the
-    first `warm_tokens` fill slots and are not counted.
+    Prefetching saves no more than the link's time. With `link_ns`, the busy time of the link so far in ns, a trial
+    begins only if the link is busy for `busy` of the median token's time. Until then nothing is predicted. The first
+    `warm_tokens` fill slots and are not counted.
     """
 
     def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:
@@ -64,7 +60,7 @@ class Watchdog:
         self.last_gain: float | None = None  # share of a token's time saved in the last trial
         self._link_ns = link_ns
         self._link_before_ns = 0
-        self._busy_shares: list[float] = []  # of each weighed token's time
+        self._busy_shares: list[float] = []  # share of each weighed token's time in which the link was busy
         self._weighs = link_ns is not None
         self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
@@ -72,8 +68,8 @@ class Watchdog:
         self._period_ns: list[int] = []
         self._periods_ns: dict[bool, list[list[int]]] = {False: [], True: []}
         self._previous_ns: int | None = None
-        self._n_sequences = 1  # of the passes that the trial compares, and of the last one
-        self._n_last_sequences = 1
+        self._n_sequences = 1  # sequences of the passes that the trial compares
+        self._n_last_sequences = 1  # sequences of the last pass
         self._n_others = 0  # passes of other numbers of sequences in a row
 
     @property
@@ -82,8 +78,10 @@ class Watchdog:
         return self._pause_tokens > 0 or self._weighs
 
     def token(self, now_ns: int, n_sequences: int = 1) -> None:
-        """Decoding of a token of each of so many sequences begins at `now_ns`, by any monotonic clock that runs while
-        the model computes."""
+        """Notes that decoding of a token of each of `n_sequences` sequences begins at `now_ns`.
+
+        The clock may be any monotonic clock that runs while the model computes.
+        """
         previous = self._previous_ns
         self._previous_ns = now_ns
         n_last = self._n_last_sequences

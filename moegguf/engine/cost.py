@@ -1,8 +1,8 @@
-"""The cost model: how long a token takes with a model's experts placed in one way or another.
+"""The cost model: the time of a token for each placement of a model's experts.
 
-Every placement and every estimate is predicted by it, from speeds that others have measured. It is that of an exact
-cache: every expert that a token needs is multiplied where its layer is, and what is missing on the device is copied
-there first. Per token, with A the bytes of its experts over all L layers and D those of everything else that it reads:
+It predicts every placement and every estimate from measured speeds. The model is an exact cache: every expert that a
+token needs is multiplied where its layer is computed, and a miss on the device is copied there first. A is the bytes of
+a token's experts over all L layers, and D is the bytes of everything else that it reads. The times of a token are:
 
     slots          (D + A) / device + (1 - h) A / copies + L * (stop + (1 - h^k) * copy)   h: hit rate, k: experts used
     whole layers   (D + f A) / device + (1 - f) (A / CPU + L * way)               f: share of the layers on the device
@@ -14,13 +14,14 @@ experts that are in no memory are read from the disk. `way` moves activations fr
 is only supposed has 0.65 of its memory's bandwidth, and the constants here: other people's measurements fit these.
 
 A pass of a prompt reads the weights of all experts that its tokens use once. It multiplies DEVICE_GAIN or CPU_GAIN
-times as fast as single tokens do. Where experts are staged, experts without a slot are copied meanwhile. The best
-placement takes the least time for a typical request: PROMPT_TOKENS, then ANSWER_TOKENS.
+times as fast as single tokens do. Meanwhile experts of later layers are read from the disk, and where experts are
+staged, those without a slot are copied. The best placement takes the least time for a typical request: PROMPT_TOKENS,
+then ANSWER_TOKENS.
 
-Hit rates to expect are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
-the range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there
-are any. Placements are compared by one curve of hit rates. Within one placement, slots and passes are
-weighed against each other before any speed is known: by the bytes that a request moves (`request_cost`).
+Hit rates to expect are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
+the range. Otherwise the range has all published hit rates for models of this shape, or for all models. Placements are
+compared by one curve of hit rates. Within one placement, slots and passes are weighed against each other before any
+speed is known: by the bytes that a request moves (`request_cost`).
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from moegguf.quantities import Link, format_bytes
 KERNEL_SHARE = 0.65
 CPU_LAYER_S = 60e-6  # a layer's way to the CPU and back
 CPU_NODE_S = 2.2e-6  # a small node of a graph on the CPU and its barrier: 0.1 ms a layer of small models
-STOP_S = 35e-6  # of a layer at which the host has to learn what the router chose
-TOLERANCE = 0.15  # between predicted and measured tokens per second
-LAYER_NODES = 30  # of a layer's graph that read few or no weights: norms, attention, the router
-PICK_NODES = 2  # the same for each expert that a token uses: its weight, its sum
-PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of a typical request
-LONG_PROMPT_TOKENS = 4096  # of a document, or of a long conversation
-DEVICE_GAIN, CPU_GAIN = 10, 5  # of many tokens together: H100 and H200 reached 9 to 12, 16 cores of a Xeon 5
+STOP_S = 35e-6  # a stop at a layer, where the host has to learn the router's choice
+TOLERANCE = 0.15  # allowed difference between predicted and measured tokens per second
+LAYER_NODES = 30  # nodes of a layer that read few or no weights: norms, attention, the router
+PICK_NODES = 2  # further nodes of this kind for each expert that a token uses: its weight, its sum
+PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
+LONG_PROMPT_TOKENS = 4096  # a document, or a long conversation
+DEVICE_GAIN, CPU_GAIN = 10, 5  # gain of many tokens together: H100 and H200 reached 9 to 12, 16 cores of a Xeon 5
 SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
 MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
 
@@ -63,46 +64,40 @@ Kind = Literal["resident", "layers", "slots", "cpu"]
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a token reads. token_bytes: its experts; dense_bytes: every weight besides, and its part of the KV cache.
-    n_layer: layers with experts, of which it uses n_expert_used each; n_layer_all: all layers."""
+    """The bytes that a token reads."""
 
-    n_layer: int
-    token_bytes: int
-    dense_bytes: int
-    n_expert_used: int = 8
-    n_layer_all: int = 0
+    n_layer: int  # layers with experts
+    token_bytes: int  # the token's experts
+    dense_bytes: int  # all other weights, and the token's part of the KV cache
+    n_expert_used: int = 8  # experts that the token uses in each layer
+    n_layer_all: int = 0  # all layers
 
     @property
     def n_nodes(self) -> int:
-        """Nodes of its graph that read few or no weights."""
+        """Nodes of a token's graph that read few or no weights."""
         return self.n_layer_all * LAYER_NODES + self.n_layer * self.n_expert_used * PICK_NODES
 
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
-        """The figures of a model whose KV cache has so many bytes in use."""
+        """Returns the figures of a model whose KV cache has `kv_bytes` bytes in use."""
         dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
         return cls(len(layout.layers), layout.token_cycle_bytes, dense_bytes, layout.n_expert_used, layout.n_layer)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """A device and the host beside it, in seconds and in bytes per second of weights that are multiplied with.
-
-    copies: of misses, from RAM to the device; its latency is of all those of a layer together. stop_s: a stop at a
-    layer. cpu_layer_s: a layer's way to the CPU and back. device_node_s, cpu_node_s: of each small node of a graph.
-    disk_bytes_per_s: of experts that are in no memory. source: where these come from, as words.
-    """
+    """The speeds of a device and the host beside it, in seconds and in bytes of multiplied weights per second."""
 
     device_bytes_per_s: float
-    copies: Link
+    copies: Link  # copies of misses from RAM to the device; the latency counts once for all misses of a layer
     cpu_bytes_per_s: float
-    stop_s: float = STOP_S
-    cpu_layer_s: float = CPU_LAYER_S
-    device_node_s: float = 0.0
-    cpu_node_s: float = CPU_NODE_S
-    disk_bytes_per_s: float = 1e9
-    source: str = ""
-    device_dense_bytes_per_s: float = 0.0  # of weights that are no experts; 0: as fast as those
+    stop_s: float = STOP_S  # a stop at a layer
+    cpu_layer_s: float = CPU_LAYER_S  # a layer's way to the CPU and back
+    device_node_s: float = 0.0  # a small node of a graph on the device
+    cpu_node_s: float = CPU_NODE_S  # a small node of a graph on the CPU
+    disk_bytes_per_s: float = 1e9  # reads of experts that are in no memory
+    source: str = ""  # words about the source of these speeds
+    device_dense_bytes_per_s: float = 0.0  # weights that are no experts; 0: as fast as experts
     cpu_dense_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -121,7 +116,7 @@ class Speeds:
 
     @classmethod
     def of_cpu(cls, memory_bytes_per_s: float, disk_bytes_per_s: float) -> Speeds:
-        """Speeds of a machine whose CPU computes everything, and reads weights so fast; a device's mean nothing."""
+        """Returns the speeds of a machine whose CPU computes everything. The device's speeds mean nothing."""
         copies = Link(memory_bytes_per_s)
         return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
 
@@ -131,11 +126,13 @@ class Placement:
     """One way to place the experts, and its prediction."""
 
     kind: Kind
-    tokens_per_s: float  # of an answer
-    prompt_tokens_per_s: float = math.inf
+    tokens_per_s: float  # the speed of an answer
+    prompt_tokens_per_s: float = math.inf  # the speed of a prompt of PROMPT_TOKENS
+    long_prompt_tokens: int = 0  # the longest prompt that the context holds, up to LONG_PROMPT_TOKENS
+    long_prompt_tokens_per_s: float = math.inf
     n_layers: int = 0  # whole layers on the device
     slot_bytes: int = 0  # memory of the slots
-    hit_rate: float = 0.0  # of these
+    hit_rate: float = 0.0  # hit rate of the slots
 
     @property
     def request_s(self) -> float:
@@ -166,7 +163,10 @@ def cpu_s(model: ModelBytes, speeds: Speeds, from_disk: float = 0.0) -> float:
 
 
 def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_disk: float = 0.0) -> float:
-    """The same where the device computes everything but the experts of n_rest layers, a share `rest` of the bytes."""
+    """Returns the time of a token if the CPU computes the experts of n_rest layers, a share `rest` of the bytes.
+
+    The device computes everything else.
+    """
     dense_s = model.dense_bytes / (speeds.device_dense_bytes_per_s or speeds.device_bytes_per_s)
     byte_s = (1 - rest) / speeds.device_bytes_per_s + rest / speeds.cpu_bytes_per_s
     experts_s = model.token_bytes * (byte_s + from_disk / speeds.disk_bytes_per_s)
@@ -174,7 +174,10 @@ def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_d
 
 
 def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float = 0.0) -> float:
-    """The same where the device computes everything, with slots that hit so often; 1: it has every expert."""
+    """Returns the time of a token if the device computes everything, from slots with this hit rate.
+
+    hit_rate 1: every expert has a slot.
+    """
     if hit_rate >= 1:
         return layers_s(model, speeds, 0, 0.0)
     n_waits = model.n_layer * (1 - hit_rate**model.n_expert_used)
@@ -185,13 +188,15 @@ def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float
 def prompt_tokens_per_s(
     layout: ExpertLayout, model: ModelBytes, speeds: Speeds, n_ubatch: int,
     on_cpu: float = 0.0, dense_on_cpu: bool = False, copied: float = 0.0, read: float = 0.0,
+    n_prompt: int = PROMPT_TOKENS,
 ) -> float:  # fmt: skip
-    """Returns the speed of a typical request's prompt.
+    """Returns the speed of a prompt of `n_prompt` tokens.
 
-    on_cpu, copied, read: shares of the experts that the CPU multiplies with, that are copied to the device, and that
-    come from the disk. dense_on_cpu: the CPU also computes everything else.
+    on_cpu: share of the experts that the CPU multiplies with. dense_on_cpu: the CPU also computes everything else.
+
+    copied, read: shares of the experts that are copied to the device, and that come from the disk.
     """
-    n_tokens = min(n_ubatch, PROMPT_TOKENS)
+    n_tokens = min(n_ubatch, n_prompt)
     touched = touched_bytes(layout, n_tokens)
 
     def multiply_s(gain: int, has_dense: bool, share: float, bytes_per_s: float) -> float:
@@ -202,7 +207,8 @@ def prompt_tokens_per_s(
     device_s = multiply_s(DEVICE_GAIN, not dense_on_cpu, 1 - on_cpu, speeds.device_bytes_per_s)
     cpu_s = multiply_s(CPU_GAIN, dense_on_cpu, on_cpu, speeds.cpu_bytes_per_s)
     copies_s = touched * copied / speeds.copies.bytes_per_s
-    return n_tokens / (max(device_s, copies_s) + cpu_s + touched * read / speeds.disk_bytes_per_s)
+    reads_s = touched * read / speeds.disk_bytes_per_s
+    return n_tokens / max(max(device_s, copies_s) + cpu_s, reads_s)
 
 
 def touched_bytes(layout: ExpertLayout, n_tokens: int) -> float:
@@ -215,7 +221,7 @@ def touched_bytes(layout: ExpertLayout, n_tokens: int) -> float:
 
 
 def is_off(measured: float, predicted: float) -> bool:
-    """Whether a measured speed differs from the predicted one by more than TOLERANCE of it."""
+    """Returns whether a measured speed differs from the predicted one by more than TOLERANCE of it."""
     return abs(measured - predicted) > TOLERANCE * predicted
 
 
@@ -230,9 +236,10 @@ def request_cost(
     """Returns the bytes that requests read from the disk or copy to a device, and, in the same unit, from memory.
 
     The requests are a typical one and, where a context of `n_ctx` tokens holds it, one with a long prompt. Their
-    prompts are read in passes of `n_ubatch`, their answers token by token. prompts_take_slots: prompts find as much in
-    slots as answers do; else the share of the experts that has slots. Computing a prompt counts as many bytes as the
-    disk could read in that time.
+    prompts are read in passes of `n_ubatch`, their answers token by token. Computing a prompt counts as many bytes as
+    the disk could read in that time.
+
+    prompts_take_slots: prompts have the hit rate of answers; otherwise the share of the experts that has slots.
     """
     hit_rate = typical_hit_rate(layout, n_slots)
     missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
@@ -268,7 +275,7 @@ class HitRates:
 
     layout: ExpertLayout
     measured: Measured | None = None  # None: its routing was not recorded
-    of_answers: Mapping[float, float] = field(default_factory=dict)  # that answers reached here, by share of slots
+    of_answers: Mapping[float, float] = field(default_factory=dict)  # hit rates of answers here, by share of slots
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:

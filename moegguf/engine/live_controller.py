@@ -25,7 +25,7 @@ from moegguf.controller.policies import (
     parse_policies,
     ram_policy,
 )
-from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
+from moegguf.controller.predictors import check_predictor, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.prefetch import PrefetchOptions
@@ -51,7 +51,7 @@ class ControllerOptions:
     lockstep: bool = False
 
     def __post_init__(self) -> None:
-        """Raises OptionError for an unknown name, or an object of another kind."""
+        """Raises OptionError for an unknown name, a class that cannot be used, or an object of another kind."""
         if isinstance(self.policy, str):
             parse_policies(self.policy) if "=" in self.policy else check_policy(self.policy)
         elif not isinstance(self.policy, Policy):
@@ -59,8 +59,7 @@ class ControllerOptions:
                 f"policy={self.policy!r} is neither a name nor an object with a method scores(history, forecast)."
             )
         if isinstance(self.predictor, str):
-            if self.predictor not in PREDICTORS:
-                raise OptionError(f"there is no predictor {self.predictor!r}; known are {', '.join(PREDICTORS)}.")
+            check_predictor(self.predictor)
         elif not isinstance(self.predictor, Predictor | None):
             raise OptionError(f"predictor={self.predictor!r} is neither a name nor a Predictor.")
 

@@ -28,6 +28,7 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.native import abi, library
 from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
 SECONDS = 0.06  # for each figure, in all turns together
@@ -120,10 +121,11 @@ class KnownSpeeds:
         return Speeds.supposed(SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, cpu_bytes_per_s, source)
 
 
-def expert_read_speed(layout: ExpertLayout, seconds: float) -> DiskSpeed:
-    """The disk's speed for reads as large as this model's matrices. Raises ModelNotFoundError."""
+def expert_read_speed(layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions()) -> DiskSpeed:
+    """The disk's speed for reads as large as this model's matrices, with a store's readers. Raises
+    ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
-    return disk_read_speed(layout.shards[0].path, seconds, block_bytes)
+    return disk_read_speed(layout.shards[0].path, seconds, block_bytes, store.readers, store.direct)
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:

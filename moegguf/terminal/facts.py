@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moegguf.engine import machine
-from moegguf.engine.cost import SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
+from moegguf.engine.cost import CPU_GAIN, SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
 from moegguf.engine.load import plan_here, read_model
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
-from moegguf.engine.solver import make_plan
+from moegguf.engine.solver import make_plan, predict
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
@@ -142,6 +142,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
             "plan": plan.facts(),
             "expected": _expectation(hit_rates, plan, disk, memory_bytes_per_s),
             "placement": _placement(placed),
+            "cpu": _cpu_placements(layout, hit_rates, plan, disk, memory_bytes_per_s),
         }
 
 
@@ -157,6 +158,30 @@ def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None
         return asdict(hit_rates.expect(n_slots)) | {"memory_bytes_per_s": None}
     speeds = Speeds.of_cpu(memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s)
     return asdict(hit_rates.expect(plan.n_slots, speeds)) | {"memory_bytes_per_s": round(memory_bytes_per_s)}
+
+
+def _cpu_placements(
+    layout: ExpertLayout, hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float
+) -> Facts | None:
+    """Returns the predicted speeds of prompts and answers where the CPU computes every layer.
+
+    They are predicted with the plan's slots, if the disk's speed is known, and with a slot for every expert. Returns
+    None for a plan with a device and for a model without experts.
+    """
+    if plan.on_device or not layout.is_moe:
+        return None
+    curve = hit_rates.curve()
+    speeds = Speeds.of_cpu(memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s)
+    resident = replace(plan, memories=(replace(plan.ram, n_slots=plan.n_experts),))
+    plans = {"every expert in memory": resident}
+    if disk:
+        plans = {f"{plan.n_slots:,} of {plan.n_experts:,} experts in memory": plan} | plans
+    predicted = {text: predict(layout, "cpu", each, speeds, curve) for text, each in plans.items()}
+    return {
+        "placements": [asdict(placement) | {"text": text} for text, placement in predicted.items()],
+        "hit_rates": curve.source,
+        "assumed_prompt_gain": CPU_GAIN,
+    }
 
 
 def _placement(plan: PlacementPlan | None) -> Facts | None:

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from moegguf.engine.cost import PROMPT_TOKENS
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
 from moegguf.terminal.facts import Facts
@@ -223,9 +224,13 @@ def print_estimate(facts: Facts) -> None:
     _section(title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section("What to expect while it answers", _expectation_rows(facts))
+    if facts["cpu"]:
+        gain = facts["cpu"]["assumed_prompt_gain"]
+        title = f"What the CPU gives (assumed: as fast as memory, and prompts {gain} times as fast)"
+        _section(title, _placement_rows(facts["cpu"]), right=(1, 2, 3))
     if facts["placement"]:
         title = "What a device gives: predicted with speeds " + facts["placement"]["speeds"]["source"]
-        _section(title, _placement_rows(facts["placement"]), right=(1, 2))
+        _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
         _section("What these predictions rest on", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
     supposed = facts["placement"] if not plan["placement"] else None  # a plan has its own reason
@@ -271,11 +276,17 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _placement_rows(placement: Facts) -> Iterator[Row]:
-    """Yields a row for each placement of experts, the fastest with a typical request first."""
-    yield "tokens/s", "prompt", "answer"
+    """Yields a row for each placement of experts, the fastest with a typical request first.
+
+    A row has the speeds of that request's prompt, of a longer prompt where the context holds one, and of an answer.
+    """
+    n_long = placement["placements"][0]["long_prompt_tokens"]
+    columns = {"prompt_tokens_per_s": "prompt", "long_prompt_tokens_per_s": f"of {n_long:,}", "tokens_per_s": "answer"}
+    if n_long <= PROMPT_TOKENS:
+        del columns["long_prompt_tokens_per_s"]
+    yield "tokens/s", *columns.values()
     for each in placement["placements"]:
-        prompt, answer = (two_digits(each[name], each[name]) for name in ("prompt_tokens_per_s", "tokens_per_s"))
-        yield each["text"], prompt, answer
+        yield each["text"], *(two_digits(each[name], each[name]) for name in columns)
 
 
 def _speed_rows(placement: Facts) -> Iterator[Row]:

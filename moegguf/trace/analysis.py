@@ -20,6 +20,7 @@ from moegguf.controller.hit_rates import (
     Measured,
     write_measured,
 )
+from moegguf.controller.own_classes import names_file
 from moegguf.controller.policies import AUTO, LRU, AnyPolicy, device_policy, make_policy, policy_names, ram_policy
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
@@ -35,6 +36,7 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
+IN_TIME_US = 1.0  # of a layer, where transfers take no time
 Progress = Callable[[str, float], object]  # "stage: current step", share of the stage done
 
 
@@ -114,11 +116,20 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
     return ranges
 
 
-def _check_prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> None:
-    if options.prefetch and not timed:
-        raise OptionError("--prefetch needs a modelled link; without one, transfers take no time: --link.")
+def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> SimOptions:
+    """Returns the options with which predictions are acted on. Raises OptionError for prefetching without a
+    predictor."""
     if options.prefetch and set(predictors) == {"none"}:
         raise OptionError("--prefetch needs a predictor: --predictor.")
+    return options if timed else _in_time(options)
+
+
+def _in_time(options: SimOptions) -> SimOptions:
+    """Returns options of a replay without a link, in which every expert that is fetched ahead arrives in time: layers
+    take some time and transfers none. No time can be saved, so no watchdog looks for that."""
+    if options.prefetch is None:
+        return options
+    return replace(options, prefetch=replace(options.prefetch, watchdog=False), layer_pass_us=IN_TIME_US)
 
 
 @dataclass(frozen=True)
@@ -231,9 +242,10 @@ class TraceAnalysis:
     ) -> list[Row]:
         """Replays with every policy, predictor and share, and Belady's bound. "all" is every available name.
 
-        Raises OptionError for unknown names, and for prefetching without a link or a predictor.
+        Raises OptionError for unknown names, and for prefetching without a predictor. Without a link every expert that
+        is fetched ahead arrives in time.
         """
-        _check_prefetching(options, options.timed, predictors)
+        options = _prefetching(options, options.timed, predictors)
         policies = self.policies(policies)
         predictors = self.predictors(predictors)
         rows = list[Row]()
@@ -253,6 +265,10 @@ class TraceAnalysis:
         """One replay, with new parts of these names."""
         result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
         rates = result.n_slots, result.hit_rate, result.decode_hit_rate
+        if names_file(policy):  # classes of several files may have one name
+            result = replace(result, policy=policy)
+        if names_file(predictor):
+            result = replace(result, predictor=predictor)
         return Row(result.policy, result.predictor, share, *rates, result, **others)
 
     def _bound(self, share: float) -> Row:
@@ -276,7 +292,7 @@ class TraceAnalysis:
         exact for. Raises OptionError as `simulate` does.
         """
         timed = options.timed or any(device.link for devices in budgets.values() for device in devices)
-        _check_prefetching(options, timed, predictors)
+        options = _prefetching(options, timed, predictors)
         plain = self.policies([name for name in policies if "=" not in name]) if ALL in policies else policies
         by_tier = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
         for name in {vram for vram, _ in by_tier.values()} - {AUTO}:
@@ -325,10 +341,10 @@ class TraceAnalysis:
         strategies = [find_strategy(name) for name in self._names("strategy", names, STRATEGIES, check_parts)]
         parts = {strategy.name: strategy.parts(policy, predictor, prefetch) for strategy in strategies}
         ahead_of = [name for name, part in parts.items() if part[2]]
-        if ahead_of and not options.timed:
+        if ahead_of and not options.timed and not prefetch:
             raise OptionError(
                 f"{', '.join(ahead_of)} prefetches, which needs a modelled link (without one, transfers take no time):"
-                " --link, or --no-prefetch."
+                " --link, or --no-prefetch, or --prefetch, where each expert arrives in time."
             )
         rows = list[Row]()
         step = step_reporter(progress, "hit rates", len(strategies) * len(shares))
@@ -342,6 +358,7 @@ class TraceAnalysis:
                     fetched = found.prefetch and options.timed
                 fetched = PrefetchOptions() if fetched is True else fetched or None
                 how = replace(options, prefetch=fetched, store=strategy.store)
+                how = how if how.timed else _in_time(how)
                 ahead = ahead or found.predictor
                 rows.append(self._replayed(found.policy, ahead, n_slots, how, share, strategy=strategy.name))
             rows.append(self._bound(share))
@@ -385,6 +402,11 @@ class TraceAnalysis:
             ),
             bound={row.share: row.decode_hit_rate for row in reported if row.policy == BELADY},
         )
+        if not self.artifacts.fingerprint:
+            raise OptionError(
+                "hit rates are saved for the model whose fingerprint the trace has, but this one has none; import it"
+                " again with --model FILE.gguf."
+            )
         path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
         write_measured(path, measured)
         return path

@@ -135,8 +135,8 @@ HEADER = "header.json"
 MAX_TRACE_BYTES = 16 << 30  # of a whole trace in memory
 _NPY_BYTES = 4096  # maximum size of a member's npy header
 _DEFLATE_LEVEL = 1  # routing shrinks to the same size within a tenth at any level
-# What zipfile and numpy raise on invalid data.
-_DAMAGE = (
+# What zipfile, numpy and json raise on invalid data.
+DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
     MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
@@ -313,7 +313,7 @@ def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trac
         raise TraceError(f"{path.name}: {error}") from error
     except OSError as error:
         raise TraceError(f"{path}: the trace cannot be read ({error.strerror or error}); check the path.") from error
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise TraceError(f"{path.name}: the trace is damaged or incomplete ({error}); record it again.") from error
 
 

@@ -156,6 +156,13 @@ class SimResult:
         return self.whole.hit_rate
 
     @property
+    def prefetch_accuracy(self) -> float | None:
+        """Returns how many of the experts that were fetched ahead were used, in time or late; None where none was
+        fetched."""
+        used = self.counters["prefetch_useful"] + self.counters["prefetch_late"]
+        return used / self.counters["prefetch_started"] if self.counters["prefetch_started"] else None
+
+    @property
     def decode_hit_rate(self) -> float:
         """`Span.hit_rate` of the decode passes."""
         return self.decode.hit_rate

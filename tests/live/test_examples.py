@@ -56,13 +56,20 @@ PRINTED = {
         r"MostUsed: \d+% hits, [1-9]\d* evictions",
         r"equal answers: True",
     ),
-    "predictor": (r"predictor: last-token", r"[1-9]\d* experts were fetched ahead, \d+ of them were used\."),
+    "predictor": (r"predictor: Followers", r"[1-9]\d* experts were fetched ahead, \d+ of them were used\."),
+    "import_trace": (
+        r"3 requests, 240 tokens",
+        r"\d+% of a token's experts were used by the token before",
+        r"lru: \d+% hits in 16 slots",
+        r"next-use: \d+% hits in 16 slots",
+        r"belady: \d+% hits in 16 slots",
+    ),
     "trace_and_plot": (
         r"\d+ passes over \d+ tokens",
         r"lru: \d+% hits in 48 slots",
         r"next-use: \d+% hits in 48 slots",
         r"belady: \d+% hits in 48 slots",
-        r"wrote .*routing\.png",
+        r"wrote .*routing\.png and routing\.svg",
     ),
     "openai_client": (r"models: .*demo", re.escape(ROUTER), r"(\w|\s)+\|.*\|"),
 }  # fmt: skip
@@ -96,7 +103,7 @@ def test_each_program_has_patterns_and_a_line_in_the_list() -> None:
         r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert sorted(listed) == PROGRAMS == sorted(PRINTED)
-    assert len(PROGRAMS) == 10
+    assert len(PROGRAMS) == 11
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -120,8 +127,9 @@ def test_the_plot_is_written_into_the_given_folder(tmp_path: Path) -> None:
     folder = tmp_path / "plots"
     folder.mkdir()
     check_printed("trace_and_plot", run("trace_and_plot", tmp_path, str(folder)).stdout)
-    assert {path.name for path in folder.iterdir()} == {"routing.npz", "routing.png"}
+    assert {path.name for path in folder.iterdir()} == {"routing.npz", "routing.png", "routing.svg"}
     assert (folder / "routing.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (folder / "routing.svg").read_text(encoding="utf-8")
 
 
 def test_the_client_gets_an_answer_of_a_local_server(tmp_path: Path) -> None:

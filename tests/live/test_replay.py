@@ -41,6 +41,7 @@ PAIRS = [
     ("locality", "previous-token"), ("locality", "eamc"), ("sparsity", "none"), ("next-use", "none"),
     ("next-use", "eamc"), ("next-use", "skip"),
 ]  # fmt: skip
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")  # in turns: what differs between them is the layout
 
 
@@ -110,6 +111,22 @@ def test_a_simulation_counts_what_the_run_counted(
     (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)  # what the run learned
     assert trace.header.settings["events_dropped"] == 0
     assert_equal(trace, simulated(trace, policy, predictor, model, 22))
+
+
+@pytest.mark.parametrize(
+    ("policy", "predictor"), [("POLICY", "none"), ("locality", "PREDICTOR"), ("POLICY", "PREDICTOR")]
+)
+def test_own_classes_of_files_are_counted_as_in_the_run(
+    path: Callable[[str], Path], load: Load, tmp_path: Path, policy: str, predictor: str
+) -> None:
+    own = {"POLICY": f"{EXAMPLES / 'policy.py'}:MostUsed", "PREDICTOR": f"{EXAMPLES / 'predictor.py'}:Followers"}
+    model = path("tiny-qwen2moe")
+    names = own.get(policy, policy), own.get(predictor, predictor)
+    trace = live(load, model, tmp_path / "t", *names, 22)
+    assert trace.header.settings["events_dropped"] == 0
+    assert_equal(trace, simulated(trace, *names, model, 22))
+    plain = simulated(trace, "lru", "none", model, 22)
+    assert plain.counters["misses"] != trace.header.settings["misses"], "they decide"
 
 
 def test_recorded_drafts_are_replayed(

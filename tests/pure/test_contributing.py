@@ -81,3 +81,11 @@ def test_the_form_for_bugs_requires_the_output_of_doctor() -> None:
     (doctor,) = (part for part in form("bug")["body"] if part.get("id") == "doctor")
     assert "moegguf doctor" in doctor["attributes"]["label"]
     assert doctor["validations"] == {"required": True}
+
+
+def test_the_citation_names_the_project_and_the_four_papers() -> None:
+    cited = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["authors"] == [{"name": "the moegguf authors"}] and cited["license"] == "MIT"
+    papers = [paper["title"].partition(":")[0] for paper in cited["references"]]
+    assert papers == ["MoE-Infinity", "ProMoE", "ExpertFlow", "DuoServe-MoE"]
+    assert all(paper["authors"] and paper["url"].startswith("https://arxiv.org/abs/") for paper in cited["references"])

@@ -11,6 +11,7 @@ import numpy as np
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
+from moegguf.controller.own_classes import load_class, make_own, names_file
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
@@ -104,7 +105,10 @@ def policy_names() -> list[str]:
 
 
 def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
-    """The policy of this name for a model. Raises OptionError for an unknown name, or a missing popularity file."""
+    """Returns the policy of this name, or of "FILE.py:CLASS", for a model. Raises OptionError for an unknown name, a
+    missing popularity file, and a class that cannot be used."""
+    if names_file(name):
+        return make_own(name, "policy", Policy, shape)  # type: ignore[type-abstract]
     if make := OWN_POLICIES.get(name):
         return make(shape, artifacts)
     native = native_policies().get(name)
@@ -114,8 +118,10 @@ def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
 
 
 def check_policy(name: str) -> None:
-    """Raises OptionError for a name that is neither a policy nor "auto"."""
-    if name != AUTO and name not in policy_names():
+    """Raises OptionError for a name that is neither a policy, "FILE.py:CLASS" of one, nor "auto"."""
+    if names_file(name):
+        load_class(name, "policy", Policy)  # type: ignore[type-abstract]
+    elif name != AUTO and name not in policy_names():
         raise OptionError(f"there is no policy {name!r}; known are {AUTO}, {', '.join(policy_names())}.")
 
 

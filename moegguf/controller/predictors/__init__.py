@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.own_classes import load_class, make_own, names_file
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.predictors.counts import affinity, popularity, previous_token, token_table
 from moegguf.controller.predictors.eamc import EamcPredictor
@@ -53,15 +54,26 @@ PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for n
 
 
 def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predictor:
-    """The predictor of this name for a model.
+    """Returns the predictor of this name, or of "FILE.py:CLASS", for a model.
 
-    With a damaged file it is `NoPrediction`, after a warning. Raises OptionError for an unknown name, and for a
-    predictor without a trained file for this model.
+    With a damaged file of what was learned it is `NoPrediction`, after a warning. Raises OptionError for an unknown
+    name, for a predictor without a trained file for this model, and for a class that cannot be used.
     """
-    make = PREDICTORS.get(name)
-    if make is None:
+    check_predictor(name)
+    if not names_file(name):
+        return PREDICTORS[name](shape, artifacts)
+    own = make_own(name, "predictor", Predictor, shape)  # type: ignore[type-abstract]
+    if not isinstance(getattr(own, "reach", None), int):
+        raise OptionError(f"the predictor {name!r:.200} has no reach; call super().__init__(shape, reach) in __init__.")
+    return own
+
+
+def check_predictor(name: str) -> None:
+    """Raises OptionError for a name that is neither a predictor nor "FILE.py:CLASS" of one."""
+    if names_file(name):
+        load_class(name, "predictor", Predictor)  # type: ignore[type-abstract]
+    elif name not in PREDICTORS:
         raise OptionError(f"there is no predictor {name!r}; known are {', '.join(PREDICTORS)}.")
-    return make(shape, artifacts)
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:

@@ -84,5 +84,5 @@ class StorePredictor(Predictor):
         return None
 
     def native(self) -> NativePredictor:
-        """Its name and arrays."""
+        """Returns the predictor's name and arrays."""
         return NativePredictor(self.name, self.arrays)

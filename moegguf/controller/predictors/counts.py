@@ -39,10 +39,10 @@ def previous_token(shape: MoeShape) -> StorePredictor:
 def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
     """ProMoE's token-based prediction (section 4.2): experts that a token id used most often, all layers at once.
 
-    From `tokens` (n_entry,), token ids, and `counts` (n_entry, n_moe_layer, n_expert) of the choices made for each.
-    ValueError when they do not fit. A probability is the share of the token's occurrences that used the expert, with
-    one occurrence of an average token added: the paper does not define unseen tokens; here they get the layer's
-    popularity.
+    The arrays are `tokens` (n_entry,), token ids, and `counts` (n_entry, n_moe_layer, n_expert), the choices made for
+    each token. Raises ValueError when they do not fit. A probability is the share of the token's occurrences that used
+    the expert, with one occurrence of an average token added. The paper does not define unseen tokens: here they get
+    the layer's popularity.
     """
     tokens = weights.arrays["tokens"]
     below = tokens.min(initial=0) >= 0 and tokens.max(initial=-1) < shape.n_vocab

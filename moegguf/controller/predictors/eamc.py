@@ -9,7 +9,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.native.predictor import NativePredictor, integers
 
 N_MATCHES = 8
-MOST_MATCHES = 64  # that the store adds up
+MOST_MATCHES = 64  # matches that the store adds up
 
 
 class EamcPredictor(StorePredictor):
@@ -37,7 +37,7 @@ class EamcPredictor(StorePredictor):
             self.eamc.add(ream)
 
     def learned(self, history: History) -> Eamc:
-        """The collection, with the requests in progress (those of the history) added. They end with this."""
+        """Adds the history's requests in progress to the collection, and ends them. Returns the collection."""
         for ream in history.end_all():
             self.eamc.add(ream)
         return self.eamc

@@ -15,7 +15,7 @@ from moegguf.gguf.routers import Routers
 from moegguf.native.predictor import Array, QuantizedMatrix, integers
 
 SKIP, MLP = "skip", "mlp"
-HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)  # of an ExpertMLP
+HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)  # hidden layers of an ExpertMLP
 
 Pair = tuple[int, int]  # (source il, target il)
 
@@ -78,18 +78,18 @@ def state_size(shape: MoeShape) -> int:
 
 
 def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """DuoServe-MoE's ExpertMLP (section 4.2): one layer ahead, once every layer before it was observed in this pass of
-    one token.
+    """Makes DuoServe-MoE's ExpertMLP (section 4.2).
 
-    From `popularity`, `affinity`, `layers.<i>.{weight,bias}` (BatchNorm folded in) and the fact `hidden`; ValueError
-    when they do not fit.
+    It predicts one layer ahead, once every layer before it was observed in this pass of one token. The arrays are
+    `popularity`, `affinity` and `layers.<i>.{weight,bias}` (BatchNorm folded in), with the fact `hidden`. Raises
+    ValueError when they do not fit.
 
-    Open points of the paper, and the choices made here. One network serves all layers: its input is padded to one
-    length, and the length of the unpadded part, with the layer's popularity, identifies the target layer. Experts count
-    from 1 and are divided by n_expert, so that 0 is padding only. a_{l-1,l} are the rows of the affinity matrix of the
-    experts just chosen (section 5: "the inter-layer affinity vector from the previous layer's expert selection"),
-    flattened; the whole matrix would be the same for every token. The six hidden layers from 2048 to 64 and the output
-    are the seven layers.
+    The paper leaves these points open. One network serves all layers: its input is padded to one length. The length of
+    the unpadded part and the layer's popularity identify the target layer. Experts count from 1 and are divided by
+    n_expert, so that 0 is padding only. a_{l-1,l} has the rows of the affinity matrix for the experts just chosen,
+    flattened, because the whole matrix would be equal for every token. (Section 5: "the inter-layer affinity vector
+    from the previous layer's expert selection".) The six hidden layers from 2048 to 64 and the output are the seven
+    layers.
     """
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):

@@ -1,0 +1,98 @@
+"""Policies and predictors of the user: "FILE.py:CLASS" in place of a name.
+
+The file runs with the rights of this process. A command line, the environment and a caller in
+Python can name such a file; a request over HTTP, a Modelfile and a file of measurements cannot.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from moegguf.errors import OptionError
+
+_OF_FILE = re.compile(r"\.py(:|$)")
+
+T = TypeVar("T")
+
+
+def names_file(name: str) -> bool:
+    """Returns whether a name is one of a class in a file."""
+    return bool(_OF_FILE.search(name))
+
+
+def load_class(name: str, kind: str, base: type[T]) -> type[T]:
+    """Returns the class of "FILE.py:CLASS". kind: "policy" or "predictor", for messages; base: what
+    the class must be.
+
+    Raises OptionError for a file that is missing or fails, and for a class that is missing or is
+    none of `base`.
+    """
+    path, separator, class_name = name.rpartition(":")
+    if not separator or not class_name.isidentifier():
+        raise OptionError(f"a {kind} of a file is FILE.py:CLASS, but {name!r:.200} names no class; add it.")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise OptionError(f"the {kind} {name!r:.200} lies in no file: {path!r:.200} is not there; correct the path.")
+    found = getattr(_load_module(file.resolve(), os.stat(file).st_mtime_ns, kind), class_name, None)
+    if not inspect.isclass(found):
+        raise OptionError(f"{path} has no class {class_name!r:.60} for a {kind}; correct the name.")
+    if not issubclass(found, base):
+        rule = "a class with a method scores(history, forecast)"
+        if kind == "predictor":
+            rule = "a subclass of moegguf.controller.predictors.base.Predictor"
+        raise OptionError(f"a {kind} is {rule}, which {class_name} in {path} is not; make it one.")
+    return found
+
+
+def make_own(name: str, kind: str, base: type[T], shape: object) -> T:
+    """Returns a new object of the class of "FILE.py:CLASS": CLASS(shape), or CLASS() where it takes
+    no argument.
+
+    Raises OptionError as `load_class` does, and when the constructor fails.
+    """
+    own = load_class(name, kind, base)
+    try:
+        return own(shape) if _takes_shape(own, shape) else own()  # type: ignore[call-arg]
+    except Exception as error:
+        raise OptionError(
+            f"the {kind} {name!r:.200} cannot be made: its constructor raised {type(error).__name__}: {error}; it is"
+            " called with the model's MoeShape, or with nothing where it takes no argument."
+        ) from error
+
+
+def _takes_shape(own: type, shape: object) -> bool:
+    try:
+        inspect.signature(own).bind(shape)
+    except TypeError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
+    """Runs a file once, and again when it has changed; modules beside it can be imported there.
+    Raises OptionError."""
+    name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    sys.modules[name] = module  # dataclasses and pickle look for it there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise OptionError(
+            f"the file {str(file)!r:.200} of a {kind} cannot be used: it raised {type(error).__name__}: {error}; run it"
+            f" by itself (python {file.name})."
+        ) from error
+    return module

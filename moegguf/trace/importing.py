@@ -1,0 +1,197 @@
+"""Traces from routing that other programs recorded: `moegguf trace import`.
+
+A trace made here has the form of a recorded one, without times, weights and router inputs. A prompt
+becomes passes of at most PROMPT_PASS tokens, and each later token a pass of its own, as llama.cpp
+evaluates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moegguf.controller.shape import MoeShape
+from moegguf.errors import TraceError
+from moegguf.gguf.experts import read_layout
+from moegguf.gguf.fingerprint import fingerprint
+from moegguf.native.events import Phase
+from moegguf.trace.format import check, write
+from moegguf.trace.routing_files import IDS, Ids, Routing, read_routing
+from moegguf.trace.trace import Trace, TraceHeader
+
+PROMPT_PASS = 512
+_NEEDED = {
+    "n_expert": "--experts N, the experts of a layer",
+    "n_expert_used": "--used N, the experts that a token uses in a layer",
+    "expert_bytes": "--expert-size SIZE, the bytes of one expert, such as 9MiB",
+}
+"""Facts without which there is no trace, and the options that name them."""
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Facts that a user gives beside the files, named as in `MoeShape`.
+
+    None leaves a fact to the files, or to the model.
+    """
+
+    model: Path | None = None  # the recorded model as GGUF: the trace gets its shape and fingerprint
+    n_expert: int | None = None
+    n_expert_used: int | None = None
+    layers: tuple[int, ...] | None = None
+    expert_bytes: int | None = None
+    n_prompt: int = 1  # tokens of each prompt whose file does not say
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Returns the facts about the model that are given."""
+        given = asdict(self)
+        return {name: given[name] for name in (*_NEEDED, "layers") if given[name] is not None}
+
+
+def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Trace:
+    """Writes the routing in these files as one trace to `out`, and returns it.
+
+    Raises TraceError for a file that breaks a rule, for files or options that disagree about the
+    model, and for a fact that none of them has; `out` is then unchanged. Raises what `read_layout`
+    raises.
+    """
+    facts = _Facts()
+    header = TraceHeader(paths[0].stem, settings={"imported_from": paths[0].name, "imported_files": len(paths)})
+    if options.model is not None:
+        header = TraceHeader(options.model.stem, facts.add_model(options.model), settings=header.settings)
+    facts.add("the options", options.facts)
+    requests = list[tuple[str, Routing]]()
+    for path in paths:
+        found = read_routing(path)
+        facts.add(path.name, found.facts)
+        requests += [(path.name, _with_experts(path.name, each, facts)) for each in found.requests]
+    shape = facts.shape(requests[0][1].chosen.shape[1])
+    for name, request in requests:
+        _check_ids(name, request, shape)
+    trace = _trace(shape, header, [request for _, request in requests], options.n_prompt)
+    check(trace)
+    write(out, trace)
+    return trace
+
+
+class _Facts:
+    """Facts about the recorded model, each with its source."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[Any, str]] = {}
+
+    def add(self, source: str, facts: Mapping[str, Any]) -> None:
+        """Adds facts. Raises TraceError when one of them contradicts an earlier one."""
+        for name, value in facts.items():
+            known, where = self._found.setdefault(name, (value, source))
+            if known != value:
+                raise TraceError(
+                    f"{name} is {_short(known)} in {where}, but {_short(value)} in {source}; import the files of one"
+                    " model at a time, with options that fit it."
+                )
+
+    def add_model(self, path: Path) -> str:
+        """Adds the shape of a GGUF file; returns its fingerprint."""
+        layout = read_layout(path)
+        self.add(path.name, asdict(MoeShape.of(layout)))
+        return fingerprint(layout)
+
+    def get(self, name: str) -> Any:
+        """Returns a fact. Raises TraceError, with the option that names it, when nobody said it."""
+        if name not in self._found:
+            raise TraceError(
+                f"{name} is needed, but neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
+            )
+        return self._found[name][0]
+
+    def shape(self, n_rows: int) -> MoeShape:
+        """Returns the model's shape; n_rows: layers of the first request. Raises TraceError."""
+        known = {name: value for name, (value, _) in self._found.items()}
+        layers = known.setdefault("layers", tuple(range(n_rows)))
+        if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):
+            raise TraceError(f"layers must rise from 0 on, but are {_short(layers)}; number them as the model does.")
+        known.setdefault("n_layer", layers[-1] + 1)
+        return MoeShape(**known | {name: self.get(name) for name in _NEEDED})
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.60}"
+
+
+def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
+    """Returns a request with expert ids. From logits it chooses the largest. Raises TraceError."""
+    if not routing.has_logits:
+        return routing
+    n_used = facts.get("n_expert_used")
+    n_expert = routing.chosen.shape[2]
+    if n_used > n_expert:
+        raise TraceError(f"{name}: a token uses {n_used} experts, but has logits of {n_expert}; correct --used.")
+    ids = np.argsort(-routing.chosen, axis=2, kind="stable")[:, :, :n_used]
+    return Routing(ids, routing.tokens, routing.n_prompt)
+
+
+def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
+    """Raises TraceError unless each token uses different experts of the model in each of its
+    layers."""
+    ids = routing.chosen
+    if ids.shape[1] != len(shape.layers):
+        raise TraceError(
+            f"{name}: {IDS} has {ids.shape[1]} layers, but the model has experts in {len(shape.layers)};"
+            " save the layers with experts, and name them with --layers."
+        )
+    if ids.min() < 0 or ids.max() >= shape.n_expert:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise TraceError(
+            f"{name}: {IDS} must be from 0 to below {shape.n_expert}, but one is {wrong}; leave out tokens that were"
+            " not routed, and correct --experts."
+        )
+    ordered = np.sort(ids, axis=2)
+    twice = np.argwhere(ordered[:, :, 1:] == ordered[:, :, :-1])
+    if len(twice):
+        token, row = twice[0][:2]
+        raise TraceError(
+            f"{name}: a token uses different experts, but token {token} has one twice in layer {shape.layers[row]}"
+            f" {_short(ids[token, row].tolist())}; leave out rows that were filled in, such as an answer's last one."
+        )
+
+
+def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_prompt: int) -> Trace:
+    """Returns a trace of these requests, one after another. Raises TraceError for a prompt longer
+    than its request."""
+    lengths = list[int]()
+    firsts = list[int]()
+    phases = list[int]()
+    sequences = list[int]()
+    experts = list[Ids]()
+    tokens = list[Ids]()
+    for sequence, request in enumerate(requests):
+        n_tokens = len(request.tokens)
+        n_read = min(n_prompt, n_tokens) if request.n_prompt is None else request.n_prompt
+        if not 0 <= n_read <= n_tokens:
+            raise TraceError(f"n_prompt must be from 0 to the {n_tokens} tokens of its request, but is {n_read}.")
+        begins = range(0, n_read, PROMPT_PASS)
+        n_decoded = n_tokens - n_read
+        lengths += [min(PROMPT_PASS, n_read - begin) for begin in begins] + [1] * n_decoded
+        firsts += [*begins, *[0] * n_decoded]
+        phases += [Phase.PREFILL] * len(begins) + [Phase.DECODE] * n_decoded
+        sequences += [sequence] * (len(begins) + n_decoded)
+        experts.append(request.chosen)
+        tokens.append(request.tokens)
+    ids = np.concatenate(experts).transpose(1, 0, 2)
+    return Trace(
+        shape=shape,
+        header=header,
+        pass_sequence=np.array(sequences, np.int32),
+        pass_phase=np.array(phases, np.uint8),
+        pass_first_token=np.array(firsts, np.int32),
+        pass_ns=np.zeros(len(lengths), np.int64),
+        pass_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        tokens=np.concatenate(tokens).astype(np.int32),
+        expert_ids=np.ascontiguousarray(ids, np.int16),
+    )

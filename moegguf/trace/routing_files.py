@@ -1,0 +1,289 @@
+"""Files of routing that other programs write: arrays (npz, npy, safetensors) and tables (CSV,
+JSONL).
+
+A file of arrays holds one request. `expert_ids` is (token, layer, expert of the token), or
+`router_logits` is (token, layer, expert); the optional ones are in `_OPTIONAL`. A .npy file is one
+of the two by its type. A table has a row for each request, position and layer, with the columns
+`request`, `position`, `layer` and `experts`, and optionally `token` and `phase`. Every value is
+checked; nothing in a file is ever executed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import zipfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as read_tensors
+
+from moegguf.errors import TraceError
+from moegguf.regular_file import open_regular
+from moegguf.trace.format import DAMAGE, HEADER, MAX_TRACE_BYTES
+
+IDS, LOGITS = "expert_ids", "router_logits"
+_FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")  # one number each
+_OPTIONAL = ("tokens", "n_prompt", "layers", *_FACTS)
+_COLUMNS = ("request", "position", "layer", "experts")
+PHASES = ("prefill", "decode")
+_MOST = 1 << 31  # ids are below
+
+Ids = npt.NDArray[np.int64]
+Arrays = Mapping[str, npt.NDArray[Any]]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The routing of one request.
+
+    chosen: expert ids (n_tokens, n_layers, n_expert_used), or a router's logits (n_tokens,
+    n_layers, n_expert). tokens: (n_tokens,), -1 where unknown. n_prompt: tokens of the prompt, None
+    where the file does not say.
+    """
+
+    chosen: npt.NDArray[Any]
+    tokens: Ids
+    n_prompt: int | None = None
+
+    @property
+    def has_logits(self) -> bool:
+        """Returns whether `chosen` holds logits, from which the experts still have to be chosen."""
+        return self.chosen.dtype.kind == "f"
+
+
+@dataclass(frozen=True)
+class RoutingFile:
+    """The requests of one file, and the facts about the model that it holds: `layers` (a tuple),
+    and numbers by the names of `MoeShape`'s fields."""
+
+    requests: list[Routing]
+    facts: Mapping[str, Any]
+
+
+def read_routing(path: Path) -> RoutingFile:
+    """Reads a file by its suffix. Raises TraceError for a file that is missing, damaged, too large
+    or of another form."""
+    read = _READERS.get(path.suffix.lower())
+    if read is None:
+        raise TraceError(
+            f"{path.name}: routing is read from {', '.join(_READERS)}, but the name ends in"
+            f" {path.suffix or 'none of these'!r}; save it in one of these forms."
+        )
+    with _naming(path):
+        if path.stat().st_size > MAX_TRACE_BYTES:
+            raise TraceError(f"holds {path.stat().st_size} bytes, at most {MAX_TRACE_BYTES} are read; divide it.")
+        return read(path)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turns every error of reading into a TraceError with the file's name."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"{path.name}: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path}: the file cannot be read ({error.strerror or error}); check the path.") from error
+    except (*DAMAGE, SafetensorError, csv.Error) as error:
+        raise TraceError(f"{path.name}: the file is damaged or of another form ({error}); save it again.") from error
+
+
+def _npz_arrays(path: Path) -> Arrays:
+    with open_regular(path) as file:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            n_bytes = sum(archive.getinfo(name).file_size for name in names)
+        if HEADER in names:
+            raise TraceError("this is a trace of moegguf already; give it to `moegguf trace simulate`.")
+        if n_bytes > MAX_TRACE_BYTES:
+            raise TraceError(f"holds {n_bytes} bytes, at most {MAX_TRACE_BYTES} are read; divide it.")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files if name in (IDS, LOGITS, *_OPTIONAL)}
+
+
+def _npy_arrays(path: Path) -> Arrays:
+    with open_regular(path) as file:
+        found = np.lib.format.read_array(file, allow_pickle=False)
+    return {LOGITS if found.dtype.kind == "f" else IDS: found}
+
+
+def _safetensors_arrays(path: Path) -> Arrays:
+    with open_regular(path) as file:
+        return read_tensors(file.read())
+
+
+def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path], RoutingFile]:
+    return lambda path: _checked(read(path))
+
+
+def _checked(arrays: Arrays) -> RoutingFile:
+    """Returns the one request in a file of arrays. Raises TraceError for the first rule that is
+    broken."""
+    name = IDS if IDS in arrays else LOGITS
+    chosen = arrays.get(name)
+    if chosen is None:
+        raise TraceError(f"there must be an array {IDS!r} or {LOGITS!r}, but neither is there; save one of them.")
+    axes = "(token, layer, expert)"
+    if chosen.ndim != 3 or not chosen.size:
+        raise TraceError(f"{name} must have the axes {axes}, but its shape is {chosen.shape}; stack it that way.")
+    if chosen.dtype.kind not in ("iu" if name == IDS else "f"):
+        kind = "whole numbers" if name == IDS else "floating-point numbers"
+        raise TraceError(f"{name} must hold {kind}, but its type is {chosen.dtype}; convert it.")
+    if chosen.dtype.kind == "f" and not np.isfinite(chosen).all():
+        raise TraceError(f"{name} must hold finite numbers, but some are not; save the logits before any mask.")
+    n_tokens, n_layers, n_last = chosen.shape
+    facts: dict[str, Any] = {fact: _number(arrays, fact) for fact in _FACTS if fact in arrays}
+    _agree(facts, "n_expert_used" if name == IDS else "n_expert", n_last, name)
+    if "layers" in arrays:
+        facts["layers"] = tuple(_vector(arrays, "layers", n_layers, f"the {n_layers} layers of {name}").tolist())
+    tokens = np.full(n_tokens, -1, np.int64)
+    if "tokens" in arrays:
+        tokens = _vector(arrays, "tokens", n_tokens, f"the {n_tokens} rows of {name}, whose axes are {axes}")
+    n_prompt = _number(arrays, "n_prompt") if "n_prompt" in arrays else None
+    return RoutingFile([Routing(chosen, tokens, n_prompt)], facts)
+
+
+def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
+    """Notes a fact that follows from an array's shape. Raises TraceError when the file says another
+    number."""
+    if facts.setdefault(fact, found) != found:
+        raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
+
+
+def _number(arrays: Arrays, name: str) -> int:
+    found = arrays[name]
+    if found.size != 1 or found.dtype.kind not in "iu":
+        raise TraceError(f"{name} must be one whole number, but is {found.dtype} {found.shape}; save it as one.")
+    return int(found.reshape(()))
+
+
+def _vector(arrays: Arrays, name: str, n: int, of: str) -> Ids:
+    found = arrays[name]
+    if found.shape != (n,) or found.dtype.kind not in "iu":
+        raise TraceError(f"{name} must be one whole number for each of {of}, but is {found.dtype} {found.shape}.")
+    if found.min() < -1 or found.max() >= _MOST:
+        raise TraceError(f"{name} must be from -1 to {_MOST - 1}, but is {found.min()} to {found.max()}; correct it.")
+    return found.astype(np.int64)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    with open_regular(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        reader = csv.DictReader(text)
+        for row in reader:
+            yield reader.line_num, row
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    with open_regular(path) as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            row = json.loads(text)
+            if not isinstance(row, dict):
+                raise TraceError(f"line {line} must be an object, but is {text[:40]!r}; write one for each row.")
+            yield line, row
+
+
+def _of_table(read: Callable[[Path], Iterator[tuple[int, Row]]]) -> Callable[[Path], RoutingFile]:
+    return lambda path: _collected(read(path))
+
+
+def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
+    """Returns the requests of a table, in order of first appearance. Raises TraceError for the
+    first rule that is broken."""
+    numbers: dict[str, int] = {}
+    keys = array("q")  # request, position, layer, token and phase of each row
+    experts = array("q")
+    n_used = 0
+    for line, row in rows:
+        if missing := [name for name in _COLUMNS if row.get(name) in (None, "")]:
+            raise TraceError(f"line {line} must have {', '.join(_COLUMNS)}, but lacks {', '.join(missing)}.")
+        if None in row:
+            raise TraceError(f"line {line} has more fields than the header; put spaces between experts.")
+        request = numbers.setdefault(str(row["request"]), len(numbers))
+        used = _expert_list(row["experts"], line)
+        n_used = n_used or len(used)
+        if len(used) != n_used:
+            raise TraceError(f"line {line}: each row must have {n_used} experts as the first one, but has {len(used)}.")
+        token = -1 if row.get("token") in (None, "") else _whole(row["token"], "token", line)
+        place = (_whole(row[name], name, line) for name in ("position", "layer"))
+        keys.extend((request, *place, token, _phase(row.get("phase"), line)))
+        experts.extend(used)
+    if not numbers:
+        raise TraceError("there must be a row for each request, position and layer, but none is.")
+    table = np.frombuffer(keys, np.int64).reshape(-1, 5)
+    order = np.lexsort((table[:, 2], table[:, 1], table[:, 0]))
+    table = table[order]
+    ids = np.frombuffer(experts, np.int64).reshape(-1, n_used)[order]
+    layers = np.unique(table[:, 2])
+    requests = []
+    for name, number in numbers.items():
+        begin, end = np.searchsorted(table[:, 0], (number, number + 1))
+        requests.append(_request(name, table[begin:end], ids[begin:end], layers))
+    return RoutingFile(requests, {"layers": tuple(layers.tolist()), "n_expert_used": n_used})
+
+
+def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
+    """Returns one request of a sorted table. Raises TraceError unless each position has each layer
+    once."""
+    n_rows = len(table)
+    row = np.arange(n_rows + 1)  # one more than there are
+    expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
+    wrong = np.flatnonzero((table[:, 1:3] != expected[:-1]).any(axis=1))
+    if len(wrong) or n_rows % len(layers):
+        position, layer = expected[wrong[0] if len(wrong) else n_rows]
+        raise TraceError(
+            f"request {name!r:.60}: positions count from 0, and each has one row for each of the"
+            f" {len(layers)} layers of the file, which is not so at position {position}, layer {layer};"
+            " write the missing rows, or leave out the repeated ones."
+        )
+    firsts = table[:: len(layers)]
+    phases = firsts[:, 4]
+    n_prompt = int((phases == 0).sum()) if (phases >= 0).all() else None
+    if n_prompt is not None and (phases[n_prompt:] == 0).any():
+        raise TraceError(f"request {name!r:.60}: the rows of prefill must come before those of decode.")
+    return Routing(ids.reshape(len(firsts), len(layers), -1), firsts[:, 3], n_prompt)
+
+
+def _expert_list(value: Any, line: int) -> list[int]:
+    """Returns the experts of a row: a list, or numbers between which there are spaces, semicolons
+    or commas."""
+    parts = value if isinstance(value, list) else re.split(r"[\s;,]+", str(value).strip().strip("[]"))
+    return [_whole(part, "experts", line) for part in parts]
+
+
+def _whole(value: Any, name: str, line: int) -> int:
+    text = str(value).strip()
+    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", text) or int(text) >= _MOST:
+        raise TraceError(f"line {line}: {name} must be a whole number from 0 to {_MOST - 1}, but is {value!r:.40}.")
+    return int(text)
+
+
+def _phase(value: Any, line: int) -> int:
+    """Returns the number of a phase in `PHASES`; -1 for none."""
+    if value in (None, ""):
+        return -1
+    if value not in PHASES:
+        raise TraceError(f"line {line}: phase must be {' or '.join(PHASES)}, but is {value!r:.40}.")
+    return PHASES.index(value)
+
+
+_READERS: dict[str, Callable[[Path], RoutingFile]] = {
+    ".npz": _of_arrays(_npz_arrays),
+    ".npy": _of_arrays(_npy_arrays),
+    ".safetensors": _of_arrays(_safetensors_arrays),
+    ".csv": _of_table(_csv_rows),
+    ".jsonl": _of_table(_jsonl_rows),
+}
