@@ -80,7 +80,7 @@ lab: $(READY)
 	@$(PY) tools/check_machine.py --requirements lab | $(PIP) install -r /dev/stdin
 
 evidence: lab
-	@$(PY) -m predictors.study.regenerate
+	@for model in demo laboratory eight; do $(PY) -m predictors.study.regenerate --model $$model || exit 1; done
 	@$(PY) -m predictors.study.render
 
 evidence-quick: $(READY)

@@ -5,7 +5,7 @@ i < k from the first MoE layer (ProMoE, section 4, footnote 1), so the distance 
 - ACCURACY_i(k) (ProMoE, section 4): exactly n_expert_used experts are predicted; the share of them that is in R.
 - top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was.
 - precision and recall of a prefetcher that requests the n most probable.
-- FETCHRATE_i(k) and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k): see `LinkModel.fetch_rates`.
+- FETCHRATE_i(k), which predictors/study/fetching.py counts, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k).
 An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
 Figures are over the predictions made; their share of those due is `coverage`. No layer precedes the first MoE layer:
 means over layers leave it out.
@@ -13,8 +13,7 @@ means over layers leave it out.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,39 +26,6 @@ WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class LinkModel:
-    """A modelled link and computer: bytes per second, latency of a transfer, compute time of one MoE layer for a token.
-
-    The latency counts once for all transfers of one layer.
-    """
-
-    bytes_per_s: float
-    latency_us: float = 0.0
-    layer_compute_us: float = 1000.0
-
-    def fetch_rates(self, distance: int, n_rows: int, n_experts: int, expert_bytes: int) -> list[float]:
-        """FETCHRATE (ProMoE, section 4.1) of each of n_rows MoE layers: the share of its n_experts that is in time.
-
-        ProMoE defines it in words only. Here every layer's experts are predicted `distance` layers before it, or at
-        the first layer (footnote 1), and those of the first layer one layer before it. All of them are fetched over
-        one link, one layer after another, so that a layer waits for what was predicted before it; what has not arrived
-        when a layer begins is dropped. Layers compute without stalls and none of the experts is resident: demand on
-        the same link fetches less, a warm cache needs less.
-        """
-        expert_us = expert_bytes / self.bytes_per_s * 1e6
-        free_us = -math.inf
-        rates = list[float]()
-        for row in range(n_rows):
-            predicted_at = max(row - distance, 0) if row else -1
-            begins_us = row * self.layer_compute_us
-            start_us = max(predicted_at * self.layer_compute_us, free_us) + self.latency_us
-            whole = min(max(math.floor((begins_us - start_us) / expert_us + 1e-9), 0), n_experts)
-            free_us = start_us + whole * expert_us if whole == n_experts else max(begins_us, free_us)
-            rates.append(whole / n_experts)
-        return rates
 
 
 @dataclass(frozen=True)
@@ -76,8 +42,6 @@ class Figures:
     accuracy: float | None
     top_k_hit: float | None
     at_least_one: float | None
-    fetch_rate: float | None
-    good_pred: float | None
     precision: tuple[float | None, ...]
     recall: tuple[float | None, ...]
     moved_per_useful: tuple[float | None, ...]
@@ -89,7 +53,7 @@ class PredictorScore:
 
     means: {distance: mean over layers}. layers: {distance: {il: figures}}. fresh: the fresh-gate control (distance 0:
     the router's own input through the router), None without one; its accuracy must be 1. batch_accuracy: ExpertFlow's,
-    {distance: ...}, only from `score`.
+    {distance: ...}, only from `score`. fetch_rates: {distance: FETCHRATE}, only with a link.
     """
 
     name: str
@@ -97,6 +61,13 @@ class PredictorScore:
     layers: dict[int, dict[int, Figures]]
     fresh: Figures | None = None
     batch_accuracy: dict[int, float | None] | None = None
+    fetch_rates: dict[int, float | None] = field(default_factory=dict)
+
+    def good_pred(self, distance: int) -> float | None:
+        """Returns GOODPRED; None where either factor is unknown."""
+        rate = self.fetch_rates.get(distance)
+        accuracy = self.means[distance].accuracy
+        return None if rate is None or accuracy is None else rate * accuracy
 
 
 class LayerLru:
@@ -166,22 +137,21 @@ class Tally:
             self._increments[n_used] = np.array([*rows, (0, 0, 0, 0)], np.int64)
         return self._increments[n_used]
 
-    def mean(self, column: int, link: LinkModel | None) -> Figures:
+    def mean(self, column: int) -> Figures:
         """Figures of one distance over all layers but the first."""
         first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
-        return self.figures(column, np.arange(first, len(self.shape.layers)), link)
+        return self.figures(column, np.arange(first, len(self.shape.layers)))
 
-    def by_layer(self, column: int, link: LinkModel | None) -> dict[int, Figures]:
+    def by_layer(self, column: int) -> dict[int, Figures]:
         """{il: figures} of one distance."""
-        return {il: self.figures(column, np.array([row]), link) for row, il in enumerate(self.shape.layers)}
+        return {il: self.figures(column, np.array([row])) for row, il in enumerate(self.shape.layers)}
 
-    def figures(self, column: int, rows: Ids, link: LinkModel | None) -> Figures:
+    def figures(self, column: int, rows: Ids) -> Figures:
         """Figures of one distance (by its position in `distances`), pooled over these MoE layers."""
         used, right, all_right, any_right = self.tokens[column, rows].T
         ranks = self.ranks[column, rows].sum(axis=0)
         due = int(ranks[0, 1:].sum())
         predicted = int(ranks[0, WRONG:].sum())
-        fetched = self._fetch_rates(self.distances[column], rows, link)
         n_requested = np.cumsum(ranks[:, WRONG:].sum(axis=1))
         n_right = np.cumsum(ranks[:, RIGHT:].sum(axis=1))
         n_moved = np.cumsum(ranks[:, WRONG + ABSENT] + ranks[:, RIGHT + ABSENT])
@@ -193,19 +163,10 @@ class Tally:
             accuracy=ratio(right.sum(), n_used),
             top_k_hit=ratio(all_right.sum(), predicted),
             at_least_one=ratio(any_right.sum(), predicted),
-            fetch_rate=None if fetched is None else ratio(used @ fetched, n_used),
-            good_pred=None if fetched is None else ratio(right @ fetched, n_used),
             precision=ratios(n_right, n_requested),
             recall=ratios(n_right, np.full_like(n_right, n_used)),
             moved_per_useful=ratios(n_moved, n_useful),
         )
-
-    def _fetch_rates(self, distance: int, rows: Ids, link: LinkModel | None) -> npt.NDArray[np.float64] | None:
-        """FETCHRATE for each row."""
-        if link is None:
-            return None
-        shape = self.shape
-        return np.array(link.fetch_rates(distance, len(shape.layers), shape.n_expert_used, shape.expert_bytes))[rows]
 
 
 def ratio(part: float, whole: float) -> float | None:

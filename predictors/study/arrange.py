@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,21 +49,40 @@ def separated(trace: Trace) -> Trace:
     return replace(part, token_sequence=None, token_phase=None)
 
 
-def grouped(trace: Trace, passes: Sequence[Indices]) -> Trace:
-    """Passes of these tokens (indices into the trace), each announced where its tokens are known."""
+def joined(trace: Trace, before: Trace) -> Trace:
+    """The passes of `before`, whose requests get other numbers, and then the trace's. Both have passes of one request
+    each, of one model."""
+    first = 1 + max(trace.sequences(), default=-1)
+    parts = replace(before, pass_sequence=before.pass_sequence + np.int32(first)), trace
+    labels = {first + sequence: label for sequence, label in before.header.labels.items()} | trace.header.labels
+    along_tokens = {"tokens": 0, "expert_ids": 1, "weights": 1, "inputs": 1}
+    along_passes = dict.fromkeys(("pass_sequence", "pass_phase", "pass_first_token", "pass_ns"), 0)
+    columns = along_passes | along_tokens
+    both = {name: [getattr(part, name) for part in parts] for name in columns}
+    arrays: dict[str, Any] = {
+        name: None if any(part is None for part in found) else np.concatenate(found, axis=columns[name])
+        for name, found in both.items()
+    }
+    starts = np.concatenate([before.pass_start, before.n_tokens + trace.pass_start[1:]])
+    return replace(trace, header=replace(trace.header, labels=labels), pass_start=starts, **arrays)
+
+
+def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray[np.int32]] | None = None) -> Trace:
+    """Passes of these tokens (indices into the trace), each announced where its tokens are known. names: the request
+    of each of them; None: as in the trace."""
     lengths = [len(tokens) for tokens in passes]
     tokens = np.concatenate([np.empty(0, np.int64), *passes])
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    firsts = tokens[starts[:-1]]
     pass_of = np.repeat(np.arange(len(passes)), lengths)
     phases = np.full(len(passes), Phase.PREFILL, np.uint8)
     known = np.ones(len(passes), np.bool_)
     np.maximum.at(phases, pass_of, trace.phase_of[tokens])
     np.logical_and.at(known, pass_of, trace.tokens[tokens] >= 0)
-    by_token = {"token_sequence": trace.sequence_of[tokens], "token_phase": trace.phase_of[tokens]}
+    sequence_of = trace.sequence_of[tokens] if names is None else np.concatenate(names)
+    by_token = {"token_sequence": sequence_of, "token_phase": trace.phase_of[tokens]}
     return replace(
         trace,
-        pass_sequence=trace.sequence_of[firsts],
+        pass_sequence=sequence_of[starts[:-1]],
         pass_phase=phases,
         pass_first_token=np.where(known, 0, -1).astype(np.int32),
         pass_ns=np.arange(len(passes), dtype=np.int64),

@@ -13,7 +13,6 @@ from moegguf.models.catalog import find_model
 from moegguf.terminal.messages import run_with_exit_code
 from moegguf.trace.analysis import TraceAnalysis
 from moegguf.trace.simulate import SimOptions
-from predictors.study.accuracy import LinkModel
 from predictors.study.controls import ORACLE, FreshGate, Oracle
 from predictors.study.token_scheduler import RoutingPaths, make_paths
 
@@ -29,7 +28,7 @@ class Study(TraceAnalysis):
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
-        """`open`, with the model by name. Raises its errors, and those of `find_model`."""
+        """`open`, with the model by name. Raises the errors of both `open` and `find_model`."""
         return cls.open(file, find_model(model) if model else None, folder)
 
     known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)
@@ -45,16 +44,11 @@ class Study(TraceAnalysis):
         return make_paths(name, self.trace.shape, self.artifacts)
 
 
-def link_model(link: float | None, latency: float, layer_compute: float) -> LinkModel | None:
-    """The link of these options (GB/s, us, us); None without one."""
-    return LinkModel(link * 1e9, latency, layer_compute) if link else None
-
-
-def sim_options(link: LinkModel) -> SimOptions:
-    """A replay over this link."""
-    return SimOptions(
-        link_bytes_per_s=link.bytes_per_s, link_latency_s=link.latency_us / 1e6, layer_compute_us=link.layer_compute_us
-    )
+def sim_options(link: float | None, latency: float, layer_compute: float) -> SimOptions | None:
+    """Returns a replay over the link of these options (GB/s, us, us); None without one."""
+    if not link:
+        return None
+    return SimOptions(link_bytes_per_s=link * 1e9, link_latency_s=latency / 1e6, layer_compute_us=layer_compute)
 
 
 def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> int:

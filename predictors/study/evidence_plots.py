@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import matplotlib
 
-from predictors.study.figures import figures, ratios, read_result
+from predictors.study.figures import figures, read_result, speed_of
 from predictors.study.papers import LINKS, NAMES
+from predictors.study.subjects import DEMO, LABORATORY, SUBJECTS
 from tools.models.locality import LOCALITIES
 
 matplotlib.use("svg")
@@ -23,12 +24,13 @@ STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axe
 def draw(folder: Path) -> None:
     """Writes every plot, the same bytes from the same results."""
     with pyplot.rc_context(STYLE):
-        if read_result("hits") and read_result("accuracy"):
+        if read_result(f"{LABORATORY}/hits") and read_result(f"{LABORATORY}/accuracy"):
             _save(_model(), folder / "laboratory-model.svg")
-        for paper in filter(lambda paper: read_result(f"link-{paper}"), LINKS):
-            _save(_speeds(f"link-{paper}", f"{NAMES[paper]}: 25 % of the experts"), folder / f"{paper}.svg")
-        if read_result("ablation"):
-            _save(_speeds("ablation", "ProMoE, step by step: 25 % of the experts"), folder / "promoe-steps.svg")
+        steps = {f"link-{paper}": (NAMES[paper], paper) for paper in LINKS}
+        for step, (title, file) in (steps | {"ablation": ("ProMoE, step by step", "promoe-steps")}).items():
+            found = [name for name in (DEMO, LABORATORY) if read_result(f"{name}/{step}")]
+            if found:
+                _save(_speeds(found, step, f"{title}: 25 % of the experts"), folder / f"{file}.svg")
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -39,7 +41,7 @@ def _save(figure: Any, path: Path) -> None:
 def _model() -> Any:
     """Hit rates of LRU by share, and skip's accuracy by distance, beside what was published."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 2.6))
-    own = {float(share): rate for share, rate in figures("hits")["lru"].items()}
+    own = {float(share): rate for share, rate in figures(f"{LABORATORY}/hits")["lru"].items()}
     left.plot(list(own), list(own.values()), "o-", color="black", label="laboratory model, 8 of 64")
     for name, marker in (("qwen3-30b", "^"), ("glm", "s"), ("olmoe", "*")):
         known = LOCALITIES[name]
@@ -48,7 +50,7 @@ def _model() -> Any:
         left.plot(list(rates), list(rates.values()), marker, label=label)
     left.set(xlabel="share of the experts in memory", ylabel="hits of LRU while decoding", ylim=(0, 1))
     left.legend(frameon=False, fontsize=7)
-    skip = {int(k): of["accuracy"] for k, of in figures("accuracy")["skip"].items()}
+    skip = {int(k): of["accuracy"] for k, of in figures(f"{LABORATORY}/accuracy")["skip"].items()}
     right.plot(list(skip), list(skip.values()), "o-", color="black", label="laboratory model")
     for name, found in PUBLISHED_SKIP.items():
         right.plot(list(found), list(found.values()), "^", label=name)
@@ -57,17 +59,22 @@ def _model() -> Any:
     return figure
 
 
-def _speeds(step: str, title: str) -> Any:
-    """Speed of each system against the papers' base: median over requests, from the least to the greatest."""
-    systems = figures(step)["systems"]
-    base = systems.get("none") or next(iter(systems.values()))
-    figure, axis = pyplot.subplots(figsize=(5.4, 0.5 + 0.24 * len(systems)))
-    for place, of in enumerate(systems.values()):
-        found = ratios(base, of)
-        axis.barh(place, median(found), color="0.75")
-        axis.plot([min(found), max(found)], [place, place], color="black", linewidth=1)
-    axis.set_yticks(range(len(systems)), list(systems))
-    axis.invert_yaxis()
-    axis.axvline(1, color="black", linewidth=0.5)
-    axis.set(xlabel="speed against LRU without prefetching; lines: least to greatest of the requests", title=title)
+def _speeds(names: Sequence[str], step: str, title: str) -> Any:
+    """Speed of each system against the papers' base on each model: the median over requests, and its interval."""
+    figure, axes = pyplot.subplots(len(names), squeeze=False, sharex=True, layout="constrained")
+    height = 0.4
+    for axis, name in zip(axes[:, 0], names, strict=True):
+        of_name = figures(f"{name}/{step}")["systems"]
+        base = "none" if "none" in of_name else next(iter(of_name))
+        for place, system in enumerate(of_name):
+            found = speed_of(f"{name}/{step}", system, base)
+            axis.barh(place, found.value, color="0.75")
+            axis.plot([found.low, found.high], [place, place], color="black", linewidth=1)
+        axis.set_yticks(range(len(of_name)), list(of_name))
+        axis.invert_yaxis()
+        axis.axvline(1, color="black", linewidth=0.5)
+        axis.set_title(f"{title}, {SUBJECTS[name].title}")
+        height += 0.4 + 0.24 * len(of_name)
+    axis.set_xlabel("speed against LRU without prefetching; lines: the interval over requests")
+    figure.set_size_inches(5.4, height)
     return figure

@@ -1,7 +1,7 @@
-"""Figures that the pages ask for, out of the recorded results: as text, and as numbers that verdicts are taken by.
+"""Figures that the pages ask for, out of the recorded results: as text, and as estimates that verdicts are taken by.
 
-A question is `KIND,STEP,...`, and what follows depends on its kind; STEP/SETTING is one setting of a step that has
-several. Results lie in predictors/results/ (`predictors/study/regenerate.py`).
+A question is `KIND,STEP,...`, and what follows depends on its kind; STEP:SETTING is one setting of a step that has
+several. A result's name is MODEL/STEP, and lies in predictors/results/ (`predictors/study/regenerate.py`).
 """
 
 from __future__ import annotations
@@ -9,46 +9,68 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from predictors.study.intervals import (
+    Estimate,
+    Statistic,
+    difference_of_means,
+    mean_of_median_ratios,
+    median_ratio,
+    paired_estimate,
+    ratio_of_means,
+)
+
 RESULTS = Path(__file__).parents[1] / "results"
 FIGURE = re.compile(r"\{([^}]+)\}")
 NONE = "–"
-WITHIN, RUN = 1.02, 3  # of what has recovered: the mean over so many requests
+WITHIN, RUN = 1.02, 3  # a system has recovered where the mean over RUN requests is within this factor
 
 
 class NotCountedError(KeyError):
-    """Nothing is recorded of a step."""
+    """A figure is not there, since nothing is recorded of its step."""
 
     def __str__(self) -> str:
-        return f"not counted yet: `python -m predictors.study.regenerate --only {self.args[0]}`"
+        model, _, step = self.args[0].partition("/")
+        return f"not counted yet: `python -m predictors.study.regenerate --model {model} --only {step}`"
+
+
+class NotThereError(NotCountedError):
+    """A figure is not there, since its step has none of this kind for this model."""
+
+    def __str__(self) -> str:
+        return "this model, or the earlier version that was recorded, has no such figure"
 
 
 def read_result(name: str) -> dict[str, Any] | None:
-    """What was recorded; None where nothing was."""
+    """Returns a recorded result; None where nothing was recorded."""
     path = RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
 
 
-def figures(step: str) -> dict[str, Any]:
-    """What a step counted. Raises NotCountedError."""
-    found = read_result(step)
+def figures(name: str) -> dict[str, Any]:
+    """Returns the figures of a step. Raises NotCountedError."""
+    found = read_result(name)
     if found is None:
-        raise NotCountedError(step)
+        raise NotCountedError(name)
     return dict(found["figures"])
 
 
-def systems(step: str) -> Mapping[str, Any]:
-    """{system: its figures} of a step, or of one of its settings."""
-    name, _, setting = step.partition("/")
+def systems(name: str) -> Mapping[str, Any]:
+    """{system: its figures} of a step, or of one of its settings. Raises NotCountedError."""
+    name, _, setting = name.partition(":")
     found = figures(name)
-    return dict(found["settings"][setting] if setting else found["systems"])
+    parts = found["settings"].get(setting) if setting else found["systems"]
+    if parts is None:
+        raise NotThereError(name)
+    return dict(parts)
 
 
 def ratios(base: Mapping[str, Any], other: Mapping[str, Any], of: str = "token_ms") -> list[float]:
-    """How many times as fast `other` is as `base`, request by request: with tokens, or with prompts."""
+    """Returns the speed of `other` beside `base`, request by request: with tokens, or with prompts."""
     return [one / two for one, two in zip(base[of], other[of], strict=True)]
 
 
@@ -68,79 +90,175 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{share:.1%}".replace("%", " %")
 
 
-def text_of(text: str) -> str:
-    """The text with every question in braces answered."""
-    return FIGURE.sub(lambda found: _text(*found[1].split(",")), text)
+def text_of(text: str, model: str) -> str:
+    """The text with every question in braces answered for a model, where there is an answer. Raises NotCountedError
+    where there is none to any of them."""
+    missing = list[NotCountedError]()
+
+    def answered(found: re.Match[str]) -> str:
+        try:
+            return _text(*_parts(found[1], model))
+        except NotCountedError as error:
+            missing.append(error)
+            return NONE
+
+    answer = FIGURE.sub(answered, text)
+    if missing and len(missing) == len(FIGURE.findall(text)):
+        raise missing[0]
+    return answer
 
 
-def number_of(question: str) -> float:
-    """The answer as a number; of several requests the median."""
+def estimate_of(question: str, model: str) -> Estimate:
+    """The answer with its interval; of a figure that no requests were drawn for, the figure alone. Raises
+    NotCountedError."""
+    kind, name, *keys = _parts(question, model)
+    if kind in PAIRED:
+        return PAIRED[kind](name, keys).estimate
+    return Estimate.plain(NUMBERS[kind](name, keys))
+
+
+def speed_of(name: str, system: str, base: str) -> Estimate:
+    """Returns the speed of a system beside another one of a step or of one of its settings. Raises NotCountedError."""
+    return _speeds(name, [system, base]).estimate
+
+
+def steps_of(text: str) -> set[str]:
+    """The steps that the questions in braces, or the question itself, ask for."""
+    questions = FIGURE.findall(text) or ([text] if "," in text else [])
+    return {question.split(",")[1].partition(":")[0] for question in questions}
+
+
+def _parts(question: str, model: str) -> tuple[str, ...]:
     kind, step, *keys = question.split(",")
-    return NUMBERS[kind](step, keys)
+    return kind, f"{model}/{step}", *keys
 
 
-def _text(kind: str, step: str, *keys: str) -> str:
-    if kind in RATIOS:
-        return spread(RATIOS[kind](step, keys)) + "x"
+def interval(found: Estimate, decimals: int = 2) -> str:
+    """The figure and its interval."""
+    value, low, high = (f"{one:.{decimals}f}" for one in (found.value, found.low, found.high))
+    return value if found.low == found.high else f"{value} [{low} to {high}]"
+
+
+def _text(kind: str, name: str, *keys: str) -> str:
+    if kind == "points":
+        points = PAIRED[kind](name, keys).estimate
+        return interval(Estimate(*(100 * one for one in (points.value, points.low, points.high))), 1) + " points"
+    if kind in PAIRED:
+        return interval(PAIRED[kind](name, keys).estimate) + "x"
     if kind == "spread":
-        return spread([100 * value for value in _at(figures(step), keys)], 0) + " %"
+        return spread([100 * value for value in _at(name, keys)], 0) + " %"
     if kind == "medians":
-        return ", ".join(f"{median(_speeds(f'{step}/{name}', keys)):.2f}x" for name in figures(step)["settings"])
+        settings = figures(name)["settings"]
+        found = {one: interval(_speeds(f"{name}:{one}", keys).estimate) for one in settings}
+        return ", ".join(f"{one}: {speed}x" for one, speed in found.items())
     if kind == "readies":
-        return ", ".join(percent(of[keys[0]]["ready"]) for of in figures(step)["settings"].values())
+        return ", ".join(f"{one}: {percent(of[keys[0]]['ready'])}" for one, of in figures(name)["settings"].items())
     if kind == "recovery":
-        found = [_recovered(of) for of in figures(step)["kinds"].values()]
-        back = [n for n in found if n is not None]
-        return f"{min(back)} to {max(back)} (in {len(back)} of {len(found)} kinds)"
-    value = NUMBERS[kind](step, keys)
+        found_n = [_recovered(of) for of in figures(name)["kinds"].values()]
+        back = [n for n in found_n if n is not None]
+        return f"{min(back)} to {max(back)} (in {len(back)} of {len(found_n)} kinds)" if back else "none"
+    value = NUMBERS[kind](name, keys)
     if kind in ("share", "ahead", "saved"):
         return percent(value)
-    return f"{value:.2f}x" if kind in ("stall", "tail", "loss", "median") else f"{value:.2f}".rstrip("0").rstrip(".")
+    return f"{value:.2f}x" if kind in ("tail", "loss") else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _at(found: Any, keys: Sequence[str]) -> Any:
-    for key in keys:
-        found = found[int(key)] if isinstance(found, list) else found[key]
+def _at(name: str, keys: Sequence[str]) -> Any:
+    """The figure at these keys. Raises NotThereError."""
+    found: Any = figures(name)
+    try:
+        for key in keys:
+            found = found[int(key)] if isinstance(found, list) else found[key]
+    except (KeyError, IndexError):
+        raise NotThereError(name) from None
     return found
 
 
-def _number(step: str, keys: Sequence[str]) -> float:
-    found = _at(figures(step), keys)
+def _number(name: str, keys: Sequence[str]) -> float:
+    found = _at(name, keys)
     if found is None:
-        raise NotCountedError(step)
+        raise NotThereError(name)
     return float(found)
 
 
-def _base(step: str, keys: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The system that is compared with, or the first, and the one asked for."""
-    found = systems(step)
-    return found[keys[1] if keys[1:] else next(iter(found))], found[keys[0]]
+@dataclass(frozen=True)
+class Paired:
+    """A statistic of columns over the same requests."""
+
+    columns: list[Sequence[float]]
+    statistic: Statistic
+
+    @property
+    def estimate(self) -> Estimate:
+        """The figure and its interval."""
+        return paired_estimate(self.columns, self.statistic)
 
 
-def _speeds(step: str, keys: Sequence[str]) -> list[float]:
-    return ratios(*_base(step, keys))
+def _base(name: str, keys: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The system that is compared with, or the first, and the one asked for. Raises NotCountedError."""
+    found = systems(name)
+    base = keys[1] if keys[1:] else next(iter(found))
+    if base not in found or keys[0] not in found:
+        raise NotThereError(name)
+    return found[base], found[keys[0]]
 
 
-def _stall(step: str, keys: Sequence[str]) -> float:
-    base, own = _base(step, keys)
-    return float(base["stall_ms"] / own["stall_ms"])
+def _speeds(name: str, keys: Sequence[str]) -> Paired:
+    return Paired([of["token_ms"] for of in _base(name, keys)], median_ratio)
 
 
-def _tail(step: str, keys: Sequence[str]) -> float:
+def _prompts(name: str, keys: Sequence[str]) -> Paired:
+    return Paired([of["prompt_ms"] for of in _base(name, keys)], median_ratio)
+
+
+def _wholes(name: str, keys: Sequence[str]) -> Paired:
+    return Paired([wholes(of) for of in _base(name, keys)], median_ratio)
+
+
+def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
+    """A figure of each request; of all of them together where an earlier version recorded no other."""
+    return of["by_request"][name] if "by_request" in of else [of[name]]
+
+
+def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]], Paired]:
+    """A statistic of the base's figures of each request and the system's."""
+    return lambda name, keys: Paired([_by_request(of, measure) for of in _base(name, keys)], statistic)
+
+
+def _points(name: str, keys: Sequence[str]) -> Paired:
+    """The system's hits less the base's hits."""
+    base, own = _base(name, keys)
+    return Paired([_by_request(own, "ready"), _by_request(base, "ready")], difference_of_means)
+
+
+def _mean_speed(name: str, keys: Sequence[str]) -> Paired:
+    """The mean over settings."""
+    pairs = [_speeds(f"{name}:{setting}", keys).columns for setting in figures(name)["settings"]]
+    return Paired([column for pair in pairs for column in pair], mean_of_median_ratios)
+
+
+def _tail(name: str, keys: Sequence[str]) -> float:
     """The 99th percentile of tokens over the mean."""
-    own = systems(step)[keys[0]]
+    own = systems(name)[keys[0]]
     return float(own["percentiles_ms"]["99"] / fmean(own["token_ms"]))
 
 
-def _less(step: str, keys: Sequence[str]) -> float:
+def _less(name: str, keys: Sequence[str]) -> float:
     """The second of two figures, less the first."""
     half = len(keys) // 2
-    found = figures(step)
-    return float(_at(found, keys[half:]) - _at(found, keys[:half]))
+    return _number(name, keys[half:]) - _number(name, keys[:half])
 
 
-def _saved(step: str, keys: Sequence[str]) -> float:
-    orders = figures(step)["at_once"][keys[0]]
+def _steadier(name: str, keys: Sequence[str]) -> float:
+    """Hits that the base loses between two settings, less the hits that the system loses."""
+    own, base, first, second = keys
+    lost = [_number(name, ["settings", first, of, "ready"]) - _number(name, ["settings", second, of, "ready"])
+            for of in (base, own)]  # fmt: skip
+    return lost[0] - lost[1]
+
+
+def _saved(name: str, keys: Sequence[str]) -> float:
+    orders = _at(name, ["at_once", keys[0]])
     return float(1 - orders[keys[1]]["experts"] / orders["fifo"]["experts"])
 
 
@@ -152,38 +270,39 @@ def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
     return next((at for at, ratio in enumerate(runs) if ratio <= WITHIN), None)
 
 
-def _loss(step: str, keys: Sequence[str]) -> float:
+def _loss(name: str, keys: Sequence[str]) -> float:
     """The first request after a shift beside itself where its kind was known, the median over kinds."""
-    return median(of["shifted_ms"][0] / of["known_ms"][0] for of in figures(step)["kinds"].values())
+    return median(of["shifted_ms"][0] / of["known_ms"][0] for of in figures(name)["kinds"].values())
 
 
-def _regained(step: str, keys: Sequence[str]) -> float:
+def _regained(name: str, keys: Sequence[str]) -> float:
     """Requests until the last kind had recovered, times -1. Raises NotCountedError where one did not among those that
     were counted."""
-    found = [_recovered(of) for of in figures(step)["kinds"].values()]
+    found = [_recovered(of) for of in figures(name)["kinds"].values()]
     if None in found:
-        raise NotCountedError(step)
-    return -max(n for n in found if n is not None)
+        raise NotCountedError(name)
+    return -float(max(n for n in found if n is not None))
 
 
-RATIOS: dict[str, Callable[[str, Sequence[str]], list[float]]] = {
+PAIRED: dict[str, Callable[[str, Sequence[str]], Paired]] = {
     "speed": _speeds,
-    "first": lambda step, keys: ratios(*_base(step, keys), of="prompt_ms"),
-    "whole": lambda step, keys: [a / b for a, b in zip(*map(wholes, _base(step, keys)), strict=True)],
+    "first": _prompts,
+    "whole": _wholes,
+    "mean_speed": _mean_speed,
+    "stall": _of_each("stall_ms", ratio_of_means),
+    "moved": _of_each("experts", ratio_of_means),
+    "points": _points,
 }
 NUMBERS: dict[str, Callable[[str, Sequence[str]], float]] = {
-    **{kind: lambda step, keys, of=of: median(of(step, keys)) for kind, of in RATIOS.items()},  # type: ignore[misc]
-    "median": lambda step, keys: median(_speeds(step, keys)),
-    "mean_speed": lambda step, keys: fmean(median(_speeds(f"{step}/{n}", keys)) for n in figures(step)["settings"]),
-    "stall": _stall,
     "tail": _tail,
-    "below_tail": lambda step, keys: -_tail(step, keys),
-    "ahead": lambda step, keys: float(systems(step)[keys[0]]["ahead"][int(keys[1])]),
+    "below_tail": lambda name, keys: -_tail(name, keys),
+    "ahead": lambda name, keys: _number(name, ["systems", keys[0], "ahead", keys[1]]),
     "share": _number,
     "number": _number,
-    "below": lambda step, keys: -_number(step, keys),
-    "unused": lambda step, keys: 1 - median(_at(figures(step), keys)),
+    "below": lambda name, keys: -_number(name, keys),
+    "unused": lambda name, keys: 1 - median(_at(name, keys)),
     "less": _less,
+    "steadier": _steadier,
     "saved": _saved,
     "loss": _loss,
     "regained": _regained,

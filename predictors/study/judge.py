@@ -13,7 +13,9 @@ import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
-from predictors.study.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, LinkModel, PredictorScore, Tally
+from moegguf.trace.simulate import SimOptions
+from predictors.study.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, PredictorScore, Tally
+from predictors.study.fetching import FetchCount
 
 DISTANCES = (1, 2, 4, 8)
 BEFORE = -1  # the row before a pass's first MoE layer
@@ -33,7 +35,7 @@ class Judge:
 
     control: a predictor that is the router itself, at distance 0 for the event just observed. Its accuracy must be 1:
     if not, the events do not match the model. A predictor with a reach of 0 is its own control. lru_share: share of
-    each layer's experts in the LRU cache that moved_per_useful assumes.
+    each layer's experts in the LRU cache that moved_per_useful and FETCHRATE assume. link: FETCHRATE is counted on it.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Judge:
         *,
         control: Predictor | None = None,
         lru_share: float = 0.25,
+        link: SimOptions | None = None,
     ) -> None:
         self.predictor = predictor
         self.control = predictor if control is None and predictor.reach == 0 else control
@@ -55,6 +58,7 @@ class Judge:
         self.tally = Tally(shape, self.distances)
         self.fresh = Tally(shape, (0,))
         self._lru = LayerLru(shape, lru_share)
+        self._fetches = [] if link is None else [FetchCount(shape, link) for _ in self.distances]
         self._plans = self._make_plans()
         self._pending: Ids = np.full((len(shape.layers), len(self.distances), self.tally.n_rank), NOT_DUE)
         most = max(len(plan.targets) for plan in self._plans.values())
@@ -68,6 +72,8 @@ class Judge:
         for predictor in self._driven:
             predictor.announce(announcement)
         self._pending.fill(NOT_DUE)
+        for fetches in self._fetches:
+            fetches.begin_pass()
         self._announced = True
         if announcement.phase == Phase.DECODE and len(announcement.tokens) == 1:
             self._predict_from(BEFORE)
@@ -84,6 +90,8 @@ class Judge:
             used = used[valid]
         measured = self._single and len(used) > 0
         if measured:
+            for fetches in self._fetches:
+                fetches.route(row)
             self.tally.add(row, self._pending[row], used, self._lru.absent[row])
             self.on_comparison(event, row, self._pending[row], used)
         if len(used):
@@ -93,15 +101,18 @@ class Judge:
         if measured:
             self._measure_control(row, used)
             self._predict_from(row)
+            for fetches in self._fetches:
+                fetches.compute()
 
-    def table(self, link: LinkModel | None = None) -> PredictorScore:
-        """The figures so far; FETCHRATE and GOODPRED only with a link."""
+    def table(self) -> PredictorScore:
+        """The figures so far."""
         columns = {distance: column for column, distance in enumerate(self.distances)}
         return PredictorScore(
             name=self.predictor.name,
-            means={distance: self.tally.mean(column, link) for distance, column in columns.items()},
-            layers={distance: self.tally.by_layer(column, link) for distance, column in columns.items()},
-            fresh=self.fresh.mean(0, None) if self.fresh.tokens.any() else None,
+            means={distance: self.tally.mean(column) for distance, column in columns.items()},
+            layers={distance: self.tally.by_layer(column) for distance, column in columns.items()},
+            fresh=self.fresh.mean(0) if self.fresh.tokens.any() else None,
+            fetch_rates={distance: of.rate for distance, of in zip(self.distances, self._fetches, strict=False)},
         )
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
@@ -150,6 +161,10 @@ class Judge:
         for line, (il, distance) in zip(probabilities, plan.targets, strict=True):
             self._predict(self.predictor, il, distance, line)
         self._pending[plan.rows, plan.columns] = self._ranked(probabilities)[plan.lines]
+        for target, column in zip(plan.rows.tolist(), plan.columns.tolist(), strict=True) if self._fetches else ():
+            named = self._pending[target, column, : self.shape.n_expert_used]
+            named = named[named >= 0]
+            self._fetches[column].predict(target, named[self._lru.absent[target, named]].tolist())
 
     def _predict(self, predictor: Predictor, il: int, distance: int, line: Float32s) -> None:
         """Puts the probabilities into `line` (n_expert,); zeros without valid ones."""

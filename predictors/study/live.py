@@ -1,12 +1,13 @@
 """Strategies in real time behind a simulated link: the same requests for all in turns, each by a process of its own.
 
-    python -m predictors.study.live --work build/evidence --paper promoe
+    python -m predictors.study.live --paper promoe
 
-Layers compute on one processor; link, readers, predictors and controller have the other one. How long an expert takes
-beside a layer is as in the paper named: the link is as fast as that asks for, beside a layer's time measured here with
-every expert resident. Requests are those of `predictors/study/requests.py` for reporting, their answers texts that
-exist, read token by token; the first ones warm caches and end the trials of moegguf's prefetching, and are not counted.
-Writes predictors/results/live-PAPER.json. The machine must be idle.
+Layers compute on one processor; link, readers, predictors and controller have the other one. How long the experts that
+a token uses of a layer take beside it is as in the paper named: the link is as fast as that asks for, beside a layer's
+time measured here with every expert resident. Requests are those of `predictors/study/requests.py` for reporting, their
+answers texts that exist, read token by token; the first ones warm caches and end the trials of moegguf's prefetching,
+and are not counted.
+Writes predictors/results/laboratory/live-PAPER.json. The machine must be idle.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from moegguf.bench.measure import load
 from moegguf.bench.series import Spec, Test
 from moegguf.engine.llama import Llama
 from moegguf.native.events import Phase
-from predictors.study.papers import LINKS, write_collections
-from predictors.study.regenerate import BASES, N_COUNTED, N_ENTRIES, Bench, write_result
+from predictors.study.papers import BASES, LINKS, write_collections
+from predictors.study.regenerate import N_COUNTED, N_ENTRIES, write_result
+from predictors.study.subjects import LABORATORY, WORK, Bench
 
 N_WARM, N_TOKENS, SHARE = 6, 32, 0.25
 RESIDENT = "resident"
@@ -117,7 +119,7 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
     """Those to warm up with, then those that are counted, as in the simulation."""
     trace = bench.reporting.trace
-    counted = bench.workload.counted
+    counted = bench.some(N_COUNTED).counted
     chosen = [*[s for s in trace.sequences() if s not in counted][:N_WARM], *counted[:N_COUNTED]]
     phases = [
         [trace.tokens[(trace.sequence_of == s) & (trace.phase_of == phase)].tolist() for phase in Phase] for s in chosen
@@ -140,7 +142,7 @@ def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
     if "moe-infinity" in systems:  # it has learned the requests that were measured last
         write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
     layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
-    expert_us = LINKS[paper].expert_us / LINKS[paper].layer_us * layer
+    expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
     link = f"{shape.expert_bytes / expert_us:.3f}MB/s"
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     with ExitStack() as stack:
@@ -184,7 +186,7 @@ def _folder(model: str) -> Path:
 def main(given: Sequence[str] | None = None) -> int:
     """Measures a paper; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("build/evidence"), help="what `regenerate` made")
+    parser.add_argument("--work", type=Path, default=WORK / LABORATORY, help="what `regenerate` made")
     parser.add_argument("--paper", choices=LINKS, default="promoe", help="whose times count")
     parser.add_argument(
         "--systems",
@@ -198,7 +200,7 @@ def main(given: Sequence[str] | None = None) -> int:
         os.dup2(2, 1)  # what libraries print
         Worker(**args.worker).serve(sys.stdin, answers)
         return 0
-    bench = Bench(args.work)
+    bench = Bench(LABORATORY, args.work)
     systems = args.systems.split(",") if args.systems else [*BASES, *LINKS]
     write_result(f"live-{args.paper}", bench, f"live --paper {args.paper}", measure(bench, args.paper, systems))
     return 0

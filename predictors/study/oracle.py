@@ -18,7 +18,7 @@ from moegguf.cli.trace_tables import print_notes, print_simulation
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.terminal.tables import print_json
 from moegguf.trace.simulate import SimOptions
-from predictors.study.common import Study, link_model, run, sim_options
+from predictors.study.common import Study, run, sim_options
 from predictors.study.controls import ORACLE
 from predictors.study.flags import Compute, Latency, LinkSpeed, Shares, Tokens
 
@@ -35,9 +35,9 @@ def main(
 ) -> None:
     """Replay TRACE without a predictor and with the oracle, on a modelled link prefetching what it predicts."""
     full = Study.load(file, None, None)
-    modelled = link_model(link, latency, layer_compute)
+    modelled = sim_options(link, latency, layer_compute)
     part = full.limited(tokens)
-    options = replace(sim_options(modelled), prefetch=PrefetchOptions()) if modelled else SimOptions()
+    options = replace(modelled, prefetch=PrefetchOptions()) if modelled else SimOptions()
     with showing_progress() as progress:
         rows = part.simulate(split([policy]), ["none", ORACLE], parse_shares(expert_cache), options, progress)
     if as_json:

@@ -1,9 +1,9 @@
 """Strategies at a paper's link and compute times, request by request: simulated, exact, the same on any machine.
 
-An expert takes as long on the modelled link, beside a layer's compute, as in the paper; a pass of several tokens takes
-a layer's time once, as on a GPU that is far from busy. A system runs over requests that warm its cache first and are
-not counted; then each counted request gives a figure of its own, so that a spread is one over requests. What a
-predictor costs is not in the simulated time.
+The experts that a token uses of a layer take as long on the modelled link, beside the layer's compute, as in the paper.
+A pass of several tokens takes a layer's time once, as on a GPU that is far from busy. Some requests warm a system's
+cache first and are not counted. Each counted request has a figure of its own, so that an interval is one over requests.
+Simulated time leaves out the cost of a predictor.
 """
 
 from __future__ import annotations
@@ -17,66 +17,89 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.bench.series import VARIANTS
 from moegguf.controller import weights
 from moegguf.controller.collection import Eamc
 from moegguf.controller.hit_rates import UNMEASURED
 from moegguf.controller.policies import AUTO
 from moegguf.controller.predictors.networks import SKIP
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.strategies import STRATEGIES
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.strategies import EVERY_LAYER, STRATEGIES
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
-from moegguf.trace.simulate import SimOptions, slots_of
+from moegguf.trace.simulate import SimOptions
 from moegguf.trace.trace import Trace
-from predictors.study.arrange import arranged, grouped, used_experts
+from predictors.study.arrange import arranged, grouped, joined, used_experts
 from predictors.study.common import Study
 from predictors.study.replay import Replay
 
 
 @dataclass(frozen=True)
 class Link:
-    """Times of a paper: µs that one expert takes on its link, µs of compute per layer and pass, and whence."""
+    """Times of a paper."""
 
-    expert_us: float
-    layer_us: float
+    expert_us: float  # one expert takes it on the paper's link
+    layer_us: float  # compute of a layer in a pass
+    n_expert_used: int  # experts of a layer that a token of the paper's model uses
     source: str
 
-    def options(self, expert_bytes: int) -> SimOptions:
-        """A replay at these times."""
-        return SimOptions(link_bytes_per_s=expert_bytes / self.expert_us * 1e6, layer_pass_us=self.layer_us)
+    def expert_us_of(self, shape: MoeShape) -> float:
+        """Returns the time of an expert of this shape on the link. A token's experts of a layer then take as long
+        beside the layer's compute as in the paper."""
+        return self.expert_us * self.n_expert_used / shape.n_expert_used
+
+    def options(self, shape: MoeShape) -> SimOptions:
+        """Returns a replay at these times."""
+        link_bytes_per_s = shape.expert_bytes / self.expert_us_of(shape) * 1e6
+        return SimOptions(link_bytes_per_s=link_bytes_per_s, layer_pass_us=self.layer_us)
 
 
 NAMES = {"moe-infinity": "MoE-Infinity", "promoe": "ProMoE", "expertflow": "ExpertFlow", "duoserve": "DuoServe-MoE"}
 LINKS = {
     "moe-infinity": Link(
-        720, 4000, "table 1: DeepSeek-V2-Lite, 24 GB/s, 17.3 MB an expert; 155 - 51 ms of compute over 26 layers"
+        720, 4000, 6, "table 1: DeepSeek-V2-Lite, 6 experts a token, 24 GB/s, 17.3 MB an expert; 155 - 51 ms of compute"
+        " over 26 layers"
     ),
     "promoe": Link(
-        750, 1030, "5.3: DS-1 in fp16, 23 GB/s, 17.3 MB an expert; 39.6 % of 67.9 ms are compute, over 26 layers"
+        750, 1030, 6, "5.3: DS-1 in fp16, 6 experts a token, 23 GB/s, 17.3 MB an expert; 39.6 % of 67.9 ms are compute,"
+        " over 26 layers"
     ),
     "expertflow": Link(
-        790, 790, "none in the paper: Switch-base's experts of 18.9 MB over an A40's 24 GB/s, as much compute a layer"
+        790, 790, 1, "none in the paper: Switch-base's experts of 18.9 MB, one a token, over an A40's 24 GB/s, as much"
+        " compute a layer"
     ),
     "duoserve": Link(
-        3960, 1980, "6.1: Mixtral-8x7B in 4 bits, 99 MB an expert at 25 GB/s; compute, not in the paper: half of that"
+        3960, 1980, 2, "6.1: Mixtral-8x7B in 4 bits, 2 experts a token, 99 MB an expert at 25 GB/s; compute, not in the"
+        " paper: half of an expert's time"
     ),
-}
+}  # fmt: skip
 
 
 class System(NamedTuple):
-    """What is replayed: its parts, and the store's switches. one_layer: slots for one layer's experts and no more, so
-    that the next one evicts them. next_layer: the whole next layer is fetched ahead."""
+    """A system that is replayed: its parts, and the store's switches. next_layer: it fetches the whole next layer."""
 
     policy: str
     predictor: str = "none"
     prefetch: PrefetchOptions | None = None
     store: StoreOptions = StoreOptions()
-    one_layer: bool = False
     next_layer: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what identifies the system: of its options those that are not the defaults."""
+        prefetch = None if self.prefetch is None else changed(self.prefetch)
+        parts = self._asdict() | {"prefetch": prefetch, "store": changed(self.store)}
+        return parts
+
+
+def changed(options: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that are not its defaults."""
+    defaults = vars(type(options)())
+    return {name: value for name, value in vars(options).items() if value != defaults[name]}
 
 
 def strategy(name: str) -> System:
-    """A strategy's parts; those of moegguf's own as for a model that nothing was measured of or trained for."""
+    """Returns a strategy's parts. moegguf's own are as for a model that nothing was measured of or trained for."""
     found = STRATEGIES[name]
     if found.policy == AUTO:
         return System(UNMEASURED.policy, SKIP, PrefetchOptions(), found.store)
@@ -84,112 +107,176 @@ def strategy(name: str) -> System:
     return System(found.policy, found.predictor or "none", prefetch, found.store)
 
 
+BASES = ("none", "lru", "moegguf")
 BARE = STRATEGIES["none"].store
-_PROMOE = STRATEGIES["promoe"]
-assert isinstance(_PROMOE.prefetch, PrefetchOptions)
-# What papers compare with: counting, a fixed choice of experts, loading on demand or layer by layer; and ProMoE's
-# ablation step by step.
+# Misses wait behind the whole layer that was requested before them.
+WAITING = replace(BARE, chunked=False, preempt=False, demand_first=False)
+NEXT_LAYER = {
+    "whole next layer": System("lru", store=BARE, next_layer=True),
+    "whole next layer first": System("lru", store=WAITING, next_layer=True),
+}
+# The papers' baselines: counting, a fixed choice of experts, loading on demand or layer by layer. Each has the slots of
+# the strategy beside it.
 BASELINES = {
     "moe-infinity": {"counting": System("lfu", store=BARE), "algorithm 1 alone": System("sparsity", store=BARE)},
     "promoe": {"static": System("static", store=BARE)},
-    "expertflow": {"whole next layer": System("lru", store=BARE, next_layer=True)},
-    "duoserve": {
-        "on demand": System("lru", store=BARE, one_layer=True),
-        "whole next layer": System("lru", store=BARE, next_layer=True),
-    },
+    "expertflow": NEXT_LAYER,
+    # A prompt's experts are read once each, as Accelerate does, however few slots there are.
+    "duoserve": {"on demand": System("lru", store=StoreOptions(stream=True)), **NEXT_LAYER},
 }
+_PROMOE = strategy("promoe")
+
+
+def _step(variant: str) -> System:
+    """A step of `moegguf bench --against`, before the paper's cache-aware order of experts."""
+    return _PROMOE._replace(store=StoreOptions(**VARIANTS[variant]["store"], sweep=False))
+
+
+# ProMoE's figure 13 from its base on: misses wait behind prefetches until early preemption comes. Of a prompt, the
+# order of reordered inference is the store's sweep; while decoding, the simulator computes a layer at once.
 ABLATION = {
     "LRU, waiting for all of a layer": System("lru", store=BARE),
-    "+ prefetching": System(
-        "lru", "mlp", _PROMOE.prefetch, StoreOptions(chunked=False, preempt=False, overlap=False, sweep=False)
-    ),
-    "+ chunks": System("lru", "mlp", _PROMOE.prefetch, StoreOptions(preempt=False, overlap=False, sweep=False)),
-    "+ early preemption": System("lru", "mlp", _PROMOE.prefetch, StoreOptions(overlap=False, sweep=False)),
-    "+ reordering": System("lru", "mlp", _PROMOE.prefetch, StoreOptions(sweep=False)),
+    "+ prefetching": _step("step-prefetch"),
+    "+ chunks": _step("step-chunks"),
+    "+ early preemption": _step("step-preemption"),
+    "+ reordering": _PROMOE,
 }
+# Papers leave the window of their prefetching open. ExpertFlow and MoE-Infinity predict all layers, and do not say how
+# far their queue reaches. DuoServe-MoE states its window.
+WINDOWS = {"moe-infinity": (1, 2, 4, EVERY_LAYER), "promoe": (1, 2, 4, 8), "expertflow": (1, 2, 4, EVERY_LAYER)}
+
+
+def ahead(paper: str, window: int) -> System:
+    """Returns the paper's strategy with another window of prefetching."""
+    system = strategy(paper)
+    assert system.prefetch is not None
+    return system._replace(prefetch=replace(system.prefetch, window=window))
+
+
+def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
+    """Returns the systems that a paper's claims are judged by. All of them sweep prompts or none does, as the paper's
+    strategy does, so that no arm has what another one lacks.
+
+    window: of the paper's prefetching, as chosen on other requests; None: the strategy's.
+    """
+    own = strategy(paper) if window is None else ahead(paper, window)
+    systems = {**{name: strategy(name) for name in BASES}, paper: own, **BASELINES[paper]}
+    return {name: beside(system, own) for name, system in systems.items()}
+
+
+def beside(system: System, other: System) -> System:
+    """Returns the system with the other one's sweep."""
+    return system._replace(store=replace(system.store, sweep=other.store.sweep))
 
 
 @dataclass(frozen=True)
 class Workload:
     """A study whose trace has requests that warm a cache, followed by the ones that are counted: of several that decode
-    together the first."""
+    together the first one."""
 
     study: Study
     counted: Sequence[int]
 
     @classmethod
-    def of(cls, study: Study, n_warm: int, n_counted: int) -> Workload:
-        """The first requests of the trace; of those counted equally many of each kind, in order of arrival."""
+    def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
+        """Returns all requests of the study, after the requests of `warm`, which are not counted. With n_counted: about
+        that many of them, equally many of each kind, in order of arrival."""
         sequences = study.trace.sequences()
         labels = study.trace.header.labels
-        warm = sequences[:n_warm]
-        rest = sequences[n_warm:]
-        kinds = sorted({labels[sequence] for sequence in rest})
-        of_each = -(-n_counted // len(kinds))
-        chosen = sorted(s for kind in kinds for s in [s for s in rest if labels[s] == kind][:of_each])
-        return cls(replace(study, trace=arranged(study.trace, [*warm, *chosen])), chosen)
+        kinds = sorted({labels.get(sequence, "") for sequence in sequences})
+        of_each = len(sequences) if n_counted is None else -(-n_counted // len(kinds))
+        chosen = sorted(s for kind in kinds for s in [s for s in sequences if labels.get(s, "") == kind][:of_each])
+        counted = arranged(study.trace, chosen)
+        return cls(replace(study, trace=joined(counted, arranged(warm, warm.sequences()))), chosen)
 
     @classmethod
-    def together(cls, study: Study, n_together: int, n_warm: int = 1) -> Workload:
-        """All requests of the trace, so many at once: their prompts one after another, then a token of each in a pass,
-        as long as all decode. The first `n_warm` groups are not counted."""
+    def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
+        """Returns groups of `n_together` requests: their prompts one after another, then a token of each in a pass, as
+        long as all decode. The first `n_warm` groups are not counted.
+
+        Requests follow in order of arrival until all were used, then in random orders: of large groups some share
+        requests. Each appearance in a group is a request of its own.
+        """
         trace = study.trace
-        firsts = list[int]()
+        random = np.random.default_rng(0)
+        queue = list[int]()
         passes = list[npt.NDArray[np.int64]]()
-        sequences = trace.sequences()
-        for at in range(0, len(sequences) - n_together + 1, n_together):
-            group = sequences[at : at + n_together]
-            firsts.append(group[0])
-            for sequence in group:
-                passes.append(np.flatnonzero((trace.sequence_of == sequence) & (trace.phase_of == Phase.PREFILL)))
-            tokens = [np.flatnonzero((trace.sequence_of == s) & (trace.phase_of == Phase.DECODE)) for s in group]
-            passes += list(np.stack([of[: min(map(len, tokens))] for of in tokens], axis=1))
-        return cls(replace(study, trace=grouped(trace, passes)), firsts[n_warm:])
+        names = list[npt.NDArray[np.int32]]()
+        firsts = list[int]()
+        order = np.array(trace.sequences())
+        decoding = trace.phase_of == Phase.DECODE
+        for number in range(n_warm + n_groups):
+            while len(queue) < n_together:
+                queue += order.tolist()
+                order = random.permutation(order)
+            group = queue[:n_together]
+            del queue[:n_together]
+            own = np.arange(number * n_together, (number + 1) * n_together, dtype=np.int32)
+            firsts.append(int(own[0]))
+            of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in group]
+            for name, tokens in zip(own, of, strict=True):
+                passes.append(tokens[~decoding[tokens]])
+                names.append(np.full(len(passes[-1]), name))
+            answers = [tokens[decoding[tokens]] for tokens in of]
+            rounds = np.stack([tokens[: min(map(len, answers))] for tokens in answers], axis=1)
+            passes += list(rounds)
+            names += [own] * len(rounds)
+        return cls(replace(study, trace=grouped(trace, passes, names)), firsts[n_warm:])
 
-    def strategies(self, names: Sequence[str], share: float, link: Link) -> dict[str, dict[str, Any]]:
-        """Figures of whole strategies. Raises OptionError."""
-        return self.systems({name: strategy(name) for name in names}, share, link)
+    def systems(self, systems: Mapping[str, System], n_slots: int, link: Link) -> dict[str, dict[str, Any]]:
+        """Figures of systems with the same slots. Raises OptionError."""
+        return {name: self._figures(self._replay(system, n_slots, link)) for name, system in systems.items()}
 
-    def systems(self, systems: Mapping[str, System], share: float, link: Link) -> dict[str, dict[str, Any]]:
-        """Figures of systems. Raises OptionError."""
-        return {name: self._figures(self._replay(system, share, link)) for name, system in systems.items()}
-
-    def _replay(self, system: System, share: float, link: Link) -> Replay:
+    def _replay(self, system: System, n_slots: int, link: Link) -> Replay:
         trace = self.study.trace
-        n_slots = trace.shape.n_expert if system.one_layer else slots_of(trace.shape, share)
-        options = replace(link.options(trace.shape.expert_bytes), prefetch=system.prefetch, store=system.store)
-        parts = self.study.policy(system.policy), self.study.predictor(system.predictor)
-        replay = Replay(trace, *parts, n_slots, options)
+        options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
+        predictor = self.study.predictor(system.predictor)
+        if system.prefetch is not None:  # the store asks what knows all layers at once for all of them
+            predictor.reach = min(predictor.reach, system.prefetch.window)
+        replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)
         replay.next_layer = system.next_layer
         return replay
 
     def _figures(self, replay: Replay) -> dict[str, Any]:
-        """Of each counted request the milliseconds of its prompt, and per token; of their decoded tokens all together
-        the others. ready: of the look-ups, those that found the expert there; late: on its way. ahead: of what was
-        fetched ahead, the share that was there in time, late, and not used."""
+        """Returns figures of a replay.
+
+        token_ms, prompt_ms: milliseconds of each counted request, per token and of its prompt. by_request: other
+        figures of each request. The rest is over all decoded tokens together. ready: the share of look-ups that found
+        the expert there; late: on its way. ahead: of the experts fetched ahead, the shares in time, late, and not used.
+        """
         counted = replay.counted()
         ms = counted["sim_clock_ns"] / 1e6
         answers = [replay.passes(sequence, Phase.DECODE) for sequence in self.counted]
         decoding = np.any(answers, axis=0)
         of = {name: int(values[decoding].sum()) for name, values in counted.items()}
-        n_passes = int(decoding.sum())
         started = of["prefetch_started"]
         in_time = of["prefetch_useful"]
         late = of["prefetch_late"]
-        moved = of["bytes_missed"] + of["bytes_prefetched"]
+        each = [self._shares(counted, passes) for passes in answers]
         return {
             "token_ms": [round(float(ms[passes].mean()), 3) for passes in answers],
             "tokens": [int(passes.sum()) for passes in answers],
             "prompt_ms": [round(float(ms[replay.passes(s, Phase.PREFILL)].sum()), 2) for s in self.counted],
             "percentiles_ms": {str(p): round(float(np.percentile(ms[decoding], p)), 2) for p in (50, 90, 99)},
+            **self._shares(counted, decoding),
+            "by_request": {name: [shares[name] for shares in each] for name in BY_REQUEST},
+            "ahead": [round(n / started, 4) for n in (in_time, late, started - in_time - late)] if started else None,
+        }
+
+    def _shares(self, counted: Mapping[str, npt.NDArray[np.int64]], passes: npt.NDArray[np.bool_]) -> dict[str, float]:
+        """Returns figures of some passes. experts: moved in a pass, on average."""
+        of = {name: int(values[passes].sum()) for name, values in counted.items()}
+        n_passes = int(passes.sum())
+        moved = of["bytes_missed"] + of["bytes_prefetched"]
+        return {
             "ready": round(of["hits_ready"] / of["lookups"], 4),
             "late": round(of["hits_late"] / of["lookups"], 4),
             "stall_ms": round(of["stall_ns"] / n_passes / 1e6, 3),
             "experts": round(moved / self.study.trace.shape.expert_bytes / n_passes, 2),
-            "ahead": [round(n / started, 4) for n in (in_time, late, started - in_time - late)] if started else None,
         }
 
 
+BY_REQUEST = ("ready", "stall_ms", "experts")
 Eams = list[npt.NDArray[np.float32]]
 
 

@@ -36,7 +36,7 @@ from predictors.study.papers import LINKS, routing_digest
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_heldout.jsonl"
 SHARES = (0.125, 0.25, 0.5, 0.75)
 IN_TIME = PrefetchOptions(watchdog=False)  # every expert that is fetched ahead arrives in time
-LINK = "promoe"  # an expert and a layer take this paper's times
+LINK = "promoe"  # a token's experts of a layer, and the layer, take this paper's times
 
 
 def questions() -> list[Prompt]:
@@ -54,9 +54,7 @@ def record_demo(path: Path) -> None:
 def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
     """Returns the replays by table: eviction alone, whole strategies at one paper's times, and
     predictors whose experts arrive in time."""
-    link = LINKS[LINK]
-    bytes_per_s = analysis.trace.shape.expert_bytes / link.expert_us * 1e6
-    timed = SimOptions(link_bytes_per_s=bytes_per_s, layer_pass_us=link.layer_us)
+    timed = LINKS[LINK].options(analysis.trace.shape)
     return {
         "policies": analysis.simulate(["all"], ["none"], SHARES),
         "strategies": analysis.simulate_strategies(["all"], SHARES, timed),

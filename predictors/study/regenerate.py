@@ -1,142 +1,88 @@
 """Regenerates what docs/evidence.md rests on: `make evidence`, some hours.
 
-    python -m predictors.study.regenerate --work build/evidence
-    python -m predictors.study.regenerate --work build/evidence --only link-promoe
+    python -m predictors.study.regenerate --model laboratory
+    python -m predictors.study.regenerate --model demo --only link-promoe
 
-Makes the laboratory model, records the requests, trains the predictors, then takes one step after another, each of
-which writes predictors/results/NAME.json: figures, the command, the commit, the machine, what they were counted on.
-What is there already for the same recording is left out, so an interrupted run goes on where it ended.
+Makes the model if it is not bundled, records the requests and trains the predictors. Then it takes one step after
+another. A step writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
+key is made of all that the figures depend on: the version of the code, the recording, and the settings. A result with
+the same key is not counted again, so an interrupted run goes on where it ended. A page that shows a result with another
+key says that an earlier version recorded it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.trace.format import read, write
 from moegguf.trace.simulate import slots_of
 from predictors.study import reuse
-from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
-from predictors.study.common import Study
 from predictors.study.cost import cost, costs
 from predictors.study.evidence import Bound
 from predictors.study.figures import RESULTS, read_result
-from predictors.study.papers import ABLATION, BASELINES, LINKS, Workload, collection, routing_digest, write_collections
-from predictors.study.requests import ROLES
+from predictors.study.papers import (
+    ABLATION,
+    LINKS,
+    WINDOWS,
+    Link,
+    System,
+    Workload,
+    ahead,
+    collection,
+    strategy,
+    systems_of,
+    write_collections,
+)
 from predictors.study.scheduling import compare
 from predictors.study.score import score_named
+from predictors.study.subjects import DEMO, LABORATORY, N_WARM, SUBJECTS, WORK, Bench, chosen_window, recordings
 from predictors.study.synthesize import shape_of
 
-LIST = re.compile(r"\[[^][{}]*\]")  # of numbers, on one line
+# A change of the code that moves a figure raises it; tests/pure/test_replayed_figures.py replays some exactly.
+CODE_VERSION = 2
+CARD = "laboratory-model"  # the model's card, which no code of this folder counts
+LIST = re.compile(r"\[[^][{}]*\]")  # a list of numbers becomes one line
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
-N_WARM = 4
-N_COUNTED = 12
+SHARE = 0.25
+N_COUNTED = 12  # requests of a sweep, and of what is measured in real time
 N_ENTRIES = 120
 SCORED_TOKENS = 900
 N_GROUPS = 9
-BATCHES = (1, 2, 4, 8)
+# The papers' own batches, and for ExpertFlow two: a token uses one expert of a layer there and several here.
+BATCHES = {"promoe": (1, 2, 4, 8), "expertflow": (2, 4, 8, 16, 32)}
 SCHEDULED = (4, 8, 16)
 N_SHIFTED = 12  # requests after a change of the kind
-TRAINING = {
-    "popularity": (),
-    "affinity": (),
-    "token-id": (),
-    "mlp": ("windows=4", "n_hidden=128", "epochs=3"),
-    "routing-path": ("epochs=4",),
-    "expert-mlp": ("hidden=512,256,128,64,64,64", "epochs=4"),
-}
 SCORED = ("popularity", "previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
-BASES = ("none", "lru", "moegguf")
-Step = Callable[["Bench"], dict[str, Any]]
+MEMORIES = {f"{share:.3g}": (share, 1.0) for share in (0.125, 0.25, 0.375, 0.5, 0.75)}
+PRECISIONS = {
+    "16 bits; 12.5 %": (0.125, 1.0), "8 bits; 12.5 %": (0.125, 0.5), "4 bits; 12.5 %": (0.125, 0.25),
+    "8 bits; 25 %": (0.25, 0.5), "4 bits; 50 %": (0.5, 0.25),
+}  # fmt: skip
+Take = Callable[[Bench], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Bench:
-    """The folder with the model, its traces and its predictors."""
+class Step(NamedTuple):
+    """A step of the study."""
 
-    work: Path
-
-    @property
-    def model(self) -> Path:
-        """The laboratory model."""
-        return self.work / "lab.gguf"
-
-    @property
-    def predictors(self) -> Path:
-        """What was trained, and collections."""
-        return self.work / "predictors"
-
-    def trace(self, role: str) -> Path:
-        """A recording."""
-        return self.work / f"{role}.trace"
-
-    @cached_property
-    def learning(self) -> Study:
-        """The requests that were learned from."""
-        return self._study("learning")
-
-    @cached_property
-    def reporting(self) -> Study:
-        """The requests that figures are about."""
-        return self._study("reporting")
-
-    @cached_property
-    def routing(self) -> str:
-        """What identifies the recording that figures are about."""
-        return routing_digest(self.reporting.trace)
-
-    @cached_property
-    def workload(self) -> Workload:
-        """Of those, the ones that are replayed with predictions."""
-        return Workload.of(self.reporting, N_WARM, N_COUNTED)
-
-    def _study(self, role: str) -> Study:
-        return Study.open(self.trace(role), self.model, self.predictors)
-
-    def learn(self, n_entries: int) -> None:
-        """Gives MoE-Infinity a collection of so many requests."""
-        write_collections(self.predictors, [self.learning.trace], n_entries)
-
-    def prepare(self) -> None:
-        """Makes what is missing. Raises CalledProcessError."""
-        self.predictors.mkdir(parents=True, exist_ok=True)
-        if not self.model.exists():
-            run("recipes.make_lab_model", "-o", str(self.model))
-            shutil.copy(self.model.with_suffix(".json"), RESULTS / "laboratory-model.json")
-        if not all(self.trace(role).exists() for role in ROLES):
-            run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
-        few = self.trace("few")  # scoring takes long
-        if not few.exists():
-            trace = read(self.trace("choosing"))
-            write(few, trace.select(trace.sequences()[:1]))
-        for name, settings in TRAINING.items():
-            if not (self.predictors / f"{name}.safetensors").exists():
-                options = [word for setting in settings for word in ("--set", setting)]
-                traces = str(self.trace("learning")), "--heldout-trace", str(few)
-                of = "--model", str(self.model), "--predictor", name, "--out", str(self.predictors)
-                run("predictors.train.predictor", *traces, *of, *options)
-
-
-def run(module: str, *words: str) -> None:
-    """Runs a command of this repository. Raises CalledProcessError."""
-    print(f"python -m {module} {' '.join(words)}", file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-m", module, *words], check=True)
+    take: Take
+    settings: Callable[[str], Any]  # the settings that the figures of a subject depend on
+    on: tuple[str, ...] = (DEMO, LABORATORY)  # the subjects that have the step
 
 
 def count_reuse(bench: Bench) -> dict[str, Any]:
-    """How unevenly experts are used within a request and over all, and how soon again."""
+    """Counts the reuse of experts: its evenness within a request and over all, and its distances."""
     found = reuse.reuse(bench.reporting.trace)
     used = (found.counts > 0).mean(axis=(1, 2))
     return {
@@ -164,12 +110,10 @@ def hit_curve(bench: Bench) -> dict[str, Any]:
 
 
 def accuracies(bench: Bench) -> dict[str, Any]:
-    """Of each predictor at each distance what it is right about, by the papers' measures, and shuffled."""
+    """Scores each predictor at each distance by the papers' measures, and its shuffled control."""
     bench.learn(N_ENTRIES)
-    times = LINKS["promoe"]
-    expert_bytes = bench.reporting.trace.shape.expert_bytes
-    link = LinkModel(expert_bytes / times.expert_us * 1e6, layer_compute_us=times.layer_us)
-    table = score_named(bench.reporting.limited(SCORED_TOKENS), SCORED, link)
+    study = bench.reporting.limited(SCORED_TOKENS)
+    table = score_named(study, scored(bench.name), LINKS["promoe"].options(study.trace.shape))
     controls = {one.name: one for one in table.controls}
     return {
         one.name: {
@@ -179,59 +123,127 @@ def accuracies(bench: Bench) -> dict[str, Any]:
                 "any": _rounded(of.at_least_one),
                 "shuffled": _rounded(controls[one.name].means[k].accuracy),
                 "batch": _rounded((one.batch_accuracy or {}).get(k)),
-                "fetch": _rounded(of.fetch_rate),
-                "good": _rounded(of.good_pred),
+                "fetch": _rounded(one.fetch_rates[k]),
+                "good": _rounded(one.good_pred(k)),
             }
             for k, of in one.means.items()
-            if k and of.coverage > 0.5 and of.accuracy is not None  # of the layers
+            if k and of.coverage > 0.5 and of.accuracy is not None  # half of the layers at least
         }
         for one in table.scores
     }
 
 
-def at_link(paper: str, share: float) -> Step:
-    """A paper's strategy and its bases at the paper's times."""
+def scored(name: str) -> list[str]:
+    """The predictors that a subject has."""
+    untrained = {"mlp", "routing-path", "expert-mlp"} - SUBJECTS[name].training.keys()
+    return [predictor for predictor in SCORED if predictor not in untrained]
 
-    def step(bench: Bench) -> dict[str, Any]:
-        if paper == "moe-infinity":
-            bench.learn(N_ENTRIES)
-        baselines = BASELINES.get(paper, {})
-        link = LINKS[paper]
-        names = (*BASES, paper)
-        found = bench.workload.strategies(names, share, link) | bench.workload.systems(baselines, share, link)
-        return {"share": share, "source": link.source, "requests": len(bench.workload.counted), "systems": found}
 
-    return step
+def learned(bench: Bench) -> dict[str, Any]:
+    """The validation of ProMoE's networks by epoch, the mean over networks, and their size."""
+    facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
+    shape = bench.reporting.trace.shape
+    curve = facts["validation"]
+    return {
+        "weights": facts["n_hidden"] * (shape.n_embd + shape.n_expert),
+        "epochs": facts["epochs"],
+        "curve": [round(value, 4) for value in curve],
+        "last_gain": round(max(curve) - max(curve[:-2]), 4),
+    }
+
+
+def tuned(paper: str) -> Step:
+    """Chooses the window of the paper's strategy, where the paper leaves it open: the fastest one on some requests for
+    choosing, after some requests for learning."""
+
+    def take(bench: Bench) -> dict[str, Any]:
+        bench.learn(N_ENTRIES)
+        learning = bench.learning.trace
+        workload = Workload.of(bench.choosing, learning.select(learning.sequences()[-N_WARM:]), N_COUNTED)
+        windows = [window for window in WINDOWS[paper] if _is_trained(bench, paper, window)]
+        systems = {str(window): ahead(paper, window) for window in windows}
+        counted = workload.systems(systems, slots_of(bench.choosing.trace.shape, SHARE), LINKS[paper])
+        ms = {window: round(sum(of["token_ms"]) / len(of["token_ms"]), 3) for window, of in counted.items()}
+        return {"ms": ms, "chosen": int(min(ms, key=lambda window: ms[window]))}
+
+    def settings(name: str) -> Any:
+        training = SUBJECTS[name].training.get(strategy(paper).predictor)
+        return [N_ENTRIES, N_COUNTED, WINDOWS[paper], vars(LINKS[paper]), training]
+
+    return Step(take, settings)
+
+
+def _is_trained(bench: Bench, paper: str, window: int) -> bool:
+    """Returns whether there are networks for this distance, where the paper's predictor has other ones for each."""
+    if paper != "promoe":
+        return True
+    facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
+    return window in facts["windows"]
+
+
+def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
+    """The settings of the paper's systems on a subject, and others."""
+
+    def settings(name: str) -> Any:
+        systems = systems_of(paper, chosen_window(name, paper))
+        found = {system: of.settings() for system, of in systems.items()}
+        training = SUBJECTS[name].training.get(systems[paper].predictor)
+        return [found, vars(LINKS[paper]), training, *others]
+
+    return settings
+
+
+def at_link(paper: str, share: float | None) -> Step:
+    """A paper's strategy and its bases at the paper's times. share: of the experts in memory; None: slots for the
+    experts that a token chooses in two layers, which is DuoServe-MoE's pool."""
+
+    def take(bench: Bench) -> dict[str, Any]:
+        bench.learn(N_ENTRIES)
+        shape = bench.reporting.trace.shape
+        n_slots = 2 * shape.n_expert_used if share is None else slots_of(shape, share)
+        systems = systems_of(paper, chosen_window(bench.name, paper))
+        if share is None:
+            systems = {name: systems[name] for name in ("on demand", "lru", paper)}
+        found = bench.workload.systems(systems, n_slots, LINKS[paper])
+        source = LINKS[paper].source
+        return {"share": share, "source": source, "requests": len(bench.workload.counted), "systems": found}
+
+    return Step(take, _settings(paper, share))
 
 
 def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
-    """The same with {name: (share of the experts in memory, part of the paper's time that an expert takes)}."""
+    """The paper's systems with {name: (share of the experts in memory, part of the paper's time of an expert)}."""
 
-    def step(bench: Bench) -> dict[str, Any]:
+    def take(bench: Bench) -> dict[str, Any]:
         found = {}
-        base = LINKS[paper]
+        workload = bench.some(N_COUNTED)
+        systems = systems_of(paper, chosen_window(bench.name, paper))
         for name, (share, part) in settings.items():
-            link = replace(base, expert_us=base.expert_us * part)
-            of = bench.workload.strategies(("none", "moegguf", paper), share, link)
-            found[name] = of | bench.workload.systems(BASELINES[paper], share, link)
-        return {"requests": len(bench.workload.counted), "settings": found}
+            n_slots = slots_of(bench.reporting.trace.shape, share)
+            found[name] = workload.systems(systems, n_slots, scaled(LINKS[paper], part))
+        return {"requests": len(workload.counted), "settings": found}
 
-    return step
+    return Step(take, _settings(paper, settings))
+
+
+def scaled(link: Link, part: float) -> Link:
+    """The link with a part of an expert's time."""
+    return replace(link, expert_us=link.expert_us * part)
 
 
 def batches(paper: str) -> Step:
-    """A paper's strategy and its bases with half of the experts in memory, so many requests at once."""
+    """The paper's systems in the paper's batches, with half of the experts in memory."""
 
-    def step(bench: Bench) -> dict[str, Any]:
+    def take(bench: Bench) -> dict[str, Any]:
         found = {}
-        for n in BATCHES:
-            requests = bench.reporting.trace.sequences()[: n * (N_GROUPS + 1)]
-            study = replace(bench.reporting, trace=bench.reporting.trace.select(requests))
-            workload = Workload.together(study, n)
-            found[str(n)] = workload.strategies(("none", "moegguf", paper), 0.5, LINKS[paper])
+        n_slots = slots_of(bench.reporting.trace.shape, 0.5)
+        systems = systems_of(paper, chosen_window(bench.name, paper))
+        for n in BATCHES[paper]:
+            workload = Workload.together(bench.reporting, n, N_GROUPS)
+            found[str(n)] = workload.systems(systems, n_slots, LINKS[paper])
         return {"share": 0.5, "groups": N_GROUPS, "settings": found}
 
-    return step
+    return Step(take, _settings(paper, BATCHES[paper], N_GROUPS))
 
 
 def scheduler(bench: Bench) -> dict[str, Any]:
@@ -259,7 +271,7 @@ def scheduler(bench: Bench) -> dict[str, Any]:
 
 
 def bound(bench: Bench) -> dict[str, Any]:
-    """What requests that decode together must read, and what the store reads, on routing that is made up."""
+    """Bytes that requests which decode together must read, and that the store reads, on routing that is made up."""
     shape = shape_of("qwen3-30b", 24, 60, 4, 5_600_000)
     found = {
         routing: {str(n): Bound(routing, n, 384, 534).figures(shape) for n in (1, 4, 8, 16, 32)}
@@ -273,8 +285,14 @@ def capacity(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for n in (0, 12, 120, 1000):
         bench.learn(n)
-        found |= {str(n): bench.workload.strategies(["moe-infinity"], 0.25, LINKS["moe-infinity"])["moe-infinity"]}
-    return {"share": 0.25, "systems": found}
+        found |= _moe_infinity(bench, bench.workload, str(n))
+    return {"share": SHARE, "systems": found}
+
+
+def _moe_infinity(bench: Bench, workload: Workload, name: str) -> dict[str, Any]:
+    """Figures of MoE-Infinity with the collection that it has now, by this name."""
+    systems = {name: systems_of("moe-infinity", chosen_window(bench.name, "moe-infinity"))["moe-infinity"]}
+    return workload.systems(systems, slots_of(workload.study.trace.shape, SHARE), LINKS["moe-infinity"])
 
 
 def look_up(bench: Bench) -> dict[str, Any]:
@@ -291,7 +309,6 @@ def look_up(bench: Bench) -> dict[str, Any]:
 def shift(bench: Bench) -> dict[str, Any]:
     """MoE-Infinity after the kind of text has changed, beside itself with a collection that knew the kind already."""
     learning = bench.learning
-    link = LINKS["moe-infinity"]
     found = {}
     labels = learning.trace.header.labels
     for kind in sorted(set(labels.values())):
@@ -304,62 +321,104 @@ def shift(bench: Bench) -> dict[str, Any]:
         times = []
         for traces in (before, [*before, known]):
             write_collections(bench.predictors, traces)
-            times.append(workload.strategies(["moe-infinity"], 0.25, link)["moe-infinity"]["token_ms"])
+            times.append(_moe_infinity(bench, workload, kind)[kind]["token_ms"])
         found[kind] = {"shifted_ms": times[0], "known_ms": times[1]}
-    return {"share": 0.25, "kinds": found}
+    return {"share": SHARE, "kinds": found}
 
 
 def ablation(bench: Bench) -> dict[str, Any]:
     """ProMoE, step by step from the paper's base."""
-    return {"share": 0.25, "systems": bench.workload.systems(ABLATION, 0.25, LINKS["promoe"])}
+    n_slots = slots_of(bench.reporting.trace.shape, SHARE)
+    return {"share": SHARE, "systems": bench.workload.systems(ablation_systems(bench.name), n_slots, LINKS["promoe"])}
+
+
+def ablation_systems(name: str) -> dict[str, System]:
+    """The steps, with the window that was chosen for the subject."""
+    window = chosen_window(name, "promoe")
+    if window is None:
+        return ABLATION
+    prefetch = ahead("promoe", window).prefetch
+    return {step: system._replace(prefetch=system.prefetch and prefetch) for step, system in ABLATION.items()}
+
+
+def _same(*settings: Any) -> Callable[[str], Any]:
+    """Settings that every subject has."""
+    return lambda name: settings
+
+
+def _trained(*settings: Any) -> Callable[[str], Any]:
+    """Settings, and how a subject's predictors were trained."""
+    return lambda name: [*settings, SUBJECTS[name].training]
 
 
 STEPS: dict[str, Step] = {
-    "reuse": count_reuse,
-    "hits": hit_curve,
-    "accuracy": accuracies,
-    "ablation": ablation,
-    **{f"link-{paper}": at_link(paper, 0.25) for paper in LINKS},
+    "reuse": Step(count_reuse, _same()),
+    "hits": Step(hit_curve, _same(SHARES)),
+    "accuracy": Step(accuracies, _trained(N_ENTRIES, SCORED_TOKENS, vars(LINKS["promoe"])), tuple(SUBJECTS)),
+    "learned": Step(learned, _trained()),
+    **{f"tuned-{paper}": tuned(paper) for paper in WINDOWS},
+    "ablation": Step(
+        ablation, lambda name: [{step: of.settings() for step, of in ablation_systems(name).items()},
+                                vars(LINKS["promoe"]), SUBJECTS[name].training]
+    ),
+    **{f"link-{paper}": at_link(paper, SHARE) for paper in LINKS},
     "link-promoe-50": at_link("promoe", 0.5),
-    "shares-promoe": sweep("promoe", {f"{share:.3g}": (share, 1) for share in (0.125, 0.25, 0.375, 0.5, 0.75)}),
-    "precision-promoe": sweep("promoe", {"16 bits; 12.5 %": (0.125, 1), "8 bits; 12.5 %": (0.125, 0.5),
-                                         "4 bits; 12.5 %": (0.125, 0.25), "8 bits; 25 %": (0.25, 0.5),
-                                         "4 bits; 50 %": (0.5, 0.25)}),
-    "batches-promoe": batches("promoe"),
-    "batches-expertflow": batches("expertflow"),
-    "scheduler": scheduler,
-    "bound": bound,
-    "capacity": capacity,
-    "look-up": look_up,
-    "shift": shift,
-    "costs": lambda bench: costs(),
+    "pool-duoserve": at_link("duoserve", None),
+    "shares-promoe": sweep("promoe", MEMORIES),
+    "precision-promoe": sweep("promoe", PRECISIONS),
+    **{f"batches-{paper}": batches(paper) for paper in BATCHES},
+    "scheduler": Step(scheduler, _trained(SCHEDULED)),
+    "capacity": Step(capacity, _settings("moe-infinity")),
+    "look-up": Step(look_up, _same()),
+    "shift": Step(shift, _settings("moe-infinity", N_SHIFTED)),
+    "bound": Step(bound, _same(), (LABORATORY,)),
+    "costs": Step(lambda bench: costs(), _same(), (LABORATORY,)),
 }  # fmt: skip
+
+
+def key_of(name: str, step: str) -> dict[str, Any]:
+    """Returns what the figures of a step on a subject depend on, also of one in real time (live-PAPER)."""
+    of = STEPS[step].settings(name) if step in STEPS else vars(LINKS[step.removeprefix("live-")])
+    settings = json.dumps(of, sort_keys=True)
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
+    return {"code": CODE_VERSION, "trace": recordings()[name], "settings": digest}
+
+
+def is_current(result: str) -> bool:
+    """Returns whether a recorded result (MODEL/STEP) has the key that it would have now."""
+    found = read_result(result)
+    name, _, step = result.partition("/")
+    return found is not None and (step == CARD or found.get("key") == key_of(name, step))
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def take_step(name: str, bench: Bench, again: bool) -> None:
-    """Takes a step and writes its result, unless it is there for the same recording."""
-    known = read_result(name)
-    if known and known["reporting_trace"] == bench.routing and not again:
+def take_step(step: str, bench: Bench, again: bool) -> None:
+    """Takes a step and writes its result, unless it is there with the same key."""
+    result = f"{bench.name}/{step}"
+    if is_current(result) and not again:
         return
-    print(f"{name} ...", file=sys.stderr, flush=True)
-    write_result(name, bench, f"regenerate --only {name}", STEPS[name](bench))
+    print(f"{result} ...", file=sys.stderr, flush=True)
+    command = f"regenerate --model {bench.name} --only {step}"
+    write_result(step, bench, command, STEPS[step].take(bench))
 
 
-def write_result(name: str, bench: Bench, command: str, figures: Mapping[str, Any]) -> None:
+def write_result(step: str, bench: Bench, command: str, figures: Mapping[str, Any]) -> None:
     """Records figures with what they came about by."""
-    result = {
+    facts = {
         "command": f"python -m predictors.study.{command}",
         "commit": _git("rev-parse", "--short", "HEAD"),
         "machine": _machine(),
-        "reporting_trace": bench.routing,
+        "reporting_trace": recordings()[bench.name],
+        "key": key_of(bench.name, step),
         "figures": figures,
     }
-    text = LIST.sub(lambda found: " ".join(found[0].split()), json.dumps(result, indent=1))
-    (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    text = LIST.sub(lambda found: " ".join(found[0].split()), json.dumps(facts, indent=1))
+    path = RESULTS / bench.name / f"{step}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _git(*words: str) -> str:
@@ -375,14 +434,16 @@ def _machine() -> str:
 def main(given: Sequence[str] | None = None) -> int:
     """Takes the steps; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("build/evidence"), help="folder for the model and its traces")
-    parser.add_argument("--only", default=",".join(STEPS), metavar="NAME,...", help="steps to take")
-    parser.add_argument("--again", action="store_true", help="also where a result is there")
+    parser.add_argument("--model", choices=SUBJECTS, default=LABORATORY, help="what figures are about")
+    parser.add_argument("--work", type=Path, help=f"folder for the model and its traces (default: {WORK}/MODEL)")
+    parser.add_argument("--only", metavar="NAME,...", help="steps to take (default: all)")
+    parser.add_argument("--again", action="store_true", help="also where a result with the same key is there")
     args = parser.parse_args(given)
-    bench = Bench(args.work)
+    bench = Bench(args.model, args.work or WORK / args.model)
     bench.prepare()
-    for name in args.only.split(","):
-        take_step(name, bench, args.again)
+    every = [name for name, step in STEPS.items() if args.model in step.on]
+    for step in args.only.split(",") if args.only else every:
+        take_step(step, bench, args.again)
     return 0
 
 

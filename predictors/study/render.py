@@ -2,13 +2,15 @@
 
     python -m predictors.study.render
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; a test holds that every one is what the results say.
+A table stands between `<!-- table: MODEL/NAME -->` and `<!-- end -->`; a test holds that every one is what the results
+say.
 The plots need matplotlib (the extra `lab`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,16 +19,32 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from moegguf.controller.strategies import EVERY_LAYER
 from predictors.study import figures as recorded
-from predictors.study.claims import CLAIMS, FAILS, HOLDS
-from predictors.study.figures import NONE, NotCountedError, figures, percent, ratios, read_result, spread
-from predictors.study.papers import LINKS, NAMES
+from predictors.study.claims import CLAIMS, OPEN, UNTESTED, Claim
+from predictors.study.figures import (
+    NONE,
+    RESULTS,
+    NotCountedError,
+    figures,
+    interval,
+    percent,
+    read_result,
+    speed_of,
+    spread,
+)
+from predictors.study.papers import LINKS, NAMES, WINDOWS
+from predictors.study.regenerate import is_current
+from predictors.study.subjects import DEMO, LABORATORY, SUBJECTS
 from tools.models.locality import LOCALITIES
 
 DOCS = Path(__file__).parents[2] / "docs"
-TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-JUDGED = (HOLDS, FAILS)
-PLOTS = {**{paper: f"link-{paper}" for paper in LINKS}, "promoe-steps": "ablation", "laboratory-model": "accuracy"}
+TABLE = re.compile(r"(<!-- table: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+EARLIER = "recorded with an earlier version"
+COLUMNS = (DEMO, LABORATORY)  # the claims have a column for each
+PLOTS = {paper: NAMES[paper] for paper in LINKS} | {
+    "promoe-steps": "ProMoE step by step", "laboratory-model": "Laboratory model"
+}  # fmt: skip
 
 
 def pages() -> list[Path]:
@@ -40,11 +58,16 @@ def rendered(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Markdown."""
+    """Markdown. A table of what an earlier version recorded says so."""
+    if name in WHOLE:
+        return WHOLE[name]()
+    model, _, step = name.partition("/")
+    steps = STEPS_OF.get(step, (step,))
     try:
-        return TABLES[name]() if name in TABLES else systems_table(name)
+        text = TABLES[step](model) if step in TABLES else systems_table(name)
     except NotCountedError as error:
         return f"{error}"
+    return text if all(is_current(f"{model}/{one}") for one in steps) else f"*{EARLIER.capitalize()}.*\n\n{text}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -53,21 +76,21 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def systems_table(step: str) -> str:
+def systems_table(name: str) -> str:
     """Systems of one step: hits, what they wait and move, and how fast beside the bases, over requests."""
-    if "settings" in figures(step):
-        return settings_table(step)
-    systems: Mapping[str, Any] = recorded.systems(step)
+    if "settings" in figures(name):
+        return settings_table(name)
+    systems: Mapping[str, Any] = recorded.systems(name)
     bases = [base for base in ("none", "lru") if base in systems] or [next(iter(systems))]
 
-    def row(name: str, of: Mapping[str, Any]) -> list[str]:
-        beside = [spread(ratios(systems[base], of)) for base in bases]
+    def row(system: str, of: Mapping[str, Any]) -> list[str]:
+        beside = [_speed(name, system, base) for base in bases]
         tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
         first = f"{median(of['prompt_ms']):.0f}"
         found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
-        if "ahead" not in of:  # in real time
-            return [name, *found, of["prefetch"]]
-        return [name, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
+        if "ahead" not in of:  # a result in real time
+            return [system, *found, of["prefetch"]]
+        return [system, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
     moved = ["experts moved a token", "of those fetched ahead: in time, late, in vain", "stall ms"]
     head = ["system", "ready", "on its way", "ms a token", "90th and 99th percentile", "prompt ms",
@@ -76,27 +99,33 @@ def systems_table(step: str) -> str:
     return markdown(head, [row(*one) for one in systems.items()])
 
 
+def _speed(name: str, system: str, base: str) -> str:
+    """Speed of a system beside another, of a step or a setting."""
+    return interval(speed_of(name, system, base))
+
+
 def _ahead(shares: Sequence[float] | None) -> str:
     return NONE if shares is None else ", ".join(f"{share:.0%}".replace("%", " %") for share in shares)
 
 
-def settings_table(step: str) -> str:
+def settings_table(name: str) -> str:
     """Systems by setting: what they find ready, and how fast they are beside `none`."""
-    settings = figures(step)["settings"]
+    settings = figures(name)["settings"]
 
-    def cell(systems: Mapping[str, Any], name: str) -> str:
-        return f"{percent(systems[name]['ready'])}, {spread(ratios(systems['none'], systems[name]))}x"
+    def cell(setting: str, system: str) -> str:
+        ready = percent(settings[setting][system]["ready"])
+        return f"{ready}, {_speed(f'{name}:{setting}', system, 'none')}x"
 
     names = list(next(iter(settings.values())))
     return markdown(
-        ["system", *(name.replace(";", ",") for name in settings)],
-        [[name, *[cell(systems, name) for systems in settings.values()]] for name in names],
+        ["system", *(setting.replace(";", ",") for setting in settings)],
+        [[system, *[cell(setting, system) for setting in settings]] for system in names],
     )
 
 
-def scheduler_table() -> str:
+def scheduler_table(model: str) -> str:
     """ExpertFlow's scheduler: experts of a pass and what is moved, by who shares it."""
-    found = figures("scheduler")["at_once"]
+    found = figures(f"{model}/scheduler")["at_once"]
     kinds = ["hits 25%", "moved 25%", "hits 50%", "moved 50%"]
 
     def row(n: str, order: str, of: Mapping[str, Any]) -> list[str]:
@@ -109,50 +138,50 @@ def scheduler_table() -> str:
     return markdown(head, [row(n, *one) for n, orders in found.items() for one in orders.items()])
 
 
-def bound_table() -> str:
-    """What any eviction must read for requests that decode together."""
+def bound_table(model: str) -> str:
+    """The least that any eviction reads for requests that decode together."""
     rows = [
         [routing, n, f"{of['experts']:.1f}", percent(of["hit_rate"]), f"{of['mb_per_token']:.0f}",
          f"{of['own_mb_per_token']:.0f}", f"{of['own_mb_per_token'] / by_n['1']['own_mb_per_token']:.2f}"]
-        for routing, by_n in figures("bound")["routing"].items() for n, of in by_n.items()
+        for routing, by_n in figures(f"{model}/bound")["routing"].items() for n, of in by_n.items()
     ]  # fmt: skip
     head = ["routing", "at once", "experts of a layer", "hits at most", "MB a token at least", "the store's",
             "against one"]  # fmt: skip
     return markdown(head, rows)
 
 
-def shift_table() -> str:
+def shift_table(model: str) -> str:
     """MoE-Infinity after a shift, by kind of text."""
     rows = []
-    for kind, of in figures("shift")["kinds"].items():
+    for kind, of in figures(f"{model}/shift")["kinds"].items():
         slower = [a / b for a, b in zip(of["shifted_ms"], of["known_ms"], strict=True)]
         rows.append([kind, *[f"{ratio:.2f}" for ratio in (slower[0], *[max(slower[i : i + 4]) for i in (1, 5, 8)])]])
     head = ["changed to", "1st request", "slowest of the 2nd to 5th", "of the 6th to 9th", "of the last 4"]
     return markdown(head, rows)
 
 
-def accuracy_table() -> str:
+def accuracy_table(model: str) -> str:
     """Predictors by distance."""
     rows = [
         [name, k, *[percent(of[measure]) for measure in ("accuracy", "shuffled", "all", "any", "batch", "good")]]
-        for name, by_k in figures("accuracy").items()
+        for name, by_k in figures(f"{model}/accuracy").items()
         for k, of in by_k.items()
     ]
     head = ["predictor", "layers ahead", "right", "shuffled", "all right", "one right", "batch of 8", "GOODPRED"]
     return markdown(head, rows)
 
 
-def hits_table() -> str:
+def hits_table(model: str) -> str:
     """Hit rates by policy and share."""
-    found = figures("hits")
+    found = figures(f"{model}/hits")
     shares = list(found["lru"])
     rows = [[policy, *[percent(by_share.get(share)) for share in shares]] for policy, by_share in found.items()]
     return markdown(["policy", *[f"{float(share):.3g}".replace("0.", ".") for share in shares]], rows)
 
 
-def model_table() -> str:
+def model_table(model: str) -> str:
     """The card: losses by kind of text, and answers."""
-    card = read_result("laboratory-model")
+    card = read_result(f"{model}/laboratory-model")
     assert card is not None
     losses = [
         [kind, f"{card['heldout_tokens'][kind]:,}", f"{dense:.2f}", f"{card['loss'][kind]:.2f}"]
@@ -163,11 +192,11 @@ def model_table() -> str:
     return "\n\n".join([markdown(head, losses), "Some answers of it:", *answers])
 
 
-def routing_table() -> str:
+def routing_table(model: str) -> str:
     """Statistics of routing beside those published."""
-    reuse = figures("reuse")
-    hits = figures("hits")["lru"]
-    accuracy = figures("accuracy")["skip"]
+    reuse = figures(f"{model}/reuse")
+    hits = figures(f"{model}/hits")["lru"]
+    accuracy = figures(f"{model}/accuracy")["skip"]
     known = LOCALITIES["qwen3-30b"]
     windows = reuse["windows"]
     rows = [
@@ -189,9 +218,9 @@ def routing_table() -> str:
     return re.sub(r"(\d)%", r"\1 %", markdown(["", "here", "published"], rows))
 
 
-def costs_table() -> str:
+def costs_table(model: str) -> str:
     """Microseconds of a prediction, by predictor and shape."""
-    found = figures("costs")
+    found = figures(f"{model}/costs")
 
     def cells(of: Mapping[str, float]) -> list[str]:
         return [f"{of['before']:.0f}", f"{of['layer']:.0f} ({of['layer_99']:.0f})"]
@@ -205,34 +234,87 @@ def costs_table() -> str:
 
 
 def plot(name: str) -> str:
-    """The picture of this name; nothing where its step has no result. Raises NotCountedError."""
-    figures(PLOTS[name])
-    return f"![{NAMES.get(name, name.capitalize().replace('-', ' '))}]({name}.svg)"
+    """The picture of this name."""
+    return f"![{PLOTS[name]}]({name}.svg)"
 
 
-def own_table() -> str:
+def own_table(model: str) -> str:
     """moegguf's default beside LRU and each paper's strategy, at that paper's times."""
-    figures("link-promoe")
 
     def row(paper: str) -> list[str]:
-        systems = figures(f"link-{paper}")["systems"]
-        pairs = (("lru", paper), ("lru", "moegguf"), (paper, "moegguf"))
-        return [NAMES[paper], *[spread(ratios(systems[base], systems[own])) + "x" for base, own in pairs]]
+        pairs = ((paper, "lru"), ("moegguf", "lru"), ("moegguf", paper))
+        return [NAMES[paper], *[_speed(f"{model}/link-{paper}", own, base) + "x" for own, base in pairs]]
 
     head = ["at the times of", "its strategy against `lru`", "`moegguf` against `lru`", "`moegguf` against it"]
-    return markdown(head, [row(paper) for paper in LINKS if read_result(f"link-{paper}")])
+    return markdown(head, [row(paper) for paper in LINKS])
+
+
+def tuned_table(model: str) -> str:
+    """The window that was chosen for each paper's strategy, and ms a token with each window."""
+    found = {paper: figures(f"{model}/tuned-{paper}") for paper in WINDOWS}
+
+    def far(window: str | int) -> str:
+        return "all" if int(window) >= EVERY_LAYER else str(window)
+
+    rows = [
+        [NAMES[paper], far(of["chosen"]), ", ".join(f"{far(window)}: {ms:.1f}" for window, ms in of["ms"].items())]
+        for paper, of in found.items()
+    ]
+    return markdown(["paper", "layers ahead, as chosen", "ms a token on the requests for choosing"], rows)
+
+
+def learned_table(model: str) -> str:
+    """The validation of ProMoE's networks by epoch."""
+    found = figures(f"{model}/learned")
+    row = [f"{found['weights']:,}", *[percent(value) for value in found["curve"]]]
+    return markdown(["weights of a network", *[f"epoch {n + 1}" for n in range(len(found["curve"]))]], [row])
 
 
 def claims_table(paper: str | None = None) -> str:
-    """All claims, or those of one paper."""
+    """All claims, or the claims of one paper, on every model."""
     rows = [
-        [*([] if paper else [NAMES.get(claim.paper, claim.paper)]), claim.text, f"**{claim.verdict}**",
-         claim.confidence if claim.verdict in JUDGED else NONE, claim.resolved]
+        [*([] if paper else [NAMES[claim.paper]]), claim.text, *[_judged(claim, model) for model in COLUMNS],
+         NONE if isinstance(claim.judged, str) else claim.confidence]
         for claim in CLAIMS if paper in (None, claim.paper)
     ]  # fmt: skip
     if paper:
         rows = list(map(_from_pages, rows))
-    return markdown([*([] if paper else ["paper"]), "claim", "verdict", "confidence", "figure"], rows)
+    titles = [SUBJECTS[model].title for model in COLUMNS]
+    return markdown([*([] if paper else ["paper"]), "claim", *titles, "confidence"], rows)
+
+
+def _judged(claim: Claim, model: str) -> str:
+    """The verdict on a model and its figures, and whether an earlier version recorded one of them."""
+    model = claim.only_on if claim.only_on and model == LABORATORY else model
+    verdict = claim.verdict(model)
+    earlier = verdict not in (UNTESTED, OPEN) and not _is_counted(claim, model)
+    return f"**{verdict}**{f' ({EARLIER})' if earlier else ''}: {claim.resolved(model)}"
+
+
+def changes_table() -> str:
+    """Claims whose verdict is another one than in the version before, on a model that was counted since, and why."""
+    earlier = json.loads((RESULTS / "earlier.json").read_text("utf-8"))
+    verdicts = {(claim.paper, claim.text): claim for claim in CLAIMS}
+    rows = []
+    for one in earlier:
+        claim = verdicts[one["paper"], one["claim"]]
+        now = {model: _counted_now(claim, model) for model in COLUMNS}
+        if any(verdict not in (None, one["verdict"]) for verdict in now.values()):
+            found = [verdict or "not counted again" for verdict in now.values()]
+            rows.append([NAMES[claim.paper], claim.text, one["verdict"], *found, one["why"]])
+    titles = [f"now, {SUBJECTS[model].title}" for model in COLUMNS]
+    return markdown(["paper", "claim", "before, laboratory model", *titles, "why"], rows)
+
+
+def _counted_now(claim: Claim, model: str) -> str | None:
+    """The verdict where everything that it rests on has been counted by this version."""
+    model = claim.only_on if claim.only_on and model == LABORATORY else model
+    verdict = claim.verdict(model)
+    return verdict if verdict not in (UNTESTED, OPEN) and _is_counted(claim, model) else None
+
+
+def _is_counted(claim: Claim, model: str) -> bool:
+    return all(is_current(f"{model}/{step}") for step in claim.steps)
 
 
 def _from_pages(row: list[str]) -> list[str]:
@@ -240,9 +322,7 @@ def _from_pages(row: list[str]) -> list[str]:
     return [cell.replace("](evidence/", "](") for cell in row]
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "claims": claims_table,
-    **{f"claims-{paper}": partial(claims_table, paper) for paper in LINKS},
+TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": accuracy_table,
     "model": model_table,
     "own": own_table,
@@ -252,6 +332,19 @@ TABLES: dict[str, Callable[[], str]] = {
     "shift": shift_table,
     "bound": bound_table,
     "costs": costs_table,
+    "tuned": tuned_table,
+    "learned": learned_table,
+}
+STEPS_OF = {
+    "model": ("laboratory-model",),
+    "own": tuple(f"link-{paper}" for paper in LINKS),
+    "routing": ("reuse", "hits", "accuracy"),
+    "tuned": tuple(f"tuned-{paper}" for paper in WINDOWS),
+}
+WHOLE: dict[str, Callable[[], str]] = {
+    "claims": claims_table,
+    "changes": changes_table,
+    **{f"claims-{paper}": partial(claims_table, paper) for paper in LINKS},
     **{f"plot-{name}": partial(plot, name) for name in PLOTS},
 }
 

@@ -61,9 +61,19 @@ class Replay(Simulation):
         return NextLayer(self.trace.shape, store) if self.next_layer else super()._controller(store)
 
     def _replay_passes(self, context: Any, meter: Any) -> None:
-        self._replay_events(self._store, None, meter)
+        self._note_passes(meter)
+        super()._replay_passes(context, meter)
 
     def _replay_events(self, store: Store, controller: Controller | None, meter: Any) -> None:
-        begin = meter.begin
-        meter.begin = lambda *of_pass: self._noted.append((begin(*of_pass), store.counters())[1])
+        self._note_passes(meter)
         super()._replay_events(store, controller, meter)
+
+    def _note_passes(self, meter: Any) -> None:
+        """Notes the store's counters whenever a pass begins."""
+        begin = meter.begin
+
+        def noting(*of_pass: Any) -> None:
+            begin(*of_pass)
+            self._noted.append(self._store.counters())
+
+        meter.begin = noting

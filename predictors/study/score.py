@@ -17,10 +17,11 @@ from moegguf.cli.trace_tables import print_notes, print_table
 from moegguf.quantities import percent
 from moegguf.terminal.tables import print_json
 from moegguf.trace.analysis import Progress, no_progress, step_reporter
+from moegguf.trace.simulate import SimOptions
 from predictors.study import scoring
-from predictors.study.accuracy import Figures, LinkModel
+from predictors.study.accuracy import Figures
 from predictors.study.asked import asked
-from predictors.study.common import DEFAULT_TOKENS, PredictorNames, Study, link_model, run
+from predictors.study.common import DEFAULT_TOKENS, PredictorNames, Study, run, sim_options
 from predictors.study.flags import Compute, Folder, Latency, LinkSpeed, ModelFile, Tokens
 from predictors.study.judge import DISTANCES
 from predictors.study.scoring import ScoreTable
@@ -29,16 +30,21 @@ HEADS = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved"
 
 
 def score_named(
-    study: Study, names: Sequence[str], link: LinkModel | None = None, progress: Progress = no_progress
+    study: Study, names: Sequence[str], link: SimOptions | None = None, progress: Progress = no_progress
 ) -> ScoreTable:
-    """Every predictor named by every paper's measure, at distances that lie within the model. Raises OptionError."""
+    """Every predictor named by every paper's measure, at distances that lie within the model; FETCHRATE with a link.
+    Raises OptionError."""
     names = study.predictors(names)
     distances = [distance for distance in DISTANCES if distance < max(2, len(study.trace.shape.layers))]
     tables = []
     step = step_reporter(progress, "scores", len(names))
     for name in names:
         step(name)
-        tables.append(scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link))
+        table = scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link=link)
+        # Popularity is computed as a table of tokens, and named so by the store.
+        scores = tuple(replace(one, name=name) for one in table.scores)
+        controls = tuple(replace(one, name=name) for one in table.controls)
+        tables.append(replace(table, scores=scores, controls=controls))
     return replace(
         tables[0],
         scores=tuple(one for table in tables for one in table.scores),
@@ -61,7 +67,7 @@ def score(
     full = Study.load(file, model, predictors)
     part = full.limited(tokens)
     with showing_progress() as progress:
-        table = score_named(part, split(predictor), link_model(link, latency, layer_compute), progress)
+        table = score_named(part, split(predictor), sim_options(link, latency, layer_compute), progress)
     used = part.sample_size(full)
     print_json(vars(table) | {"used": used}) if as_json else print_score(table, used)
 
@@ -78,8 +84,8 @@ def print_score(scores: ScoreTable, used: str) -> None:
         f"moved: bytes fetched per byte used, beside an LRU cache of {scores.lru_share:.0%}",
         "answers: events with a prediction",
     ]
-    if scores.link is not None:
-        notes.append("GOODPRED: right, and in time on the modelled link, which all layers share")
+    if any(found.fetch_rates for found in scores.scores):
+        notes.append("GOODPRED: right, times the share of absent experts that come in time")
     print_notes(*notes)
 
 
@@ -95,8 +101,8 @@ def _lines(scores: ScoreTable) -> Iterable[list[str]]:
                 continue
             beside = control.means[k] if control else None
             batch = (found.batch_accuracy or {}).get(k)
-            good = figures.good_pred if scores.link is not None else None
-            yield [found.name, str(k), *_figures(figures, beside, batch, scores.n_expert_used), _share(good)]
+            good = _share(found.good_pred(k))
+            yield [found.name, str(k), *_figures(figures, beside, batch, scores.n_expert_used), good]
         if not has_predictions and fresh is None:
             yield [found.name, "", *[""] * 6, "none", ""]
 

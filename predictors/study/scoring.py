@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, RoutingEvent
+from moegguf.trace.simulate import SimOptions
 from moegguf.trace.trace import Trace
-from predictors.study.accuracy import PADDING, Ids, LinkModel, Mask, PredictorScore
+from predictors.study.accuracy import PADDING, Ids, Mask, PredictorScore
 from predictors.study.arrange import separated, shuffled
 from predictors.study.judge import DISTANCES, Judge
 
@@ -47,7 +48,6 @@ class ScoreTable:
 
     distances: tuple[int, ...]
     n_expert_used: int
-    link: LinkModel | None
     lru_share: float
     batch_sequences: int
     tokens: int
@@ -63,9 +63,9 @@ def score(
     trace: Trace,
     predictors: Sequence[Predictor],
     distances: Sequence[int] = DISTANCES,
-    link: LinkModel | None = None,
     *,
     lru_share: float = 0.25,
+    link: SimOptions | None = None,
     batch_sequences: int = BATCH_SEQUENCES,
     seed: int = 0,
 ) -> ScoreTable:
@@ -80,14 +80,13 @@ def score(
     controls = copy.deepcopy(list(predictors))
 
     def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
-        judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences) for predictor in measured]
+        judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences, link) for predictor in measured]
         _replay(of, judges)
-        return _tables(judges, link)
+        return _tables(judges)
 
     return ScoreTable(
         distances=tuple(sorted({distance for distance in distances if distance > 0})),
         n_expert_used=trace.shape.n_expert_used,
-        link=link,
         lru_share=lru_share,
         batch_sequences=batch_sequences,
         tokens=int(np.count_nonzero((trace.pass_phase == 1) & (np.diff(trace.pass_start) == 1))),
@@ -105,12 +104,12 @@ def _replay(trace: Trace, judges: Sequence[Judge]) -> None:
                 judge.observe(event)
 
 
-def _tables(judges: Sequence[_BatchJudge], link: LinkModel | None) -> tuple[PredictorScore, ...]:
+def _tables(judges: Sequence[_BatchJudge]) -> tuple[PredictorScore, ...]:
     """One score for each judge; a name used twice gets a number."""
     seen: Counter[str] = Counter()
     tables = []
     for judge in judges:
-        table = judge.table(link)
+        table = judge.table()
         seen[table.name] += 1
         if seen[table.name] > 1:
             table = replace(table, name=f"{table.name} {seen[table.name]}")
@@ -130,8 +129,15 @@ class _Step:
 class _BatchJudge(Judge):
     """Adds ExpertFlow's batch-level accuracy. Stores the routing paths of one batch of requests."""
 
-    def __init__(self, predictor: Predictor, distances: Sequence[int], lru_share: float, batch_sequences: int) -> None:
-        super().__init__(predictor, distances, lru_share=lru_share)
+    def __init__(
+        self,
+        predictor: Predictor,
+        distances: Sequence[int],
+        lru_share: float,
+        batch_sequences: int,
+        link: SimOptions | None,
+    ) -> None:
+        super().__init__(predictor, distances, lru_share=lru_share, link=link)
         self._batch_sequences = batch_sequences
         self._batch: set[int] = set()
         self._closed: set[int] = set()
@@ -141,12 +147,12 @@ class _BatchJudge(Judge):
         self._sums = np.zeros(len(self.distances))
         self._n_steps = np.zeros(len(self.distances), np.int64)
 
-    def table(self, link: LinkModel | None = None) -> PredictorScore:
+    def table(self) -> PredictorScore:
         """`Judge.table`, with batch_accuracy."""
         self._close_batch()
         sums = zip(self.distances, self._sums.tolist(), self._n_steps.tolist(), strict=True)
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}
-        return replace(super().table(link), batch_accuracy=accuracy)
+        return replace(super().table(), batch_accuracy=accuracy)
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
         """Adds the comparison to the decode step of its batch."""

@@ -1,7 +1,8 @@
 """Training of predictors on recorded routing, run by predictors/train/predictor.py.
 
-The module of each of TRAINERS has `Options`, a frozen dataclass whose fields go into the saved facts, and `train(trace,
-options)`, which returns the arrays that the predictor's `from_weights` takes. Those of `fit.COUNTED` have no options.
+The module of each of TRAINERS has `Options`, a frozen dataclass whose fields go into the saved facts. Its `train(trace,
+options)` returns the arrays that the predictor's `from_weights` takes, and facts of the training. The predictors of
+`fit.COUNTED` have no options.
 """
 
 from __future__ import annotations

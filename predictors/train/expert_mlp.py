@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moegguf.controller.predictors.networks import HIDDEN_SIZES, state_size
+from moegguf.controller.weights import Weights
 from moegguf.trace.trace import Trace
 from predictors.train.fit import choices, count_affinity, count_popularity
 from predictors.train.fitting import Samples, Schedule, fit
@@ -38,17 +39,18 @@ class Options(Schedule):
     dropout: float = 0.1
 
 
-def train(trace: Trace, options: Options | None = None) -> dict[str, Floats]:
-    """Arrays `popularity`, `affinity` and `layers.<i>.{weight,bias}`."""
+def train(trace: Trace, options: Options | None = None) -> Weights:
+    """Arrays `popularity`, `affinity` and `layers.<i>.{weight,bias}`; and `validation`, the accuracy by epoch."""
     options = options or Options()
     torch.manual_seed(options.seed)
     popularity = count_popularity(trace)
     affinity = count_affinity(trace, popularity)
     samples = _samples(trace, popularity, affinity, validation_tokens(trace, options.seed))
     network = build(state_size(trace.shape), trace.shape.n_expert, options)
-    found, epochs = fit(network, samples, _loss, options)
-    print(f"expert-mlp: {found:.1%} on validation after {epochs} epochs", flush=True)
-    return {"popularity": popularity, "affinity": affinity, **folded(network)}
+    fitted = fit(network, samples, _loss, options)
+    print(f"expert-mlp: {fitted}", flush=True)
+    arrays = {"popularity": popularity, "affinity": affinity, **folded(network)}
+    return Weights(arrays, {"validation": list(fitted.curve)})
 
 
 def _samples(trace: Trace, popularity: Floats, affinity: Floats, validation: npt.NDArray[np.bool_]) -> Samples:

@@ -37,6 +37,21 @@ class Samples:
     validation: Tensor
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """The course of a training: validation accuracy after each epoch. The network is left at the best one."""
+
+    curve: tuple[float, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """The best epoch's."""
+        return max(self.curve)
+
+    def __str__(self) -> str:
+        return f"{self.accuracy:.1%} on validation after {len(self.curve)} epochs"
+
+
 def accuracy(scores: Tensor, chosen: Tensor) -> float:
     """ProMoE's ACCURACY (section 4.1): share of the most probable experts that are right, as many as a token uses."""
     k = max(1, int(chosen.sum(dim=1).max()))
@@ -46,15 +61,15 @@ def accuracy(scores: Tensor, chosen: Tensor) -> float:
 
 def fit(
     network: nn.Module, samples: Samples, loss_of: Callable[[Tensor, Tensor], Tensor], schedule: Schedule
-) -> tuple[float, int]:
-    """Trains the network in place and leaves it at its best epoch; returns (validation accuracy, epochs run)."""
+) -> Fitted:
+    """Trains the network in place, and leaves it at its best epoch."""
     generator = torch.Generator().manual_seed(schedule.seed)
     train = torch.nonzero(~samples.validation).ravel()
     batch = min(schedule.batch, len(train))
     steps = schedule.epochs * (len(train) // batch)
     optimizer = torch.optim.AdamW(network.parameters(), lr=schedule.lr, weight_decay=schedule.weight_decay)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, schedule.lr, total_steps=steps + 1)
-    best = -1.0
+    curve = list[float]()
     best_epoch = 0
     state = network.state_dict()
     for epoch in range(schedule.epochs):
@@ -65,16 +80,15 @@ def fit(
             loss_of(network(samples.inputs[part]), samples.chosen[part]).backward()
             optimizer.step()
             rates.step()
-        found = validate(network, samples)
-        if found > best:
-            best = found
+        curve.append(validate(network, samples))
+        if curve[epoch] > max(curve[:epoch], default=-1.0):
             best_epoch = epoch
             state = copy.deepcopy(network.state_dict())
         elif schedule.patience and epoch - best_epoch >= schedule.patience:
             break
     network.load_state_dict(state)
     network.eval()
-    return best, epoch + 1
+    return Fitted(tuple(curve))
 
 
 @torch.no_grad()

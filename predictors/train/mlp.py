@@ -5,6 +5,7 @@ Inputs are standardised for training, and that is folded into the first matrix a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moegguf.controller.predictors.networks import window_pairs
+from moegguf.controller.weights import Weights
 from moegguf.trace.trace import Trace
 from predictors.train.fit import choices
-from predictors.train.fitting import Samples, Schedule, fit
+from predictors.train.fitting import Fitted, Samples, Schedule, fit
 from predictors.train.splitting import validation_tokens
 
 
@@ -29,8 +31,9 @@ class Options(Schedule):
     n_hidden: int = 512
 
 
-def train(trace: Trace, options: Options | None = None) -> dict[str, npt.NDArray[np.float16]]:
-    """Arrays `<source>.<target>.{hidden,out}.{weight,bias}`. ValueError when the trace has no inputs."""
+def train(trace: Trace, options: Options | None = None) -> Weights:
+    """Arrays `<source>.<target>.{hidden,out}.{weight,bias}`; and `validation`, the accuracy by epoch, the mean over
+    networks. ValueError when the trace has no inputs."""
     options = options or Options()
     if trace.inputs is None:
         raise ValueError("the trace must hold the routers' inputs, but does not; record it with inputs.")
@@ -38,6 +41,7 @@ def train(trace: Trace, options: Options | None = None) -> dict[str, npt.NDArray
     validation = validation_tokens(trace, options.seed)
     row_of = trace.shape.row_of
     arrays: dict[str, npt.NDArray[np.float16]] = {}
+    curves = list[tuple[float, ...]]()
     for source, target in window_pairs(trace.shape, options.windows):
         known = np.flatnonzero(
             (trace.expert_ids[row_of[source], :, 0] >= 0) & (trace.expert_ids[row_of[target], :, 0] >= 0)
@@ -47,20 +51,27 @@ def train(trace: Trace, options: Options | None = None) -> dict[str, npt.NDArray
             torch.from_numpy(choices(trace, row_of[target])[known]),
             torch.from_numpy(validation[known]),
         )
-        pair, found, epochs = train_pair(samples, options)
-        print(f"mlp {source} -> {target}: {found:.1%} on validation after {epochs} epochs", flush=True)
+        pair, fitted = train_pair(samples, options)
+        print(f"mlp {source} -> {target}: {fitted}", flush=True)
+        curves.append(fitted.curve)
         arrays |= {f"{source}.{target}.{name}": array for name, array in pair.items()}
-    return arrays
+    return Weights(arrays, {"validation": _mean_curve(curves)})
 
 
-def train_pair(samples: Samples, options: Options) -> tuple[dict[str, npt.NDArray[np.float16]], float, int]:
-    """One MLP's arrays, its validation accuracy, and how many epochs it took."""
+def _mean_curve(curves: Sequence[tuple[float, ...]]) -> list[float]:
+    """The mean over networks after each epoch; of one that stopped earlier its last value."""
+    longest = max(map(len, curves), default=0)
+    return np.mean([[*curve, *[curve[-1]] * (longest - len(curve))] for curve in curves], axis=0).tolist()
+
+
+def train_pair(samples: Samples, options: Options) -> tuple[dict[str, npt.NDArray[np.float16]], Fitted]:
+    """One MLP's arrays, and how its training went."""
     mean = samples.inputs.mean(dim=0)
     spread = samples.inputs.std(dim=0) + 1e-6
     scaled = Samples((samples.inputs - mean) / spread, samples.chosen, samples.validation)
     hidden = nn.Linear(samples.inputs.shape[1], options.n_hidden)
     out = nn.Linear(options.n_hidden, samples.chosen.shape[1])
-    found, epochs = fit(nn.Sequential(hidden, nn.ReLU(), out), scaled, _loss, options)
+    fitted = fit(nn.Sequential(hidden, nn.ReLU(), out), scaled, _loss, options)
     with torch.no_grad():
         weight = hidden.weight / spread
         arrays = {
@@ -69,7 +80,7 @@ def train_pair(samples: Samples, options: Options) -> tuple[dict[str, npt.NDArra
             "out.weight": out.weight,
             "out.bias": out.bias,
         }
-    return {name: array.detach().numpy().astype(np.float16) for name, array in arrays.items()}, found, epochs
+    return {name: array.detach().numpy().astype(np.float16) for name, array in arrays.items()}, fitted
 
 
 def _loss(logits: Tensor, chosen: Tensor) -> Tensor:

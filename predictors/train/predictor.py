@@ -94,15 +94,16 @@ def train(args: argparse.Namespace, training: Trace) -> Weights:
     chosen = options(args.predictor, args.set)
     count = COUNTED.get(args.predictor)
     start = time.monotonic()
-    arrays = count(training).arrays if count else trainer(args.predictor).train(training, chosen)
+    weights: Weights = count(training) if count else trainer(args.predictor).train(training, chosen)
     facts = {
         **({} if chosen is None else asdict(chosen)),
+        **weights.facts,
         "requests": len(training.sequences()),
         "tokens": training.n_tokens,
         "kinds": sorted(set(training.header.labels.values())),
         "minutes": round((time.monotonic() - start) / 60, 2),
     }
-    return Weights(arrays, facts)
+    return Weights(weights.arrays, facts)
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moegguf.controller.predictors.routing_path import NORM_EPS
+from moegguf.controller.weights import Weights
 from moegguf.trace.trace import Trace
 
 NAME = "routing-path"
@@ -223,7 +224,7 @@ def loss_of(logits: Tensor, paths: Tensor, known: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits[known], paths[known].float())
 
 
-def train(trace: Trace, options: Options | None = None) -> dict[str, npt.NDArray[np.float16]]:
+def train(trace: Trace, options: Options | None = None) -> Weights:
     """Arrays of a trained predictor, by name. Deterministic by seed and number of threads."""
     options = options or Options()
     torch.manual_seed(options.seed)
@@ -240,4 +241,4 @@ def train(trace: Trace, options: Options | None = None) -> dict[str, npt.NDArray
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-    return model.eval().arrays()
+    return Weights(dict(model.eval().arrays()))

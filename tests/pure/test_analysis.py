@@ -15,9 +15,8 @@ from moegguf.native.events import Announcement, Phase
 from moegguf.trace.analysis import Row, hit_ranges, sample_sequences
 from moegguf.trace.belady import BELADY
 from moegguf.trace.format import write
-from moegguf.trace.simulate import fitted
+from moegguf.trace.simulate import SimOptions, fitted
 from moegguf.trace.trace import Trace
-from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
 from predictors.study.common import Study
 from predictors.study.controls import Oracle
@@ -69,11 +68,11 @@ def test_all_is_every_available_name_and_warns_about_the_others(analysis: Study)
 
 def test_scores_come_one_predictor_after_the_other(analysis: Study) -> None:
     reported: list[tuple[str, float]] = []
-    names, link = ["previous-token", "none"], LinkModel(1e9, 5, 100)
+    names, link = ["previous-token", "none"], SimOptions(link_bytes_per_s=1e9, layer_pass_us=100)
     table = score_named(analysis, names, link, lambda *step: reported.append(step))
     assert reported == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
     assert [one.name for one in table.scores] == [one.name for one in table.controls] == ["previous-token", "none"]
-    assert table.link is not None and table.link.bytes_per_s == 1e9
+    assert all(one.fetch_rates[1] is None for one in table.scores), "the last token's experts are in the cache"
     assert max(table.distances) < len(analysis.trace.shape.layers) < 8, "none is beyond the last layer"
     accuracy = table.scores[0].means[1].accuracy
     assert accuracy is not None and accuracy > (table.controls[0].means[1].accuracy or 0)

@@ -2,7 +2,6 @@
 ExpertFlow: intersection over union of a batch's experts, predicted and true. Reuse, counted by hand."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
-from predictors.study.accuracy import Figures, LinkModel
+from predictors.study.accuracy import Figures
 from predictors.study.controls import FreshGate
 from predictors.study.judge import Judge
 from predictors.study.reuse import reuse
@@ -28,16 +27,15 @@ def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
     return hand_made(SHAPE, [path] * n_sequences, prefill=2)
 
 
-def only(trace: Trace, predictor: Oracle | Unpredictive, distance: int = 1, link: LinkModel | None = None) -> Figures:
-    return score(trace, [predictor], [distance], link).scores[0].means[distance]
+def only(trace: Trace, predictor: Oracle | Unpredictive, distance: int = 1) -> Figures:
+    return score(trace, [predictor], [distance]).scores[0].means[distance]
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 8])
 def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> None:
-    figures = only(cyclic(), Oracle(cyclic()), distance, LinkModel(1e12))
+    figures = only(cyclic(), Oracle(cyclic()), distance)
     assert figures.due == 4 * 3  # four tokens decoded, three layers behind the first
     assert figures.coverage == figures.accuracy == figures.top_k_hit == figures.at_least_one == 1
-    assert figures.fetch_rate == figures.good_pred == 1
     assert figures.precision[:2] == (1, 1) and figures.recall[:2] == (0.5, 1)
 
 
@@ -66,26 +64,6 @@ def test_out_of_reach_is_no_prediction_and_the_first_layers_have_what_is_known_t
     # The first layer is predicted from tokens alone, and left out of the mean.
     table = score(trace, [Oracle(trace, first_layer=False)], [1]).scores[0]
     assert (table.layers[1][1].due, table.layers[1][1].coverage, table.means[1].coverage) == (4, 0, 1)
-
-
-def test_good_pred_by_hand_and_the_wishes_of_all_layers_share_the_link() -> None:
-    # An expert takes 1000 B / 1 MB/s = 1000 us; a layer computes 1600 us; fetches begin 100 us late.
-    link = LinkModel(bytes_per_s=1e6, latency_us=100, layer_compute_us=1600)
-    assert link.fetch_rates(0, 4, 2, 1000) == [0.5, 0, 0, 0]
-    table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1, 2], link).scores[0]
-    assert table.means[1].fetch_rate == 0.5  # 1500 us are enough for one of two
-    assert table.means[1].good_pred == pytest.approx(0.5 * 0.5)
-    assert table.layers[1][2].fetch_rate == 0.5
-    # Two experts of 1000 us each in every layer, of 1600 us: alone, 3100 us of lead are enough for both.
-    link = LinkModel(bytes_per_s=1e6, latency_us=100, layer_compute_us=1600)
-    assert link.fetch_rates(2, 6, 2, 1000) == [0.5] * 6
-    # With 2200 us a layer the link keeps up, one layer ahead or more; with 1900 it does at no distance.
-    keeping_up, falling_behind = replace(link, layer_compute_us=2200), replace(link, layer_compute_us=1900)
-    assert all(keeping_up.fetch_rates(k, 6, 2, 1000)[1:] == [1] * 5 for k in (1, 2, 4))
-    assert all(sum(falling_behind.fetch_rates(k, 60, 2, 1000)) < 0.8 * 60 for k in (1, 2, 4, 8))
-    # With room left between layers, a farther prediction makes up for a link that is late by its latency.
-    late = LinkModel(bytes_per_s=1e6, latency_us=1000, layer_compute_us=2500)
-    assert late.fetch_rates(1, 4, 1, 1000)[1:] == [1] * 3 and late.fetch_rates(1, 4, 2, 1000)[1:] == [0.5] * 3
 
 
 def test_only_what_a_cache_lacks_is_moved() -> None:
@@ -155,9 +133,8 @@ def run(trace: Trace, judge: Judge) -> Judge:
 
 def test_live_figures_are_those_of_the_trace_and_a_control_runs_beside_a_predictor() -> None:
     trace = random_trace(n_sequences=3)
-    link = LinkModel(5e6, 10, 300)
-    offline = score(trace, [Oracle(trace, n_wrong=1, reach=3)], link=link).scores[0]
-    live = run(trace, Judge(Oracle(trace, n_wrong=1, reach=3))).table(link)
+    offline = score(trace, [Oracle(trace, n_wrong=1, reach=3)]).scores[0]
+    live = run(trace, Judge(Oracle(trace, n_wrong=1, reach=3))).table()
     assert live.means == offline.means and live.layers == offline.layers
     assert live.means[1].accuracy == 0.5
     assert live.fresh is None  # a predictor with a reach is not its own control

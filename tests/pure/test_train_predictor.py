@@ -123,6 +123,15 @@ def epochs_of(trace: Trace, options: Any) -> int:
     return int(printed.getvalue().split("after ")[1].split()[0])
 
 
+def test_what_is_trained_says_how_its_validation_went_epoch_by_epoch() -> None:
+    pytest.importorskip("torch", reason=NO_TORCH)
+    trace = random_trace(n_sequences=8, n_decode=20, with_inputs=True)
+    for name, sizes in (("mlp", {"windows": (1,), "n_hidden": 8}), ("expert-mlp", {"hidden": (16,) * 6})):
+        module = trainer(name)
+        curve = module.train(trace, module.Options(epochs=3, batch=32, patience=0, **sizes)).facts["validation"]
+        assert len(curve) == 3 and all(0 < value <= 1 for value in curve)
+
+
 def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
     pytest.importorskip("torch", reason=NO_TORCH)
     trace = random_trace(n_sequences=20, n_decode=60, with_inputs=True)
@@ -130,7 +139,8 @@ def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
     module = trainer("mlp")
     chosen = module.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
     learned, control = (
-        mlp(trace.shape, Weights(module.train(taught, chosen), asdict(chosen))) for taught in (seen, shuffled(seen, 0))
+        mlp(trace.shape, Weights(module.train(taught, chosen).arrays, asdict(chosen)))
+        for taught in (seen, shuffled(seen, 0))
     )
     learned, control = (asked(lambda each=each: each) for each in (learned, control))
     assert accuracy(learned, unseen, 1) > accuracy(control, shuffled(unseen, 1), 1) + 0.1
@@ -150,6 +160,6 @@ def test_a_taught_expert_mlp_is_its_torch_network_with_the_norms_folded_in() -> 
     assert y == pytest.approx(network(x).detach().numpy(), abs=0.02)
     trace = random_trace(n_sequences=4, n_decode=8)
     chosen = module.Options(hidden=(32,) + (16,) * 5, epochs=1, batch=32)
-    arrays = module.train(trace, chosen)
+    arrays = module.train(trace, chosen).arrays
     taught = expert_mlp(trace.shape, Weights(arrays, {"hidden": list(chosen.hidden)}))
     assert 0 < accuracy(asked(lambda: taught), trace, 1) <= 1

@@ -1,0 +1,78 @@
+"""Three figures of a trace that ships, which a test replays: where they move, so does what other results rest on.
+
+    python -m predictors.study.shipped --from build/evidence/demo/reporting.trace   # records the trace and its figures
+    python -m predictors.study.shipped                                              # its figures alone
+
+The trace is a few requests of the demo. Whoever changes the code so that a figure moves records them anew, and raises
+CODE_VERSION in predictors/study/regenerate.py: pages then say which results an earlier version recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from moegguf.controller.artifacts import Artifacts
+from moegguf.trace.format import read, write
+from moegguf.trace.simulate import slots_of
+from predictors.study.common import Study
+from predictors.study.figures import RESULTS
+from predictors.study.intervals import median_ratio, paired_estimate
+from predictors.study.papers import BARE, LINKS, System, Workload, strategy
+
+TRACE = RESULTS / "shipped.trace"
+FIGURES = TRACE.with_suffix(".json")
+N_REQUESTS, N_TOKENS = 4, 96  # requests, and tokens of each
+SHARE = 0.25
+# Counts alone, without matrices: another processor's rounding moves none of them.
+SYSTEMS = {
+    "none": System("lru", store=BARE),
+    "algorithm 1": System("sparsity", store=BARE),
+    "token table": strategy("promoe")._replace(predictor="token-id"),
+}
+
+
+def cut(recording: Path) -> None:
+    """Writes the trace: the beginnings of a recording's first requests, without inputs."""
+    trace = read(recording)
+    kept = np.zeros(trace.n_tokens, np.bool_)
+    for sequence in trace.sequences()[:N_REQUESTS]:
+        kept[np.flatnonzero(trace.sequence_of == sequence)[:N_TOKENS]] = True
+    write(TRACE, replace(trace.keep(kept), inputs=None, weights=None))
+
+
+def replayed() -> dict[str, float]:
+    """Returns three figures: the share of look-ups that LRU finds ready, the experts that MoE-Infinity's eviction moves
+    for a token, and the speed of ProMoE's prefetching by a table of tokens. The first request only warms the cache."""
+    trace = read(TRACE)
+    study = Study(trace, Artifacts(None, trace.header.fingerprint, Path(__file__).parents[1] / "demo"))
+    first, *others = trace.sequences()
+    workload = Workload.of(replace(study, trace=trace.select(others)), trace.select([first]))
+    of = workload.systems(SYSTEMS, slots_of(trace.shape, SHARE), LINKS["promoe"])
+    speed = paired_estimate([of[name]["token_ms"] for name in ("none", "token table")], median_ratio)
+    return {
+        "LRU, ready": of["none"]["ready"],
+        "algorithm 1, experts moved a token": of["algorithm 1"]["experts"],
+        "token table, times as fast": round(speed.value, 6),
+    }
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Records the figures; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="recording", type=Path, metavar="FILE", help="cut the trace from this one first")
+    args = parser.parse_args(given)
+    if args.recording:
+        cut(args.recording)
+    FIGURES.write_text(json.dumps(replayed(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

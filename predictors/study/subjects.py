@@ -1,0 +1,165 @@
+"""The models that figures are about, and a folder for each: its traces, its predictors, and what is known of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from moegguf.models.catalog import find_model
+from moegguf.trace.format import read, write
+from predictors.study.common import Study
+from predictors.study.figures import RESULTS, read_result
+from predictors.study.papers import Workload, routing_digest, write_collections
+from predictors.study.requests import ROLES
+
+WORK = Path("build/evidence")
+N_WARM = 4
+LABORATORY, DEMO, EIGHT = "laboratory", "demo", "eight"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model. title: in tables. recipe: options that its recipe makes it with; None: it is bundled. training: options
+    of each predictor that is trained for it."""
+
+    title: str
+    recipe: tuple[str, ...] | None
+    training: Mapping[str, tuple[str, ...]]
+
+
+COUNTED: dict[str, tuple[str, ...]] = {"popularity": (), "affinity": (), "token-id": ()}
+# Networks of ProMoE's size, 2 million weights each, are (n_embd + n_expert) x n_hidden; ExpertMLP's are its paper's.
+SUBJECTS = {
+    DEMO: Subject(
+        "demo", None,
+        {**COUNTED, "mlp": ("windows=4", "n_hidden=6945", "epochs=4", "lr=1e-3", "patience=0"),
+         "routing-path": ("epochs=4",), "expert-mlp": ("epochs=3",)},
+    ),
+    LABORATORY: Subject(
+        "laboratory model", (),
+        {**COUNTED, "mlp": ("windows=1,4", "n_hidden=3125", "epochs=8", "lr=1e-3", "patience=0"),
+         "routing-path": ("epochs=8",), "expert-mlp": ("epochs=15",)},
+    ),
+    EIGHT: Subject(
+        "laboratory model, 2 of 8 experts", ("--experts", "8", "--used", "2", "--neurons", "64", "--shared", "16"),
+        {**COUNTED, "expert-mlp": ("epochs=8",)},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A subject, and the folder with its model, its traces and its predictors."""
+
+    name: str
+    work: Path
+
+    @property
+    def subject(self) -> Subject:
+        """The subject of this name."""
+        return SUBJECTS[self.name]
+
+    @cached_property
+    def model(self) -> Path:
+        """The model's file."""
+        return find_model(DEMO) if self.subject.recipe is None else self.work / "lab.gguf"
+
+    @property
+    def predictors(self) -> Path:
+        """The folder of trained predictors and collections."""
+        return self.work / "predictors"
+
+    def trace(self, role: str) -> Path:
+        """A recording."""
+        return self.work / f"{role}.trace"
+
+    @cached_property
+    def learning(self) -> Study:
+        """The requests that were learned from."""
+        return self._study("learning")
+
+    @cached_property
+    def choosing(self) -> Study:
+        """The requests that settings are chosen by."""
+        return self._study("choosing")
+
+    @cached_property
+    def reporting(self) -> Study:
+        """The requests that figures are about."""
+        return self._study("reporting")
+
+    @cached_property
+    def workload(self) -> Workload:
+        """All requests that figures are about, after some that only warm the cache."""
+        return self._after_choosing(None)
+
+    def some(self, n_counted: int) -> Workload:
+        """Returns about `n_counted` of these requests, equally many of each kind, after some that warm it."""
+        return self._after_choosing(n_counted)
+
+    def _after_choosing(self, n_counted: int | None) -> Workload:
+        warm = self.choosing.trace
+        return Workload.of(self.reporting, warm.select(warm.sequences()[-N_WARM:]), n_counted)
+
+    def _study(self, role: str) -> Study:
+        return Study.open(self.trace(role), self.model, self.predictors)
+
+    def learn(self, n_entries: int) -> None:
+        """Writes MoE-Infinity's collection of the last `n_entries` requests."""
+        write_collections(self.predictors, [self.learning.trace], n_entries)
+
+    def prepare(self) -> None:
+        """Makes what is missing. Raises CalledProcessError."""
+        self.predictors.mkdir(parents=True, exist_ok=True)
+        if not self.model.exists():
+            run("recipes.make_lab_model", "-o", str(self.model), *(self.subject.recipe or ()))
+            if self.name == LABORATORY:
+                shutil.copy(self.model.with_suffix(".json"), RESULTS / LABORATORY / "laboratory-model.json")
+        if not all(self.trace(role).exists() for role in ROLES):
+            run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
+        note_recording(self.name, routing_digest(self.reporting.trace))
+        few = self.trace("few")  # scoring takes long
+        if not few.exists():
+            trace = read(self.trace("choosing"))
+            write(few, trace.select(trace.sequences()[:1]))
+        for predictor in self.subject.training:
+            self.train(predictor)
+
+    def train(self, predictor: str) -> None:
+        """Trains a predictor, unless it is there. Raises CalledProcessError."""
+        if (self.predictors / f"{predictor}.safetensors").exists():
+            return
+        options = [word for setting in self.subject.training[predictor] for word in ("--set", setting)]
+        traces = str(self.trace("learning")), "--heldout-trace", str(self.trace("few"))
+        of = "--model", str(self.model), "--predictor", predictor, "--out", str(self.predictors)
+        run("predictors.train.predictor", *traces, *of, *options)
+
+
+def run(module: str, *words: str) -> None:
+    """Runs a command of this repository. Raises CalledProcessError."""
+    print(f"python -m {module} {' '.join(words)}", file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", module, *words], check=True)
+
+
+def recordings() -> dict[str, str]:
+    """Returns {subject: digest of the routing that its figures are about}."""
+    return dict(json.loads((RESULTS / "recordings.json").read_text("utf-8")))
+
+
+def note_recording(name: str, digest: str) -> None:
+    """Notes the recording that a subject's figures are about from now on."""
+    text = json.dumps(recordings() | {name: digest}, indent=1)
+    (RESULTS / "recordings.json").write_text(text + "\n", encoding="utf-8")
+
+
+def chosen_window(name: str, paper: str) -> int | None:
+    """Returns how many layers ahead the paper's strategy prefetches, as chosen on the requests for choosing; None where
+    nothing was chosen."""
+    found = read_result(f"{name}/tuned-{paper}")
+    return int(found["figures"]["chosen"]) if found else None

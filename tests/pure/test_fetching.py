@@ -1,0 +1,54 @@
+"""FETCHRATE by hand, for what an oracle names: by distance, by link, and without what the cache has."""
+
+import pytest
+from oracles import Oracle, hand_made
+
+from moegguf.controller.shape import MoeShape
+from moegguf.trace.simulate import SimOptions
+from moegguf.trace.trace import Trace
+from predictors.study.scoring import score
+
+SHAPE = MoeShape(n_layer=4, n_expert=16, n_expert_used=2, layers=(0, 1, 2, 3), expert_bytes=1000)
+EXPERT_US = 1000.0
+
+
+def moving(n_tokens: int = 8) -> Trace:
+    """Each token uses two experts of each layer that no token before it has used."""
+    return hand_made(SHAPE, [[[[2 * t, 2 * t + 1]] * 4 for t in range(n_tokens)]], prefill=1)
+
+
+def rates(trace: Trace, layer_us: float, *distances: int, n_wrong: int = 0) -> dict[int, float | None]:
+    link = SimOptions(link_bytes_per_s=1000 / EXPERT_US * 1e6, layer_pass_us=layer_us)
+    return score(trace, [Oracle(trace, n_wrong)], distances, link=link).scores[0].fetch_rates
+
+
+@pytest.mark.parametrize(("layer_us", "rate"), [(4000, 1), (2000, 1), (1000, 0.5), (250, 0.125), (0, 0)])
+def test_one_layer_ahead_as_much_comes_in_time_as_the_layer_takes(layer_us: float, rate: float) -> None:
+    assert rates(moving(), layer_us, 1) == {1: rate}
+
+
+def test_on_a_saturated_link_no_distance_helps() -> None:
+    found = rates(moving(), 1000, 1, 2, 3)
+    assert found[1] == found[2] == found[3] == 0.5
+
+
+def test_a_farther_prediction_comes_in_time_where_a_nearer_one_does_not() -> None:
+    # The layers between have what they always use; only the last one needs other experts for each token.
+    trace = hand_made(SHAPE, [[[[0, 1]] * 3 + [[2 * t, 2 * t + 1]] for t in range(8)]], prefill=1)
+    found = rates(trace, 800, 1, 3)
+    assert found[1] == pytest.approx(0.4) and found[3] == 1
+
+
+def test_what_a_predictor_names_decides_its_rate_and_what_is_in_the_cache_does_not_count() -> None:
+    always = hand_made(SHAPE, [[[[0, 1]] * 4 for _ in range(8)]], prefill=1)
+    assert rates(always, 1000, 1) == {1: None}
+    assert rates(always, 500, 1, n_wrong=1) == {1: 0.5}, "one of two is there, and the other one is fetched in vain"
+
+
+def test_good_pred_is_accuracy_times_the_fetch_rate_and_unknown_without_a_link() -> None:
+    trace = moving()
+    link = SimOptions(link_bytes_per_s=1e6, layer_pass_us=1000)
+    found = score(trace, [Oracle(trace, n_wrong=1)], [1], link=link).scores[0]
+    assert found.means[1].accuracy == 0.5 and found.fetch_rates[1] is not None
+    assert found.good_pred(1) == 0.5 * found.fetch_rates[1]
+    assert score(trace, [Oracle(trace)], [1]).scores[0].good_pred(1) is None

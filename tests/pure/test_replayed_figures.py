@@ -1,0 +1,16 @@
+"""Figures of the trace that ships are replayed exactly, so that results recorded with this version of the code hold."""
+
+import json
+
+from predictors.study import shipped
+from predictors.study.regenerate import CODE_VERSION
+
+
+def test_the_shipped_trace_is_small_and_its_three_figures_are_replayed_exactly() -> None:
+    assert shipped.TRACE.stat().st_size < 200_000
+    recorded = json.loads(shipped.FIGURES.read_text(encoding="utf-8"))
+    assert len(recorded) == 3
+    assert shipped.replayed() == recorded, (
+        f"the code counts other figures: python -m predictors.study.shipped, and CODE_VERSION {CODE_VERSION + 1}"
+    )
+    assert 0 < recorded["LRU, ready"] < 1 and recorded["token table, times as fast"] != 1
