@@ -42,7 +42,7 @@ TOKEN_LIMITS = {
     "moegguf/terminal": 9_300,
     "moegguf/testing": 600,
     "moegguf/trace": 19_200,
-    "predictors": 43_700,
+    "predictors": 50_600,
     "tests": 409_000,
     "tools": 57_500,
 }
