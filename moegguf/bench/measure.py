@@ -85,6 +85,7 @@ def load(spec: Spec) -> Llama:
         spec.model,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         vram_cache=spec.vram_cache,
+        mirror=spec.mirror,
         placement=spec.placement,
         strategy=spec.strategy,
         store=StoreOptions(

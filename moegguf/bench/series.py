@@ -83,9 +83,10 @@ class Spec:
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. warm_start: begin with what earlier runs used,
     and remember what this one uses.
-    vram_cache, placement: as `Llama` takes them. draft: the same, for greedy answers that are timed as a whole; None:
-    each token is timed. simulate_link: a link such as "24GB/s,35us"; a simulated device is behind it, that computes
-    with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and slots are there.
+    vram_cache, mirror, placement: as `Llama` takes them. draft: the same, for greedy answers that are timed as a whole;
+    None: each token is timed. simulate_link: a link such as "24GB/s,35us"; a simulated device is behind it, that
+    computes with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and slots are
+    there.
     """
 
     model: str
@@ -110,6 +111,7 @@ class Spec:
     feed: str = "random"
     text: str | None = None
     vram_cache: str | None = None
+    mirror: tuple[str, ...] = ()
     placement: str | None = None
     draft: str | None = None
     simulate_link: str | None = None

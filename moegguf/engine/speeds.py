@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from moegguf.engine.machine import Device, DiskSpeed, disk_read_speed, memory_re
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
+from moegguf.gguf.shards import mirror_paths
 from moegguf.native import abi, library
 from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.quantities import MIB, Link, parse_size
@@ -120,10 +122,14 @@ class KnownSpeeds:
         return Speeds.supposed(SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, cpu_bytes_per_s, source)
 
 
-def expert_read_speed(layout: ExpertLayout, seconds: float) -> DiskSpeed:
-    """The disk's speed for reads as large as this model's matrices. Raises ModelNotFoundError."""
+def expert_read_speed(layout: ExpertLayout, seconds: float, mirrors: Sequence[str] = ()) -> DiskSpeed:
+    """Returns the disk's speed for reads as large as this model's matrices: of all copies that are read at once, where
+    there are mirrors. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
-    return disk_read_speed(layout.shards[0].path, seconds, block_bytes)
+    paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
+    with ThreadPoolExecutor(len(paths)) as threads:
+        speeds = list(threads.map(lambda path: disk_read_speed(path, seconds, block_bytes), paths))
+    return DiskSpeed(sum(speed.bytes_per_s for speed in speeds), all(speed.direct for speed in speeds))
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:

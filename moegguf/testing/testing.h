@@ -65,6 +65,14 @@ MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_e
 // Returns how many operations of a kind came while it was armed.
 MOEGGUF_API uint64_t moegguf_fault_count(int kind);
 
+// Limits faults of reads to one file; NULL: reads of every file fail. INVALID: there is no such file.
+MOEGGUF_API int moegguf_fault_file(const char * path);
+
+// Makes reads of a file take as long as those of a drive with this bandwidth, which reads share, and this latency of
+// each, which they do not; bytes_per_ns 0: as long as they take. INVALID: there is no such file, or a figure is
+// negative, or more than 8 files are slowed down.
+MOEGGUF_API int moegguf_drive_slow(const char * path, double bytes_per_ns, double latency_ns);
+
 // A rule of moegguf_store_check that is to be broken.
 enum moegguf_corruption {
     MOEGGUF_CORRUPT_FREE,   // an expert's slot is called free
