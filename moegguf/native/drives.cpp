@@ -32,8 +32,10 @@ Drives::Drives(const Layout & layout, bool direct) {
     }
 }
 
-float Drives::Drive::expected_ns(size_t n) const {
-    return float(under_way + n) * (ns_per_byte > 0 ? ns_per_byte : unmeasured_ns_per_byte);
+// A drive that does not answer is expected to be silent for as long as it was so far.
+float Drives::Drive::expected_ns(size_t n, uint64_t now) const {
+    const float silent = under_way > 0 ? float(now - silent_ns) : 0;
+    return std::max(silent, float(under_way + n) * (ns_per_byte > 0 ? ns_per_byte : unmeasured_ns_per_byte));
 }
 
 const uint8_t * Drives::read(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) {
@@ -51,15 +53,18 @@ const uint8_t * Drives::read(int shard, uint64_t offset, size_t n, const ReadBuf
 
 Drives::Turn Drives::begin(size_t n) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    const uint64_t now = now_ns();
     Drive * first = nullptr;
     for (Drive & drive : drives_) {
-        if (drive.dropped.empty() && (!first || drive.expected_ns(n) < first->expected_ns(n))) { first = &drive; }
+        const bool is_sooner = !first || drive.expected_ns(n, now) < first->expected_ns(n, now);
+        if (drive.dropped.empty() && is_sooner) { first = &drive; }
     }
     for (Drive & drive : drives_) {
         if (&drive != first && drive.under_way == 0) { drive.ns_per_byte *= idle_factor; }
     }
+    if (first->under_way == 0) { first->silent_ns = now; }
     first->under_way += n;
-    return {*first, now_ns(), first->under_way};
+    return {*first, now, first->under_way};
 }
 
 // The bytes that were under way when the read began came by its end, whatever the order in which the drive served them.
@@ -67,9 +72,10 @@ void Drives::end(const Turn & turn, size_t n) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Drive & drive = turn.drive;
     drive.under_way -= n;
+    drive.silent_ns = now_ns();
     drive.n_reads++;
     drive.n_bytes += n;
-    update_ema(drive.ns_per_byte, float(now_ns() - turn.begun_ns) / float(turn.under_way));
+    update_ema(drive.ns_per_byte, float(drive.silent_ns - turn.begun_ns) / float(turn.under_way));
 }
 
 bool Drives::drop(const Turn & turn, size_t n, const char * why) {

@@ -28,10 +28,11 @@ class Drives {
         uint64_t n_reads = 0;
         uint64_t n_bytes = 0;
         uint64_t under_way = 0; // bytes
+        uint64_t silent_ns = 0; // since when nothing came of them
         float ns_per_byte = 0;  // a moving average; 0: not measured yet
         std::string dropped;    // why; empty: it is read
 
-        float expected_ns(size_t n) const; // until n more bytes would be there
+        float expected_ns(size_t n, uint64_t now) const; // until n more bytes would be there
     };
     struct Turn { // a read that has begun
         Drive & drive;

@@ -50,7 +50,7 @@ const OperatingSystem & real();
 
 const OperatingSystem failing = {
     [](const char * path, int flags) { return fault(MOEGGUF_FAULT_OPEN) ? -1 : real().open(path, flags); },
-    [](int fd, struct stat * status) { return fault(MOEGGUF_FAULT_STAT) ? -1 : real().fstat(fd, status); },
+    [](int fd, struct stat * status) { return fault(MOEGGUF_FAULT_STAT, fd) ? -1 : real().fstat(fd, status); },
     [](int fd, void * buffer, size_t n, off_t offset) -> ssize_t {
         if (fault(MOEGGUF_FAULT_SLOW_READ, fd)) { std::this_thread::sleep_for(std::chrono::seconds(2)); }
         if (fault(MOEGGUF_FAULT_EINTR, fd)) {

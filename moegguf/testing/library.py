@@ -42,7 +42,7 @@ def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> N
 
 
 def limit_faults(path: Path | None) -> None:
-    """Makes only reads of this file fail; None: reads of every file. Raises OptionError where there is no such file."""
+    """Makes only reads and fstat of this file fail; None: of every file. Raises OptionError where there is no such file."""
     load().moegguf_fault_file(None if path is None else bytes(path))
 
 

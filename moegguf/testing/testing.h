@@ -65,7 +65,7 @@ MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_e
 // Returns how many operations of a kind came while it was armed.
 MOEGGUF_API uint64_t moegguf_fault_count(int kind);
 
-// Limits faults of reads to one file; NULL: reads of every file fail. INVALID: there is no such file.
+// Limits faults of reads and of fstat to one file; NULL: they fail for every file. INVALID: there is no such file.
 MOEGGUF_API int moegguf_fault_file(const char * path);
 
 // Makes reads of a file take as long as those of a drive with this bandwidth, which reads share, and this latency of
