@@ -9,11 +9,15 @@
 namespace moegguf {
 namespace {
 
-constexpr float unmeasured_ns_per_byte = 1e-4f; // faster than any drive, so that a new one is tried
+// Until a drive had so many reads it counts as faster than any drive: one read alone may have been an exception.
+constexpr uint64_t first_reads = 8;
+constexpr float unmeasured_ns_per_byte = 1e-4f;
+
+constexpr uint64_t averaged_reads = 32;
 
 // An idle drive counts as this much faster after each read that went elsewhere, so that it is measured again at times.
-// A drive that takes 100 times as long gets one read of about 6,000.
-constexpr float idle_factor = 1 - 1.0f / 2048;
+// A drive that takes 10 times as long gets one read of about 1,200, a drive that takes 100 times as long one of 2,400.
+constexpr float idle_factor = 1 - 1.0f / 512;
 
 } // namespace
 
@@ -35,7 +39,7 @@ Drives::Drives(const Layout & layout, bool direct) {
 // A drive that does not answer is expected to be silent for as long as it was so far.
 float Drives::Drive::expected_ns(size_t n, uint64_t now) const {
     const float silent = under_way > 0 ? float(now - silent_ns) : 0;
-    return std::max(silent, float(under_way + n) * (ns_per_byte > 0 ? ns_per_byte : unmeasured_ns_per_byte));
+    return std::max(silent, float(under_way + n) * (n_reads >= first_reads ? ns_per_byte : unmeasured_ns_per_byte));
 }
 
 const uint8_t * Drives::read(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) {
@@ -75,7 +79,8 @@ void Drives::end(const Turn & turn, size_t n) {
     drive.silent_ns = now_ns();
     drive.n_reads++;
     drive.n_bytes += n;
-    update_ema(drive.ns_per_byte, float(drive.silent_ns - turn.begun_ns) / float(turn.under_way));
+    const float measured = float(drive.silent_ns - turn.begun_ns) / float(turn.under_way);
+    drive.ns_per_byte += (measured - drive.ns_per_byte) / std::min(drive.n_reads, averaged_reads);
 }
 
 bool Drives::drop(const Turn & turn, size_t n, const char * why) {

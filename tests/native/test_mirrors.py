@@ -21,11 +21,29 @@ N_EXPERT = 8
 N_SLOTS = 5
 
 
+Slow = Callable[[Path, float], None]
+BYTES_PER_S = 1e9
+
+
 @pytest.fixture(autouse=True)
 def no_limits() -> Iterator[None]:
     """Faults concern every file again after a test."""
     yield
     limit_faults(None)
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    """`slow(path, seconds)`: each read of the file takes so long, until the test ends."""
+    slowed = set[Path]()
+
+    def slow_one(path: Path, latency_s: float) -> None:
+        slowed.add(path)
+        slow_drive(path, Link(BYTES_PER_S, latency_s))
+
+    yield slow_one
+    for path in slowed:
+        slow_drive(path, None)
 
 
 @pytest.fixture
@@ -69,12 +87,12 @@ def test_a_simulation_has_no_drives(fake: FakeModel, open_store: Open) -> None:
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("n_mirrors", [1, 2])
 def test_reads_go_to_every_copy_and_bring_the_files_bytes(
-    tmp_path: Path, open_store: Open, n_mirrors: int, direct: bool
+    tmp_path: Path, open_store: Open, slow: Slow, n_mirrors: int, direct: bool
 ) -> None:
     fake = make_model(tmp_path, n_shards=2, n_embd=256, n_ff=64)
     mirrors = [copies(fake, f"mirror-{n}") for n in range(n_mirrors)]
     for path in [*fake.paths, *(path for mirror in mirrors for path in mirror)]:
-        slow_drive(path, Link(200e6, 1e-4))
+        slow(path, 1e-3)
     store, context = open_store(fake, N_SLOTS, mirrors=mirrors, direct=direct)
     read_all(fake, store, context)
     store.drain(10)
@@ -83,24 +101,25 @@ def test_reads_go_to_every_copy_and_bring_the_files_bytes(
     assert min(read) > 0.5 * sum(read) / len(read)
 
 
-def test_a_slower_drive_gets_fewer_reads(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
-    slow_drive(fake.paths[0], Link(1e9, 2e-4))
-    slow_drive(mirror[0], Link(1e9, 1e-3))
+def test_a_slower_drive_gets_fewer_reads(fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow) -> None:
+    slow(fake.paths[0], 1e-3)
+    slow(mirror[0], 6e-3)
     store, context = open_store(fake, N_SLOTS, mirrors=[mirror])
     read_all(fake, store, context, rounds=4)
     own, other = bytes_of(store)
     assert 0 < other < own / 2
 
 
-def test_a_drive_that_was_slow_is_tried_again(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
-    slow_drive(mirror[0], Link(1e9, 3e-3))
+def test_a_drive_that_was_slow_is_tried_again(
+    fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow
+) -> None:
+    slow(mirror[0], 5e-3)
     store, context = open_store(fake, N_SLOTS, readers=1, mirrors=[mirror])
     for first in range(0, N_EXPERT, 2):
         fake.token(store, context, [first, first + 1])
-    slow_drive(mirror[0], None)
-    slow_drive(fake.paths[0], Link(1e9, 1e-5))
     before = store.drives()[1]["reads"]
-    for n in range(400):
+    slow(mirror[0], 0)
+    for n in range(200):
         for il in range(4):
             context.acquire(il, [n % 4 * 2, n % 4 * 2 + 1])
     assert store.drives()[1]["reads"] > before + 100
@@ -109,8 +128,10 @@ def test_a_drive_that_was_slow_is_tried_again(fake: FakeModel, mirror: list[Path
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ENOENT, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("index", [0, 1], ids=["its own file", "the mirror"])
 def test_a_drive_that_fails_is_dropped_and_nothing_is_lost(
-    fake: FakeModel, mirror: list[Path], open_store: Open, index: int, reason: int
+    fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow, index: int, reason: int
 ) -> None:
+    for path in (fake.paths[0], mirror[0]):
+        slow(path, 1e-3)
     store, context = open_store(fake, N_SLOTS, mirrors=[mirror])
     fake.token(store, context, [0, 1])
     failing = [fake.paths[0], mirror[0]][index]
@@ -194,8 +215,10 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("index", [0, 1], ids=["its own file", "the mirror"])
 def test_a_copy_that_is_written_to_gives_no_more_bytes(
-    fake: FakeModel, mirror: list[Path], open_store: Open, index: int, change: Callable[[Path], object]
+    fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow, index: int, change: Callable[[Path], object]
 ) -> None:
+    for path in (fake.paths[0], mirror[0]):
+        slow(path, 1e-3)
     store, context = open_store(fake, N_SLOTS, mirrors=[mirror])
     fake.token(store, context, [0, 1])
     change([fake.paths[0], mirror[0]][index])
