@@ -79,8 +79,8 @@ class StoreOptions:
     O_DIRECT. chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer.
     demand_first: what a layer waits for is read before all prefetches, else behind those asked for. overlap: a layer's
     computing begins before all of its matrices are there, with those that are. sweep: a prompt's pass fetches the next
-    layer ahead, and passes of several tokens whose experts do not fit evict what is needed last. stream: the experts of a
-    prompt's layer pass through a few slots, each read once, also where each could have a slot of its own. fill: when
+    layer ahead, and passes of several tokens whose experts do not fit evict what is needed last. stream: the experts of
+    a prompt's layer pass through a few slots, each read once, also where each could have a slot of its own. fill: when
     every expert has a slot, read them all in the background. staging: tensors of a device that prompts are staged in,
     up to STAGING_TENSORS; None: as many as are planned. device: ggml device of the slots, None for the CPU.
     """

@@ -42,13 +42,13 @@ def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> N
 
 
 def limit_faults(path: Path | None) -> None:
-    """Makes only reads and fstat of this file fail; None: of every file. Raises OptionError where there is no such file."""
+    """Makes only reads and fstat of this file fail; None: of every file. Raises OptionError where there is none."""
     load().moegguf_fault_file(None if path is None else bytes(path))
 
 
 def slow_drive(path: Path, link: Link | None) -> None:
-    """Makes reads of this file take as long as those of such a drive, whose reads share its bandwidth; None: as long as
-    they take. Raises OptionError."""
+    """Slows reads of this file down to a drive whose reads share its bandwidth; None: reads take their own time.
+    Raises OptionError."""
     per_ns, latency_ns = (link.bytes_per_s / 1e9, link.latency_s * 1e9) if link else (0.0, 0.0)
     load().moegguf_drive_slow(bytes(path), per_ns, latency_ns)
 

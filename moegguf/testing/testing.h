@@ -68,9 +68,8 @@ MOEGGUF_API uint64_t moegguf_fault_count(int kind);
 // Limits faults of reads and of fstat to one file; NULL: they fail for every file. INVALID: there is no such file.
 MOEGGUF_API int moegguf_fault_file(const char * path);
 
-// Makes reads of a file take as long as those of a drive with this bandwidth, which reads share, and this latency of
-// each, which they do not; bytes_per_ns 0: as long as they take. INVALID: there is no such file, or a figure is
-// negative, or more than 8 files are slowed down.
+// Slows reads of a file down to a drive. Reads share its bandwidth, and each waits for its latency. bytes_per_ns 0:
+// reads take their own time again. INVALID: there is no such file, a figure is negative, or 8 other files are slow.
 MOEGGUF_API int moegguf_drive_slow(const char * path, double bytes_per_ns, double latency_ns);
 
 // A rule of moegguf_store_check that is to be broken.
