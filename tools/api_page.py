@@ -25,7 +25,7 @@ def page() -> Iterator[str]:
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
-    """Signature and documentation in a block; of a class also those of a constructor that has its own."""
+    """Yields a block with the signature and the documentation. A class has its constructor's documentation, too."""
     signature = "" if inspect.isclass(value) and issubclass(value, Exception) else _signature(value)
     texts = [inspect.getdoc(value)]
     if inspect.isclass(value) and "__init__" in vars(value) and not hasattr(value, "__dataclass_fields__"):

@@ -1,16 +1,16 @@
 """Puts faults into the native core and the planner by hand, one at a time, and runs the test that has to catch each.
 
     python tools/fault_check.py                 # all of tools/faults.toml; minutes, as each C++ fault is a build
-    python tools/fault_check.py pin engine/     # those whose name or file has one of these words
+    python tools/fault_check.py pin engine/     # faults whose name or file has one of these words
     python tools/fault_check.py --anchors       # only whether each fault's place is still found
 
-A fault is a file, a text that is there once, what takes its place, and tests of which one must fail. When the code has
-changed and a text is found no longer, or more than once, look for the line that does now what the fault's name says
-is left out, and write it there: the name is what counts, the text is only where. Texts are kept short, so that they
-outlive changes around them. A fault for which there is no place any more goes, with the reason in the commit.
+A fault is a file, a text that is there once, another text for its place, and tests. One of the tests must fail. When
+the code has changed and a text is not found exactly once, find the line that now does what the fault's name leaves out.
+Write its text there. The name counts; the text only finds the place. Texts are kept short, so that they outlive changes
+around them. A fault without a place is removed, with the reason in the commit.
 
-Files are changed in place, and restored also after Ctrl-C; the C++ is built into build/native (`make` once before), and
-tests use the library from there. Exits with 1 where a fault was not caught, or has no place.
+Files are changed in place, and restored also after Ctrl-C. The C++ is built into build/native (`make` once before), and
+tests use the library from there. The exit status is 1 if a fault was not caught, or has no place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONGEST_RUN_S = 600
 
 @dataclass(frozen=True)
 class Fault:
-    """file, old, new: where, and what takes the place of which text. tests: for pytest; the first failure ends them."""
+    """A fault that replaces `old` by `new` in `file`. `tests` are arguments of pytest; the first failure ends it."""
 
     name: str
     file: str
@@ -47,11 +47,11 @@ class Fault:
 
     @property
     def is_native(self) -> bool:
-        """Whether a library has to be built."""
+        """True if a library has to be built."""
         return self.path.suffix != ".py"
 
     def lost(self) -> str | None:
-        """Why the fault has no place, or None."""
+        """Returns the reason why the fault has no place, or None."""
         if not self.path.exists():
             return f"{self.file} does not exist"
         n = self.path.read_text(encoding="utf-8").count(self.old)
@@ -59,7 +59,7 @@ class Fault:
 
 
 def read_faults() -> list[Fault]:
-    """Those of the list, in its order. A group has one file, and the tests of faults that name none of their own."""
+    """Returns the faults of the list, in order. A fault without tests has the tests of its group."""
     groups = tomllib.loads((ROOT / "tools/faults.toml").read_text(encoding="utf-8"))["group"]
     rows = [{"file": group["file"], "tests": group["tests"], **fault} for group in groups for fault in group["fault"]]
     return [Fault(row["name"], row["file"], row["old"], row["new"], tuple(row["tests"])) for row in rows]
@@ -67,7 +67,7 @@ def read_faults() -> list[Fault]:
 
 @contextmanager
 def put_in(fault: Fault) -> Iterator[None]:
-    """Within it the file has the fault."""
+    """Puts the fault into its file until the end of the `with`."""
     text = fault.path.read_text(encoding="utf-8")
     fault.path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
     try:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure moegguf on a GPU against llama.cpp itself, in steps that fit into calls of limited length.
 
-The library is built for the card, the tests of identity run on it, models of real shapes with published locality are
-made, and llama.cpp (everything on the card; the best of several -ncmoe; -cmoe) and moegguf are measured at memory
-limits that imitate cards of 8 and 16 GB: 25 minutes beside the build. Every outcome is kept; a call goes on where the
-last one stopped. A step that fails ends the call with its reason, and the next call tries it again.
+The library is built for the card, and the tests of identity run on it. Models of real shapes with published locality
+are made. Then llama.cpp (everything on the card; the best of several -ncmoe; -cmoe) and moegguf are measured. Memory
+limits imitate cards of 8 and 16 GB. All of it takes 25 minutes beside the build. Every outcome is kept; a call goes on
+where the last one stopped. A step that fails ends the call with its reason, and the next call tries it again.
 
 python tools/gpu_trial.py --pack FOLDER         # for a machine without a network: copy FOLDER there, and
 python3 FOLDER/gpu_trial.py --work trial   # call this there until it says that everything is done
@@ -56,13 +56,13 @@ NO_MEMORY = re.compile(r".*(?:out of memory|failed to allocate|unable to allocat
 
 @dataclass(frozen=True)
 class Trial:
-    """Where a trial runs: its folder, a device, the build for it."""
+    """The folder, the device and the build of a trial."""
 
     work: Path
     rig: Rig
     device: str
     backend: Backend
-    library: Path | None  # a build that is there already
+    library: Path | None  # an existing build
 
     def steps(self) -> Iterator[Step]:
         """All steps, in order."""

@@ -2,11 +2,12 @@
 
     python -m tools.load_test --clients 64 --seconds 60 [--url http://127.0.0.1:11434] [--model demo] [--json]
 
-A single client sends every question first; then N clients send them repeatedly, streamed, and each answer must be the
-one of the single client for the same seed; with --parallel, last bits depend on what else is computed, so that one of
-thousands may differ: it is printed. --dialects sends the questions in the forms of several APIs; `make soak` does so
-beside kills, disconnects and changes of the budget. Exit status 1 when an answer differs, a connection breaks, or
-memory of the server and its workers grows by more than --most-growth MB in the second half. Flat over 2,000 requests:
+A single client sends every question first. Then N clients send them repeatedly, streamed. Each answer must equal the
+single client's answer for the same seed. If the model is not batch-invariant, one answer of thousands may differ with
+--parallel: it is printed. --dialects sends the questions in the forms of several APIs. `make soak` does so beside
+kills, disconnects and changes of the budget. The exit status is 1 when an answer differs, a connection breaks, or
+memory of the server and its workers grows by more than --most-growth MB in the second half. Memory is flat over 2,000
+requests:
 
     python -m tools.load_test --requests 2000 --seconds 3600 --max-tokens 8
 """
@@ -34,10 +35,10 @@ QUESTIONS = (
     "What does moegguf do?", "Who are you?", "How do I set the memory budget?", "What is an expert?",
     "What is a hit?", "Could you explain what a slot is?", "Does it change the output?", "What is the capital of Rome?",
 )  # fmt: skip
-TIMEOUT_S = 600.0  # for one answer, queue included
+TIMEOUT_S = 600.0  # time for one answer, queue included
 MEMORY_SAMPLES = 20  # over a run
-WORKER_ENDED = "worker process has ended"  # in the error of an answer that had begun
-MOST_GROWTH_MB = 16  # of memory in the second half of a run, when every buffer has been used
+WORKER_ENDED = "worker process has ended"  # part of the error of an answer that had begun
+MOST_GROWTH_MB = 16  # growth of memory in the second half of a run, when every buffer has been used
 
 
 Json = dict[str, Any]
@@ -139,12 +140,12 @@ class Outcome:
     seconds: float = 0.0
     answers: int = 0
     wrong: int = 0
-    first_wrong: str = ""  # what it is, and what it should have been
+    first_wrong: str = ""  # the first wrong answer, and the right one
     busy: int = 0
     busy_without_retry_after: int = 0
-    cancelled: int = 0  # by the client
-    lost: int = 0  # with their worker's process
-    kills: int = 0  # of workers, by whoever runs the test
+    cancelled: int = 0  # answers that the client cancelled
+    lost: int = 0  # answers that ended with their worker's process
+    kills: int = 0  # workers that the caller has killed
     resets: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     n_tokens: int = 0
@@ -161,7 +162,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether there were answers, every one was right, none was lost but by a kill, and memory did not grow."""
+        """True if there were answers, each was right, none was lost but by a kill, and memory did not grow."""
         faults = self.wrong or self.resets or self.errors or self.busy_without_retry_after
         faults = faults or (self.lost and not self.kills)
         return self.answers > 0 and not faults and self.growth_bytes <= self.most_growth_mb * 1e6

@@ -4,8 +4,8 @@
     python -m tools.mutate_headers MMPROJ.gguf... --text-model MODEL.gguf --count 1000 --seed 1
 
 Every mutant is loaded, tokenizes, reads a prompt and generates some tokens, with the trial load off, so that the
-checks of the header are seen alone; one of a projector reads images beside the good --text-model. A mutant that ends
-badly is run again with the trial load on, as users run it.
+checks of the header are seen alone. A mutant of a projector reads images beside the good --text-model. A mutant that
+ends badly is run again with the trial load on, as users run it.
 The tool exits with 1 when one of these ends badly too: by a signal, after --limit seconds, or with an error that is
 none of moegguf's.
 """
@@ -42,7 +42,7 @@ GOOD = ("ok", "typed")
 
 
 def use(path: Path, text_model: Path | None) -> None:
-    """What a user does with a model, or with a projector beside `text_model`, in short."""
+    """Uses a model, or a projector beside `text_model`, as a user does, in short."""
     if text_model is None:
         use_model(path)
     else:
@@ -71,7 +71,7 @@ def png(width: int, height: int) -> bytes:
 
 
 def use_model(path: Path) -> None:
-    """What a user does with a model, in short."""
+    """Uses a model as a user does, in short."""
     with Llama(path, n_ctx=256, n_threads=1, expert_cache="100%", verbose=False) as llm:
         for text in TEXTS:
             tokens = llm.vocabulary.tokens(text.decode(errors="replace"))
@@ -93,7 +93,7 @@ def _child(path: Path, text_model: Path | None, out: Path, trial: bool) -> None:
         result = ["ok", ""]
     except MoeggufError as error:
         result = ["typed", f"{type(error).__name__}: {error}"]
-    except BaseException as error:  # what the tool counts
+    except BaseException as error:  # the tool counts these
         result = ["bare", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"]
     out.write_text(json.dumps(result))
     os._exit(0)

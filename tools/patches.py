@@ -90,7 +90,7 @@ def refresh() -> None:
 
 
 def diff_in(patch: Path, file: str) -> str:
-    """What a patch has on one file."""
+    """Returns the part of a patch that changes one file."""
     parts = re.split(r"^(?=--- a/)", patch.read_text(), flags=re.MULTILINE)
     return next(part for part in parts if part.startswith(f"--- a/{file}\n"))
 

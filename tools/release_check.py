@@ -29,7 +29,7 @@ FIRST_TOKEN_S = 60.0
 INSTALL_S = 1800.0
 MOST_BYTES = {"wheel": 40 << 20, "plugin": 1 << 30, "sdist": 24 << 20}
 QUESTION = "What does moegguf do?"
-LICENCES = (  # of moegguf, llama.cpp, its bindings, and what the page is made of
+LICENCES = (  # licences of moegguf, llama.cpp, its bindings, and the page's libraries
     r"moegguf-[^/]+\.dist-info/licenses/LICENSE",
     r"moegguf/lib/LICENSE",
     r"moegguf/bindings/LICENSE\.md",
@@ -54,7 +54,7 @@ PORTABLE = re.compile(r"-py3-none-manylinux[\w.]*_(x86_64|aarch64)\.whl$")
 
 
 class ReleaseError(Exception):
-    """What must not be published, and why."""
+    """A file must not be published, for this reason."""
 
 
 def check_names(names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str] | None = None) -> None:
@@ -159,7 +159,7 @@ def sums_of(paths: Iterable[Path]) -> str:
 
 
 def check(path: Path, version: str, from_source: bool) -> str:
-    """Checks one file of a release. Returns what was done besides reading it. Raises ReleaseError,
+    """Checks one file of a release. Returns the checks beyond reading it, in words. Raises ReleaseError,
     subprocess.CalledProcessError."""
     check_version(path, version)
     if path.name.endswith(".tar.gz"):

@@ -28,7 +28,7 @@ OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0 halt_on_error=1 abort_on_error=1",
     "UBSAN_OPTIONS": "print_stacktrace=1 halt_on_error=1",
 }
-LONGEST_TEST_S = "1200"  # ten times that of a test without: a process of its own takes half a minute to begin, alone
+LONGEST_TEST_S = "1200"  # ten times a test's time without a sanitizer: a process takes half a minute to begin
 NATIVE_ROOM = ["tests/native", "--deselect", "tests/native/test_other_devices.py::test_one_rpc_server_and_two"]
 
 

@@ -2,10 +2,9 @@
 
 Python is counted in code tokens, without comments, docstrings, imports and blank lines. C++ and JavaScript are counted
 in lines of code, without comments and blank lines. Comments and white space are free, so a sentence that explains
-something costs nothing. recipes/ is not counted: each of its programs made one model, and no other package imports
-them, so a reader of moegguf never meets them. A limit is 5 % above the size at which it was set; raising one is a
-change with a reason, which its commit says. A package above TOKENS_PER_LINE is reported, because a long line often
-holds two thoughts.
+something costs nothing. recipes/ is not counted, because each of its programs made one model. No other package imports
+them. A limit is 5 % above the size at which it was set. A commit that raises a limit says the reason. A package above
+TOKENS_PER_LINE is reported, because a long line often holds two thoughts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TOKENS_PER_LINE = 8.5
 
 TOKEN_LIMITS = {
     "moegguf": 8_300,
-    "moegguf/bench": 16_700,
+    "moegguf/bench": 19_400,
     "moegguf/chat": 9_700,
     "moegguf/cli": 17_700,
     "moegguf/controller": 13_000,
@@ -40,7 +39,7 @@ TOKEN_LIMITS = {
     "moegguf/native": 8_100,
     "moegguf/server": 39_800,
     "moegguf/serving": 27_800,
-    "moegguf/terminal": 9_000,
+    "moegguf/terminal": 9_300,
     "moegguf/testing": 600,
     "moegguf/trace": 15_200,
     "predictors": 43_700,
@@ -69,9 +68,9 @@ _COMMENT_OR_STRING = re.compile(
 class Size:
     """The size of a package."""
 
-    tokens: int = 0  # of Python
-    lines: int = 0  # of Python that hold these tokens
-    native_lines: int = 0  # of C++ and JavaScript
+    tokens: int = 0  # tokens of Python
+    lines: int = 0  # lines of Python that hold these tokens
+    native_lines: int = 0  # lines of C++ and JavaScript
 
     def add(self, other: Size) -> None:
         """Adds another size."""

@@ -33,11 +33,11 @@ STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # with the experts of the first answer in memory
+    (CHAT, "/regen"),  # the experts of the first answer are in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )
-FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # from a server: a picture asks nobody
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # fonts of a server: a picture must not need a server
 
 
 def record() -> pyte.Screen:

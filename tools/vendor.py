@@ -82,7 +82,7 @@ def fetch(pin: dict[str, str]) -> Path:
 
 
 def cache_path(pin: dict[str, str]) -> Path:
-    """Where the source distribution is kept for all builds of this user."""
+    """Returns the path of the source distribution that all builds of this user share."""
     name = f"{pin['package'].replace('-', '_')}-{pin['version']}.tar.gz"
     return platformdirs.user_cache_path("moegguf") / name
 
@@ -90,7 +90,7 @@ def cache_path(pin: dict[str, str]) -> Path:
 def download(pin: dict[str, str], path: Path) -> None:
     """Downloads the source distribution with pip, which reads its metadata and builds nothing. Raises VendorError."""
     print(f"fetching {pin['package']} {pin['version']} (77 MB)", file=sys.stderr)
-    # Without isolation, the metadata are read with the backend of this very build, and nothing else is installed.
+    # "--no-build-isolation" reads the metadata with the backend of this very build, and installs nothing else.
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
         "--disable-pip-version-check", "--dest", str(path.parent), f"{pin['package']}=={pin['version']}",
@@ -115,7 +115,7 @@ def pip_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_named(url: str) -> bool:
-    """Whether an index is given as `name=url`."""
+    """Returns whether an index is given as `name=url`."""
     return "=" in url.partition("://")[0]
 
 

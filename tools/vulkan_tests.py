@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Build the library with ggml's Vulkan backend in build/vulkan, and run tests/live/test_gpu.py on a software Vulkan.
 
-It needs Mesa's software driver and what the backend is built with; where something is missing, this says what, and
-runs nothing. The first build takes long: hundreds of shaders. So does the first run: the driver compiles each kernel
-for the processor when it is first used, 15 to 35 processor seconds for each new number of tokens in a pass and each
-quantisation. It keeps them in build/vulkan/shaders, and later runs need half a second.
+It needs Mesa's software driver and the tools that build the backend. If something is missing, the program names it and
+runs nothing. The first build takes long, because there are hundreds of shaders. The first run takes long, too: the
+driver compiles each kernel at its first use. That takes 15 to 35 processor seconds for each new number of tokens in a
+pass and each quantisation. Kernels are kept in build/vulkan/shaders, and later runs need half a second.
 
 python tools/vulkan_tests.py
 python tools/vulkan_tests.py --devices 0,0 -- -k second     # that device twice, as two GPUs
@@ -28,7 +28,7 @@ from tools.gpu.build import ROOT, build, library_of, vulkan
 DRIVERS = Path("/usr/share/vulkan/icd.d")
 PACKAGES = "mesa-vulkan-drivers libvulkan-dev glslc spirv-headers"
 PREFIXES = ("/usr", "/usr/local")
-LONGEST_TEST_S = 1800  # with kernels that are compiled first
+LONGEST_TEST_S = 1800  # includes the compilation of kernels
 
 
 def software_drivers() -> Iterator[Path]:
@@ -37,7 +37,7 @@ def software_drivers() -> Iterator[Path]:
 
 
 def missing() -> Iterator[str]:
-    """What a build or a run needs and this machine lacks."""
+    """Yields the things that a build or a run needs and this machine lacks."""
     if not list(software_drivers()):
         yield "Mesa's software Vulkan"
     if not shutil.which("glslc"):

@@ -14,21 +14,26 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
 import numpy as np
 
+from moegguf.bench.bound import Bounds, Held
 from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.rows import FIGURES, imitated_routing
 from moegguf.bench.series import Spec, Test
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
+from moegguf.engine.load_spec import parse_mirrors
+from moegguf.engine.memory import pad_context
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.engine.stats import Stats
 from moegguf.errors import LibraryError, ModelNotFoundError, MoeggufError, OptionError
@@ -37,6 +42,7 @@ from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
+from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
 from moegguf.processor import read_processor
@@ -81,6 +87,7 @@ def load(spec: Spec) -> Llama:
     gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     link = parse_link(spec.simulate_link) if spec.simulate_link else None
     device = _simulation().link_device(link, spec.simulate_threads) if link else None
+    n_ctx = pad_context(max(test.n_tokens for test in spec.tests))
     return Llama(
         spec.model,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
@@ -98,7 +105,9 @@ def load(spec: Spec) -> Llama:
         context_store=0,
         draft=spec.draft or "off",
         use_mmap=spec.system in ("mmap", "stock"),
-        n_ctx=max(test.n_tokens for test in spec.tests),
+        n_ctx=n_ctx,
+        n_seq_max=spec.n_parallel,
+        kv_tokens=spec.n_parallel * n_ctx,
         n_batch=spec.n_batch,
         n_ubatch=spec.n_ubatch,
         n_threads=spec.n_threads,
@@ -140,38 +149,94 @@ class Feed:
         return tokens
 
 
-def greedy_token(llama: Llama) -> int:
-    """The most probable next token."""
-    return int(llama.context.logits().argmax())
+def greedy_token(llama: Llama, row: int = -1) -> int:
+    """The most probable next token, from a row of logits (-1: of sequence 0)."""
+    return int(llama.context.logits(row).argmax())
 
 
-def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
-    start = time.perf_counter_ns()
-    llama.eval(tokens)
-    return time.perf_counter_ns() - start
+class Sequences:
+    """Sequences with empty contexts, which are evaluated together."""
+
+    def __init__(self, llama: Llama, n_sequences: int) -> None:
+        llama.reset()
+        self.llama = llama
+        self.likeliest = [0] * n_sequences  # next token of each
+        self._requests: list[int] = []
+        self._n_past = 0
+        for sequence in range(n_sequences):
+            llama.context.forget(sequence)
+            self._requests.append(llama.context.begin_request())
+
+    def evaluate(self, tokens: Sequence[Sequence[int]], phase: Phase) -> int:
+        """Evaluates equally many next tokens of each sequence. Returns nanoseconds."""
+        elapsed_ns = 0
+        for chunks in self._batches(tokens, phase):
+            start = time.perf_counter_ns()
+            rows = self.llama.context.eval_sequences(chunks)
+            elapsed_ns += time.perf_counter_ns() - start
+            if rows is None:
+                raise OptionError(f"the context has no room for {len(tokens)} sequences; give a smaller --parallel.")
+            for chunk, row in zip(chunks, rows, strict=True):
+                if chunk.wants_logits:
+                    self.likeliest[chunk.sequence] = greedy_token(self.llama, row)
+        self._n_past += len(tokens[0])
+        return elapsed_ns
+
+    def _batches(self, tokens: Sequence[Sequence[int]], phase: Phase) -> Iterator[list[SequenceTokens]]:
+        """Yields the tokens of one sequence after another, `n_batch` at a time."""
+        room = self.llama.n_batch
+        batch: list[SequenceTokens] = []
+        for sequence, own in enumerate(tokens):
+            begin = 0
+            while begin < len(own):
+                part = own[begin : begin + room]
+                n_past = self._n_past + begin
+                begin += len(part)
+                room -= len(part)
+                request = self._requests[sequence]
+                batch.append(SequenceTokens(sequence, part, n_past, request, phase, wants_logits=begin == len(own)))
+                if room == 0:
+                    yield batch
+                    room = self.llama.n_batch
+                    batch = []
+        if batch:
+            yield batch
 
 
 @dataclass
 class Sample:
-    """One repetition: ns of the prompt and of each token, the greedy token after each, the change in the counters."""
+    """One repetition: ns of the prompt and of each step, the greedy tokens after each, the change in the counters."""
 
     prompt_ns: int
     token_ns: list[int]
     tokens: list[int]
     stats: Stats
 
+    @property
+    def total_ns(self) -> int:
+        """Nanoseconds of all of it."""
+        return self.prompt_ns + sum(self.token_ns)
 
-def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engine: Engine | None = None) -> Sample:
-    """One repetition from an empty context. engine: answers, with drafts or without."""
-    llama.reset()
+
+def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequences:
+    """Returns the sequences of a repetition, with the tokens that are not timed."""
+    sequences = Sequences(llama, test.n_parallel)
     if test.n_depth:
-        llama.eval(tokens[: test.n_depth])
+        sequences.evaluate([own[: test.n_depth] for own in tokens], Phase.PREFILL)
+    return sequences
+
+
+def measure(
+    sequences: Sequences, test: Test, tokens: Sequence[Sequence[int]], greedy: bool, engine: Engine | None = None
+) -> Sample:
+    """One repetition, once it has begun. tokens: of each sequence. engine: answers, with drafts or without."""
+    llama = sequences.llama
     before = llama.stats()
     sample = Sample(0, [], [], before)
     start = test.n_depth + test.n_prompt
     if test.n_prompt:
-        sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
-        sample.tokens.append(greedy_token(llama))
+        sample.prompt_ns = sequences.evaluate([own[test.n_depth : start] for own in tokens], Phase.PREFILL)
+        sample.tokens += sequences.likeliest
     if engine is not None and test.n_gen and start:
         sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, ignore_eos=True)
         (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
@@ -180,40 +245,67 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engin
         sample.token_ns = [round(answer.summary.total_s * 1e9 / test.n_gen)] * test.n_gen
         sample.tokens += answer.summary.context[start:]
     else:
-        following = greedy_token(llama) if greedy and start else None
-        for given in tokens[start : start + test.n_gen]:
-            sample.token_ns.append(_timed_eval(llama, [given if following is None else following]))
-            sample.tokens.append(greedy_token(llama))
-            following = sample.tokens[-1] if greedy else None
+        for at in range(start, start + test.n_gen):
+            step = sequences.likeliest if greedy and at else [own[at] for own in tokens]
+            sample.token_ns.append(sequences.evaluate([[token] for token in step], Phase.DECODE))
+            sample.tokens += sequences.likeliest
     sample.stats = llama.stats() - before
     return sample
 
 
-def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None) -> dict[str, Any]:
-    """All repetitions of one test, with the link measured before and after each but never during one."""
+def run_test(
+    llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None, bounds: Bounds | None = None
+) -> dict[str, Any]:
+    """All repetitions of one test, with the link measured before and after each but never during one. bounds: finds
+    the bound of each, once all have ended."""
+    session = llama.session
+    greedy = spec.feed == "greedy"
 
     def probe() -> float:
-        there = llama.session is not None and spec.probe_s
-        return expert_read_speed(llama.layout, spec.probe_s).bytes_per_s if there else 0.0
+        if session is None or not spec.probe_s:
+            return 0.0
+        return expert_read_speed(
+            llama.layout, spec.probe_s, session.store.options, parse_mirrors(spec.mirror)
+        ).bytes_per_s
+
+    def tokens_of(one: Test, repetition: int) -> list[list[int]]:
+        first = repetition * one.n_parallel
+        return [feed.tokens(one.n_tokens, first + sequence) for sequence in range(one.n_parallel)]
 
     time.sleep(spec.delay_s)
     if spec.warmup:  # as llama-bench: the whole prompt, one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
-        measure(llama, short, feed.tokens(short.n_tokens, spec.repetitions), greedy=False)
-    samples = []
-    figures = []
+        tokens = tokens_of(short, spec.repetitions)
+        measure(begin(llama, short, tokens), short, tokens, greedy=False)
+    samples: list[Sample] = []
+    figures: list[dict[str, float]] = []
+    held: list[Held] = []
+    links: list[float] = []
     speed = probe()
     for repetition in range(spec.repetitions):
-        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), spec.feed == "greedy", engine)
+        tokens = tokens_of(test, repetition)
+        sequences = begin(llama, test, tokens)
+        if bounds is not None:
+            held.append(bounds.held())
+        sample = measure(sequences, test, tokens, greedy, engine)
         samples.append(sample)
-        if llama.session is not None:
+        if session is not None:
             speed, before = probe(), speed
             link = (before + speed) / 2
+            links.append(link)
             figures.append({name: figure.of(sample.stats, link) for name, figure in FIGURES.items()})
+    if bounds is not None:
+        for repetition, sample in enumerate(samples):
+            tokens = tokens_of(test, repetition)
+            sequences = begin(llama, test, tokens)
+            routing = bounds.record(partial(measure, sequences, test, tokens, greedy))
+            least = bounds.least_bytes(routing, held[repetition])
+            taken_s = sample.total_ns / 1e9
+            figures[repetition] |= bounds.figures(least, links[repetition], test.n_measured, taken_s, sample.stats)
     return {
         **asdict(test),
         "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "samples_ns": [sample.prompt_ns + sum(sample.token_ns) for sample in samples],
+        "samples_ns": [sample.total_ns for sample in samples],
         "token_ns": [sample.token_ns for sample in samples],
         "tokens": [sample.tokens for sample in samples],
         "figures": figures,
@@ -228,12 +320,17 @@ def run(spec: Spec) -> dict[str, Any]:
         session = llama.session
         plan = llama.plan
         model = llama._model
+        if llama.n_seq_max < spec.n_parallel:
+            raise OptionError(
+                f"--parallel {spec.n_parallel}: this model's context holds {llama.n_seq_max} sequences; give fewer."
+            )
         if session is not None and plan.resident:
             session.store.drain()  # until every expert is loaded
         fill_s = time.perf_counter() - start - load_s
         feed = Feed(llama, spec)
+        bounds = Bounds(llama, session, spec.simulate_link) if spec.bound and session is not None else None
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
-            tests = [run_test(llama, spec, test, feed, engine) for test in spec.tests]
+            tests = [run_test(llama, spec, test, feed, engine, bounds) for test in spec.tests]
         # Not ru_maxrss, which begins with the peak of the process that started this one.
         peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         info = session.store.info() if session is not None else {}

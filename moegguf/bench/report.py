@@ -29,7 +29,10 @@ def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
     tests = list(dict.fromkeys(row["test"] for row in rows))
     by_key = {(row["test"], row["system"]): row for row in rows}
     for test in tests:
-        lines.append((f"{_title(by_key[test, systems[0]])}, t/s", *(_speed(by_key[test, name]) for name in systems)))
+        title = _title(by_key[test, systems[0]])
+        lines.append((f"{title}, t/s", *(_speed(by_key[test, name]) for name in systems)))
+        if any("bound_by" in row for row in rows):
+            lines.append((f"{title}, t/s at most", *(_bound(by_key[test, name]) for name in systems)))
     of_systems = [by_key[tests[-1], name] for name in systems]
     lines.append(("hit rate of the last test", *(_share(row) for row in of_systems)))
     lines.append(("peak memory", *(_bytes(row, "peak_rss_bytes") for row in of_systems)))
@@ -63,11 +66,16 @@ def _facts(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
 def _title(row: Row) -> str:
     words = [f"prompt of {row['n_prompt']}"] if row["n_prompt"] else []
     words += [f"answer of {row['n_gen']}"] if row["n_gen"] else []
-    return " and ".join(words) + (f" after {row['n_depth']}" if row["n_depth"] else "")
+    together = f", {row['n_parallel']} together" if row["n_parallel"] > 1 else ""
+    return " and ".join(words) + (f" after {row['n_depth']}" if row["n_depth"] else "") + together
 
 
 def _speed(row: Row) -> str:
     return f"{row['median_ts']:.2f}" if "median_ts" in row else f"failed: {row['error']}"
+
+
+def _bound(row: Row) -> str:
+    return f"{row['bound_ts']:.2f} ({row['bound_reached_pct']:.0f} % reached)" if "bound_by" in row else "-"
 
 
 def _share(row: Row) -> str:

@@ -7,10 +7,12 @@ import csv
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from io import StringIO
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
+from moegguf.bench import bound
 from moegguf.bench.series import FLASH_ATTN, KILLED, BenchedSystem, Outcome, Test, speeds, test_name
 from moegguf.engine.stats import Stats
 
@@ -66,9 +68,9 @@ OF_DRAFTS = ("draft_acceptance", "tokens_per_draft_pass", "mb_per_accepted_token
 
 OWN_FIELDS = (
     "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "draft",
-    "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing",
+    "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing", "n_parallel",
     "rounds",
-    "median_ts", *FIGURES,
+    "median_ts", *FIGURES, *bound.FIGURES, "bound_by",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
@@ -107,7 +109,7 @@ def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> li
 def _of_settings(system: BenchedSystem, test: Test) -> Row:
     spec = system.spec
     is_llama_cpp = system.is_llama_cpp
-    shape = {"n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth}
+    shape = asdict(test)
     return {
         **_ALWAYS,
         **{name: getattr(spec, name) for name in _AS_GIVEN},
@@ -160,6 +162,9 @@ def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
         return row
     token_ms = sorted(n / 1e6 for test in tests for sample in test["token_ns"] for n in sample) or [0.0]
     store = [figures for test in tests for figures in test["figures"]]
+    figures = {name: median(each[name] for each in store) for name in (store[0] if store else ())}
+    if bound.FIGURES[0] in figures:
+        row["bound_by"] = bound.bound_by(figures)
     return row | {
         "test_time": tests[0]["test_time"],
         "avg_ns": int(mean(ns)),
@@ -167,7 +172,7 @@ def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
         "avg_ts": mean(ts),
         "stddev_ts": stdev(ts) if len(ts) > 1 else 0.0,
         "median_ts": median(ts),
-        **{name: median(figures[name] for figures in store) for name in FIGURES if store},
+        **figures,
         "token_ms_p50": token_ms[int(0.5 * len(token_ms))],
         "token_ms_p95": token_ms[int(0.95 * len(token_ms))],
     }
@@ -371,6 +376,44 @@ def _same_tokens(pair: Row) -> str:
     return f"{answer}, {pair['tokens_same']} of {pair['tokens_compared']}{kernels}"
 
 
+def _bound_table(rows: Sequence[Row]) -> list[str]:
+    """Speeds beside their bounds, and the times that these follow from: 80 columns."""
+    bounded = [row for row in rows if "bound_by" in row]
+    if not bounded:
+        return []
+    named = len({row["system"] for row in bounded}) > 1
+
+    def system(row: Row) -> str:
+        return f"{row['system']} {row['expert_cache']}" if named else str(row["expert_cache"])
+
+    columns: list[Column] = [
+        _plain("test", 1, "test"),
+        ("system" if named else "cache", 1, system),
+        _figure("t/s", "median_ts", 1, 2, 1),
+        _figure("bound", "bound_ts", 1, 2, 1),
+        ("reached", 1, lambda row: f"{row['bound_reached_pct']:.0f} %"),
+        _figure("read", "bound_read_ms_per_token", 1, 3, 1),
+        _figure("compute", "bound_compute_ms_per_token", 1, 3, 1),
+    ]
+    lines = [
+        "bound: the most tokens/s that this file, budget and link allow",
+        f"read: ms a token for the fewest bytes that any eviction reads, at {_gb_per_s(bounded, 'link')}",
+        "compute: ms a token without waiting for experts",
+    ]
+    if any(row["bound_copy_ms_per_token"] for row in bounded):
+        columns.append(_figure("copy", "bound_copy_ms_per_token", 1, 3, 1))
+        lines.append("copy: ms a token for the fewest bytes that the device lacks")
+    if any(row["bound_weights_ms_per_token"] for row in bounded):
+        columns.append(_figure("weights", "bound_weights_ms_per_token", 1, 3, 1))
+        lines.append(f"weights: ms a token for reading them from memory, at {_gb_per_s(bounded, 'bound_memory')}")
+    return ["", *_table(columns, bounded), "", *lines]
+
+
+def _gb_per_s(rows: Sequence[Row], name: str) -> str:
+    """The median of a speed over rows, as text."""
+    return f"{median(row[f'{name}_gb_per_s'] for row in rows):.3g} GB/s"
+
+
 def _notes(rows: Sequence[Row]) -> list[str]:
     notes = {f"{row['system']}: {row['note']}" for row in rows if row["note"]}
     notes |= {
@@ -394,7 +437,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     build = next((row for row in rows if "build_commit" in row), {"build_commit": "unknown", "build_number": 0})
-    lines = [*_main_table(rows), *_process_table(rows), *_ratio_table(rows), *_notes(rows)]
+    lines = [*_main_table(rows), *_process_table(rows), *_ratio_table(rows), *_bound_table(rows), *_notes(rows)]
     return "\n".join([*lines, "", f"build: {build['build_commit']} ({build['build_number']})"]) + "\n"
 
 

@@ -61,16 +61,23 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Test:
-    """`n_prompt` tokens in one batch, then `n_gen` one by one, after `n_depth` that are not timed. Each may be 0."""
+    """`n_prompt` tokens in one batch, then `n_gen` one by one, after `n_depth` that are not timed. Each may be 0.
+    `n_parallel` sequences have that many tokens each, and are evaluated together."""
 
     n_prompt: int
     n_gen: int
     n_depth: int = 0
+    n_parallel: int = 1
 
     @property
     def n_tokens(self) -> int:
-        """All tokens that the context must hold."""
+        """All tokens of a sequence, which the context must hold."""
         return self.n_depth + self.n_prompt + self.n_gen
+
+    @property
+    def n_measured(self) -> int:
+        """Timed tokens, of all sequences."""
+        return self.n_parallel * (self.n_prompt + self.n_gen)
 
 
 @dataclass(frozen=True)
@@ -120,12 +127,22 @@ class Spec:
     warmup: bool = True
     delay_s: float = 0.0
     probe_s: float = 0.5
+    bound: bool = False  # also finds the bound of each test (bench/bound.py)
     verbose: bool = False
+
+    @property
+    def n_parallel(self) -> int:
+        """Sequences that the context must hold."""
+        return max(test.n_parallel for test in self.tests)
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(known)}.")
+        if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
+            raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
+        if any(test.n_parallel < 1 for test in self.tests):
+            raise OptionError("--parallel has to be at least 1.")
         ggml_type(self.type_k), ggml_type(self.type_v)
         if self.simulate_link is not None:
             parse_link(self.simulate_link)
@@ -133,11 +150,13 @@ class Spec:
             parse_option("placement", self.placement, "--placement")
         if self.draft is not None and self.feed != "greedy":
             raise OptionError("--draft measures the model's own answers; give --greedy, and a prompt's length with -d.")
+        if self.draft is not None and (self.bound or self.n_parallel > 1):
+            raise OptionError(
+                "--draft measures one answer, whose passes differ each time; leave --bound and --parallel out."
+            )
         for name, least in {"repetitions": 1, "n_threads": 0, "n_batch": 1, "n_ubatch": 1}.items():
             if getattr(self, name) < least:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least {least}.")
-        if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
-            raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
 
     def as_json(self) -> str:
         """The text that `from_json` reads."""
@@ -271,13 +290,16 @@ def _summary(outcome: Outcome) -> str:
 
 def speeds(test: dict[str, Any]) -> list[float]:
     """Tokens per second of each repetition."""
-    return [(test["n_prompt"] + test["n_gen"]) / ns * 1e9 for ns in test["samples_ns"]]
+    n_tokens = test["n_parallel"] * (test["n_prompt"] + test["n_gen"])
+    return [n_tokens / ns * 1e9 for ns in test["samples_ns"]]
 
 
 def test_name(test: dict[str, Any]) -> str:
-    """llama-bench's name of a test: pp512, tg128, pp512+tg128, each with a suffix " @ d256" for a depth."""
+    """llama-bench's name of a test: pp512, tg128, pp512+tg128, each with a suffix " @ d256" for a depth,
+    and with "8x" before it for eight sequences together."""
+    together = f"{test['n_parallel']}x " if test["n_parallel"] > 1 else ""
     parts = [f"pp{test['n_prompt']}" if test["n_prompt"] else "", f"tg{test['n_gen']}" if test["n_gen"] else ""]
-    return "+".join(filter(None, parts)) + (f" @ d{test['n_depth']}" if test["n_depth"] else "")
+    return together + "+".join(filter(None, parts)) + (f" @ d{test['n_depth']}" if test["n_depth"] else "")
 
 
 test_name.__test__ = False  # type: ignore[attr-defined]  # not a pytest test

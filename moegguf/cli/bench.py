@@ -29,6 +29,7 @@ FLAGS = (
     Flag("n_gen", "-n --n-gen", "N,...", OFTEN, "Tokens to generate.", ["128"]),
     Flag("pg", "-pg", "PP,TG", SAMPLING, "A prompt and a generation in one test.", []),
     Flag("n_depth", "-d --n-depth", "N,...", SAMPLING, "Tokens before the test, not timed.", ["0"]),
+    Flag("parallel", "-np --parallel", "N,...", SAMPLING, "Sequences that are computed together.", ["1"]),
     Flag("repetitions", "-r --repetitions", "N", OFTEN, "Times each test runs in a process.", 5, int, {"min": 1}),
     Flag("text", "--text", "FILE", SAMPLING,
          "Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
@@ -87,6 +88,9 @@ FLAGS = (
     Flag("output", "-o --output", "FORMAT", OFTEN, "md, json, jsonl, csv or sql.", "md", str),
     Flag("report", "--report", None, OFTEN,
          "One block to paste: machine, drive, model, and speeds and memory with and without moegguf (-o md).",
+         False, bool),
+    Flag("bound", "--bound", None, OFTEN,
+         "Print also the most tokens/s that file, budget and link allow, and the share reached; takes twice as long.",
          False, bool),
     Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
     Flag("preset", "--preset", "NAME", RESEARCH,
@@ -252,11 +256,11 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     as_given = (
         "repetitions", "strategy", "placement", "draft", "simulate_link", "simulate_threads", "seed", "delay_s",
-        "warm_start", "verbose",
+        "warm_start", "bound", "verbose",
     )  # fmt: skip
     base = Spec(
         model=models[0],
-        tests=tuple(Test(*test) for test in tests),
+        tests=tuple(Test(*test, n) for n in parse_ints(chosen["parallel"], "--parallel") for test in tests),
         repack=not chosen["no_repack"],
         store={"readers": chosen["readers"]}
         | {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]},

@@ -14,8 +14,9 @@ experts that are in no memory are read from the disk. `way` moves activations fr
 is only supposed has 0.65 of its memory's bandwidth, and the constants here: other people's measurements fit these.
 
 A pass of a prompt reads the weights of all experts that its tokens use once. It multiplies DEVICE_GAIN or CPU_GAIN
-times as fast as single tokens do. Where experts are staged, experts without a slot are copied meanwhile. The best
-placement takes the least time for a typical request: PROMPT_TOKENS, then ANSWER_TOKENS.
+times as fast as single tokens do. Meanwhile experts of later layers are read from the disk, and where experts are
+staged, those without a slot are copied. The best placement takes the least time for a typical request: PROMPT_TOKENS,
+then ANSWER_TOKENS.
 
 Hit rates to expect are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
 the range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there
@@ -132,7 +133,9 @@ class Placement:
 
     kind: Kind
     tokens_per_s: float  # of an answer
-    prompt_tokens_per_s: float = math.inf
+    prompt_tokens_per_s: float = math.inf  # the speed of a prompt of PROMPT_TOKENS
+    long_prompt_tokens: int = 0  # the longest prompt that the context holds, up to LONG_PROMPT_TOKENS
+    long_prompt_tokens_per_s: float = math.inf
     n_layers: int = 0  # whole layers on the device
     slot_bytes: int = 0  # memory of the slots
     hit_rate: float = 0.0  # of these
@@ -185,13 +188,14 @@ def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float
 def prompt_tokens_per_s(
     layout: ExpertLayout, model: ModelBytes, speeds: Speeds, n_ubatch: int,
     on_cpu: float = 0.0, dense_on_cpu: bool = False, copied: float = 0.0, read: float = 0.0,
+    n_prompt: int = PROMPT_TOKENS,
 ) -> float:  # fmt: skip
-    """Returns the speed of a typical request's prompt.
+    """Returns the speed of a prompt of `n_prompt` tokens.
 
     on_cpu, copied, read: shares of the experts that the CPU multiplies with, that are copied to the device, and that
     come from the disk. dense_on_cpu: the CPU also computes everything else.
     """
-    n_tokens = min(n_ubatch, PROMPT_TOKENS)
+    n_tokens = min(n_ubatch, n_prompt)
     touched = touched_bytes(layout, n_tokens)
 
     def multiply_s(gain: int, has_dense: bool, share: float, bytes_per_s: float) -> float:
@@ -202,7 +206,8 @@ def prompt_tokens_per_s(
     device_s = multiply_s(DEVICE_GAIN, not dense_on_cpu, 1 - on_cpu, speeds.device_bytes_per_s)
     cpu_s = multiply_s(CPU_GAIN, dense_on_cpu, on_cpu, speeds.cpu_bytes_per_s)
     copies_s = touched * copied / speeds.copies.bytes_per_s
-    return n_tokens / (max(device_s, copies_s) + cpu_s + touched * read / speeds.disk_bytes_per_s)
+    reads_s = touched * read / speeds.disk_bytes_per_s
+    return n_tokens / max(max(device_s, copies_s) + cpu_s, reads_s)
 
 
 def touched_bytes(layout: ExpertLayout, n_tokens: int) -> float:

@@ -225,8 +225,8 @@ class ProcessorUse:
         return time.perf_counter(), busy_s, time.process_time()
 
 
-def _measure(path: Path, flags: int, block_bytes: int, seconds: float) -> float:
-    """Bytes per second of _DISK_THREADS threads with the given open() flags; 0 when nothing could be read."""
+def _measure(path: Path, flags: int, block_bytes: int, seconds: float, n_threads: int) -> float:
+    """Bytes per second of `n_threads` threads with the given open() flags; 0 when nothing could be read."""
     begin = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     n_blocks = max(1, os.fstat(fd).st_size // block_bytes)
@@ -244,29 +244,34 @@ def _measure(path: Path, flags: int, block_bytes: int, seconds: float) -> float:
         return n_bytes
 
     try:
-        with ThreadPoolExecutor(_DISK_THREADS) as threads:
-            return sum(threads.map(read, range(_DISK_THREADS))) / max(time.perf_counter() - begin, 1e-9)
+        with ThreadPoolExecutor(n_threads) as threads:
+            return sum(threads.map(read, range(n_threads))) / max(time.perf_counter() - begin, 1e-9)
     finally:
         os.close(fd)
 
 
 def disk_read_speed(
-    path: str | os.PathLike[str], seconds: float = 0.5, block_bytes: int = _DISK_BLOCK_BYTES
+    path: str | os.PathLike[str],
+    seconds: float = 0.5,
+    block_bytes: int = _DISK_BLOCK_BYTES,
+    n_threads: int = _DISK_THREADS,
+    direct: bool = True,
 ) -> DiskSpeed:
-    """Speed of 4 threads that read blocks of `path`, past the page cache where the file system allows.
+    """Speed of `n_threads` threads that read blocks of `path`, past the page cache where the file system
+    allows, unless this is switched off (`direct`).
 
     Raises ModelNotFoundError when the file cannot be opened.
     """
     path = Path(path)
     block_bytes = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # direct I/O reads whole blocks
-    direct_flag = getattr(os, "O_DIRECT", 0)
+    direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
     if direct_flag:
         with contextlib.suppress(OSError):
-            speed = _measure(path, direct_flag, block_bytes, seconds)
+            speed = _measure(path, direct_flag, block_bytes, seconds, n_threads)
             if speed > 0:
                 return DiskSpeed(speed, direct=True)
     try:
-        return DiskSpeed(_measure(path, 0, block_bytes, seconds), direct=False)
+        return DiskSpeed(_measure(path, 0, block_bytes, seconds, n_threads), direct=False)
     except OSError as error:
         raise ModelNotFoundError(f"{str(path)!r} cannot be read ({error.strerror}); check the path.") from error
 

@@ -25,6 +25,7 @@ from moegguf.decisions import log_decision
 from moegguf.engine import cost
 from moegguf.engine.cost import (
     ANSWER_TOKENS,
+    LONG_PROMPT_TOKENS,
     PROMPT_TOKENS,
     HitRates,
     Kind,
@@ -174,7 +175,7 @@ def _choose(
     task: Task, plans: Mapping[Kind, Plan], allowed: Sequence[Kind], speeds: Speeds, hits: HitCurve
 ) -> PlacementPlan:
     """Chooses the fastest of the allowed placements."""
-    predicted = {kind: _predict(task.layout, kind, found, speeds, hits) for kind, found in plans.items()}
+    predicted = {kind: predict(task.layout, kind, found, speeds, hits) for kind, found in plans.items()}
     ordered = tuple(sorted(predicted.values(), key=lambda placement: placement.request_s))
     chosen = next(placement for placement in ordered if placement.kind in allowed)
     reason = f"{chosen}: about {chosen.speeds}"
@@ -191,7 +192,7 @@ def _choose(
     return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
 
 
-def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
+def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
     """The placement of a plan of this kind, with the tokens per second that the cost model predicts, the context half
     full."""
     model, rest = ModelBytes.of(layout, plan.needs.kv_bytes // 2), plan.slots_layout(layout)
@@ -202,15 +203,24 @@ def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits:
     prompt = partial(cost.prompt_tokens_per_s, layout, model, speeds, plan.n_ubatch, read=share * (1 - in_ram))
     if kind == "layers":
         seconds = cost.layers_s(model, speeds, len(rest.layers), share, share * read)
-        prompt_speed = prompt(on_cpu=share)
+        prompt = partial(prompt, on_cpu=share)
     elif kind == "cpu":
         seconds = cost.cpu_s(model, speeds, read)
-        prompt_speed = prompt(on_cpu=1.0, dense_on_cpu=True)
+        prompt = partial(prompt, on_cpu=1.0, dense_on_cpu=True)
     else:
         seconds = cost.slots_s(model, speeds, hit_rate, read)
-        prompt_speed = prompt(copied=1 - (held if plan.n_staging else hit_rate))
-    n_layers = len(layout.layers) if kind == "resident" else len(plan.whole_layers)
-    return Placement(kind, 1 / seconds, prompt_speed, n_layers, plan.budget_bytes, hit_rate)
+        prompt = partial(prompt, copied=1 - (held if plan.n_staging else hit_rate))
+    n_long = min(LONG_PROMPT_TOKENS, plan.n_ctx)
+    return Placement(
+        kind,
+        1 / seconds,
+        prompt(),
+        n_long,
+        prompt(n_prompt=n_long),
+        n_layers=len(layout.layers) if kind == "resident" else len(plan.whole_layers),
+        slot_bytes=plan.budget_bytes,
+        hit_rate=hit_rate,
+    )
 
 
 # Slots of one memory.
@@ -251,6 +261,7 @@ class Pool:
         self.sizes = choose_context(self.layout, self.sizes, self.memory.available_bytes, self.cache)
         self.slot_bytes = slot_bytes(self.layout)
         self.reasons = list(self.sizes.reasons)
+        self.pass_reason: tuple[str, ...] = ()  # one sentence about the tokens of a pass, after `fit`
 
     def fit(self) -> Fit:
         """Returns the slots and the tokens of a pass.
@@ -292,14 +303,14 @@ class Pool:
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
                 f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.option} a size."
             )
-        fit = found[0] if found[0][1] == sizes.n_ubatch else best_fit(layout, found, sizes.n_ctx or PROMPT_TOKENS)
+        fit = found[0] if found[0][1] == sizes.n_ubatch else self._best(found)
         beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
         self.reasons.append(
             f"{format_bytes(memory.available_bytes)} are free ({memory.limited_by}); {format_bytes(beside)} go to"
             f" weights that every token uses, the context and buffers, {format_bytes(memory.margin)} are kept as a"
             " margin"
         )
-        self._explain(fit, "that leaves more for experts, which saves more reading than it costs")
+        self._explain(fit, found, "that leaves more for experts, which saves more reading than it costs")
         return fit
 
     def _given_fit(self) -> Fit:
@@ -321,20 +332,24 @@ class Pool:
                 f"this model reads an image in one pass of {one_pass} tokens, but {budget} allows passes of {allowed};"
                 f" give at least {format_bytes_up(least)!r}, or load it without its projector."
             )
-        fit = n_slots, self._given_ubatch(n_slots, min(allowed, sizes.most_ubatch(layout)))
-        self._explain(fit, "more would not fit into the free memory")
+        found = self._given_fits(n_slots, min(allowed, sizes.most_ubatch(layout)))
+        fit = self._best(found)
+        self._explain(fit, found, "more would not fit into the free memory")
         return fit
 
-    def _given_ubatch(self, n_slots: int, most: int) -> int:
-        """Returns the tokens of a pass, at most `most`, beside a given number of slots.
+    def _best(self, found: Sequence[Fit]) -> Fit:
+        return best_fit(self.layout, found, self.sizes.n_ctx or PROMPT_TOKENS)
 
-        A given number stays, also where the memory is too small for it. A pass that is longer than usual leaves the
-        margin of the memory free.
+    def _given_fits(self, n_slots: int, most: int) -> list[Fit]:
+        """Returns the passes to choose from beside a given number of slots, of at most `most` tokens.
+
+        A given number of tokens stays, also where the memory is too small for it. A pass that is longer than usual
+        leaves the margin of the memory free.
         """
         sizes, layout, memory = self.sizes, self.layout, self.memory
         ubatches = self._ubatches(most)
         if sizes.n_ubatch:
-            return ubatches[0]
+            return [(n_slots, ubatches[0])]
         beside = self.staging_bytes + n_slots * self.slot_bytes
         found = list[Fit]()
         for n_ubatch in ubatches:
@@ -344,7 +359,7 @@ class Pool:
             free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
             if sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside <= free_bytes:
                 found.append((n_slots, n_ubatch))
-        return best_fit(layout, found, sizes.n_ctx or PROMPT_TOKENS)[1] if found else ubatches[0]
+        return found or [(n_slots, ubatches[0])]
 
     def _staging_slots(self) -> int:
         """Slots of the budget that staging tensors take."""
@@ -365,11 +380,12 @@ class Pool:
         smaller = [n for n in reversed(numbers) if least <= n < usual]
         return [usual, *larger, *smaller]
 
-    def _explain(self, fit: Fit, why: str) -> None:
-        """Adds the reason why a prompt is read in passes of more or fewer tokens than usual. `why`: of fewer, where the
-        pool is not too small for more."""
+    def _explain(self, fit: Fit, found: Sequence[Fit], why: str) -> None:
+        """Notes the reason for the tokens of a pass, which were chosen among `found`. `why`: of fewer than usual, where
+        the pool is not too small for more."""
         (n_slots, n_ubatch), wanted, layout = fit, self.sizes.usual_ubatch, self.layout
         if n_ubatch == wanted:
+            self.pass_reason = (pass_reason(n_ubatch, self._why_usual(n_slots, found)),)
             return
         if n_ubatch > wanted:
             why = "a long prompt then reads experts that have no slot less often"
@@ -377,9 +393,28 @@ class Pool:
             why = "experts in slots are computed exactly in passes of no more tokens on this device"
         elif layer_slots(layout, wanted, self.streams) > n_slots:
             why = f"{n_slots} slots are fewer than the {layout.n_expert} experts of a layer"
-        self.reasons.append(
-            f"a prompt is read {n_ubatch} token{'s' * (n_ubatch > 1)} at a time instead of {wanted}: {why}"
-        )
+        self.pass_reason = (pass_reason(n_ubatch, why, wanted),)
+
+    def _why_usual(self, n_slots: int, found: Sequence[Fit]) -> str:
+        """Returns the reason why a pass has neither more nor fewer tokens than usual."""
+        sizes = self.sizes
+        if sizes.n_ubatch:
+            return "as given"
+        if n_slots == self.layout.n_expert_total:
+            return "every expert has a slot, so that a longer pass reads nothing less often"
+        if not sizes.is_fused(self.layout):
+            return "a longer one takes much more memory where attention may not be fused"
+        if min(self._allowed(n_slots), sizes.most_ubatch(self.layout)) == sizes.usual_ubatch:
+            return "neither the context nor a batch has more tokens"
+        if any(n_ubatch > sizes.usual_ubatch for _, n_ubatch in found):
+            return "a longer one reads experts less often, but saves too little of what requests move"
+        return "a longer one does not fit into the free memory"
+
+
+def pass_reason(n_ubatch: int, why: str, wanted: int | None = None) -> str:
+    """Returns a sentence about the tokens of a pass. wanted: the usual number, where it is another."""
+    instead = f" instead of {wanted}" if wanted else ""
+    return f"a prompt is read {n_ubatch} token{'s' * (n_ubatch > 1)} at a time{instead}: {why}"
 
 
 def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan], n_ubatch: int, **others: Any) -> Plan:
@@ -414,7 +449,7 @@ def _plan_cpu(task: Task) -> Plan:
     ram = MemoryPlan(None, _every_layer(layout), n_slots, total_bytes, memory.available_bytes)
     return _planned(
         layout, pool.sizes, [ram], n_ubatch, needs=needs.with_slots(n_slots), streams=streams,
-        reasons=tuple(pool.reasons), warnings=warnings,
+        reasons=(*pool.reasons, *pool.pass_reason), warnings=warnings,
     )  # fmt: skip
 
 
@@ -540,6 +575,7 @@ def plan_layers(task: Task) -> Plan:
         f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
         f" layers by the CPU; the experts of the other {len(whole)} layers lie on {device.name}",
         f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
+        pass_reason(n_ubatch, "as given" if sizes.n_ubatch else "as many as the slots in RAM and a usual pass allow"),
     )
     layers = _every_layer(layout)
     memories = (
@@ -742,6 +778,9 @@ class _SlotsPlanner:
         below = sum(n for n, n_slots in zip(counts, slots, strict=False) if n_slots < n)
         n_cpu, n_ram = self._ram_slots(on_cpu, counts[-1], below)
         n_ubatch = min([self._n_ubatch, *self._allowed([*slots, n_cpu], counts)])
+        pass_reasons = self._pool.pass_reason
+        if n_ubatch < self._n_ubatch:
+            pass_reasons = (pass_reason(n_ubatch, "slots hold the experts of no more tokens", self._n_ubatch),)
         host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(on_cpu)
         parts = list[MemoryPlan]()
         for device, of, n in zip(self._devices, layers, slots, strict=False):
@@ -762,7 +801,7 @@ class _SlotsPlanner:
             staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
             n_gpu_layers=self._task.n_gpu_layers,
             tensor_split=tensor_split,
-            reasons=(*self._pool.reasons[:-1], *self._reasons([*parts, ram])),
+            reasons=(*self._pool.reasons[:-1], *self._reasons([*parts, ram]), *pass_reasons),
             warnings=tuple(warnings),
         )  # fmt: skip
 

@@ -30,6 +30,7 @@ from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.gguf.shards import mirror_paths
 from moegguf.native import abi, library
 from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
 SECONDS = 0.06  # for each figure, in all turns together
@@ -122,13 +123,19 @@ class KnownSpeeds:
         return Speeds.supposed(SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, cpu_bytes_per_s, source)
 
 
-def expert_read_speed(layout: ExpertLayout, seconds: float, mirrors: Sequence[str] = ()) -> DiskSpeed:
-    """Returns the disk's speed for reads as large as this model's matrices: of all copies that are read at once, where
-    there are mirrors. Raises ModelNotFoundError."""
+def expert_read_speed(
+    layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
+) -> DiskSpeed:
+    """Returns the disk's speed for reads as large as this model's matrices, with a store's readers. Where there are
+    mirrors, all copies are read at once, and their speeds added up. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
     paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
+
+    def measure(path: Path) -> DiskSpeed:
+        return disk_read_speed(path, seconds, block_bytes, store.readers, store.direct)
+
     with ThreadPoolExecutor(len(paths)) as threads:
-        speeds = list(threads.map(lambda path: disk_read_speed(path, seconds, block_bytes), paths))
+        speeds = list(threads.map(measure, paths))
     return DiskSpeed(sum(speed.bytes_per_s for speed in speeds), all(speed.direct for speed in speeds))
 
 

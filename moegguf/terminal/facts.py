@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moegguf.engine import machine
-from moegguf.engine.cost import SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
+from moegguf.engine.cost import CPU_GAIN, SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
 from moegguf.engine.load import plan_here, read_model
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
-from moegguf.engine.solver import make_plan
+from moegguf.engine.solver import make_plan, predict
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
@@ -29,7 +29,7 @@ from moegguf.settings import read_load_keywords
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
 READING_TOKENS_PER_S = 5.0  # a fast reader's
-RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
+RESERVE_BYTES = 1 << 30  # bytes for a context, buffers and the process itself
 
 Facts = dict[str, Any]
 
@@ -90,7 +90,7 @@ class SupposedDevice:
 
     @classmethod
     def parse(cls, memory: str | None, bandwidth: str | None, link: str | None) -> SupposedDevice | None:
-        """From "8GB", "448GB/s" and "24GB/s,35us"; None without any of them. Raises OptionError."""
+        """Reads "8GB", "448GB/s" and "24GB/s,35us". Returns None where none is given. Raises OptionError."""
         if memory is None and bandwidth is None and link is None:
             return None
         if memory is None or bandwidth is None or link is None:
@@ -114,11 +114,11 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
         layout = read_model(entry.path, spec)
         plan = plan_here(layout, spec)
         reads = is_here and layout.is_moe and not plan.resident
-        disk = expert_read_speed(layout, DISK_SECONDS, spec.mirror) if reads else None
+        disk = expert_read_speed(layout, DISK_SECONDS, spec.store, spec.mirror) if reads else None
         default = "auto" if plan.placement or plan.on_device else None
         placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
-        if device:  # beside RAM for everything, with the context of the plan that is
+        if device:  # plan it beside RAM that holds everything, with the context of the present plan
             there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
             ample = machine.Machine(machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,))
             speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_bytes_per_s)
@@ -142,6 +142,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
             "plan": plan.facts(),
             "expected": _expectation(hit_rates, plan, disk, memory_bytes_per_s),
             "placement": _placement(placed),
+            "cpu": _cpu_placements(layout, hit_rates, plan, disk, memory_bytes_per_s),
         }
 
 
@@ -159,6 +160,30 @@ def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None
     return asdict(hit_rates.expect(plan.n_slots, speeds)) | {"memory_bytes_per_s": round(memory_bytes_per_s)}
 
 
+def _cpu_placements(
+    layout: ExpertLayout, hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float
+) -> Facts | None:
+    """Returns the predicted speeds of prompts and answers where the CPU computes every layer.
+
+    They are predicted with the plan's slots, if the disk's speed is known, and with a slot for every expert. Returns
+    None for a plan with a device and for a model without experts.
+    """
+    if plan.on_device or not layout.is_moe:
+        return None
+    curve = hit_rates.curve()
+    speeds = Speeds.of_cpu(memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s)
+    resident = replace(plan, memories=(replace(plan.ram, n_slots=plan.n_experts),))
+    plans = {"every expert in memory": resident}
+    if disk:
+        plans = {f"{plan.n_slots:,} of {plan.n_experts:,} experts in memory": plan} | plans
+    predicted = {text: predict(layout, "cpu", each, speeds, curve) for text, each in plans.items()}
+    return {
+        "placements": [asdict(placement) | {"text": text} for text, placement in predicted.items()],
+        "hit_rates": curve.source,
+        "assumed_prompt_gain": CPU_GAIN,
+    }
+
+
 def _placement(plan: PlacementPlan | None) -> Facts | None:
     """The table of placements, what it rests on, and the reason; None where there was nothing to decide."""
     if plan is None:
@@ -167,7 +192,7 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
 
 
 def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
-    """Facts of `moegguf show`: from the headers of a model's files, then those of its catalog entry."""
+    """Returns the facts that `moegguf show` prints, from the headers of a model's files and its catalog entry."""
     layout, known = read_layout(entry.path), details(entry)
     total, active = parameters(layout)
     own_name = known.metadata.get("general.name") or entry.path.stem

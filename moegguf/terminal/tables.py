@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from moegguf.engine.cost import PROMPT_TOKENS
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
 from moegguf.terminal.facts import Facts
@@ -21,7 +22,7 @@ from moegguf.text import without_surrogates
 
 PIPE_WIDTH = 400
 NARROW_BETWEEN = 2  # spaces between columns where a terminal has no room for more
-SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
+SHOWN_LINES = 2  # shown lines of a system message or a license, as in `ollama show`
 
 Row = tuple[str, ...]
 
@@ -72,8 +73,13 @@ def print_columns(
 ) -> None:
     """Prints a table with a header, as `ollama list` does. No cell is cut.
 
-    between: spaces between columns. n_left: columns that are left-aligned (None: all); the others are right-aligned.
-    style: of the header. drop: names of columns that a narrow terminal goes without, the first one first.
+    between: spaces between columns.
+
+    n_left: number of columns that are left-aligned (None: all columns). Further columns are right-aligned.
+
+    style: style of the header.
+
+    drop: names of columns that a narrow terminal leaves out, in this order.
     """
     lines = [list(header), *map(list, rows)]
     widths = {name: max(cell_len(line[column]) for line in lines) for column, name in enumerate(header)}
@@ -218,9 +224,13 @@ def print_estimate(facts: Facts) -> None:
     _section(title, _memory_rows(facts), right=(1,))
     if facts["n_expert_total"]:
         _section("What to expect while it answers", _expectation_rows(facts))
+    if facts["cpu"]:
+        gain = facts["cpu"]["assumed_prompt_gain"]
+        title = f"What the CPU gives (assumed: as fast as memory, and prompts {gain} times as fast)"
+        _section(title, _placement_rows(facts["cpu"]), right=(1, 2, 3))
     if facts["placement"]:
         title = "What a device gives: predicted with speeds " + facts["placement"]["speeds"]["source"]
-        _section(title, _placement_rows(facts["placement"]), right=(1, 2))
+        _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
         _section("What these predictions rest on", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
     supposed = facts["placement"] if not plan["placement"] else None  # a plan has its own reason
@@ -266,11 +276,17 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _placement_rows(placement: Facts) -> Iterator[Row]:
-    """Yields a row for each placement of experts, the fastest with a typical request first."""
-    yield "tokens/s", "prompt", "answer"
+    """Yields a row for each placement of experts, the fastest with a typical request first.
+
+    A row has the speeds of that request's prompt, of a longer prompt where the context holds one, and of an answer.
+    """
+    n_long = placement["placements"][0]["long_prompt_tokens"]
+    columns = {"prompt_tokens_per_s": "prompt", "long_prompt_tokens_per_s": f"of {n_long:,}", "tokens_per_s": "answer"}
+    if n_long <= PROMPT_TOKENS:
+        del columns["long_prompt_tokens_per_s"]
+    yield "tokens/s", *columns.values()
     for each in placement["placements"]:
-        prompt, answer = (two_digits(each[name], each[name]) for name in ("prompt_tokens_per_s", "tokens_per_s"))
-        yield each["text"], prompt, answer
+        yield each["text"], *(two_digits(each[name], each[name]) for name in columns)
 
 
 def _speed_rows(placement: Facts) -> Iterator[Row]:

@@ -1,12 +1,15 @@
 """Belady's optimum (Belady 1966): an offline replay of a trace's lookups with the store's rules.
 
-Rules: one lookup per distinct expert of a routing event; all of them are resident at once; one pool over all layers; no
-prefetching and no bypass of the pool. No store, no native library.
+Rules: one lookup per distinct expert of a routing event; one pool over all layers; no prefetching.
+`belady` holds all experts of an event at once, as slots do. `least_misses` may also compute with an
+expert that gets no slot (bypass), as streamed prompts do. No policy reads fewer experts, whatever it
+knows. No store, no native library.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,37 +104,56 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     fit.
     """
     looked_up = np.diff(lookups.start)
-    decode = lookups.decode
     widest = int(looked_up.max(initial=0))
     if n_slots < max(1, widest):
         raise OptionError(f"a pass of this trace needs {widest} experts of a layer at once, of {n_slots} slots.")
+    hit = ~_missed(lookups, n_slots)
+    decode = np.repeat(lookups.decode, looked_up)
+    return ReplayCounts(*(int(n) for n in (len(hit), hit.sum(), decode.sum(), hit[decode].sum())))
+
+
+def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
+    """Returns the keys of the experts that have to be read. No policy reads fewer, with bypass or without.
+
+    A key that is read twice is there twice. resident: keys that have slots at the beginning.
+    """
+    return lookups.keys[_missed(lookups, n_slots, resident, bypass=True)]
+
+
+def _missed(
+    lookups: Lookups, n_slots: int, resident: Iterable[int] = (), bypass: bool = False
+) -> npt.NDArray[np.bool_]:
+    """Returns which lookups (n_lookups,) miss when the resident goes whose next use is farthest.
+    bypass: also where this is an expert of the current event."""
     keys = lookups.keys.tolist()
     start = lookups.start.tolist()
     next_use = lookups.next_use.tolist()
-    due: dict[int, int] = {}  # key -> event of its next use, of residents
-    farthest: list[tuple[int, int]] = []  # (-due, key); outdated entries are skipped
-    hits = np.zeros(len(looked_up), np.int64)
-    for event in range(len(hits)):
-        n_hits = 0
+    n_events = len(lookups.decode)
+    first_use: dict[int, int] = {}
+    for event in reversed(range(n_events)):
+        first_use |= dict.fromkeys(keys[start[event] : start[event + 1]], event)
+    due = {key: first_use.get(key, n_events) for key in resident}  # key -> event of its next use, of residents
+    farthest = [(-event, key) for key, event in due.items()]  # outdated entries are skipped
+    heapq.heapify(farthest)
+    missed = np.zeros(len(keys), np.bool_)
+    for event in range(n_events):
         span = range(start[event], start[event + 1])
         for i in span:
-            n_hits += keys[i] in due
-        for i in span:
-            if keys[i] in due:
-                continue
-            if len(due) >= n_slots:
-                _evict(farthest, due)
+            missed[i] = keys[i] not in due
             due[keys[i]] = event
+        if not bypass:
+            _evict(farthest, due, n_slots)
         for i in span:
             due[keys[i]] = next_use[i]
             heapq.heappush(farthest, (-next_use[i], keys[i]))
-        hits[event] = n_hits
-    return ReplayCounts(*(int(n) for n in (looked_up.sum(), hits.sum(), looked_up[decode].sum(), hits[decode].sum())))
+        if bypass:
+            _evict(farthest, due, n_slots)
+    return missed
 
 
-def _evict(farthest: list[tuple[int, int]], due: dict[int, int]) -> None:
-    while True:
+def _evict(farthest: list[tuple[int, int]], due: dict[int, int], n_slots: int) -> None:
+    """Removes the residents whose next use is farthest until `n_slots` are left."""
+    while len(due) > n_slots:
         negative, key = heapq.heappop(farthest)
         if due.get(key) == -negative:
             del due[key]
-            return

@@ -107,6 +107,26 @@ def test_estimate_promises_for_the_demo_what_was_measured_and_no_more(here: Comm
     assert [row["low"] for row in budgets] == sorted(row["low"] for row in budgets)
 
 
+def test_estimate_says_what_the_cpu_gives_for_prompts_and_answers_and_what_is_assumed(
+    here: Command, tiny: TinyModel
+) -> None:
+    ask = ("estimate", tiny("tiny-mix"), "--ctx", 512, "--expert-cache")
+    shown = here(*ask, "50%").stdout
+    part = shown.partition("What the CPU gives")[2].partition("\n\n")[0].splitlines()
+    assert "assumed" in part[0] and len("  What the CPU gives" + part[0]) <= 80
+    assert part[1].split() == ["tokens/s", "prompt", "answer"] and max(map(len, part)) <= 80
+    assert [re.sub(r" +[\d,.]+ +[\d,.]+$", "", row).strip() for row in part[2:]] == [
+        "32 of 64 experts in memory", "every expert in memory",
+    ]  # fmt: skip
+    (passes,) = [line for line in shown.splitlines() if "a prompt is read" in line]
+    assert re.search(r"a prompt is read 512 tokens at a time: \w+", passes)
+    some, every = json.loads(here(*ask, "50%", "--json").stdout)["cpu"]["placements"]
+    assert some["tokens_per_s"] < every["tokens_per_s"]
+    assert some["prompt_tokens_per_s"] <= every["prompt_tokens_per_s"]
+    (only,) = json.loads(here(*ask, "100%", "--json").stdout)["cpu"]["placements"]
+    assert only["text"] == "every expert in memory"
+
+
 def test_estimate_counts_the_types_of_the_kv_cache(here: Command, tiny: TinyModel) -> None:
     def kv_bytes(*flags: str, **env: str) -> int:
         facts = json.loads(here("estimate", tiny(), "--ctx", 512, "--json", *flags, **env).stdout)

@@ -67,10 +67,10 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
         "budget_bytes": 2 << 30, "planned_bytes": 3 << 30, "placement": "", "predicted_ts": 0.0,
         "decisions": {"policy": "next-use", "predictor": "none", "prefetch": "off", "gates": 9} if store else {},
         "tests": [
-            {"n_prompt": 4, "n_gen": 0, "n_depth": 0, "samples_ns": [ns] * 2, "token_ns": [[], []],
+            {"n_prompt": 4, "n_gen": 0, "n_depth": 0, "n_parallel": 1, "samples_ns": [ns] * 2, "token_ns": [[], []],
              "tokens": [[1], [2]], **shared},
-            {"n_prompt": 0, "n_gen": 2, "n_depth": 0, "samples_ns": [2 * ns] * 2, "token_ns": [[ns, ns]] * 2,
-             "tokens": [[3, 4], [5, tokens]], **shared},
+            {"n_prompt": 0, "n_gen": 2, "n_depth": 0, "n_parallel": 1, "samples_ns": [2 * ns] * 2,
+             "token_ns": [[ns, ns]] * 2, "tokens": [[3, 4], [5, tokens]], **shared},
         ],
     }  # fmt: skip
 
@@ -132,7 +132,7 @@ def test_lists_that_are_none(text: str) -> None:
 def test_order_of_tests_is_llama_benchs_and_settings_are_all_combinations() -> None:
     tests = parse_tests(["512,0"], ["128"], ["16,8"], ["0,32"])
     assert tests == [(512, 0, 0), (0, 128, 0), (16, 8, 0), (512, 0, 32), (0, 128, 32), (16, 8, 32)]
-    names = [name_of({"n_prompt": p, "n_gen": n, "n_depth": d}) for p, n, d in tests]
+    names = [name_of({"n_prompt": p, "n_gen": n, "n_depth": d, "n_parallel": 1}) for p, n, d in tests]
     assert names[2:5] == ["pp16+tg8", "pp512 @ d32", "tg128 @ d32"]
     found = combinations(SPEC, {"n_ubatch": [64, 128], "n_threads": [1, 2]})
     assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]

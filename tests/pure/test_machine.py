@@ -153,6 +153,8 @@ def test_disk_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) 
     path = tmp_path / "file"
     path.write_bytes(os.urandom(size))
     assert (disk_read_speed(path, seconds=0.05).bytes_per_s > 0) == bool(size)
+    buffered = disk_read_speed(path, seconds=0.05, n_threads=1, direct=False)
+    assert (buffered.bytes_per_s > 0) == bool(size) and not buffered.direct
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     speed = disk_read_speed(path, seconds=0.05)
     assert (speed.bytes_per_s > 0) == bool(size) and not speed.direct

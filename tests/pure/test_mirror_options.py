@@ -111,9 +111,9 @@ def test_readers_of_mirrors_take_memory_from_experts(catalog: Catalog) -> None:
 
 def test_the_speed_of_mirrors_is_measured_with_the_files_own() -> None:
     layout = read_layout(str(demo_path()))
-    assert expert_read_speed(layout, 0.01, [str(demo_path())]).bytes_per_s > 0
+    assert expert_read_speed(layout, 0.01, mirrors=[str(demo_path())]).bytes_per_s > 0
     with pytest.raises(ModelNotFoundError, match="unplugged"):
-        expert_read_speed(layout, 0.01, ["/mnt/unplugged"])
+        expert_read_speed(layout, 0.01, mirrors=["/mnt/unplugged"])
 
 
 BEFORE = Stats(drives=(DriveStats("file", 3, 300, 9), DriveStats("mirror 1", 1, 100, 4)))

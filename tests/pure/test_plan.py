@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
-from moegguf.engine.cost import HitRates, Speeds, request_cost
+from moegguf.engine.cost import HitRates, ModelBytes, Speeds, prompt_tokens_per_s, request_cost, touched_bytes
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, Machine, Memory, margin_bytes
 from moegguf.engine.memory import Sizes, choose_context, kv_bytes, logits_tokens, pass_bytes
@@ -95,27 +95,31 @@ def test_prompts_are_read_in_longer_passes_where_experts_have_no_slot(layout: Ex
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "why"),
     [
-        {"budget": "100%"},  # every expert has a slot
-        {"flash_attn": False},  # the scores of attention would grow with the pass
-        {"n_batch": 512},
-        {"n_ubatch": 512},
-        {"n_ctx": 512},
+        ({"budget": "100%"}, "every expert has a slot"),
+        ({"flash_attn": False}, "attention may not be fused"),  # its scores would grow with the pass
+        ({"n_batch": 512}, "neither the context nor a batch"),
+        ({"n_ubatch": 512}, "as given"),
+        ({"n_ctx": 512}, "neither the context nor a batch"),
     ],
     ids=str,
 )
-def test_passes_have_512_tokens_where_longer_ones_save_nothing_or_are_not_allowed(
-    layout: ExpertLayout, options: dict[str, Any]
+def test_passes_have_512_tokens_where_longer_ones_save_nothing_or_are_not_allowed_and_the_reason_is_stated(
+    layout: ExpertLayout, options: dict[str, Any], why: str
 ) -> None:
     p = long_context(layout, **options)
     assert p.n_ubatch == 512 and not any("instead of" in reason for reason in p.reasons)
+    (reason,) = [reason for reason in p.reasons if reason.startswith("a prompt is read 512 tokens at a time: ")]
+    assert why in reason
 
 
 def test_a_longer_pass_leaves_the_margin_of_the_memory_free(layout: ExpertLayout) -> None:
     needs = Sizes(8192, flash_attn=True).needs(layout, 512)
     free = needs.total_bytes(48) + 48 * slot_bytes(layout)
-    assert long_context(layout, memory=Memory(64 * GIB, free, "x")).n_ubatch == 512
+    p = long_context(layout, memory=Memory(64 * GIB, free, "x"))
+    assert p.n_ubatch == 512
+    assert any("a longer one does not fit into the free memory" in reason for reason in p.reasons)
 
 
 def test_logits_take_memory_for_few_tokens_of_a_pass_or_for_all(layout: ExpertLayout) -> None:
@@ -317,6 +321,16 @@ def test_what_was_published_for_a_shape_comes_before_others(tmp_path: Path) -> N
     assert "of its shape: Qwen3-30B-A3B (kekzl/imp#1359)" in found.basis
     curve = next(curve for curve in PUBLISHED if curve.n_expert == 128)
     assert found.hit_low == found.hit_high == interpolate(curve.rates, 0.25)
+
+
+def test_a_prompt_takes_the_longer_of_reading_and_computing_and_longer_passes_read_less(layout: ExpertLayout) -> None:
+    def speed(disk_bytes_per_s: float, read: float, n_ubatch: int = 512, n_prompt: int = 512) -> float:
+        model, speeds = ModelBytes.of(layout), Speeds.of_cpu(10e9, disk_bytes_per_s)
+        return prompt_tokens_per_s(layout, model, speeds, n_ubatch, 1.0, True, read=read, n_prompt=n_prompt)
+
+    assert speed(1e15, read=1.0) == speed(1e3, read=0.0)
+    assert speed(1e3, read=0.5) == pytest.approx(512 / (0.5 * touched_bytes(layout, 512) / 1e3))
+    assert speed(1e3, 0.5, n_ubatch=2048, n_prompt=4096) > 3.9 * speed(1e3, 0.5, n_ubatch=512, n_prompt=4096)
 
 
 def test_expectations(layout: ExpertLayout) -> None:

@@ -1,6 +1,6 @@
-"""Sequences that join, leave and guess ahead: with slots for some experts their logits are those of plain llama.cpp.
+"""Compares the logits of sequences that join, leave and draft, between slots for some experts and plain llama.cpp.
 
-`python -m tools.gpu.batches '<case as JSON>'` computes one schedule of passes twice, in processes of their own, and
+`python -m tools.gpu.batches '<case as JSON>'` computes one schedule of passes twice, in processes of their own. It
 prints for each number of sequences whether the bits are equal, as JSON.
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CARRIED = ROOT / "build/cuda-carried/bin"  # libraries and programs for a machine that has a card
-VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # for releases of Vulkan's that are older than ggml's
+VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # used if Vulkan's headers are older than ggml's
 VULKAN_FLAGS = ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}")
 
 
@@ -26,8 +26,8 @@ class Backend:
     """A build in a folder of its own."""
 
     name: str
-    flags: tuple[str, ...]  # of cmake
-    environment: Mapping[str, str] = field(default_factory=dict)  # of every process that uses the build
+    flags: tuple[str, ...]  # flags of cmake
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of every process that uses the build
     target: str = "moegguf_all"
 
 
@@ -91,9 +91,10 @@ def _cublas_wheels() -> Iterator[Path]:
 
 
 def vulkan(driver: Path, devices: str = "0") -> Backend:
-    """On the devices of one driver, by their numbers there: software devices are hidden unless they are named.
+    """Returns a build for the devices of one driver, by their numbers there. It hides software devices without a
+    number.
 
-    What Mesa has compiled stays in the build's folder: a software device takes minutes for the kernels of a model.
+    Kernels that Mesa has compiled stay in the build's folder: a software device takes minutes for a model's kernels.
     """
     return Backend(
         "vulkan",
@@ -113,7 +114,7 @@ def folder_of(backend: Backend) -> Path:
 
 
 def library_of(backend: Backend) -> Path:
-    """Where the libraries are, for MOEGGUF_LIBRARY."""
+    """Returns the folder of the libraries, for MOEGGUF_LIBRARY."""
     return folder_of(backend) / "bin"
 
 
@@ -180,7 +181,7 @@ def main() -> int:
     start = time.monotonic()
     try:
         architecture = sys.argv[1]
-        backend = to_carry(cuda(f"{architecture}-real"))  # without PTX
+        backend = to_carry(cuda(f"{architecture}-real"))  # "real" leaves PTX out
         build(backend)
         build_programs(library_of(backend), architecture)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:

@@ -17,15 +17,15 @@ class Case:
     model: str
     device: str
     system: str  # "llama.cpp" or "moegguf"
-    limit_bytes: int | None = None  # of the device's memory; None: all of it
+    limit_bytes: int | None = None  # limit of the device's memory; None: all of it
     hold: bool = True  # the limit is made by taking the other memory; else it is counted
     more_on_cpu: int = 0  # llama.cpp: layers' experts on the CPU beyond the number that seems to be needed
     all_on_cpu: bool = False  # llama.cpp: every layer's experts on the CPU
     use_mmap: bool = True
     options: dict[str, Any] | None = None  # moegguf: keywords of Llama
-    link: str = ""  # of a simulated device, such as "8GB/s", in place of `device`
+    link: str = ""  # link of a simulated device, such as "8GB/s", in place of `device`
     n_prompt: int = 512
-    n_prompts: int = 3  # that are timed, after one that is cold
+    n_prompts: int = 3  # prompts that are timed, after one that is cold
     n_decode: int = 192
     n_ctx: int = 2048
     n_ubatch: int = 512

@@ -35,9 +35,9 @@ from moegguf.testing.link_device import add_link_device
 from tools.gpu.case import N_FIRST, Case
 
 SPARE_BYTES = 1 << 30  # compute buffers, and what drivers take: for a first guess of what fits
-COUNTED = ("hook_ns", "stall_ns")  # of the store
-COUNTED_THERE = ("stall_ns", "stream_waits", "copy_ns", "misses", "evictions")  # of each tier
-CALLS = ("graph launches", "copies", "synchronisations", "event waits")  # of tools/gpu/calls.cpp
+COUNTED = ("hook_ns", "stall_ns")  # counters of the store
+COUNTED_THERE = ("stall_ns", "stream_waits", "copy_ns", "misses", "evictions")  # counters of each tier
+CALLS = ("graph launches", "copies", "synchronisations", "event waits")  # counts of tools/gpu/calls.cpp
 
 
 class _Override(c.Structure):
@@ -83,7 +83,7 @@ class Held:
 
 
 def expert_room_bytes(case: Case, layout: ExpertLayout) -> int:
-    """What the limit leaves for experts on the device, beside dense weights, context and buffers."""
+    """Returns the bytes that the limit leaves for experts on the device after dense weights, context and buffers."""
     assert case.limit_bytes is not None
     spare = SPARE_BYTES if case.hold else 0
     return max(0, case.limit_bytes - layout.dense_bytes - kv_bytes(layout, case.n_ctx) - spare)

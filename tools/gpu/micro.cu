@@ -1,4 +1,4 @@
-// micro.cu: what single launches, copies, hand-offs and products cost on a card. Every line on stdout is one figure, as
+// micro.cu: measures single launches, copies, hand-offs and products on a card. Every line on stdout is one figure, as
 // JSON: {"item": ..., "unit": ..., "value": ...}. Exit status 3: there is no card.
 //
 //   micro copies                                  bandwidth from pinned memory
@@ -7,7 +7,7 @@
 //   micro offsets DEVICE TYPE NE0 NE1 N           the same expert in slot 5 and in the last slot of N
 //   micro strides DEVICE TYPE NE0 NE1 N K STRIDE  products of 512 tokens, experts together and apart
 //
-// `offsets` and `strides` also run on the CPU, so that they can be tried on a machine without a card.
+// `offsets` and `strides` also run on the CPU, so that a machine without a card can try them.
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -32,7 +32,7 @@
 namespace {
 
 constexpr int no_card = 3;
-constexpr size_t ids_bytes = 32; // of eight expert ids
+constexpr size_t ids_bytes = 32; // eight expert ids
 
 void check(cudaError_t error) {
     if (error == cudaSuccess) { return; }
@@ -49,9 +49,9 @@ double now_us() {
     return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// The median of up to n runs, of which there are fewer when they take longer than a second together.
+// Returns the median of up to n runs. Fewer runs are made when they take longer than a second together.
 double median_us(int n, const std::function<void()> & run) {
-    for (int i = 0; i < 3; i++) { run(); } // memory is asked for, kernels are loaded, graphs are captured
+    for (int i = 0; i < 3; i++) { run(); } // memory is allocated, kernels are loaded, graphs are captured
     std::vector<double> times;
     for (const double begin = now_us(); (int)times.size() < n && (times.size() < 3 || now_us() - begin < 1e6);) {
         const double start = now_us();
@@ -158,7 +158,7 @@ void stops(const std::string & when, cudaStream_t stream) {
     }
 }
 
-// Behind a stream that copies experts all the time.
+// Measures stops while a stream copies experts all the time.
 void stops_behind_copies(cudaStream_t stream) {
     constexpr size_t piece = 16 << 20;
     const Pinned from(piece);

@@ -30,12 +30,12 @@ SOURCES, WHEELS, START, SHORT_RUN = "sources.tar.xz", "wheels", "gpu_trial.py", 
 
 PARTS = ("moegguf/", "patches/", "predictors/demo/", "tests/", "tools/", "pyproject.toml", "LICENSE")
 NOT_PACKED = re.compile(r"moegguf/demo/.*\.gguf|tests/(frontends|pure|native)/.*")
-# Backends of ggml that no trial builds; each is only read by cmake where it is asked for.
+# Backends of ggml that no trial builds; cmake reads each of them only for its own build.
 NOT_BUILT = re.compile(
     r"ggml/src/ggml-(blas|cann|et|hexagon|hip|metal|musa|opencl|openvino|rpc|sycl|virtgpu|webgpu|zdnn|zendnn)/.*"
 )
 
-# Those of moegguf's own dependencies that its models, the tests and the measurements import, and what these import.
+# Dependencies of moegguf that its models, the tests and the measurements import, and their dependencies.
 PRODUCT = (
     "diskcache",
     "gguf",
@@ -61,7 +61,7 @@ def _name(requirement: str) -> str:
 
 
 def requirements() -> list[str]:
-    """What pip is asked for, with the versions of pyproject.toml."""
+    """Returns the requirements for pip, with the versions of pyproject.toml."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         lines = tomllib.load(file)["project"]["dependencies"]
     bounds = {_name(line): line for line in lines}

@@ -1,4 +1,4 @@
-"""What a trial measures: models, memory limits, systems; and a small one, which shows on any machine that it works."""
+"""The measurements of a trial: models, memory limits, systems. A small trial shows on any machine that it works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Model:
     limits: dict[str, int]
 
     def file(self, folder: Path) -> Path:
-        """Where it is written."""
+        """Returns the path of the model's file."""
         return folder / f"{self.preset}-{self.quant}.gguf"
 
     @property
@@ -37,14 +37,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Rig:
-    """models, and how each case is run (`tools.gpu.case.Case`). hold: limits are made by taking the device's memory.
-    upstream: variants of -ncmoe, of which a table shows the fastest. ours: moegguf's, by what a table calls them."""
+    """The models of a trial, and the fields of its cases (`tools.gpu.case.Case`)."""
 
     models: tuple[Model, ...]
-    hold: bool
+    hold: bool  # limits are made by taking the device's memory
     sizes: dict[str, int]
-    upstream: tuple[dict[str, Any], ...]
-    ours: dict[str, dict[str, Any]]
+    upstream: tuple[dict[str, Any], ...]  # variants of -ncmoe; a table shows the fastest
+    ours: dict[str, dict[str, Any]]  # variants of moegguf, by their names in a table
 
     def cases(self, model: Model, folder: Path, device: str, n_threads: int) -> Iterator[tuple[str, Case]]:
         """(name, case) of every measurement of a model: limit/system/variant, each limit's systems in turn."""

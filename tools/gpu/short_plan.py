@@ -15,10 +15,10 @@ from typing import Any, Literal
 from tools.gpu.case import N_FIRST, Case
 from tools.gpu.rig import GB
 
-TOTAL_S = 545.0  # of all steps; the call itself takes some seconds beside them
+TOTAL_S = 545.0  # time of all steps; the call itself takes some seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
-SAME = "tokens as of llama.cpp, resident"  # from the first one on
-STOP = "a stop, us"  # of one layer, computed from a speed, the speed with everything resident, and the bytes that come
+SAME = "tokens as of llama.cpp, resident"  # number of equal tokens from the first one on
+STOP = "a stop, us"  # time of a layer's stop, from a speed, the speed with everything resident, and the bytes that come
 
 # Remedies that a library may have behind a switch, and the bit of each. Its function `moegguf_switches` returns the
 # bits of those that it has; the environment variable MOEGGUF_SWITCHES holds the bits of those that are on.
@@ -39,13 +39,13 @@ class Part:
 
     name: str
     kind: Kind
-    arguments: tuple[str, ...] = ()  # of the program
+    arguments: tuple[str, ...] = ()  # arguments of the program
     case: Case | None = None
     predicted: Predicted = field(default_factory=dict)
     switches: str = ""  # letters of the remedies that are on, while all others are off; "-": all are off
     needs_card: bool = False  # it measures nothing on a simulated device
-    counts_calls: bool = False  # of CUDA's runtime, which costs a little
-    model: str = ""  # that has to be written before
+    counts_calls: bool = False  # counts calls of CUDA's runtime, which costs a little
+    model: str = ""  # model that has to be written before
     n_layer: int = 0  # layers at which every token stops
     limit_s: float = 40.0
 
@@ -66,14 +66,14 @@ class Setting:
     """The device that is measured, and the sizes of everything that is done on it."""
 
     device: str
-    link: str  # of a simulated device; empty: the device is real
+    link: str  # link of a simulated device; empty: the device is real
     models: Mapping[str, tuple[str, str, int]]  # {name: (preset, quantisation, layers)}
     card_bytes: int  # the smaller card that is imitated
     holds: bool  # the other memory of the card is taken; else the limit is counted
     sizes: Mapping[str, Any]
-    n_slots: int  # of a pool that is too large for 32-bit offsets
-    n_experts: int  # of products
-    n_columns: int  # of an expert's matrix
+    n_slots: int  # slots of a pool that is too large for 32-bit offsets
+    n_experts: int  # experts of products
+    n_columns: int  # columns of an expert's matrix
 
     @property
     def is_simulated(self) -> bool:

@@ -28,8 +28,8 @@ from tools.gpu.short_plan import CARD, REHEARSAL, TOTAL_S, Part, Setting, Step, 
 from tools.gpu.short_table import figures_of, table, turns_differ
 from tools.gpu.steps import Outcome, State
 
-LOG_BYTES = 4000  # of a process that are looked through for its error
-LEAST_S = 2.0  # that a part is begun with
+LOG_BYTES = 4000  # bytes of a process's log that are searched for its error
+LEAST_S = 2.0  # a part is not begun with less time than this
 NO_CARD = 3  # the exit status of tools/gpu/micro.cu where there is no card
 NO_MEMORY = re.compile(r"out of memory|failed to allocate|unable to allocate", re.IGNORECASE)
 STATUS_OF_TEST = re.compile(r"^tests/.* (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)

@@ -9,10 +9,10 @@ from typing import Any
 from tools.gpu.short_plan import ANSWER, PROMPT, SAME, STOP, Part, Step
 from tools.gpu.steps import Outcome
 
-DIFFERENT = 0.05  # between turns of a part: it is measured again
+DIFFERENT = 0.05  # a part whose turns differ by this share is measured again
 NONE = "-"
 WIDTHS = (44, 38, 15, 26)
-BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each, GB/s"  # of a step's parts, and of the facts
+BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each, GB/s"  # names of a part and of a fact
 
 Outcomes = Mapping[str, Outcome]
 
@@ -86,7 +86,7 @@ def measured(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -
 
 
 def _stop_us(step: Step, part: Part, own: Mapping[str, list[float]], outcomes: Outcomes) -> float | None:
-    """Returns what a stop at a layer costs: the time of a token, less that of a resident model and of the bytes."""
+    """Returns the time of a stop at a layer: a token's time, less the times of a resident model and of the bytes."""
     base = next((other for other in step.parts if other.name == BASE), None)
     if STOP not in part.predicted or base is None or ANSWER not in own:
         return None

@@ -28,7 +28,7 @@ class StepError(Exception):
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:
-    """Whether a step is named, or lies below a name that ends in "/"."""
+    """Returns whether a step is named, or lies below a name that ends in "/"."""
     return name in names or name.startswith(tuple(of for of in names if of.endswith("/")))
 
 
@@ -54,7 +54,7 @@ class State:
         self._write()
 
     def forget(self, names: Sequence[str]) -> None:
-        """These steps, or those below a name that ends in "/", will run again."""
+        """Lets these steps, or the steps below a name that ends in "/", run again."""
         for name in [name for name in self.outcomes if is_among(name, names)]:
             del self.outcomes[name]
         self._write()

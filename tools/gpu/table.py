@@ -86,7 +86,7 @@ def _line(row: Row, upstream: Row | None, resident: Row | None, predicted: float
 
 
 def _prediction(found: Sequence[Row], row: Row) -> float | None:
-    """By moegguf's planner, of what the row's system does at this limit; without one, of everything on the device."""
+    """Returns the speed that moegguf's planner predicts for the row's system and limit; without a limit, resident."""
     if own := row.result.get("predicted"):
         return float(own["chosen"])
     kind = {RESIDENT: "resident", ALL_ON_CPU: "cpu", SOME_ON_CPU: "layers"}.get(row.system)
@@ -95,7 +95,7 @@ def _prediction(found: Sequence[Row], row: Row) -> float | None:
 
 
 def _facts(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """What the figures are of."""
+    """Yields the facts about the machine and the tests."""
     facts = outcomes.get("facts", {})
     if facts:
         yield ""

@@ -1,8 +1,8 @@
 """Random weights in quantised form: pools of blocks with mean zero, and the few tensors that stay F32.
 
-Zero mean matters: plain random Q4_0 bytes have a mean of -0.5 steps, which gives every matrix one common
-direction and lets the router collapse to a few experts. So the values of Q4_0, Q5_0, Q8_0 and MXFP4 are drawn
-symmetrically, the minimum of Q4_K and Q5_K is half the range of its scale, and the others flip signs of scales.
+The mean has to be zero. Plain random Q4_0 bytes have a mean of -0.5 steps, which gives every matrix one common
+direction, so that the router chooses only a few experts. So the values of Q4_0, Q5_0, Q8_0 and MXFP4 are drawn
+symmetrically. The minimum of Q4_K and Q5_K is half the range of its scale. Other types flip the signs of scales.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ROUTER_SKEW = 0.15
 class BlockPools:
     """Random blocks by (type, standard deviation), made when first needed, each about POOL_BYTES at most.
 
-    A chunk (one matrix) starts at its own block of the pool and wraps around. The number of blocks is prime:
-    no two chunks are equal while a model has fewer chunks than a pool has blocks, and the rows of a chunk
-    that is larger than its pool do not repeat.
+    A chunk (one matrix) starts at its own block of the pool and wraps around. The number of blocks is prime. So no two
+    chunks are equal while a model has fewer chunks than a pool has blocks. The rows of a chunk that is larger than its
+    pool do not repeat.
     """
 
     def __init__(self, plan: list[Tensor], seed: int) -> None:
@@ -96,7 +96,7 @@ def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
         return np.float32(scale) * (np.float32(1.0) + np.float32(0.1) * normal)
     if tensor.name.endswith("ssm_a"):  # a state decays
         return -np.exp(np.float32(0.5) * normal)
-    if tensor.name.endswith("ssm_dt.bias"):  # by 5 % a token, about
+    if tensor.name.endswith("ssm_dt.bias"):  # the decay is about 5 % a token
         return np.float32(-3.0) + normal
     if tensor.name.endswith(".bias"):
         return np.float32(0.1) * normal

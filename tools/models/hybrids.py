@@ -48,7 +48,7 @@ def gated_attention(shape: Shape) -> Named:
 
 
 def indexer(shape: Shape) -> Named:
-    """What chooses the tokens that sparse attention reads (qwen4exp)."""
+    """Yields the tensors that choose the tokens which sparse attention reads (qwen4exp)."""
     yield "indexer.q_proj.weight", (shape.indexer_n_head * shape.indexer_head_size, shape.n_embd)
     yield "indexer.k_proj.weight", (shape.indexer_head_size, shape.n_embd)
     yield "indexer.q_norm.weight", (shape.indexer_head_size,)
@@ -151,7 +151,7 @@ def _low_rank_mixer(name: str, shape: Shape) -> Named:
 
 
 def last_mixer(shape: Shape) -> Named:
-    """What makes one stream of the residual streams behind the last layer."""
+    """Yields the tensors that make one stream of the residual streams after the last layer."""
     if shape.arch == "deepseek4":
         yield "output_hc_fn.weight", (shape.hc_mult, shape.hc_mult * shape.n_embd)
         yield "output_hc_base.weight", (shape.hc_mult,)
@@ -179,7 +179,7 @@ def table_heads(shape: Shape) -> list[int]:
 
 
 def table_reader(shape: Shape) -> Named:
-    """What one layer does with rows of the n-gram table."""
+    """Yields the tensors of a layer that reads rows of the n-gram table."""
     width = shape.hc_mult * shape.n_embd
     yield "ple_key.weight", (width, shape.n_embd)
     yield "ple_value.weight", (shape.n_embd, shape.n_embd)

@@ -1,9 +1,11 @@
-"""How much routing is reused from token to token in real models, as published, and a random process that does the same.
+"""The published reuse of routing from token to token in real models, and a random process with this reuse.
 
-The process, for each layer and expert: a router logit is a sum of three independent Gaussian parts, a constant one (how
-popular the expert is), one that decays over `memory_tokens` (an AR(1) process, the topic), and one drawn anew for each
-token; the largest logits are chosen. Their shares of the variance are fitted so that least-recent-use eviction hits as
-published. predictors/study/synthesize.py draws from the process, tools/make_model.py builds models that route by it.
+The process draws the router's logits of each layer and expert, and the largest logits are chosen. A logit is a sum of
+three independent Gaussian parts. A constant part is the popularity of the expert. A part that decays over
+`memory_tokens` is the topic, an AR(1) process. A third part is drawn anew for each token. The shares of their variance
+are fitted so that
+least-recent-use eviction has the published hit rates. predictors/study/synthesize.py draws from the process.
+tools/make_model.py builds models that route by it.
 """
 
 from __future__ import annotations

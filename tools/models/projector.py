@@ -1,8 +1,8 @@
 """Random projectors for images (mmproj): a small vision transformer and the matrices that map to a text model.
 
-One of each kind that libmtmd treats in its own way: "mlp" (LLaVA: a fixed number of tokens, causal attention), "gemma3"
-(pooled, attention among all tokens of an image) and "qwen2vl_merger" (as many tokens as the size asks for, positions of
-M-RoPE).
+There is one projector of each kind that libmtmd treats in its own way. "mlp" (LLaVA) has a fixed number of tokens and
+causal attention. "gemma3" is pooled, with attention among all tokens of an image. "qwen2vl_merger" has a number of
+tokens that depends on the image's size, and positions of M-RoPE.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _norm(name: str) -> Iterator[tuple[str, Dims]]:
 
 
 def _weights(name: str, dims: Dims, random: np.random.Generator) -> np.ndarray:
-    """Norms near one, biases small, and the last matrix so that an image's rows are as long as those of tokens."""
+    """Draws weights: norms near one, small biases, and a last matrix whose rows are as long as rows of tokens."""
     if len(dims) == 1:
         centre = 0.0 if name.endswith("bias") else 1.0
         return (centre + 0.1 * random.standard_normal(dims)).astype(np.float32)

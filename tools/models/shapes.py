@@ -583,7 +583,7 @@ PRESETS: dict[str, Shape] = {
         n_embd=128,
         n_head=4,
         n_head_kv=1,
-        n_embd_head=128,  # with the indexer's width llama.cpp divides by zero in a cache without layers
+        n_embd_head=128,  # not the indexer's width: llama.cpp would divide by zero in a cache without layers
         n_expert=16,
         n_expert_used=4,
         n_ff_exp=64,
@@ -619,7 +619,7 @@ PRESETS: dict[str, Shape] = {
     ),
 }
 
-# Whose published routing a preset has unless another is named: the tiny ones route as random weights happen to.
+# The published routing of each preset. Tiny presets have none: they route as random weights happen to.
 PRESET_LOCALITY = {
     "qwen1.5-moe-a2.7b": "qwen3-30b",
     "qwen3-30b-a3b": "qwen3-30b",

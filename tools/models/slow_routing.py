@@ -1,15 +1,17 @@
 """Random models whose routing is reused from token to token as published of a real model (`tools.models.locality`).
 
-The hidden state of such a model begins with three parts of equal width that no layer but the first writes, and that the
-routers read: `shared`, equal for all tokens; `slow`, which the first layer's attention writes; `token`, of the token's
-embedding. That attention has one head. Its queries and keys come from `shared`, so they are the same for every token,
-and only RoPE tells positions apart: a pair of dimensions that turns by `angle` per token gives distance d the score
--sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the head averages `token` over the
-last memory_tokens tokens: the AR(1) process of `synthesize`, computed by a transformer that llama.cpp knows.
+The hidden state of such a model begins with three parts of equal width. Only the first layer writes them, and the
+routers read them. `shared` is equal for all tokens, `slow` is written by the first layer's attention, and `token`
+comes from the token's embedding.
 
-The first layer of Qwen3.5 and later is a gated delta net. There one head has the same key for every token, nothing
-decays, and each token replaces the share 1 / memory_tokens of what the state holds for that key: the same process.
-Values pass SiLU on their way, and silu(v) - silu(-v) = v, so each value is stored with both signs.
+That attention has one head. Its queries and keys come from `shared`, so they are equal for every token, and only RoPE
+distinguishes positions. A pair of dimensions that turns by `angle` per token gives distance d the score
+-sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the head averages `token` over the
+last memory_tokens tokens. This is the AR(1) process of `synthesize`, computed by a transformer that llama.cpp knows.
+
+The first layer of Qwen3.5 and later is a gated delta net. There one head has one key for every token, and nothing
+decays. Each token replaces the share 1 / memory_tokens of the state's value for that key, which is the AR(1) process,
+too. Values pass SiLU on their way, and silu(v) - silu(-v) = v, so each value is stored with both signs.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ LONGEST_CONTEXT = 8192
 # Scores of attention in the other layers vary by this much: each head looks at few tokens, other ones at every step,
 # which keeps greedy decoding from loops.
 SHARPNESS = 4.0
-# Least-recent-use eviction hits 1 or 2 points more often than in `synthesize`, because experts' logits depend on each
-# other in so few dimensions and sampled tokens come again; more variance of the token's own part takes that back.
+# Least-recent-use eviction hits 1 or 2 points more often than in `synthesize`. Experts' logits depend on each other in
+# few dimensions, and sampled tokens come again. More variance of the token's own part corrects this.
 OWN_GAIN = 1.08
 # Each layer adds this much variance to the hidden state (measured), whose norm then makes the three parts smaller.
 GROWTH_PER_LAYER = 0.37
-# In a delta net: how far values reach into SiLU, and the input of a gate that SiLU makes 1.
+# The reach of a delta net's values into SiLU, and the input of a gate that SiLU makes 1.
 VALUE_REACH = 8.0
 OPEN_GATE = 1.2784645
 
@@ -80,7 +82,7 @@ class SlowRouting:
 
     @property
     def n_left_alone(self) -> int:
-        """How many of the first dimensions the layers do not write."""
+        """The number of first dimensions that the layers do not write."""
         return 3 * self.width
 
     @cached_property
@@ -226,7 +228,7 @@ class SlowRouting:
 
     @property
     def _rms(self) -> float:
-        """What the first layer's norm divides an embedding by, about."""
+        """The divisor of an embedding in the first layer's norm, about."""
         squares = 1 / float(self._shared @ self._shared) + self.shape.n_embd - 2 * self.width
         return sqrt(squares / self.shape.n_embd)
 

@@ -31,9 +31,9 @@ ROW_FALLBACK = {
     QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_0, QType.Q6_K: QType.Q8_0, QType.IQ4_XS: QType.IQ4_NL,
 }  # fmt: skip
 
-# Weights have a standard deviation of gain / sqrt(columns). The output of attention is what the tokens of one
-# text share: 0.7 routes each token almost afresh, 1.4 and more sends most tokens to the same experts, and 0.9
-# makes LRU hit 75 % with room for 37 % of the experts. `output` sets how peaked the next token is.
+# Weights have a standard deviation of gain / sqrt(columns). The tokens of one text share the output of attention. A
+# gain of 0.7 routes each token almost afresh. A gain of 1.4 and more sends most tokens to a few experts. With 0.9 LRU
+# has 75 % hits with room for 37 % of the experts. `output` sets how peaked the next token is.
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
 HEADS_INPUT = "nextn.eh_proj.weight"
@@ -214,7 +214,7 @@ def _attention(shape: Shape) -> Named:
 
 
 def _heads(shape: Shape) -> Named:
-    """What a layer that predicts more than the next token has beside those of others."""
+    """Yields the tensors that only a layer for further tokens has."""
     yield HEADS_INPUT, (shape.n_embd, 2 * shape.n_embd)
     for name in ("enorm", "hnorm", "shared_head_norm"):
         yield f"nextn.{name}.weight", (shape.n_embd,)

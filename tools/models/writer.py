@@ -180,7 +180,7 @@ def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, adva
 
 @dataclass(frozen=True)
 class Weights:
-    """Where the bytes of a tensor come from."""
+    """The source of a tensor's bytes."""
 
     pools: BlockPools
     routing: SlowRouting | None
@@ -203,7 +203,7 @@ class Weights:
 
 
 def _with_row_heads(pieces: Iterator[memoryview], row_bytes: int, head: Bytes) -> Iterator[memoryview]:
-    """The same rows, each beginning with `head`."""
+    """Yields the rows with `head` in place of their first bytes."""
     rest = b""
     for piece in pieces:
         data = bytearray(rest + piece)

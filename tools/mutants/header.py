@@ -18,7 +18,7 @@ Item = int | float | bytes
 
 @dataclass(frozen=True)
 class KeyValue:
-    """One key. `item_type` is that of an array's items, None for a scalar."""
+    """One key. `item_type` is the type of an array's items, None for a scalar."""
 
     key: str
     gguf_type: int

@@ -1,0 +1,167 @@
+"""The bound of a measurement: the most tokens per second that its file, its slots and its link allow.
+
+Experts are read, copied to a device where it lacks them, and computed with, all at the same time. The
+bound is the slowest of the three. The fewest experts that have to be read follow from the routing of the
+measured tokens and from the content of the slots at the beginning (`least_misses`). The routing is
+recorded while the same tokens are evaluated once more, which is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moegguf.engine.cost import ModelBytes
+from moegguf.engine.machine import memory_read_speed
+from moegguf.engine.stats import CPU, Stats
+from moegguf.native.store import Tier
+from moegguf.quantities import parse_link
+from moegguf.trace.belady import Ints, Lookups, least_misses
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+    from moegguf.engine.session import Session
+    from moegguf.trace.trace import Trace
+
+IN_SLOT = 2  # the value in `Store.residency`
+LIMITS = {
+    "reads": "bound_read_ms_per_token",
+    "copies": "bound_copy_ms_per_token",
+    "computing": "bound_compute_ms_per_token",
+}
+"""{what may limit the speed: the figure with its time}."""
+FIGURES = (
+    "bound_ts", "bound_reached_pct", "bound_read_mb_per_token", *LIMITS.values(), "bound_weights_ms_per_token",
+    "bound_memory_gb_per_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """The content of slots: keys of `Lookups`."""
+
+    everywhere: Ints  # the experts in any slot
+    computing: Ints  # the experts in slots that layers compute with
+
+
+@dataclass(frozen=True)
+class LeastBytes:
+    """The fewest bytes with which the tokens of a repetition can be computed."""
+
+    read: int  # bytes from the file
+    copied: int = 0  # bytes from RAM to a device
+    weights: int = 0  # bytes from memory: a pass reads its experts and all other weights once
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Bytes per second; 0: not known, and no limit."""
+
+    disk: float
+    copies: float = 0.0
+    memory: float = 0.0
+
+
+def bound_figures(
+    least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
+) -> dict[str, float]:
+    """Returns the values of FIGURES. The tokens took `taken_s`; nothing was computed for `idle_s`."""
+
+    def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
+        return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0
+
+    taken_ms = taken_s / n_tokens * 1e3
+    read_ms = ms_per_token(least.read, speeds.disk)
+    copy_ms = ms_per_token(least.copied, speeds.copies)
+    compute_ms = max(0.0, taken_ms - idle_s / n_tokens * 1e3)
+    bound_ms = max(read_ms, copy_ms, compute_ms)
+    return {
+        "bound_ts": 1e3 / bound_ms,
+        "bound_reached_pct": bound_ms / taken_ms * 100,
+        "bound_read_mb_per_token": least.read / n_tokens / 1e6,
+        "bound_read_ms_per_token": read_ms,
+        "bound_copy_ms_per_token": copy_ms,
+        "bound_compute_ms_per_token": compute_ms,
+        "bound_weights_ms_per_token": ms_per_token(least.weights, speeds.memory),
+        "bound_memory_gb_per_s": speeds.memory / 1e9,
+    }
+
+
+def bound_by(figures: Mapping[str, float]) -> str:
+    """Returns which of LIMITS takes longest."""
+    return max(LIMITS, key=lambda name: figures[LIMITS[name]])
+
+
+class Bounds:
+    """Finds the bounds of what is measured with a model that has slots. simulate_link: of the device, as
+    the user gave it."""
+
+    def __init__(self, llama: Llama, session: Session, simulate_link: str | None = None) -> None:
+        self._llama = llama
+        self._session = session
+        self._copies = 0.0  # bytes per second, as `memory`
+        self._memory = 0.0
+        devices = {device.name or CPU for device in session.store.devices}
+        if not llama.plan.on_device and devices == {CPU}:
+            self._memory = memory_read_speed(llama.n_threads)
+        elif len(devices) == 1 and CPU not in devices:
+            if simulate_link:
+                self._copies = parse_link(simulate_link).bytes_per_s
+            elif llama.plan.placement:
+                self._copies = llama.plan.placement.speeds.copies.bytes_per_s
+
+    def held(self) -> Held:
+        """Returns the content of the slots, once nothing is on its way to them."""
+        store = self._session.store
+        store.drain()
+        rows = [layer.il for layer in self._session.layout.layers]
+        there = [store.residency(tier)[rows] == IN_SLOT for tier in store.tiers]
+        return Held(np.flatnonzero(np.logical_or.reduce(there)), np.flatnonzero(there[0]))
+
+    def record(self, evaluate: Callable[[], object]) -> Trace:
+        """Returns the routing of the tokens that a function evaluates."""
+        from moegguf.controller.artifacts import Artifacts
+        from moegguf.engine.recording import Recording
+        from moegguf.trace.format import read
+
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "routing.npz")
+            recording = Recording(self._session, Artifacts(self._llama.layout), path)
+            try:
+                evaluate()
+            except BaseException:
+                recording.discard()
+                raise
+            recording.close()
+            return read(path)
+
+    def least_bytes(self, routing: Trace, held: Held) -> LeastBytes:
+        """Returns the fewest bytes for this routing, with these experts in slots at the beginning."""
+        store = self._session.store
+        lookups = Lookups.of(routing)
+        sizes = np.array([layer.expert_bytes for layer in self._session.layout.layers])
+        slots = {tier: store.tier(tier)["n_slots_usable"] for tier in store.tiers}
+
+        def size_of(keys: Ints) -> int:
+            return int(sizes[keys // routing.shape.n_expert].sum())
+
+        copied = 0
+        if self._copies:
+            copied = size_of(least_misses(lookups, slots[Tier.COMPUTE], held.computing.tolist()))
+        return LeastBytes(
+            read=size_of(least_misses(lookups, sum(slots.values()), held.everywhere.tolist())),
+            copied=copied,
+            weights=size_of(lookups.keys) + routing.n_pass * ModelBytes.of(self._llama.layout).dense_bytes,
+        )
+
+    def figures(
+        self, least: LeastBytes, disk_bytes_per_s: float, n_tokens: int, taken_s: float, stats: Stats
+    ) -> dict[str, float]:
+        """Returns `bound_figures` of a repetition with these counters. The hook's time is no computing."""
+        speeds = LinkSpeeds(disk_bytes_per_s, self._copies, self._memory)
+        return bound_figures(least, speeds, n_tokens, taken_s, stats.stall_s + stats.hook_s)
