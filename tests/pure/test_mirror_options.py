@@ -38,7 +38,7 @@ def options_of(entry: ModelEntry, overrides: LoadOverrides, **loading: Any) -> d
     """Returns the options with which a worker loads a model."""
     settings, memory = replace(Settings(), loading=loading), Memory(1 << 32, 1 << 32, "a test", 0)
     size = measure(entry, replace(overrides, n_ctx=256), settings, memory)
-    return size.load_config(size.plan_within({"RAM": 1 << 32})).options
+    return dict(size.load_config(size.plan_within({"RAM": 1 << 32})).options)
 
 
 def test_a_modelfile_with_mirrors_makes_a_model_that_is_loaded_with_them(catalog: Catalog) -> None:
