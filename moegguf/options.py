@@ -31,13 +31,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_ANSWER_TOKENS = 1 << 22
 LOAD_PARAMETERS = {
     "num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads", "num_gpu": "n_gpu_layers",
-    "expert_cache": "expert_cache", "draft": "draft",
+    "expert_cache": "expert_cache", "draft": "draft", "mirror": "mirror",
 }  # fmt: skip
 """{parameter of a Modelfile or a request that changes how a model is loaded: the option}"""
 
 Kind = Literal[
     "text", "budget", "size", "duration", "timeout", "whole", "number", "switch", "off switch", "level",
-    "trial", "choice", "threads", "address", "networks", "list", "path", "store size",
+    "trial", "choice", "threads", "address", "networks", "list", "path", "paths", "store size",
 ]  # fmt: skip
 
 
@@ -112,6 +112,10 @@ _TABLE = (
            'Disk for computed contexts, so that a prompt that begins as an earlier one goes on from there, also after'
            ' the model was unloaded: "8GiB", "auto" (a tenth of the free disk, at most 16 GiB), or 0.',
            ("--context-store",), "SIZE", "CONTEXT_STORE", "store size", "auto"),
+    Option("mirror", "load", MEMORY,
+           "A copy of the model's file on another drive, from which experts are read, too, so that both drives' speeds"
+           " add up; several times for several copies. PATH: the copy (of a split model the first file), or the folder"
+           " of copies that have the model's own file names.", ("--mirror",), "PATH", kind="paths", default="none"),
     Option("type_k", "load", MEMORY, "Type of the K cache, such as q8_0.", ("--cache-type-k", "-ctk"), "TYPE",
            kind="choice", default="f16", choices=KV_CACHE_TYPES),
     Option("type_v", "load", MEMORY, "Type of the V cache, such as q8_0.", ("--cache-type-v", "-ctv"), "TYPE",

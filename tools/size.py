@@ -40,13 +40,13 @@ TOKEN_LIMITS = {
     "moegguf/server": 39_800,
     "moegguf/serving": 27_800,
     "moegguf/terminal": 9_300,
-    "moegguf/testing": 600,
+    "moegguf/testing": 670,
     "moegguf/trace": 19_200,
     "predictors": 50_600,
     "tests": 409_000,
     "tools": 57_500,
 }
-NATIVE_LIMITS = {"moegguf/native": 10_700, "moegguf/server": 1_920, "moegguf/testing": 1_060, "tools": 510}
+NATIVE_LIMITS = {"moegguf/native": 10_700, "moegguf/server": 1_920, "moegguf/testing": 1_180, "tools": 510}
 
 _LAYOUT = frozenset(
     {

@@ -31,6 +31,7 @@ from moegguf.bench.series import Spec, Test
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
+from moegguf.engine.load_spec import parse_mirrors
 from moegguf.engine.memory import pad_context
 from moegguf.engine.sequences import SequenceTokens
 from moegguf.engine.speeds import expert_read_speed
@@ -91,6 +92,7 @@ def load(spec: Spec) -> Llama:
         spec.model,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         vram_cache=spec.vram_cache,
+        mirror=spec.mirror,
         placement=spec.placement,
         strategy=spec.strategy,
         store=StoreOptions(
@@ -262,7 +264,9 @@ def run_test(
     def probe() -> float:
         if session is None or not spec.probe_s:
             return 0.0
-        return expert_read_speed(llama.layout, spec.probe_s, session.store.options).bytes_per_s
+        return expert_read_speed(
+            llama.layout, spec.probe_s, session.store.options, parse_mirrors(spec.mirror)
+        ).bytes_per_s
 
     def tokens_of(one: Test, repetition: int) -> list[list[int]]:
         first = repetition * one.n_parallel

@@ -95,7 +95,7 @@ class Spec:
 
     warm_start: begins with the experts that earlier runs used, and remembers the experts of this run.
 
-    vram_cache, placement: values of `Llama`.
+    vram_cache, mirror, placement: values of `Llama`.
 
     draft: value of `Llama`, for greedy answers that are timed as a whole; None: each token is timed.
 
@@ -125,6 +125,7 @@ class Spec:
     feed: str = "random"
     text: str | None = None
     vram_cache: str | None = None
+    mirror: tuple[str, ...] = ()
     placement: str | None = None
     draft: str | None = None
     simulate_link: str | None = None

@@ -15,7 +15,7 @@ from moegguf.chat.session import begins_with_image, extract_images, print_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import text_of
 from moegguf.generate.request import THINK_LEVELS
-from moegguf.models.recipe import check_ranges, parse_parameter
+from moegguf.models.recipe import PARAMETERS, check_ranges, parse_parameter
 from moegguf.settings import data_folder, read_settings, shows_tracebacks
 from moegguf.terminal.loading import parse_format
 from moegguf.terminal.messages import print_error, print_message
@@ -287,7 +287,7 @@ def _set_parameter(chat: Chat, value: str) -> None:
         return
     name, *values = words
     try:
-        parsed = values if name == "stop" else parse_parameter(name, values[0])
+        parsed = values if PARAMETERS.get(name) is list else parse_parameter(name, values[0])
         check_ranges({name: parsed})
         chat.model.connection.check_parameter(name)
     except MoeggufError as error:

@@ -119,7 +119,7 @@ class ServedModel:
 
     def check_parameter(self, name: str) -> None:
         """Raises OptionError for a parameter of loading that has no effect in a request to a server."""
-        known = {field.name for field in fields(LoadOverrides)} - {"n_batch"}
+        known = {field.name for field in fields(LoadOverrides)} - {"n_batch", "mirror"}
         if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
             raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
 

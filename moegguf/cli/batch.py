@@ -50,7 +50,7 @@ JOURNAL_SUFFIX = ".partial.db"
 MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
 LINE_S = 10.0  # time between two lines of progress if stderr is no terminal
 
-LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens")
+LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens", "mirror")
 """Options of loading that this command has flags for."""
 RequestFile = Annotated[
     str,

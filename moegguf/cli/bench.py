@@ -148,7 +148,7 @@ def parse_tests(
     return [(p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)]
 
 
-@flags("vram_cache", "policy", "predictor", "prefetch", own=FLAGS)
+@flags("vram_cache", "mirror", "policy", "predictor", "prefetch", own=FLAGS)
 def bench(*, given: Given, **chosen: Any) -> None:
     """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 

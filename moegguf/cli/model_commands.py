@@ -160,9 +160,9 @@ DEVICE_FLAGS = (
 
 PLANNED = (
     "expert_cache", "n_ctx", "vram_cache", "placement", "n_gpu_layers", "n_parallel", "kv_tokens", "type_k", "type_v",
-    "draft", "mmproj", "lora_path", "n_threads", "strategy",
+    "draft", "mmproj", "lora_path", "n_threads", "strategy", "mirror",
 )  # fmt: skip
-"""Options that change the plan of a load."""
+"""Options that change the plan of a load, or its speed."""
 
 
 @flags(*PLANNED, own=DEVICE_FLAGS)

@@ -25,7 +25,7 @@ OF_THE_MODEL = ("mmproj", "lora_path")
 """Options of loading that are files of one model."""
 
 _TYPE_OF_PYTHON = re.compile(r" <.*>$")
-_TYPES: dict[str, type] = {"whole": int, "number": float, "switch": bool, "threads": int}
+_TYPES: dict[str, Any] = {"whole": int, "number": float, "switch": bool, "threads": int, "paths": list[str]}
 
 
 class Command(TyperCommand):
@@ -104,7 +104,7 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
         def call(**values: Any) -> Any:
             from moegguf.settings import parse_option
 
-            given = {name: value for name in names if (value := values.pop(name, None)) is not None}
+            given = {name: value for name in names if (value := values.pop(name, None)) not in (None, [])}
             for name, text in given.items():
                 if isinstance(text, str):
                     given[name] = parse_option(name, text, OPTIONS[name].flags[0])

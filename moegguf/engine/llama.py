@@ -83,6 +83,7 @@ class Llama(UpstreamLlama):
         kv_tokens: int | None = None,
         mmproj: str | os.PathLike[str] | None = None,
         draft: str | os.PathLike[str] | None = None,
+        mirror: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         plan: Plan | None = None,
         **options: Unpack[LlamaCppOptions],
     ) -> None:
@@ -133,6 +134,11 @@ class Llama(UpstreamLlama):
                 heads that the file has for more tokens), "auto" (of these what the file has, where `batch_invariant`,
                 so that every answer is as without), "off", or a second, smaller model of the same vocabulary. None:
                 MOEGGUF_DRAFT, else "auto"; with `trace` and `lockstep` "off". This class's own methods draft nothing.
+            mirror: a copy of the model's file on another drive, or several. Experts are read from all copies, each
+                expert from the copy that is expected to have it first. A mirror is the path of a copy (of a split model
+                of its first file), or the folder of copies with the model's own file names. A copy that differs raises
+                OptionError. A copy that cannot be read, or fails later, is left out with a warning. A model without
+                experts has no use for mirrors.
             plan: of a server that has planned this load (engine/solver.py), in place of a plan that is made here.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
@@ -167,6 +173,7 @@ class Llama(UpstreamLlama):
             "n_seq_max": n_seq_max,
             "kv_tokens": kv_tokens,
             "mmproj": mmproj,
+            "mirror": mirror,
         }
         self._keywords = dict(
             model_path=model_path, plan=plan, strategy=named.name, warm_start=warm_start, context_store=context_store,

@@ -49,6 +49,7 @@ class LoadSpec:
     draft: str = "auto"
     projector: ProjectorHeader | None = None
     lora_path: str | None = None
+    mirror: tuple[str, ...] = ()  # copies of the model's file, or folders of copies
     n_threads: int | None = None  # None: as many as this process may use
     n_gpu_layers: int | None = None
     split_mode: int = BY_LAYERS
@@ -95,6 +96,7 @@ class LoadSpec:
             "draft": os.fspath(options.get("draft", "auto")),
             "projector": read_projector(images) if images else None,
             "lora_path": os.path.expanduser(os.fspath(adapter)) if adapter else None,
+            "mirror": parse_mirrors(options.get("mirror")),
             "tensor_split": None if split is None else tuple(split),
             "store": store,
             "needs_gpu": needs_gpu,
@@ -171,6 +173,15 @@ def parse_vram_caches(value: Budget) -> tuple[ExpertCache, ...]:
     if not isinstance(value, str):
         return (parse_expert_cache(value, "vram_cache"),)
     return tuple(parse_expert_cache(part, "vram_cache") for part in value.split(","))
+
+
+def parse_mirrors(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+    """Returns the absolute paths of mirrors. Raises OptionError for an empty path."""
+    several = [given] if isinstance(given, str | os.PathLike) else given or ()
+    paths = [os.path.expanduser(os.fspath(each)) for each in several]
+    if not all(paths):
+        raise OptionError("mirror is '', but must be the path of a copy of the model's file, or of its folder.")
+    return tuple(map(os.path.abspath, paths))
 
 
 def _cache_type(name: str, given: str | int) -> int:

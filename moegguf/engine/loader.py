@@ -32,6 +32,7 @@ from moegguf.engine.trial import try_first
 from moegguf.engine.warm_start import save_uses, start_warm
 from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.shards import mirror_paths
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 
@@ -68,7 +69,8 @@ class Loader:
         if load_plan.no_device or plan.layers_on:
             store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
         if load_plan.hooks:
-            self.session = Session(plan.slots_layout(load_plan.layout), plan, store)
+            mirrors = [mirror_paths(path, load_plan.layout.shards) for path in load_plan.spec.mirror]
+            self.session = Session(plan.slots_layout(load_plan.layout), plan, store, mirrors)
             if is_logged():
                 self.session.listeners.add(EvictionLog(self.session))
             self.session.store.pause_fill(True)  # until llama.cpp has read

@@ -38,7 +38,8 @@ from moegguf.quantities import MIB, ExpertCache, format_bytes
 from moegguf.settings import read_environment
 
 ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and the one that switches it on again
-FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, staging buffers of the readers
+FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, buffers of the threads that read the model's own file
+READ_BYTES = 4 * MIB  # the largest buffer of a thread that reads (piece_bytes in native/pool.cpp)
 VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with its merges
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
@@ -177,6 +178,7 @@ class Sizes:
     flash_attn: bool | None = False  # None: where it can be
     projector: ProjectorHeader | None = None  # of a model that reads images, too
     adapter_bytes: int = 0  # of a LoRA adapter
+    reader_bytes: int = 0  # buffers of threads that read mirrors
     pools: bool = False  # texts are pooled, each in one pass
     logits_all: bool = False  # every token of a pass has logits
     on_device: bool = False  # what lies in RAM beside a device does not count
@@ -199,6 +201,7 @@ class Sizes:
             flash_attn=spec.flash_attn,
             projector=spec.projector,
             adapter_bytes=read_adapter(spec.lora_path, layout.arch).n_bytes if spec.lora_path else 0,
+            reader_bytes=len(spec.mirror) * spec.store.readers * READ_BYTES,
             pools=pools,
             logits_all=spec.logits_all,
         )
@@ -256,7 +259,7 @@ class Sizes:
         return MemoryNeeds(
             dense_bytes - layout.embedding_bytes if self.on_device else in_ram,
             kv_bytes(layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_rs_seq),
-            buffers if self.on_device else buffers + fixed_bytes(layout),
+            buffers if self.on_device else buffers + fixed_bytes(layout) + self.reader_bytes,
             0 if self.on_device else slot_work_bytes(layout, n_ubatch),
             self.projector.total_bytes if self.projector else 0,
         )
@@ -284,7 +287,7 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     """
     given_bytes = 0 if cache.mode == "auto" else cache.n_bytes or round(cache.fraction * layout.expert_bytes)
     pool_bytes = min(given_bytes, layout.expert_bytes)
-    free_bytes -= sizes.adapter_bytes + (sizes.projector.total_bytes if sizes.projector else 0)
+    free_bytes -= sizes.adapter_bytes + sizes.reader_bytes + (sizes.projector.total_bytes if sizes.projector else 0)
     buffers = partial(pass_bytes, layout, flash_attn=sizes.is_fused(layout), n_logits=sizes.n_logits(layout))
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0

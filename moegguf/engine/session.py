@@ -12,8 +12,9 @@ import itertools
 import os
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from moegguf.engine.devices import gpus
 from moegguf.engine.plan import MemoryPlan, Plan, layer_slots
-from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
+from moegguf.engine.stats import CPU, RAM, VRAM, DriveStats, Stats, TierStats
 from moegguf.errors import AllocationError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
@@ -32,10 +33,13 @@ from moegguf.native.store import DeviceSlots, ListenOptions, Store, StoreOptions
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
 
-def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store:
-    """A store with the plan's slots, or with fewer, and a warning, when a device has too little memory.
+def open_store(
+    layout: ExpertLayout, plan: Plan, options: StoreOptions, mirrors: Sequence[Sequence[Path]] = ()
+) -> Store:
+    """Opens a store with the plan's slots, or with fewer, and a warning, when a device has too little memory.
 
-    Raises AllocationError when not even the minimum fits.
+    mirrors: copies of the layout's shards. Raises AllocationError when not even the minimum fits, and OptionError for a
+    mirror that differs.
     """
     used = [part for part in plan.memories if part.n_slots]
     if plan.tensor_split is None:  # one memory has all slots, and the caller may have named its device
@@ -64,7 +68,7 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
             for part, n, n_pass in zip(parts, n_slots, of_pass, strict=True)
         ]
         try:
-            store = Store(layout, slots, options, n_ram)
+            store = Store(layout, slots, options, n_ram, mirrors)
             break
         except AllocationError:
             if n_slots == least and n_ram <= 1:
@@ -207,14 +211,20 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
+    """One store, attached to one `Llama`. `layout`: of the layers whose experts have slots. mirrors: copies of its
+    shards."""
 
-    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
+    def __init__(
+        self, layout: ExpertLayout, plan: Plan, options: StoreOptions, mirrors: Sequence[Sequence[Path]] = ()
+    ) -> None:
         self.layout = layout
         self.plan = plan
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
-        self.store = open_store(layout, plan, options)
+        self.store = open_store(layout, plan, options, mirrors)
+        self._has_mirrors = bool(mirrors)
+        self._dropped = set[int]()  # copies that a warning was given of
+        self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
         pattern = (rf"blk\.({layers})" + EXPERT_TENSORS).encode()
@@ -261,11 +271,37 @@ class Session:
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the last pass, if it failed, and an exception of a callback."""
+        """Raises the typed error of the last pass, if it failed, and an exception of a callback. Warns of copies of the
+        model that failed."""
+        self._warn_of_dropped()
         failure = self.store.context.take_failure()
         if failure is not None:
             raise library.error(failure.status, failure.message.decode(errors="replace"))
         self.store.raise_callback_error()
+
+    def _warn_of_dropped(self) -> None:
+        """Warns once of each copy of the model's files that is not read any more."""
+        for index, drive in enumerate(self.store.drives() if self._has_mirrors else ()):
+            if drive["dropped"] and index not in self._dropped:
+                self._dropped.add(index)
+                warnings.warn(
+                    f"a copy of the model is not read any more: {drive['note']}. Other copies have every expert. Load"
+                    " the model again once this one is there.",
+                    stacklevel=2,
+                )
+
+    def _drives(self) -> tuple[DriveStats, ...]:
+        """Returns the figures of each copy of the model's files, where there are several."""
+        return tuple(
+            DriveStats(
+                f"mirror {index}" if index else "file",
+                reads=drive["reads"],
+                bytes_read=drive["bytes"],
+                bytes_per_s=drive["bytes_per_s"],
+                is_dropped=bool(drive["dropped"]),
+            )
+            for index, drive in enumerate(self.store.drives() if self._has_mirrors else ())
+        )
 
     def stats(self, eval_s: float) -> Stats:
         """The store's counters, with `eval_s` seconds of evaluation measured by the caller."""
@@ -293,6 +329,7 @@ class Session:
             n_experts=info["n_experts"],
             pool_bytes=info["n_slots_usable"] * info["slot_bytes"],
             tiers=tuple(tiers),
+            drives=self._drives(),
         )
 
     def places(self) -> npt.NDArray[np.uint8]:

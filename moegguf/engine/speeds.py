@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from moegguf.engine.machine import Device, DiskSpeed, disk_read_speed, memory_re
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
+from moegguf.gguf.shards import mirror_paths
 from moegguf.native import abi, library
 from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.native.store import StoreOptions
@@ -121,11 +123,20 @@ class KnownSpeeds:
         return Speeds.supposed(SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, cpu_bytes_per_s, source)
 
 
-def expert_read_speed(layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions()) -> DiskSpeed:
-    """The disk's speed for reads as large as this model's matrices, with a store's readers. Raises
-    ModelNotFoundError."""
+def expert_read_speed(
+    layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
+) -> DiskSpeed:
+    """Returns the disk's speed for reads as large as this model's matrices, with a store's readers. Where there are
+    mirrors, all copies are read at once, and their speeds added up. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
-    return disk_read_speed(layout.shards[0].path, seconds, block_bytes, store.readers, store.direct)
+    paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
+
+    def measure(path: Path) -> DiskSpeed:
+        return disk_read_speed(path, seconds, block_bytes, store.readers, store.direct)
+
+    with ThreadPoolExecutor(len(paths)) as threads:
+        speeds = list(threads.map(measure, paths))
+    return DiskSpeed(sum(speed.bytes_per_s for speed in speeds), all(speed.direct for speed in speeds))
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:

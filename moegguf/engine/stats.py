@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from operator import add, sub
 from typing import Any, TypeVar
 
-PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads"})
+PRESENT_VALUES = frozenset({
+    "n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads", "bytes_per_s", "is_dropped",
+})  # fmt: skip
+PARTS = ("tiers", "drives")  # fields of `Stats` that are figures of their own
 VRAM, RAM, CPU = "VRAM", "RAM", "CPU"  # names of tiers
 
 
@@ -55,6 +58,28 @@ class TierStats(Lookups):
     name: str
     device: str = ""
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """What the figures of two times are of the same tier by."""
+        return self.name, self.device
+
+
+@dataclass(frozen=True)
+class DriveStats:
+    """Figures of one copy of the model's files: its own (`name` "file"), or a mirror ("mirror 1"). `bytes_per_s`, as
+    measured while it was read, and `is_dropped`, since it failed, are present values."""
+
+    name: str
+    reads: int = 0
+    bytes_read: int = 0
+    bytes_per_s: int = 0
+    is_dropped: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name: what the figures of two times are of the same copy by."""
+        return self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(Lookups):
@@ -97,12 +122,16 @@ class Stats(Lookups):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     tiers: tuple[TierStats, ...] = ()
+    drives: tuple[DriveStats, ...] = ()  # of a model with mirrors
 
     def __add__(self, later: Stats) -> Stats:
         added = _combined(later, self, add)
-        known = {(tier.name, tier.device) for tier in later.tiers}
-        gone = tuple(tier for tier in self.tiers if (tier.name, tier.device) not in known)
-        return replace(added, tiers=added.tiers + gone)
+        kept = dict[str, Any]()
+        for name in PARTS:
+            known = {part.key for part in getattr(later, name)}
+            gone = tuple(part for part in getattr(self, name) if part.key not in known)
+            kept[name] = getattr(added, name) + gone
+        return replace(added, **kept)
 
     def __sub__(self, earlier: Stats) -> Stats:
         return _combined(self, earlier, sub)
@@ -187,18 +216,18 @@ _DERIVED = (
 )  # fmt: skip
 
 
-Figures = TypeVar("Figures", "Stats", "TierStats")
+Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
-    """`now` with each counter combined with that of `before`, also of each tier with its like, if there is one."""
+    """Returns `now` with each counter combined with the counter of `before`, also of each tier and copy of the files
+    that is in both."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
-    fixed = PRESENT_VALUES | {"name", "device", "tiers"}
+    fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}
-    if isinstance(now, Stats):
-        known = {(tier.name, tier.device): tier for tier in pairs["tiers"][1]}
-        changed["tiers"] = tuple(
-            tier if (like := known.get((tier.name, tier.device))) is None else _combined(tier, like, operator)
-            for tier in now.tiers
+    for name in PARTS if isinstance(now, Stats) else ():
+        parts, known = pairs[name][0], {part.key: part for part in pairs[name][1]}
+        changed[name] = tuple(
+            part if (like := known.get(part.key)) is None else _combined(part, like, operator) for part in parts
         )
     return replace(now, **changed)

@@ -1,7 +1,7 @@
 """A process that renders chat templates with jinja2, and compiles grammars: `python -m moegguf.generate.sandbox`.
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
-internals, the operating system limits memory, and a timer ends this process when a template takes too long. The
+internals. The operating system limits memory, and a timer ends this process when a template takes too long. The
 configuration of jinja2 is transformers', so that prompts are equal to the prompts that models were trained with.
 
 Grammars are made of untrusted JSON schemas. llguidance limits most of its work, but not all of its compiling. A grammar

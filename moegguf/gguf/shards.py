@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.hparams import Keys
-from moegguf.gguf.reader import GgufFile, read_gguf
+from moegguf.gguf.reader import GgufFile, Shard, read_gguf
 
 MAX_SHARDS = 1024
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
@@ -46,6 +47,21 @@ def shards_of(path: Path) -> tuple[Path, ...]:
     if number != 1:
         return (path,)
     return (path, *(other for other in _others(path, prefix, min(count, MAX_SHARDS)) if os.path.isfile(other)))
+
+
+def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tuple[Path, ...]:
+    """Returns the paths of copies of these shards, which need not exist.
+
+    mirror: the copy of the first shard, or the folder of copies with the shards' own names. A copy of the first shard
+    that is not named as one has the other copies beside it, under the shards' own names.
+    """
+    first, names = Path(mirror), [shard.path.name for shard in shards]
+    if first.is_dir():
+        return tuple(first / name for name in names)
+    prefix, number, count = parse_shard_name(first.stem)
+    if (number, count) == (1, len(shards)):
+        return (first, *_others(first, prefix, count))
+    return (first, *(first.with_name(name) for name in names[1:]))
 
 
 def _others(first: Path, prefix: str, count: int) -> list[Path]:

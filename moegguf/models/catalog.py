@@ -137,6 +137,13 @@ class Catalog:
         if recipe.adapter and not self.paths:
             raise OptionError("an adapter is given as a blob (`adapters`): a path could be any file of the server.")
         base = self.find(recipe.from_) if recipe.from_ else None
+        if mirrors := parameters.get("mirror"):
+            parameters["mirror"] = [str(Path(path).expanduser().absolute()) for path in mirrors]
+            if not self.paths and parameters["mirror"] != (base.parameters.get("mirror") if base else None):
+                raise OptionError(
+                    "a mirror is the path of a file, which could be any file of the server; start it with"
+                    " --mirror, or create the name on the server's machine."
+                )
         if base is not None and is_other_kind(base.path):  # a name for it would be in no list
             raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
 

@@ -37,9 +37,9 @@ SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedd
 TEXTS = ("expert_cache", "draft", "reasoning_budget_message")
 PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
-    **dict.fromkeys(TEXTS, str), "stop": list,
+    **dict.fromkeys(TEXTS, str), "stop": list, "mirror": list,
 }  # fmt: skip
-"""Ollama's options (api/types.go) and ours, with their types; `stop` takes many values."""
+"""Ollama's options (api/types.go) and ours, with their types; a list takes many values."""
 
 RANGES = {
     name: (option.least, option.most)
@@ -166,7 +166,7 @@ def check_text(what: str, text: str | None) -> str | None:
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """The value of parameter `name` from the text of a Modelfile or of `/set parameter`; for `stop` one text.
+    """Returns the value of parameter `name` from the text of a Modelfile or of `/set parameter`; of a list one text.
 
     Raises OptionError for an unknown name or a value of another type.
     """
@@ -278,7 +278,7 @@ def _bare(text: str) -> str:
 
 
 def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
-    """Parameters as `ollama show` prints them: a padded name and a value per line; `stop` may have many."""
+    """Returns parameters as `ollama show` prints them: a padded name and a value per line; a list has several lines."""
     return [f"{name:<30} {value}" for name, value in _parameter_texts(parameters)]
 
 
@@ -328,7 +328,7 @@ def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> No
     elif instruction == "PARAMETER":
         name = word.lower()
         parsed = parse_parameter(name, value)
-        found["parameters"][name] = [*found["parameters"].get(name, ()), parsed] if name == "stop" else parsed
+        found["parameters"][name] = [*found["parameters"].get(name, ()), parsed] if PARAMETERS[name] is list else parsed
     elif instruction == "MESSAGE":
         if word.lower() not in ROLES:
             raise OptionError(f"a message's role is one of {', '.join(ROLES)}, but is {word!r:.40}.")

@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
 from moegguf.gguf.shards import parse_shard_name, shards_of
@@ -297,7 +298,7 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
         "system": texts.get("system"),
         "template": template if "{{" in template and not is_go_template(template) else None,
         "license": texts.get("license"),
-        "parameters": json.loads(parts["params"][0]) if "params" in parts else None,
+        "parameters": _parameters_of_ollama(parts),
         "messages": json.loads(parts["messages"][0]) if "messages" in parts else None,
     }
     return ModelEntry(
@@ -311,6 +312,13 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
         adapter=adapter,
         **check_overrides(overrides),
     )
+
+
+def _parameters_of_ollama(parts: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
+    """Returns the parameters of a model of Ollama's; without mirrors, as whoever made the model knows no path here."""
+    if "params" not in parts:
+        return None
+    return {name: value for name, value in json.loads(parts["params"][0]).items() if name != "mirror"}
 
 
 def _display_name(name: Name) -> str:

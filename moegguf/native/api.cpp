@@ -239,6 +239,10 @@ int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * 
     });
 }
 
+int moegguf_store_drive(moegguf_store * store, int32_t index, moegguf_drive_info * info) {
+    return on(store, [&](Store & s) { s.transfers.drive_info(index, given(info)); });
+}
+
 int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n) {
     return on(store, [&](Store & s) {
         const std::vector<Tier *> of = s.tiers_at(tier);

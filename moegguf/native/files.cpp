@@ -89,26 +89,43 @@ struct stat Shard::status() const {
     return now;
 }
 
-uint64_t Shard::sample() const {
+std::vector<Shard::Sample> Shard::sample() const {
 #ifdef POSIX_FADV_WILLNEED
     for (const Span & span : sampled_) { // the disk reads them side by side
         posix_fadvise(buffered_.fd, (off_t)span.offset, (off_t)span.n, POSIX_FADV_WILLNEED);
     }
 #endif
-    XXH3_state_t digest;
-    XXH3_64bits_reset(&digest);
+    std::vector<Sample> samples;
     std::vector<uint8_t> data(alignment);
     for (const Span & span : sampled_) {
         int error = 0;
         const bool is_read = fill(buffered_.fd, data.data(), span.offset, span.n, span.n, error) ||
                              fill(buffered_.fd, data.data(), span.offset, span.n, span.n, error);
         if (is_read) {
-            XXH3_64bits_update(&digest, data.data(), span.n);
+            samples.push_back({XXH3_64bits(data.data(), span.n), 0});
         } else { // whoever reads an expert there gets the error
-            XXH3_64bits_update(&digest, &error, sizeof(error));
+            samples.push_back({0, error});
         }
     }
-    return XXH3_64bits_digest(&digest);
+    return samples;
+}
+
+void Shard::check_copy(const Shard & copy) const {
+    const auto refuse = [&](const std::string & why) {
+        throw Error(MOEGGUF_INVALID, "a mirror is a copy of the model's file on another drive, but '" + copy.path_ +
+                                         "' " + why + ": copy '" + path_ + "' there again, or leave the mirror out");
+    };
+    if (copy.opened_.st_dev == opened_.st_dev && copy.opened_.st_ino == opened_.st_ino) { refuse("is that file"); }
+    if (copy.opened_.st_size != opened_.st_size) {
+        refuse("has " + std::to_string(copy.opened_.st_size) + " bytes and not " + std::to_string(opened_.st_size));
+    }
+    for (size_t i = 0; i < sampled_.size(); i++) {
+        const Span & span = sampled_[i];
+        if (copy.sample_[i].error) { throw copy.cannot_read(span.offset, span.n, copy.sample_[i].error); }
+        if (sample_[i].error == 0 && copy.sample_[i].digest != sample_[i].digest) {
+            refuse("has other bytes at " + std::to_string(span.offset));
+        }
+    }
 }
 
 Error Shard::cannot_read(uint64_t offset, size_t n, int error) const {
@@ -177,10 +194,10 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
     throw cannot_read(offset, n, error);
 }
 
-Shards open_shards(const Layout & layout, bool direct) {
+Shards open_shards(const Layout & layout, const std::vector<std::string> & paths, bool direct) {
     Shards shards;
-    for (size_t i = 0; i < layout.shards.size(); i++) {
-        shards.push_back(std::make_unique<Shard>(layout.shards[i], direct, sampled_spans(layout, (int)i)));
+    for (size_t i = 0; i < paths.size(); i++) {
+        shards.push_back(std::make_unique<Shard>(paths[i], direct, sampled_spans(layout, (int)i)));
     }
     return shards;
 }

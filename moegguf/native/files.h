@@ -57,6 +57,10 @@ class Shard {
   public:
     Shard(const std::string & path, bool direct, std::vector<Span> sampled); // Throws Error(IO).
 
+    // Compares size and sampled bytes of `copy` with those of this shard. Throws Error(INVALID) where `copy` is this
+    // very file or differs, and Error(IO) where its samples cannot be read.
+    void check_copy(const Shard & copy) const;
+
     // n bytes at offset. Throws Error(IO): the file was written to since it was opened, or twice the same system error.
     // retries: a counter (shared.h) of reads that were tried again.
     const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
@@ -66,9 +70,15 @@ class Shard {
     static constexpr uint64_t alignment = 4096;
 
   private:
-    struct stat status() const;   // Throws Error(IO).
-    void check_unchanged() const; // Throws Error(IO).
-    uint64_t sample() const;      // A digest of the sampled bytes as they are now. Throws Error(IO).
+    struct Sample { // of a span
+        uint64_t digest;
+        int error; // why its bytes cannot be read; 0: they can
+        bool operator==(const Sample & other) const { return digest == other.digest && error == other.error; }
+    };
+
+    struct stat status() const;         // Throws Error(IO).
+    void check_unchanged() const;       // Throws Error(IO).
+    std::vector<Sample> sample() const; // Reads each of the sampled spans as it is now.
     Error cannot_read(uint64_t offset, size_t n, int error) const;
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
@@ -77,7 +87,7 @@ class Shard {
     Descriptor buffered_;
     Descriptor direct_;
     struct stat opened_;
-    uint64_t sample_ = 0;                     // when it was opened
+    std::vector<Sample> sample_;              // when it was opened
     mutable std::mutex checking_;             // of checked_
     mutable struct stat checked_;             // the last status that was accepted
     mutable std::atomic<int64_t> changed_ns_; // st_ctim of it
@@ -86,6 +96,7 @@ class Shard {
 
 using Shards = std::vector<std::unique_ptr<const Shard>>;
 
-Shards open_shards(const Layout & layout, bool direct); // Throws Error(IO).
+// paths: the model's own, or those of a copy. Throws Error(IO).
+Shards open_shards(const Layout & layout, const std::vector<std::string> & paths, bool direct);
 
 } // namespace moegguf

@@ -67,8 +67,14 @@ Layout::Layout(const moegguf_config & config)
     if (config.n_shards < 0 || (needs_files && config.n_shards == 0) || (config.n_shards > 0 && !config.shard_paths)) {
         invalid("a store needs the files that its experts lie in");
     }
+    if (config.n_mirrors < 0) { invalid("a store has mirrors or none, not " + std::to_string(config.n_mirrors)); }
     layers.resize(config.n_layer);
-    for (int i = 0; i < config.n_shards; i++) { shards.emplace_back(config.shard_paths[i]); }
+    const char * const * path = config.shard_paths;
+    for (int i = 0; i < config.n_shards; i++) { shards.emplace_back(*path++); }
+    for (int i = 0; i < config.n_mirrors; i++) {
+        mirrors.emplace_back(path, path + config.n_shards);
+        path += config.n_shards;
+    }
     for (int i = 0; i < config.n_matrices; i++) { add(config.matrices[i]); }
     row_of.assign(config.n_layer, -1);
     for (int il = 0; il < config.n_layer; il++) {

@@ -67,6 +67,7 @@ struct Layout {
     std::vector<Matrix> matrices;
     std::vector<Layer> layers;
     std::vector<std::string> shards;
+    std::vector<std::vector<std::string>> mirrors; // paths of the same shards on other drives
     Strides strides;
     int n_expert_max = 0;
     int n_experts = 0; // over all layers

@@ -58,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 26
+#define MOEGGUF_ABI_VERSION 27
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -123,10 +123,11 @@ struct moegguf_config {
     int32_t n_matrices;
     int32_t n_shards;
     int32_t n_devices;
-    int32_t n_readers;
+    int32_t n_readers;   // of each copy of the shards
     int32_t n_ram_slots; // in host memory, below those of devices that have it; 0: no such tier
+    int32_t n_mirrors;   // copies of the shards on other drives
     const struct moegguf_matrix * matrices;
-    const char * const * shard_paths;
+    const char * const * shard_paths;      // [1 + n_mirrors][n_shards], the model's own first
     const int32_t * n_expert_used;         // [n_layer], 0 where a layer has no experts
     const struct moegguf_device * devices; // [n_devices]
     const int32_t * device_of_layer;       // [n_layer], which of them computes it; NULL: the first computes all
@@ -199,6 +200,15 @@ struct moegguf_tier_info {
     int32_t pinned_memory;  // host memory that the device copies from by itself
     char device[64];        // computes with its slots, or copies from them
     char note[192];         // why its memory is not pinned; empty: it is, or need not be
+};
+
+// One copy of the shards, on a drive of its own. Each read goes to the copy that is expected to have it first.
+struct moegguf_drive_info {
+    uint64_t reads;
+    uint64_t bytes;
+    uint64_t bytes_per_s; // with the reads that were under way at once; 0: not measured yet
+    int32_t dropped;      // it failed, and is not read any more
+    char note[256];       // why it was dropped
 };
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
@@ -359,7 +369,8 @@ MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int
                                        struct moegguf_speeds * speeds);
 
 // Opens a store: allocates its slots, opens its files and starts its threads. INVALID: the config contradicts itself or
-// has another ABI; MEMORY: a device refuses slots or the system a thread; IO: a shard cannot be opened.
+// has another ABI, or a mirror differs from the model's own shards; MEMORY: a device refuses slots or the system a
+// thread; IO: one of the model's own shards cannot be opened. A mirror that cannot be opened is dropped.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 
 // Joins the store's threads and frees its slots. The llama_context and the models that use the store must be gone, and
@@ -374,6 +385,10 @@ MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_cou
 
 // Writes what one tier (enum moegguf_tier) counted and is. INVALID: the store has no such tier.
 MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
+
+// Writes what was read from a copy of the shards: 0 is the model's own, mirrors follow. INVALID: there is no such copy,
+// as in a simulation.
+MOEGGUF_API int moegguf_store_drive(moegguf_store * store, int32_t index, struct moegguf_drive_info * info);
 
 // Writes a table of the experts in a tier: 0 absent, 1 on its way, 2 there.
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n);

@@ -23,7 +23,7 @@ struct OperatingSystem {
     void (*copy_to_device)(ggml_backend_t backend, ggml_tensor * to, const void * data, size_t offset, size_t n);
 };
 
-const OperatingSystem & os();
+MOEGGUF_API const OperatingSystem & os();
 
 // Puts another table in place and returns the one before. `other` must stay. Any thread.
 MOEGGUF_API const OperatingSystem & replace_os(const OperatingSystem & other);

@@ -44,7 +44,7 @@ class Experts {
             for (const Matrix & m : layout.matrices) { bytes_.emplace_back(m.expert_bytes, 0); }
             return;
         }
-        const Shards shards = open_shards(layout, /*direct =*/false);
+        const Shards shards = open_shards(layout, layout.shards, /*direct =*/false);
         for (const Matrix & m : layout.matrices) {
             const ReadBuffer buffer(m.expert_bytes + 2 * Shard::alignment);
             uint64_t retries = 0;

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,13 +75,13 @@ def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
 class StoreOptions:
     """How the store moves experts. The defaults are what was measured to be best; tests and ablations turn things off.
 
-    readers: threads that read the file. repack: slots in the layout of the CPU's fastest kernels. direct: O_DIRECT.
-    chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer. demand_first: what
-    a layer waits for is read before all prefetches, else behind those asked for. overlap: a layer's computing begins
-    before all of its matrices are there, with those that are. sweep: a prompt's pass fetches the next layer ahead,
-    and passes of several tokens whose experts do not fit evict what is needed last. stream: the experts of a prompt's
-    layer pass through a few slots, each read once, also where each could have a slot of its own. fill: when every
-    expert has a slot, read them all in the background. staging: tensors of a device that prompts are staged in,
+    readers: threads that read each copy of the file. repack: slots in the layout of the CPU's fastest kernels. direct:
+    O_DIRECT. chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer.
+    demand_first: what a layer waits for is read before all prefetches, else behind those asked for. overlap: a layer's
+    computing begins before all of its matrices are there, with those that are. sweep: a prompt's pass fetches the next
+    layer ahead, and passes of several tokens whose experts do not fit evict what is needed last. stream: the experts of
+    a prompt's layer pass through a few slots, each read once, also where each could have a slot of its own. fill: when
+    every expert has a slot, read them all in the background. staging: tensors of a device that prompts are staged in,
     up to STAGING_TENSORS; None: as many as are planned. device: ggml device of the slots, None for the CPU.
     """
 
@@ -181,11 +182,13 @@ class Store:
     With n_ram_slots = 0 there is one tier. With two, what is missed on the device is copied from RAM, and read from
     the file into RAM first where it is not there. `tiers`: those that there are. n_slots may be the slots of several
     devices instead, which every layer with experts is on one of; `options.device` then says nothing. What they miss
-    comes through the same slots in RAM.
+    comes through the same slots in RAM. mirrors: copies of the layout's shards on other drives, from which experts are
+    read, too.
 
     Raises AllocationError when the device has no free memory, ExpertIOError when a shard cannot be opened, OptionError
-    for an option out of range. Close it after the model and the llama_context that use it. Every method raises
-    ClosedError after close(), and ForkError in a child process. context: what that llama_context asks of it.
+    for an option out of range, and for a mirror that differs from the shards. Close it after the model and the
+    llama_context that use it. Every method raises ClosedError after close(), and ForkError in a child process. context:
+    what that llama_context asks of it.
     """
 
     def __init__(
@@ -194,6 +197,7 @@ class Store:
         n_slots: int | Sequence[DeviceSlots],
         options: StoreOptions = StoreOptions(),
         n_ram_slots: int = 0,
+        mirrors: Sequence[Sequence[Path]] = (),
     ) -> None:
         self._library = library.load()
         self._handle: int | None = None
@@ -207,13 +211,17 @@ class Store:
         self.devices = self._devices(n_slots)
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
         names = [] if options.simulate else [device.name for device in self.devices]
-        matrices, paths = matrices_of(layout, names), [os.fsencode(shard.path) for shard in layout.shards]
+        matrices = matrices_of(layout, names)
+        copies = [[shard.path for shard in layout.shards], *mirrors]
+        paths = [os.fsencode(path) for copy in copies for path in copy]
+        self._n_copies = 0 if options.simulate else len(copies)
         config = abi.Config(
             abi=abi.ABI_VERSION,
             flags=_bits(options, "flag"),
             n_layer=layout.n_layer,
             n_matrices=len(matrices),
-            n_shards=len(paths),
+            n_shards=len(layout.shards),
+            n_mirrors=len(mirrors),
             n_devices=len(self.devices),
             n_readers=options.readers,
             n_ram_slots=n_ram_slots,
@@ -290,6 +298,12 @@ class Store:
     def device(self, index: int) -> dict[str, Any]:
         """Those figures of the slots of one of `devices`. Raises OptionError where there is no such device."""
         return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.DEVICE_TIER + index)
+
+    def drives(self) -> list[dict[str, Any]]:
+        """Returns every figure of struct moegguf_drive_info, of the model's own files and of each mirror; nothing in a
+        simulation."""
+        call = self._library.moegguf_store_drive
+        return [self._figures(call, abi.DriveInfo(), index) for index in range(self._n_copies)]
 
     def staging(self) -> dict[str, Any]:
         """Those figures of the tensors that prompts are staged in, of all devices; empty without any.

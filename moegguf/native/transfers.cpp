@@ -35,12 +35,12 @@ Transfers::Transfers(const Layout & layout, int n_readers, Shared & shared, cons
 
 // Opens the files, and makes buffers for the largest piece.
 void Transfers::start_threads() {
-    n_at_once_ = n_readers_;
-    shards_ = open_shards(layout_, shared_.has(MOEGGUF_DIRECT));
+    drives_ = std::make_unique<Drives>(layout_, shared_.has(MOEGGUF_DIRECT));
+    n_at_once_ = std::min(max_readers, n_readers_ * (int)drives_->size());
     uint64_t piece = 0;
     for (const Matrix & m : layout_.matrices) { piece = std::max(piece, std::min(m.expert_bytes, piece_bytes(m))); }
-    for (int i = 0; i < n_readers_; i++) { buffers_.push_back(std::make_unique<ReadBuffer>(piece + Shard::alignment)); }
-    threads_.reserve(n_readers_);
+    for (int i = 0; i < n_at_once_; i++) { buffers_.push_back(std::make_unique<ReadBuffer>(piece + Shard::alignment)); }
+    threads_.reserve(n_at_once_);
     try {
         for (const auto & buffer : buffers_) {
             threads_.push_back(start_thread("a reader thread", [this, &buffer] { run_reader(*buffer); }));
@@ -61,6 +61,16 @@ void Transfers::stop() {
     shared_.done.notify_all();
     for (std::thread & thread : threads_) { thread.join(); }
     threads_.clear();
+}
+
+void Transfers::drive_info(int index, moegguf_drive_info & info) const {
+    const int n_drives = drives_ ? (int)drives_->size() : 0;
+    if (index < 0 || index >= n_drives) {
+        throw Error(MOEGGUF_INVALID, "the store reads " + std::to_string(n_drives) +
+                                         " copies of the model's files, and copy " + std::to_string(index) +
+                                         " is none of them");
+    }
+    drives_->describe(index, info);
 }
 
 void Transfers::run_reader(const ReadBuffer & buffer) {
@@ -96,7 +106,7 @@ void Transfers::read(const Job & job, const ReadBuffer & buffer) {
             const int64_t n_rows = std::min(step, m.ne1 - row);
             const uint64_t offset = m.offset + job.expert * m.expert_bytes + row * row_bytes;
             const uint64_t start = now_ns();
-            const uint8_t * data = shards_[m.shard]->read(offset, n_rows * row_bytes, buffer, counters.read_retries);
+            const uint8_t * data = drives_->read(m.shard, offset, n_rows * row_bytes, buffer, counters.read_retries);
             const uint64_t read = now_ns();
             Lock one_at_a_time(upload_, std::defer_lock);
             if (!pool.host()) { one_at_a_time.lock(); }

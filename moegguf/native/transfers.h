@@ -6,7 +6,7 @@
 #pragma once
 
 #include "copies.h"
-#include "files.h"
+#include "drives.h"
 #include "link.h"
 
 namespace moegguf {
@@ -34,7 +34,7 @@ class StreamedReads {
 
 class Transfers final : public Link {
   public:
-    // n_readers: threads that will read. Throws Error(INVALID).
+    // n_readers: threads that will read, for each copy of the files. Throws Error(INVALID).
     Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers);
 
     // Before anything is computed; streamed may be destroyed only after stop().
@@ -69,10 +69,8 @@ class Transfers final : public Link {
     void finish(const Job & job, const std::string & why) override;
 
     // Any thread; nothing is read in a simulation.
-    bool direct() const {
-        return !shards_.empty() &&
-               std::all_of(shards_.begin(), shards_.end(), [](const auto & shard) { return shard->direct(); });
-    }
+    bool direct() const { return drives_ && drives_->direct(); }
+    void drive_info(int index, moegguf_drive_info & info) const; // Throws Error(INVALID).
     uint64_t buffer_bytes() const { return buffers_.empty() ? 0 : buffers_.size() * buffers_[0]->size(); }
 
   private:
@@ -112,7 +110,7 @@ class Transfers final : public Link {
     uint64_t computed_ns_ = 0;
     std::vector<int32_t> looked_up_; // scratch
     std::vector<int> waiting_;       // scratch
-    Shards shards_;
+    std::unique_ptr<Drives> drives_;
     std::vector<std::unique_ptr<ReadBuffer>> buffers_; // one per reader
     std::mutex upload_;                                // devices that are not host memory take one upload at a time
     std::vector<std::thread> threads_;

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class CounterSpec(NamedTuple):
-    """A counter over fields of `Stats`: {label value: field}, with the label named `by` if there is more than one."""
+    """A counter over fields of `Stats` or of a part of it: {label value: field}, with the label named `by` if there is
+    more than one."""
 
     name: str
     help: str
@@ -72,6 +73,11 @@ TIER_COUNTS = (
     CounterSpec("tier_stall_seconds", "Time that computation waited; below VRAM for the disk.", {"": "stall_s"}),
 )  # fmt: skip
 TIER_LABELS = ("tier", "device")
+# Of `DriveStats`: per model and copy of its files, "file" or "mirror 1".
+DRIVE_COUNTS = (
+    CounterSpec("drive_read_bytes", "Bytes of experts read from a copy of the model's files.", {"": "bytes_read"}),
+    CounterSpec("drive_reads", "Reads from it.", {"": "reads"}),
+)
 
 # Name, help, and the field of `AnswerSummary`; "answers" is the number of answers.
 ANSWERS = (
@@ -197,7 +203,9 @@ class _Scrape:
             yield f"moegguf_{name}_total", text, ("model",), answers
         models = [((name,), stats) for name, stats in self._stats]
         tiers = sorted(_tiers(self._stats), key=lambda tier: tier[0])
-        for labels, counters, figures in (((), COUNTS, models), (TIER_LABELS, TIER_COUNTS, tiers)):
+        drives = [((name, drive.name), drive) for name, stats in self._stats for drive in stats.drives]
+        of_all = ((), COUNTS, models), (TIER_LABELS, TIER_COUNTS, tiers), (("drive",), DRIVE_COUNTS, drives)
+        for labels, counters, figures in of_all:
             for spec in counters:
                 names = ("model", *labels, *([spec.by] if spec.by else ()))
                 counted = [

@@ -5,7 +5,7 @@ An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
@@ -24,6 +24,7 @@ class LoadOverrides:
     n_threads: int | None = None
     expert_cache: str | None = None
     draft: str | None = None
+    mirror: Sequence[str] | None = None
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> LoadOverrides:

@@ -108,7 +108,8 @@ def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
     The context does not count, as the longest context serves all requests.
     """
     n_batch = overrides.n_batch or DEFAULT_UBATCH_TOKENS
-    return f"{files_key(entry)}\0{overrides.n_threads}\0{n_batch}\0{overrides.expert_cache}\0{overrides.draft}"
+    others = overrides.n_threads, n_batch, overrides.expert_cache, overrides.draft, overrides.mirror
+    return "\0".join(map(str, (files_key(entry), *others)))
 
 
 class ManagedModel:

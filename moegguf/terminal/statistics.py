@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moegguf.engine.cost import Placement, format_speed, is_off
-from moegguf.engine.stats import Stats, TierStats
+from moegguf.engine.stats import DriveStats, Stats, TierStats
 from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
@@ -94,9 +94,17 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
         of_disk = f", {decode.below.stall_s / decode.eval_s:.0%} for disk" if decode.below else ""
         lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}"))
+    if stats.drives:
+        lines.append(("read from", ", ".join(map(_drive, stats.drives))))
     if stats.read_retries:
         lines.append(("read retries", str(stats.read_retries)))
     return lines
+
+
+def _drive(drive: DriveStats) -> str:
+    """Returns the bytes that came from a copy of the model's files: "812.30 MB of mirror 1 (0.41 GB/s)"."""
+    about = "failed" if drive.is_dropped else f"{drive.bytes_per_s / 1e9:.2f} GB/s"
+    return f"{drive.bytes_read / 1e6:.2f} MB of {drive.name} ({about})"
 
 
 def _slots(of: Stats | TierStats, n_experts: int) -> str:

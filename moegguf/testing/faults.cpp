@@ -1,11 +1,14 @@
 // faults.cpp: operations of the system that fail. The first fault that is armed puts a table in which the Nth operation
 // of a kind fails in the place of the store's own (os.h).
+#include "api.h"
+#include "file_id.h"
 #include "os.h"
 #include "testing.h"
 
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <mutex>
 #include <stdexcept>
 #include <system_error>
 
@@ -21,11 +24,19 @@ struct Arm {
 
 Arm arms[MOEGGUF_FAULT_KINDS];
 
-// True when this operation is the one that must fail; errno is set.
-bool fault(moegguf_fault_kind kind) {
+std::mutex limiting;
+FileId limited; // the only file whose reads fail; without an inode: there is none
+
+bool may_fail(int fd) {
+    const std::lock_guard<std::mutex> lock(limiting);
+    return limited.inode == 0 || file_id(fd) == limited;
+}
+
+// True when this operation is the one that must fail; errno is set. fd: of a read.
+bool fault(moegguf_fault_kind kind, int fd = -1) {
     Arm & arm = arms[kind];
     const uint64_t nth = arm.nth.load(std::memory_order_relaxed);
-    if (nth == 0) { return false; }
+    if (nth == 0 || (fd >= 0 && !may_fail(fd))) { return false; }
     const uint64_t seen = arm.seen.fetch_add(1) + 1;
     if (seen == nth || (seen > nth && arm.sticky)) {
         errno = arm.error;
@@ -39,16 +50,16 @@ const OperatingSystem & real();
 
 const OperatingSystem failing = {
     [](const char * path, int flags) { return fault(MOEGGUF_FAULT_OPEN) ? -1 : real().open(path, flags); },
-    [](int fd, struct stat * status) { return fault(MOEGGUF_FAULT_STAT) ? -1 : real().fstat(fd, status); },
+    [](int fd, struct stat * status) { return fault(MOEGGUF_FAULT_STAT, fd) ? -1 : real().fstat(fd, status); },
     [](int fd, void * buffer, size_t n, off_t offset) -> ssize_t {
-        if (fault(MOEGGUF_FAULT_SLOW_READ)) { std::this_thread::sleep_for(std::chrono::seconds(2)); }
-        if (fault(MOEGGUF_FAULT_EINTR)) {
+        if (fault(MOEGGUF_FAULT_SLOW_READ, fd)) { std::this_thread::sleep_for(std::chrono::seconds(2)); }
+        if (fault(MOEGGUF_FAULT_EINTR, fd)) {
             errno = EINTR;
             return -1;
         }
-        if (fault(MOEGGUF_FAULT_READ)) { return -1; }
+        if (fault(MOEGGUF_FAULT_READ, fd)) { return -1; }
         // A short read keeps the alignment that O_DIRECT requires, as a real one does.
-        if (n > 4096 && fault(MOEGGUF_FAULT_SHORT_READ)) { n = 4096; }
+        if (n > 4096 && fault(MOEGGUF_FAULT_SHORT_READ, fd)) { n = 4096; }
         return real().pread(fd, buffer, n, offset);
     },
     [](size_t alignment, size_t n) -> void * {
@@ -84,6 +95,16 @@ extern "C" void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_er
     arm.sticky = sticky;
     arm.error = sys_errno ? sys_errno : EIO;
     arm.nth = nth;
+}
+
+extern "C" int moegguf_fault_file(const char * path) {
+    using namespace moegguf;
+    return guarded([&] {
+        const FileId file = path ? file_id(path) : FileId();
+        if (path && file.inode == 0) { throw Error(MOEGGUF_INVALID, "there is no file '" + std::string(path) + "'"); }
+        const std::lock_guard<std::mutex> lock(limiting);
+        limited = file;
+    });
 }
 
 extern "C" uint64_t moegguf_fault_count(int kind) {

@@ -9,6 +9,7 @@ from pathlib import Path
 from moegguf.errors import LibraryError
 from moegguf.native import abi, library
 from moegguf.native.store import Store
+from moegguf.quantities import Link
 
 ABI = abi.Header(Path(__file__).with_name("testing.h"))
 FAULT = ABI.enum("fault_kind")
@@ -38,6 +39,18 @@ def _check(status: int) -> None:
 def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
     """Makes the nth operation of a kind, one of FAULT, fail: it alone, or it and all later ones. nth 0 disarms it."""
     load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)
+
+
+def limit_faults(path: Path | None) -> None:
+    """Makes only reads and fstat of this file fail; None: of every file. Raises OptionError where there is none."""
+    load().moegguf_fault_file(None if path is None else bytes(path))
+
+
+def slow_drive(path: Path, link: Link | None) -> None:
+    """Slows reads of this file down to a drive whose reads share its bandwidth; None: reads take their own time.
+    Raises OptionError."""
+    per_ns, latency_ns = (link.bytes_per_s / 1e9, link.latency_s * 1e9) if link else (0.0, 0.0)
+    load().moegguf_drive_slow(bytes(path), per_ns, latency_ns)
 
 
 def count_operations(kind: str) -> int:

@@ -65,6 +65,13 @@ MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_e
 // Returns how many operations of a kind came while it was armed.
 MOEGGUF_API uint64_t moegguf_fault_count(int kind);
 
+// Limits faults of reads and of fstat to one file; NULL: they fail for every file. INVALID: there is no such file.
+MOEGGUF_API int moegguf_fault_file(const char * path);
+
+// Slows reads of a file down to a drive. Reads share its bandwidth, and each waits for its latency. bytes_per_ns 0:
+// reads take their own time again. INVALID: there is no such file, a figure is negative, or 8 other files are slow.
+MOEGGUF_API int moegguf_drive_slow(const char * path, double bytes_per_ns, double latency_ns);
+
 // A rule of moegguf_store_check that is to be broken.
 enum moegguf_corruption {
     MOEGGUF_CORRUPT_FREE,   // an expert's slot is called free

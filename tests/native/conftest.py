@@ -36,8 +36,8 @@ def open_store() -> Iterator[Open]:
     opened = list[Store]()
 
     def open_one(fake: FakeModel, n_slots: int, **options: Any) -> tuple[Store, StoreContext]:
-        n_ram_slots = options.pop("n_ram_slots", 0)
-        store = Store(fake.layout, n_slots, StoreOptions(**{"repack": False, **options}), n_ram_slots)
+        n_ram_slots, mirrors = options.pop("n_ram_slots", 0), options.pop("mirrors", ())
+        store = Store(fake.layout, n_slots, StoreOptions(**{"repack": False, **options}), n_ram_slots, mirrors)
         opened.append(store)
         return store, store.context
 

@@ -65,10 +65,10 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"n_layer": 0}, {"n_layer": -1}, {"n_matrices": 0}, {"n_shards": 0}, {"n_shards": -1}, {"matrices": None},
-        {"shard_paths": None}, {"n_expert_used": None}, {"n_layer": 1 << 30}, {"n_devices": 0}, {"n_devices": 65},
-        {"devices": None}, {"device_of_layer": (c.c_int32 * 1)(1)}, {"device_of_layer": (c.c_int32 * 1)(-1)},
-        {"devices": (abi.Device * 1)(abi.Device(None, 0))}, {"n_devices": 2},
+        {"n_layer": 0}, {"n_layer": -1}, {"n_matrices": 0}, {"n_shards": 0}, {"n_shards": -1}, {"n_mirrors": -1},
+        {"matrices": None}, {"shard_paths": None}, {"n_expert_used": None}, {"n_layer": 1 << 30}, {"n_devices": 0},
+        {"n_devices": 65}, {"devices": None}, {"device_of_layer": (c.c_int32 * 1)(1)},
+        {"device_of_layer": (c.c_int32 * 1)(-1)}, {"devices": (abi.Device * 1)(abi.Device(None, 0))}, {"n_devices": 2},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip

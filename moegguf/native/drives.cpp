@@ -1,0 +1,116 @@
+// drives.cpp: implements drives.h: which copy of the model's files a read goes to.
+#include "drives.h"
+
+#include "clock.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace moegguf {
+namespace {
+
+// Until a drive had so many reads it counts as faster than any drive: one read alone may have been an exception.
+constexpr uint64_t first_reads = 8;
+constexpr float unmeasured_ns_per_byte = 1e-4f;
+
+constexpr uint64_t averaged_reads = 32;
+
+// An idle drive counts as this much faster after each read that went elsewhere, so that it is measured again at times.
+// A drive that takes 10 times as long gets one read of about 1,200, a drive that takes 100 times as long one of 2,400.
+constexpr float idle_factor = 1 - 1.0f / 512;
+
+} // namespace
+
+Drives::Drives(const Layout & layout, bool direct) {
+    drives_.resize(1 + layout.mirrors.size());
+    drives_[0].shards = open_shards(layout, layout.shards, direct);
+    for (size_t i = 0; i < layout.mirrors.size(); i++) {
+        Drive & mirror = drives_[1 + i];
+        try {
+            mirror.shards = open_shards(layout, layout.mirrors[i], direct);
+            for (size_t n = 0; n < mirror.shards.size(); n++) { drives_[0].shards[n]->check_copy(*mirror.shards[n]); }
+        } catch (const Error & error) {
+            if (error.status != MOEGGUF_IO) { throw; }
+            mirror.dropped = error.what();
+        }
+    }
+}
+
+// A drive that does not answer is expected to be silent for as long as it was so far.
+float Drives::Drive::expected_ns(size_t n, uint64_t now) const {
+    const float silent = under_way > 0 ? float(now - silent_ns) : 0;
+    return std::max(silent, float(under_way + n) * (n_reads >= first_reads ? ns_per_byte : unmeasured_ns_per_byte));
+}
+
+const uint8_t * Drives::read(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) {
+    while (true) {
+        const Turn turn = begin(n);
+        try {
+            const uint8_t * data = turn.drive.shards[shard]->read(offset, n, buffer, retries);
+            end(turn, n);
+            return data;
+        } catch (const Error & error) {
+            if (!drop(turn, n, error.what())) { throw; }
+        }
+    }
+}
+
+Drives::Turn Drives::begin(size_t n) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const uint64_t now = now_ns();
+    Drive * first = nullptr;
+    for (Drive & drive : drives_) {
+        const bool is_sooner = !first || drive.expected_ns(n, now) < first->expected_ns(n, now);
+        if (drive.dropped.empty() && is_sooner) { first = &drive; }
+    }
+    for (Drive & drive : drives_) {
+        if (&drive != first && drive.under_way == 0) { drive.ns_per_byte *= idle_factor; }
+    }
+    if (first->under_way == 0) { first->silent_ns = now; }
+    first->under_way += n;
+    return {*first, now, first->under_way};
+}
+
+// The bytes that were under way when the read began came by its end, whatever the order in which the drive served them.
+void Drives::end(const Turn & turn, size_t n) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Drive & drive = turn.drive;
+    drive.under_way -= n;
+    drive.silent_ns = now_ns();
+    drive.n_reads++;
+    drive.n_bytes += n;
+    const float measured = float(drive.silent_ns - turn.begun_ns) / float(turn.under_way);
+    drive.ns_per_byte += (measured - drive.ns_per_byte) / std::min(drive.n_reads, averaged_reads);
+}
+
+bool Drives::drop(const Turn & turn, size_t n, const char * why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    turn.drive.under_way -= n;
+    const auto is_read = [](const Drive & drive) { return drive.dropped.empty(); };
+    if (is_read(turn.drive)) {
+        if (std::count_if(drives_.begin(), drives_.end(), is_read) == 1) { return false; }
+        turn.drive.dropped = why;
+    }
+    return true; // another reader may have dropped it
+}
+
+bool Drives::direct() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::all_of(drives_.begin(), drives_.end(), [](const Drive & drive) {
+        return !drive.dropped.empty() || std::all_of(drive.shards.begin(), drive.shards.end(),
+                                                     [](const auto & shard) { return shard->direct(); });
+    });
+}
+
+void Drives::describe(size_t index, moegguf_drive_info & info) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Drive & drive = drives_[index];
+    info = {};
+    info.reads = drive.n_reads;
+    info.bytes = drive.n_bytes;
+    info.bytes_per_s = drive.ns_per_byte > 0 ? uint64_t(1e9f / drive.ns_per_byte) : 0;
+    info.dropped = !drive.dropped.empty();
+    snprintf(info.note, sizeof(info.note), "%s", drive.dropped.c_str());
+}
+
+} // namespace moegguf

@@ -1,0 +1,27 @@
+// file_id.h: the file that a descriptor or a path stands for, under any of its names.
+#pragma once
+
+#include <sys/stat.h>
+
+namespace moegguf {
+
+struct FileId {
+    dev_t device = 0;
+    ino_t inode = 0; // 0: no file
+
+    bool operator==(const FileId & other) const { return device == other.device && inode == other.inode; }
+};
+
+inline FileId file_id(const struct stat & status) { return {status.st_dev, status.st_ino}; }
+
+inline FileId file_id(int fd) {
+    struct stat status;
+    return ::fstat(fd, &status) == 0 ? file_id(status) : FileId();
+}
+
+inline FileId file_id(const char * path) {
+    struct stat status;
+    return ::stat(path, &status) == 0 ? file_id(status) : FileId();
+}
+
+} // namespace moegguf
