@@ -26,13 +26,15 @@ Progress = Callable[[str, float], object]  # (current step, share done in [0, 1]
 class RecordOptions:
     """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's inputs.
     temperature, seed: of sampling. All other options are those of `Llama`; with its `draft` passes have drafts, too,
-    and a simulation repeats them, with the tokens that were refused.
+    and a simulation repeats them, with the tokens that were refused. most_tokens: no prompt begins after so many
+    tokens; 0: without a limit.
     """
 
     n_predict: int = 128
     inputs: bool = False
     temperature: float = 0.8
     seed: int = 0
+    most_tokens: int = 0
 
 
 def record(
@@ -58,6 +60,8 @@ def record(
             assert llm.recording is not None
             try:
                 for number, prompt in enumerate(prompts):
+                    if options.most_tokens and llm.stats().tokens >= options.most_tokens:
+                        break
                     progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
                     llm.recording.label(llm.context.next_request, prompt.label)
                     n_cut += _run(llm, prompt, options)

@@ -1,4 +1,4 @@
-"""Predictors fitted to a recorded trace by counting: popularity, affinity, the token table."""
+"""What is counted on a recorded trace: popularity, affinity, the token table, and MoE-Infinity's collection."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
+from moegguf.controller.collection import Eamc
 from moegguf.controller.predictors.counts import MAX_COUNT
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
-from predictors.study.arrange import multi_hot
 
 MOST_TOKENS = 1 << 15  # of a token table
+
+
+def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
+    """(..., n_expert): True for the ids (..., n_expert_used); negative ids are padding."""
+    hot = np.zeros((*expert_ids.shape[:-1], n_expert + 1), np.bool_)
+    np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), True, axis=-1)
+    return hot[..., :n_expert]
 
 
 def choices(trace: Trace, row: int) -> Float32s:
@@ -66,3 +74,17 @@ COUNTED: dict[str, Callable[[Trace], Weights]] = {
     "affinity": lambda trace: Weights({"affinity": count_affinity(trace, count_popularity(trace))}),
 }
 """{predictor: its arrays, counted over all passes of a trace}"""
+
+
+def collect(trace: Trace, eamc: Eamc) -> None:
+    """Adds the requests of the trace to MoE-Infinity's collection, as if their answers had been written here. A request
+    that the collection has already is left out."""
+    rows = list(trace.shape.layers)
+    answers = trace.decode()
+    for sequence in answers.sequences():
+        ream = np.zeros(trace.shape.table, np.float32)
+        request = answers.select([sequence])
+        ream[rows] = [choices(request, row).sum(axis=0) for row in range(len(rows))]
+        known = eamc.state
+        if not (known == ream).all(axis=(1, 2)).any():
+            eamc.add(ream)

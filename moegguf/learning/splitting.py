@@ -9,7 +9,7 @@ from moegguf.trace.trace import Trace
 
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:
-    """Requests to leave out: this share of each kind of text, at least one where a kind has several."""
+    """Returns the requests to leave out: this share of each kind of text, at least one where a kind has several."""
     rng = np.random.default_rng(seed)
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
@@ -22,5 +22,5 @@ def held_out(trace: Trace, share: float, seed: int) -> list[int]:
 
 
 def validation_tokens(trace: Trace, seed: int, share: float = 0.1) -> npt.NDArray[np.bool_]:
-    """(n_tokens,): tokens of requests that only decide when to stop."""
+    """Returns (n_tokens,): tokens of requests that only decide when to stop."""
     return np.isin(trace.sequence_of, held_out(trace, share, seed))
