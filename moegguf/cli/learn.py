@@ -1,6 +1,7 @@
 """`moegguf learn`: records a model's routing and trains what the papers' strategies need of it.
 
-Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record` and `learning`.
+Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record` and
+`learning`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ LEARN_FLAGS = (
 def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Learn what the papers' strategies need to know of MODEL, and save it beside the model.
 
-    The model answers texts while its routing is recorded; then networks are trained, and tried on texts that were held
-    out. Ctrl-C leaves what was learned before as it was.
+    The model answers texts while its routing is recorded; then networks are trained, and tried on
+    texts that were held out. Ctrl-C leaves what was learned before as it was.
     """
     _limit_threads(given.get("n_threads"))
     from moegguf.gguf.experts import read_layout
@@ -80,7 +81,8 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
 
 
 def _limit_threads(n_threads: int | None) -> None:
-    """Limits the threads of numpy's matrix products, which is possible before numpy is imported only."""
+    """Limits the threads of numpy's matrix products, which is possible before numpy is imported
+    only."""
     from moegguf.engine.machine import count_cpus
 
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -90,7 +92,8 @@ def _limit_threads(n_threads: int | None) -> None:
 def _recorded(
     path: Path, layout: ExpertLayout, strategies: Sequence[str], given: Given, chosen: Mapping[str, Any], progress: Any
 ) -> Learning:
-    """Returns the requests to learn from: those of a trace, or recorded now into a file that is removed again."""
+    """Returns the requests to learn from: those of a trace, or recorded now into a file that is
+    removed again."""
     from moegguf.controller.artifacts import Artifacts
     from moegguf.learning.learn import Learning, most_tokens, needs_inputs
     from moegguf.settings import cache_folder
@@ -134,7 +137,8 @@ def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
     store = ResponseStore(data_folder() / "responses", read_settings().responses_age_s)
     if not store.stores:
         raise OptionError(
-            "--from-server reads stored responses, but MOEGGUF_RESPONSES_AGE=0 stores none; change it, or give --prompts."
+            "--from-server reads stored responses, but MOEGGUF_RESPONSES_AGE=0 stores none; change it, or give"
+            " --prompts."
         )
     try:
         turns = store.turns()

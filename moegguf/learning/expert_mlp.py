@@ -1,7 +1,9 @@
-"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, BCE, BatchNorm, ReLU, dropout 0.1.
+"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, BCE, BatchNorm, ReLU,
+dropout 0.1.
 
-Popularity and affinity are counted on the same trace first; afterwards BatchNorm is folded into the matrices. A
-sample's state is made when a batch needs it: all of them together would not fit in memory.
+Popularity and affinity are counted on the same trace first; afterwards BatchNorm is folded into the
+matrices. A sample's state is made when a batch needs it: all of them together would not fit in
+memory.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from moegguf.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """hidden: the paper's sizes, or smaller ones for a small model. most_samples: in an epoch; 0: all.
+    """hidden: the paper's sizes, or smaller ones for a small model. most_samples: in an epoch; 0:
+    all.
 
-    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). Here it is 45 at most. The
-    one with the best validation accuracy is kept, and none are left out: the rate is annealed until the last.
+    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). Here it
+    is 45 at most. The one with the best validation accuracy is kept, and none are left out: the
+    rate is annealed until the last.
     """
 
     epochs: int = 45
@@ -56,7 +60,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) -> Samples:
-    """Returns a sample per token and layer but the first, where every layer up to it was computed."""
+    """Returns a sample per token and layer where every layer up to this one was computed. The first
+    layer has none."""
     ids = trace.expert_ids
     computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
     rows, tokens = np.nonzero(computed[1:])
@@ -74,8 +79,9 @@ def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) 
 def states(popularity: Float32s, affinity: Float32s, expert_ids: Integers, rows: Integers) -> Float32s:
     """Returns s_l = [h_l, p_l, a_{l-1,l}] (equation 5) of samples, (n, state_size).
 
-    rows (n,): the number of the MoE layer that each sample is about, at least 1. expert_ids (n, n_layer, n_expert_used):
-    the choices in the router's order, of which those of the layers before count.
+    rows (n,): the number of the MoE layer that each sample is about, at least 1. expert_ids (n,
+    n_layer, n_expert_used): the choices in the router's order, of which those of the layers before
+    count.
     """
     n_layer, n_expert = popularity.shape
     n, _, k = expert_ids.shape

@@ -1,4 +1,5 @@
-"""Networks of dense layers with ReLUs between them, fitted to samples: ProMoE's and DuoServe-MoE's are such."""
+"""Networks of dense layers with ReLUs between them, fitted to samples: ProMoE's and DuoServe-MoE's
+are such."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ Loss = Callable[[Node, Floats], Batch]
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples by number. validation (n,): the ones that only decide when to stop. read: returns inputs (m, n_in) and
-    choices (m, n_expert) of 0 and 1 of the samples with these numbers."""
+    """Samples by number. validation (n,): the ones that only decide when to stop. read: returns
+    inputs (m, n_in) and choices (m, n_expert) of 0 and 1 of the samples with these numbers."""
 
     validation: npt.NDArray[np.bool_]
     read: Callable[[Indices], tuple[Floats, Floats]]
 
 
 class FeedForward:
-    """Dense layers of these sizes, from the input to the logits. dropout: the share of hidden values that a training
-    step leaves out. norms: a batch norm follows each hidden layer."""
+    """Dense layers of these sizes, from the input to the logits. dropout: the share of hidden
+    values that a training step leaves out. norms: a batch norm follows each hidden layer."""
 
     def __init__(
         self, sizes: Sequence[int], rng: np.random.Generator, dropout: float = 0.0, norms: bool = False
@@ -52,7 +53,8 @@ class FeedForward:
                 self.running[f"norms.{i}.variance"] = np.ones(n_out, np.float32)
 
     def training_logits(self, inputs: Floats, rng: np.random.Generator) -> Node:
-        """Returns the logits (n, n_expert) of a training step, whose batch norms take their means from these inputs."""
+        """Returns the logits (n, n_expert) of a training step, whose batch norms take their means
+        from these inputs."""
         x = Node(inputs)
         for i in range(self.n_layers):
             x = add(product(x, self.parameters[f"layers.{i}.weight"]), self.parameters[f"layers.{i}.bias"])
@@ -74,7 +76,8 @@ class FeedForward:
         return add(times(standardize(x, NORM_EPS), gain), self.parameters[f"norms.{i}.bias"])
 
     def matrices(self) -> list[tuple[Floats, Floats]]:
-        """Returns each layer's W (n_out, n_in) and bias, with the batch norm that follows it folded in."""
+        """Returns each layer's W (n_out, n_in) and bias, with the batch norm that follows it folded
+        in."""
         found = []
         for i in range(self.n_layers):
             weight = self.parameters[f"layers.{i}.weight"].value.T
@@ -89,12 +92,14 @@ class FeedForward:
 
 
 def dropped(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> Floats:
-    """Returns factors that leave out this share of values, and scale the others so that their mean stays."""
+    """Returns factors that leave out this share of values, and scale the others so that their mean
+    stays."""
     return (rng.random(shape, np.float32) >= share) / np.float32(1 - share)
 
 
 class FeedForwardTrainee(Trainee):
-    """A feed-forward network with its samples. most: samples in an epoch, drawn anew for each; 0: all of them."""
+    """A feed-forward network with its samples. most: samples in an epoch, drawn anew for each; 0:
+    all of them."""
 
     def __init__(
         self, network: FeedForward, samples: Samples, loss: Loss, batch: int, most: int, rng: np.random.Generator

@@ -1,4 +1,5 @@
-"""One way to fit a network to choices of experts: AdamW, batches in random order, an end when it no longer helps.
+"""One way to fit a network to choices of experts: AdamW, batches in random order, an end when it no
+longer helps.
 
 It knows networks and samples, not traces.
 """
@@ -32,7 +33,8 @@ def no_report(step: str, share: float) -> None:
 class Schedule:
     """The length and speed of a training; the rate is annealed over all epochs.
 
-    patience: epochs without a better validation accuracy before the training ends; 0: all epochs are run.
+    patience: epochs without a better validation accuracy before the training ends; 0: all epochs
+    are run.
     """
 
     epochs: int = 12
@@ -52,7 +54,8 @@ class Batch(NamedTuple):
 
 
 class Trainee(ABC):
-    """A network with the samples that it is fitted to. `parameters`: by name, as `fit` changes them."""
+    """A network with the samples that it is fitted to. `parameters`: by name, as `fit` changes
+    them."""
 
     parameters: dict[str, Node]
 
@@ -63,7 +66,8 @@ class Trainee(ABC):
 
     @abstractmethod
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
-        """Yields the batches of an epoch; each is computed when it is reached, with the parameters of then."""
+        """Yields the batches of an epoch; each is computed when it is reached, with the parameters
+        of then."""
 
     @abstractmethod
     def validate(self) -> float:
@@ -132,8 +136,8 @@ class AdamW:
 
 
 def rate_at(share: float) -> float:
-    """Returns the share of the learning rate that is used when this share of all steps is done: it rises over the
-    first tenth and falls along half a cosine."""
+    """Returns the share of the learning rate that is used when this share of all steps is done: it
+    rises over the first tenth and falls along half a cosine."""
     if share < WARM_SHARE:
         return share / WARM_SHARE
     return 0.5 + 0.5 * float(np.cos(np.pi * (share - WARM_SHARE) / (1 - WARM_SHARE)))
@@ -169,8 +173,8 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
 
 
 def n_right(scores: Floats, chosen: npt.NDArray[np.bool_] | Floats) -> tuple[int, int]:
-    """Returns how many of the most probable experts are right, of how many: ProMoE's ACCURACY (section 4.1) takes as
-    many as a token uses. scores and chosen: (n, n_expert)."""
+    """Returns how many of the most probable experts are right, of how many: ProMoE's ACCURACY
+    (section 4.1) takes as many as a token uses. scores and chosen: (n, n_expert)."""
     total = int(chosen.sum())
     if total == 0:
         return 0, 0
@@ -182,8 +186,8 @@ def n_right(scores: Floats, chosen: npt.NDArray[np.bool_] | Floats) -> tuple[int
 def cross_entropy(logits: Node, chosen: Floats) -> Batch:
     """The loss of softmax with the choices as equal shares, the mean over samples.
 
-    On two pairs of layers of a small model its accuracy was 1 to 2 points above KL on the router's probabilities, and 2
-    to 4 above BCE (one seed).
+    On two pairs of layers of a small model its accuracy was 1 to 2 points above KL on the router's
+    probabilities, and 2 to 4 above BCE (one seed).
     """
     wanted = chosen / chosen.sum(axis=1, keepdims=True)
     shares = shares_of(logits.value)
@@ -192,7 +196,8 @@ def cross_entropy(logits: Node, chosen: Floats) -> Batch:
 
 
 def binary_cross_entropy(logits: Node, chosen: Floats, known: npt.NDArray[np.bool_] | None = None) -> Batch:
-    """The loss of a sigmoid for each expert, the mean over experts; of rows that are `known` where this is given."""
+    """The loss of a sigmoid for each expert, the mean over experts; of rows that are `known` where
+    this is given."""
     x = logits.value
     decay = np.exp(-np.abs(x))
     losses = np.maximum(x, 0) - x * chosen + np.log1p(decay)

@@ -1,7 +1,7 @@
 """Reverse-mode differentiation of the operations that the predictors' networks consist of.
 
-A node holds a value, and the function that turns the gradient of this value into the gradients of the node's inputs.
-tests/pure/test_gradients.py compares each operation with finite differences.
+A node holds a value, and the function that turns the gradient of this value into the gradients of
+the node's inputs. tests/pure/test_gradients.py compares each operation with finite differences.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Back = Callable[[Floats], tuple[Floats | None, ...]]
 class Node:
     """A value in a computation.
 
-    inputs: the nodes that the value was computed from. back: returns the gradients of the inputs, from the gradient of
-    the value. learns: a gradient is needed, as for every parameter and everything that is computed from one. grad: the
-    sum of gradients, once `backward` has been called.
+    inputs: the nodes that the value was computed from. back: returns the gradients of the inputs,
+    from the gradient of the value. learns: a gradient is needed, as for every parameter and
+    everything that is computed from one. grad: the sum of gradients, once `backward` has been
+    called.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ def rms_norm(x: Node, eps: float) -> Node:
 
 
 def standardize(x: Node, eps: float) -> Node:
-    """Returns x (n, n_value) with mean 0 and variance 1 in each column: a batch norm without its gain and bias."""
+    """Returns x (n, n_value) with mean 0 and variance 1 in each column: a batch norm without its
+    gain and bias."""
     scale = 1 / np.sqrt(x.value.var(axis=0) + eps)
     normed = (x.value - x.value.mean(axis=0)) * scale
 

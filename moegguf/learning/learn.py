@@ -1,8 +1,9 @@
-"""Learns what strategies need from one trace of a model, judges it on requests that were left out, and saves it beside
-the model.
+"""Learns what strategies need from one trace of a model, judges it on requests that were left out,
+and saves it beside the model.
 
-A strategy is judged by the replay of these requests in the simulator: by the share of the experts that its predictor
-named and the router chose, and by the hit rate, each beside that of what needs no training.
+A strategy is judged by the replay of these requests in the simulator: by the share of the experts
+that its predictor named and the router chose, and by the hit rate, each beside that of what needs
+no training.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ LEARNERS = tuple(dict.fromkeys(LEARNT_FOR.values()))
 """The strategies that can be learned."""
 
 TRAINERS: dict[str, ModuleType] = {MLP: mlp, "expert-mlp": expert_mlp, "routing-path": routing_path}
-"""{predictor: the module that trains it: `Options`, whose fields go into the saved facts, and `train`}."""
+"""{predictor: the module that trains it: `Options`, whose fields go into the saved facts, and
+`train`}."""
 
 BRIEF: dict[str, Any] = {
     MLP: mlp.Options(windows=(1, 2, 4), n_hidden=256, epochs=8, batch=256, patience=2),
@@ -61,9 +63,10 @@ INPUT_BYTES = 768 << 20  # of router inputs in a trace that is learned from; a t
 class Learnt:
     """The outcome of learning for one strategy.
 
-    files: what was saved. validation: the accuracy of the strategy's network on requests that decided when to stop, None
-    where nothing is trained. right: the share of the experts named by its predictor that the router chose, in held-out
-    answers. popularity: the same of the experts used most. hits and lru: hit rates of these answers.
+    files: what was saved. validation: the accuracy of the strategy's network on requests that
+    decided when to stop, None where nothing is trained. right: the share of the experts named by
+    its predictor that the router chose, in held-out answers. popularity: the same of the experts
+    used most. hits and lru: hit rates of these answers.
     """
 
     strategy: str
@@ -79,8 +82,8 @@ class Learnt:
 
 
 def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: int) -> int:
-    """Returns how many tokens of a trace are learned from: at most so many that router inputs, where a strategy needs
-    them, have INPUT_BYTES."""
+    """Returns how many tokens of a trace are learned from: at most so many that router inputs,
+    where a strategy needs them, have INPUT_BYTES."""
     if not needs_inputs(strategies):
         return wanted
     return max(1, min(wanted, INPUT_BYTES // (2 * n_layer * n_embd)))
@@ -102,8 +105,8 @@ def check_strategies(names: Sequence[str]) -> list[str]:
 class Learning:
     """The requests of a trace, split into those that are learned from and those that judge.
 
-    options: of trainings, by predictor, in place of BRIEF. Raises OptionError for a trace of another model, and for one
-    of too few requests or without answers.
+    options: of trainings, by predictor, in place of BRIEF. Raises OptionError for a trace of
+    another model, and for one of too few requests or without answers.
     """
 
     def __init__(
@@ -134,8 +137,8 @@ class Learning:
         self._popularity = COUNTED["popularity"](self.training)
 
     def learn(self, name: str, report: Report = no_report) -> Learnt:
-        """Learns and judges one strategy, then saves it. Raises OptionError, and StorageError where a file cannot be
-        written. Interrupted before the end, the old files stay."""
+        """Learns and judges one strategy, then saves it. Raises OptionError, and StorageError where
+        a file cannot be written. Interrupted before the end, the old files stay."""
         start = time.monotonic()
         strategy = find_strategy(name)
         learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
@@ -149,7 +152,9 @@ class Learning:
             try:
                 weights_file.save(path, file, self.artifacts.fingerprint, self.training.shape, saved)
             except OSError as error:
-                raise StorageError(f"{path} cannot be written ({error.strerror}); make room, or its folder writable.") from error
+                raise StorageError(
+                    f"{path} cannot be written ({error.strerror}); make room, or its folder writable."
+                ) from error
             paths.append(path)
         own = learned[str(strategy.predictor)].facts
         shown = {key: facts[key] for key in ("tokens", "requests", "right", "popularity", "hits", "lru")}
@@ -190,8 +195,8 @@ class Learning:
         return facts | (self._beside_skip(learned[own]) if own == MLP else {})
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
-        """Returns how often the networks and the model's own routers are right as the default strategy uses them: it
-        takes the better ones (`prefetch_predictor`)."""
+        """Returns how often the networks and the model's own routers are right as the default
+        strategy uses them: it takes the better ones (`prefetch_predictor`)."""
         default = Strategy("", "", "lru", prefetch=PrefetchOptions(watchdog=False))
         shape = self.training.shape
         try:

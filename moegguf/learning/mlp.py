@@ -25,7 +25,8 @@ SMALLEST_SPREAD = 1e-6
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """windows: distances k. n_hidden: 970 makes 2 million weights of 2048 inputs and 60 experts, as in the paper."""
+    """windows: distances k. n_hidden: 970 makes 2 million weights of 2048 inputs and 60 experts, as
+    in the paper."""
 
     lr: float = 3e-3
     windows: tuple[int, ...] = (1, 2, 4, 8)
@@ -33,8 +34,8 @@ class Options(Schedule):
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Returns the arrays `<source>.<target>.{hidden,out}.{weight,bias}`. Raises OptionError where the trace has no
-    inputs."""
+    """Returns the arrays `<source>.<target>.{hidden,out}.{weight,bias}`. Raises OptionError where
+    the trace has no inputs."""
     options = options or Options()
     if trace.inputs is None:
         raise OptionError("the trace must hold the routers' inputs, but does not; record it with inputs.")

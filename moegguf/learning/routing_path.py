@@ -1,11 +1,13 @@
-"""Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the differentiable form of
-moegguf/controller/predictors/routing_path.py: the same arrays, the same sums.
+"""Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the
+differentiable form of moegguf/controller/predictors/routing_path.py: the same arrays, the same
+sums.
 
-A sample is a chunk of a request and the window of tokens before it; the chunks of a request begin somewhere else in
-every epoch. Departures from the paper: a batch of 16 is 16 chunks, not 16 requests; Adam's weight decay is decoupled
-(AdamW), for otherwise 0.01 wipes out the embeddings of rare tokens; and the network does not begin from nothing but
-from what each token id says by itself (`Samples.first_guess`), which from 33,000 tokens it would take long to find out.
-Only tokens that the trace has get an embedding in training; that of every other token is zero.
+A sample is a chunk of a request and the window of tokens before it; the chunks of a request begin
+somewhere else in every epoch. Departures from the paper: a batch of 16 is 16 chunks, not 16
+requests; Adam's weight decay is decoupled (AdamW), for otherwise 0.01 wipes out the embeddings of
+rare tokens; and the network does not begin from nothing but from what each token id says by itself
+(`Samples.first_guess`), which from 33,000 tokens it would take long to find out. Only tokens that
+the trace has get an embedding in training; that of every other token is zero.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ VALIDATION_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """Sizes of the network and training options; lr, weight_decay and batch are the paper's (section 5.2)."""
+    """Sizes of the network and training options; lr, weight_decay and batch are the paper's
+    (section 5.2)."""
 
     epochs: int = 8
     batch: int = 16
@@ -112,7 +115,8 @@ class PathModel:
         }
 
     def logits(self, windows: Integers, chunks: Integers, training: bool) -> Node:
-        """Returns logits (n, chunk, n_moe_layer, n_expert) of windows (n, window) and chunks (n, chunk)."""
+        """Returns logits (n, chunk, n_moe_layer, n_expert) of windows (n, window) and chunks (n,
+        chunk)."""
 
         def drop(x: Node) -> Node:
             if not training:
@@ -139,7 +143,8 @@ class PathModel:
         return times(rms_norm(x, NORM_EPS), self.parameters[name])
 
     def _attend(self, name: str, x: Node, memory: Node | None = None, causal: bool = False) -> Node:
-        """Returns the attention of normed x (n, n_token, n_embd) over itself, or over a memory (n, n_window, n_embd)."""
+        """Returns the attention of normed x (n, n_token, n_embd) over itself, or over a memory
+        (n, n_window, n_embd)."""
         x = self._norm(f"{name}.norm", x)
         source = x if memory is None else memory
         q = self._heads(f"{name}.q", x)
@@ -173,11 +178,13 @@ def logit(share: Floats) -> Floats:
 
 
 class Samples:
-    """The requests of a trace end to end, with the beginning's token before and behind each of them.
+    """The requests of a trace end to end, with the beginning's token before and behind each of
+    them.
 
-    seen (n_seen,): the token ids that occur, in order, and n_vocab, the beginning's token. tokens (n,): as indices of
-    `seen`. paths (n, n_moe_layer, n_expert): the experts that a token used. known (n, n_moe_layer): where a layer was
-    computed. Requests with unknown tokens are left out. Raises OptionError when none remains.
+    seen (n_seen,): the token ids that occur, in order, and n_vocab, the beginning's token. tokens
+    (n,): as indices of `seen`. paths (n, n_moe_layer, n_expert): the experts that a token used.
+    known (n, n_moe_layer): where a layer was computed. Requests with unknown tokens are left out.
+    Raises OptionError when none remains.
     """
 
     def __init__(self, trace: Trace, window: int, chunk: int) -> None:
@@ -212,8 +219,9 @@ class Samples:
         return self.paths.sum(axis=0) / np.maximum(self.known.sum(axis=0), 1)[:, np.newaxis]
 
     def first_guess(self, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert) whose product says, as well
-        as n_embd numbers can, how a token id's log-odds of using an expert differ from those of all tokens."""
+        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert) whose
+        product says, as well as n_embd numbers can, how a token id's log-odds of using an expert
+        differ from those of all tokens."""
         size = self.paths.shape[1:]
         uses = np.zeros((len(self.seen), *size), np.float32)
         count = np.zeros((len(self.seen), size[0], 1), np.float32)
@@ -288,7 +296,8 @@ class PathTrainee(Trainee):
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Returns the arrays of a trained predictor, by name. They follow from the seed and the number of threads."""
+    """Returns the arrays of a trained predictor, by name. They follow from the seed and the number
+    of threads."""
     options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
     validation = held_out(trace.select(samples.sequences), VALIDATION_SHARE, options.seed)

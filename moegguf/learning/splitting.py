@@ -9,7 +9,8 @@ from moegguf.trace.trace import Trace
 
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:
-    """Returns the requests to leave out: this share of each kind of text, at least one where a kind has several."""
+    """Returns the requests to leave out: this share of each kind of text, at least one where a kind
+    has several."""
     rng = np.random.default_rng(seed)
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():

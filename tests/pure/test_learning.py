@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_written_is_named(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights_file, "save", full)
-    with pytest.raises(StorageError, match=r"eamc.safetensors cannot be written \(No space left on device\); make room"):
+    with pytest.raises(StorageError, match=r"eamc.safetensors cannot be written \(No space left on device\); make"):
         Learning(trace, artifacts, SMALL).learn("moe-infinity")
 
 

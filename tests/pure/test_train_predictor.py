@@ -114,9 +114,7 @@ def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
     trace = random_trace(n_sequences=20, n_decode=60, with_inputs=True)
     seen, unseen = trace.select(range(16)), trace.select(range(16, 20))
     chosen = mlp_training.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
-    learned, control = (
-        mlp(trace.shape, mlp_training.train(taught, chosen)) for taught in (seen, shuffled(seen, 0))
-    )
+    learned, control = (mlp(trace.shape, mlp_training.train(taught, chosen)) for taught in (seen, shuffled(seen, 0)))
     learned, control = (asked(lambda each=each: each) for each in (learned, control))
     assert accuracy(learned, unseen, 1) > accuracy(control, shuffled(unseen, 1), 1) + 0.1
 
