@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from moegguf.cli.bench import split
-from moegguf.cli.options import OFTEN, AsJson, Flag, Given, Model, flags
+from moegguf.cli.options import OFTEN, AsJson, Flag, Given, flags, model_argument
 from moegguf.cli.trace import showing_progress
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 TEXTS = Path(__file__).parents[1] / "learning" / "texts.jsonl"
 SOURCES = {"prompts": "--prompts", "trace": "--trace", "from_server": "--from-server"}
+Model = Annotated[
+    str, model_argument("A GGUF file (of a split model the first), `demo`, or a name that `moegguf list` shows.")
+]
 FEW_TOKENS = 1000  # from which little is learned
 
 LEARN_FLAGS = (
@@ -118,7 +121,7 @@ def _recorded(
         stats = record(
             path, prompts, out, options, lambda step, share: progress(f"recording: {step}", share),
             n_ctx=chosen["ctx"], flash_attn=read_load_keywords(commands=True).get("flash_attn"), verbose=False,
-            policy="lru", predictor="none", **given,
+            strategy="lru", **given,
         )  # fmt: skip
         if stats.tokens < FEW_TOKENS:
             print_message(f"warning: {stats.tokens:,} tokens are few; thousands predict better (--prompts, --tokens).")
@@ -154,10 +157,10 @@ def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> N
     from moegguf.cli.trace_tables import print_notes, print_table
     from moegguf.learning.learn import JUDGED_SHARE, LAYER_EXPERTS
 
-    names = ("strategy", "tokens", "seconds", "right", "popularity", "hits", "LRU")
+    names = ("strategy", "tokens", "seconds", "validation", "right", "popularity", "hits", "LRU")
     lines = [
-        [one.strategy, f"{one.tokens:,}", f"{one.seconds:.1f}", *map(_percent, (one.right, one.popularity)),
-         *map(_percent, (one.hits, one.lru))]
+        [one.strategy, f"{one.tokens:,}", f"{one.seconds:.1f}", _percent(one.validation),
+         *map(_percent, (one.right, one.popularity, one.hits, one.lru))]
         for one in learnt
     ]  # fmt: skip
     print_table("Learned, and tried on texts that were held out", names, lines)
@@ -166,15 +169,16 @@ def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> N
     print_notes(
         "",
         f"tried on: {judged.decode().n_tokens:,} tokens of {len(judged.sequences())} answers",
+        "validation: experts that the network got right on texts that ended its training",
         "right: of the experts that the predictor named, the share that the router chose;",
-        "  popularity: the same where the most used experts are named",
+        "  popularity: where the experts that are used most are named",
         f"hits: with {JUDGED_SHARE:.0%} of the experts in memory, and a link that brings {LAYER_EXPERTS} experts",
-        "  in the time of a layer; LRU: the same without predictions",
+        "  in the time of a layer; LRU: without predictions",
         f"saved in {learnt[0].files[0].parent}",
         f"next: moegguf run {model} --strategy {learnt[0].strategy}",
         f"      moegguf bench -m {model} --strategy moegguf,lru,{tried}",
     )
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

@@ -32,7 +32,9 @@ def test_a_recorded_trace_is_learned_from_and_shown(here: Command, recorded: Pat
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[1].split() == ["strategy", "tokens", "seconds", "right", "popularity", "hits", "LRU"]
+    assert lines[1].split() == [
+        "strategy", "tokens", "seconds", "validation", "right", "popularity", "hits", "LRU",
+    ]  # fmt: skip
     assert [line.split()[0] for line in lines[2:4]] == ["duoserve", "moe-infinity"]
     assert "next: moegguf run demo --strategy duoserve" in done.stdout
     assert "moegguf bench -m demo --strategy moegguf,lru,duoserve,moe-infinity" in done.stdout
