@@ -98,13 +98,13 @@ def _recorded(
     """Returns the requests to learn from: those of a trace, or recorded now into a file that is
     removed again."""
     from moegguf.controller.artifacts import Artifacts
-    from moegguf.learning.learn import Learning, most_tokens, needs_inputs
+    from moegguf.learning.learn import TRACE_BYTES, Learning, most_tokens, needs_inputs
     from moegguf.settings import cache_folder
     from moegguf.trace.format import read
 
     artifacts = Artifacts(layout)
     if chosen["trace"]:
-        return Learning(read(chosen["trace"]), artifacts, seed=chosen["seed"])
+        return Learning(read(chosen["trace"], TRACE_BYTES), artifacts, seed=chosen["seed"])
     prompts = _texts(chosen)
     shape = len(layout.layers), layout.hparams.n_embd
     most = most_tokens(*shape, strategies, chosen["tokens"])

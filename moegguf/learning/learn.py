@@ -56,6 +56,7 @@ HELD_OUT_SHARE = 0.2
 JUDGED_SHARE = 0.25  # of the experts, that fit in memory where strategies are judged
 LAYER_US = 1000.0  # a layer's time on the modelled link
 LAYER_EXPERTS = 2  # experts that this link brings in the time of a layer
+TRACE_BYTES = 1 << 30  # of a trace that is learned from
 INPUT_BYTES = 768 << 20  # of router inputs in a trace that is learned from; a training holds them twice
 
 
