@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from moegguf.cli.bench import split
 from moegguf.cli.options import OFTEN, AsJson, Flag, Given, flags, model_argument
 from moegguf.cli.trace import showing_progress
-from moegguf.errors import OptionError
+from moegguf.errors import BusyError, OptionError
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
         )
     try:
         turns = store.turns()
+    except BusyError as error:
+        raise OptionError("--from-server: a running server has its stored responses open; stop it first.") from error
     finally:
         store.close()
     found = [Prompt(text, "server") for text in turns if text.strip()]

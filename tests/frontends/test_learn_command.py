@@ -72,6 +72,8 @@ def test_responses_that_a_server_has_stored_are_learned_from_when_asked(here: Co
         turn = [{"role": "user", "content": f"Question {n}?"}, {"role": "assistant", "content": "An answer."}]
         store.add({"id": f"resp_{n}"}, None, turn)
     assert store.turns()[0] == "Question 0?\n\nAn answer."
+    busy = here(*flags, **home)
+    assert busy.returncode == 1 and "a running server has its stored responses open; stop it first" in busy.stderr
     store.close()
     done = here(*flags, **home)
     assert done.returncode == 0, done.stderr
