@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,9 +42,9 @@ TRAINERS: dict[str, ModuleType] = {MLP: mlp, "expert-mlp": expert_mlp, "routing-
 `train`}."""
 
 BRIEF: dict[str, Any] = {
-    MLP: mlp.Options(windows=(1, 2, 4), n_hidden=256, epochs=8, batch=256, patience=2),
+    MLP: mlp.Options(windows=(1, 2, 4), n_hidden=256, epochs=10, batch=128),
     "expert-mlp": expert_mlp.Options(
-        hidden=(512, 256, 128, 64, 32, 16), epochs=12, patience=3, most_samples=1 << 15
+        hidden=(512, 256, 128, 64, 32, 16), epochs=20, batch=128, lr=3e-3, patience=4, most_samples=1 << 15
     ),
     "routing-path": routing_path.Options(epochs=24, patience=3),
 }  # fmt: skip
@@ -125,9 +125,6 @@ class Learning:
                 f" {len(requests)}; give more texts (--prompts)."
             )
         judging = held_out(trace, HELD_OUT_SHARE, seed)
-        if not judging:  # each text is of a kind of its own
-            unlabelled = replace(trace, header=replace(trace.header, labels={}))
-            judging = held_out(unlabelled, HELD_OUT_SHARE, seed)
         self.artifacts = artifacts
         self.judged = trace.select(judging)
         if not self.judged.decode().n_tokens:

@@ -214,21 +214,30 @@ class Samples:
         self.known = np.zeros((n, len(shape.layers)), np.bool_)
         self.known[here] = ids[:, :, 0] >= 0
 
-    def popularity(self) -> Floats:
-        """Returns (n_moe_layer, n_expert): the share of the tokens that used an expert."""
-        return self.paths.sum(axis=0) / np.maximum(self.known.sum(axis=0), 1)[:, np.newaxis]
+    def tokens_of(self, sequences: list[int]) -> Integers:
+        """Returns the places of the tokens of these requests."""
+        parts = [
+            np.arange(start, end)
+            for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)
+            if sequence in sequences
+        ]
+        return np.concatenate(parts)
 
-    def first_guess(self, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    def popularity(self, places: Integers) -> Floats:
+        """Returns (n_moe_layer, n_expert): the share of these tokens that used an expert."""
+        return self.paths[places].sum(axis=0) / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
+
+    def first_guess(self, places: Integers, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
         """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert) whose
         product says, as well as n_embd numbers can, how a token id's log-odds of using an expert
         differ from those of all tokens."""
         size = self.paths.shape[1:]
         uses = np.zeros((len(self.seen), *size), np.float32)
         count = np.zeros((len(self.seen), size[0], 1), np.float32)
-        for token, path, known in zip(self.tokens, self.paths, self.known, strict=True):
-            uses[token] += path
-            count[token, :, 0] += known
-        popularity = self.popularity().astype(np.float32)
+        for place in places:
+            uses[self.tokens[place]] += self.paths[place]
+            count[self.tokens[place], :, 0] += self.known[place]
+        popularity = self.popularity(places).astype(np.float32)
         share = (uses + PRIOR_TOKENS * popularity) / (count + PRIOR_TOKENS)
         excess = (logit(share) - logit(popularity)).reshape(len(self.seen), -1)
         u, s, vt = largest_singular(excess, min(n_embd, *excess.shape), rng)
@@ -253,12 +262,13 @@ class PathTrainee(Trainee):
     """The network with the chunks of a trace; requests of `validation` only decide when to stop."""
 
     def __init__(self, samples: Samples, validation: list[int], options: Options, rng: np.random.Generator) -> None:
-        guess = samples.first_guess(options.n_embd, rng)
-        self.model = PathModel(*guess, samples.popularity(), options, rng)
+        self._training = [sequence for sequence in samples.sequences if sequence not in validation]
+        places = samples.tokens_of(self._training)
+        guess = samples.first_guess(places, options.n_embd, rng)
+        self.model = PathModel(*guess, samples.popularity(places), options, rng)
         self.parameters = self.model.parameters
         self._samples = samples
         self._batch = options.batch
-        self._training = [sequence for sequence in samples.sequences if sequence not in validation]
         self._validation = samples.firsts(validation, np.random.default_rng(options.seed))
 
     @property
