@@ -23,6 +23,7 @@ from moegguf.terminal.messages import print_message
 if TYPE_CHECKING:
     from moegguf.gguf.experts import ExpertLayout
     from moegguf.learning.learn import Learning, Learnt
+    from moegguf.trace.analysis import Progress
     from moegguf.trace.prompts import Prompt
 
 TEXTS = Path(__file__).parents[1] / "learning" / "texts.jsonl"
@@ -74,9 +75,7 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
         raise OptionError(f"{model} has no experts, of which something could be learned; name another model.")
     with showing_progress() as progress:
         learning = _recorded(path, layout, strategies, given, chosen, progress)
-        learnt = []
-        for name in strategies:
-            learnt.append(learning.learn(name, lambda step, share, name=name: progress(f"{name}: {step}", share)))
+        learnt = [learning.learn(name, _reporting(progress, name)) for name in strategies]
     if as_json:
         print_json([asdict(one) | {"files": [str(file) for file in one.files]} for one in learnt])
         return
@@ -93,7 +92,12 @@ def _limit_threads(n_threads: int | None) -> None:
 
 
 def _recorded(
-    path: Path, layout: ExpertLayout, strategies: Sequence[str], given: Given, chosen: Mapping[str, Any], progress: Any
+    path: Path,
+    layout: ExpertLayout,
+    strategies: Sequence[str],
+    given: Given,
+    chosen: Mapping[str, Any],
+    progress: Progress,
 ) -> Learning:
     """Returns the requests to learn from: those of a trace, or recorded now into a file that is
     removed again."""
@@ -119,13 +123,25 @@ def _recorded(
     with tempfile.TemporaryDirectory(prefix="learn-", dir=cache_folder()) as folder:
         out = Path(folder) / "routing.npz"
         stats = record(
-            path, prompts, out, options, lambda step, share: progress(f"recording: {step}", share),
-            n_ctx=chosen["ctx"], flash_attn=read_load_keywords(commands=True).get("flash_attn"), verbose=False,
-            strategy="lru", **given,
-        )  # fmt: skip
+            path,
+            prompts,
+            out,
+            options,
+            _reporting(progress, "recording"),
+            n_ctx=chosen["ctx"],
+            flash_attn=read_load_keywords(commands=True).get("flash_attn"),
+            verbose=False,
+            strategy="lru",
+            **given,
+        )
         if stats.tokens < FEW_TOKENS:
             print_message(f"warning: {stats.tokens:,} tokens are few; thousands predict better (--prompts, --tokens).")
         return Learning(read(out), artifacts, seed=chosen["seed"])
+
+
+def _reporting(progress: Progress, stage: str) -> Progress:
+    """Returns a callback that reports the steps of a stage."""
+    return lambda step, share: progress(f"{stage}: {step}", share)
 
 
 def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:

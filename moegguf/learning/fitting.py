@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from moegguf.learning.gradients import Floats, Node, backward, shares_of
 
+Choices = Floats | npt.NDArray[np.bool_]
+"""1 or True for the experts that a router chose."""
+
 Report = Callable[[str, float], object]
 """Gets a step of a training in words, and the share of the training that is done."""
 
@@ -172,7 +175,7 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
     return fitted
 
 
-def n_right(scores: Floats, chosen: npt.NDArray[np.bool_] | Floats) -> tuple[int, int]:
+def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
     """Returns how many of the most probable experts are right, of how many: ProMoE's ACCURACY
     (section 4.1) takes as many as a token uses. scores and chosen: (n, n_expert)."""
     total = int(chosen.sum())
@@ -195,7 +198,7 @@ def cross_entropy(logits: Node, chosen: Floats) -> Batch:
     return Batch(logits, float(loss), (shares - wanted) / np.float32(len(chosen)))
 
 
-def binary_cross_entropy(logits: Node, chosen: Floats, known: npt.NDArray[np.bool_] | None = None) -> Batch:
+def binary_cross_entropy(logits: Node, chosen: Choices, known: npt.NDArray[np.bool_] | None = None) -> Batch:
     """The loss of a sigmoid for each expert, the mean over experts; of rows that are `known` where
     this is given."""
     x = logits.value

@@ -31,7 +31,7 @@ class Node:
         self.value = value
         self.inputs = inputs
         self.back = back
-        self.learns = learns or any(node.learns for node in inputs)
+        self.learns: bool = learns or any(node.learns for node in inputs)
         self.grad: Floats | None = None
 
 

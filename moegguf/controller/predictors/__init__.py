@@ -81,6 +81,7 @@ def prefetch_predictor(artifacts: Artifacts) -> str:
     if path is None:
         return SKIP
     facts = read_facts(path)
-    skip_right, mlp_right = (facts.get(f"{name}_right") for name in (SKIP, MLP))
-    judged = isinstance(skip_right, float) and isinstance(mlp_right, float)
-    return SKIP if judged and skip_right > mlp_right else MLP
+    match [facts.get(f"{name}_right") for name in (SKIP, MLP)]:
+        case [float(skip_right), float(mlp_right)] if skip_right > mlp_right:
+            return SKIP
+    return MLP
