@@ -69,6 +69,7 @@ lint: $(VENV)/.lint
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(PY) tools/size.py
+	@$(PY) -m tools.prose
 	@$(PY) tools/fault_check.py --anchors
 	@$(PY) -m tools.version > /dev/null
 	@$(VENV)/bin/actionlint .github/workflows/*.yml

@@ -1,6 +1,6 @@
 """Atomic replacement of files: a reader sees the old contents or the new ones, never a part.
 
-A temporary file is locked while it is written, so that those of killed processes can be told apart and are removed.
+A temporary file is locked while it is written. So a file without a lock comes from a killed process, and is removed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes those of the temporary files `paths` that no process has locked."""
+    """Removes the temporary files in `paths` that no process has locked."""
     for path in paths:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

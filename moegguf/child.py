@@ -19,8 +19,8 @@ def child_command(module: str) -> tuple[str, ...]:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """This process's environment, with the folders of `sys.path`, also those that were added to it, and `more`."""
-    path = os.pathsep.join(folder for folder in sys.path if folder and isinstance(folder, str))  # as Python reads it
+    """Returns the environment of this process with the folders of `sys.path`, also folders added later, and `more`."""
+    path = os.pathsep.join(folder for folder in sys.path if folder and isinstance(folder, str))  # Python's form
     return {**os.environ, "PYTHONPATH": path, **more}
 
 

@@ -17,7 +17,7 @@ GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """Names that llama.cpp's tools take."""
 MAX_CONTEXT_TOKENS = 1 << 24
-MAX_KV_TOKENS = 1 << 28  # of all sequences of a context
+MAX_KV_TOKENS = 1 << 28  # tokens of all sequences of a context
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
@@ -45,27 +45,24 @@ Kind = Literal[
 class Option:
     """One option.
 
-    name: the keyword of `Llama`, the field of `settings.Settings` or `settings.Environment`, or the parameter of a
-    request. scope: whether it is chosen when a model is loaded, for each request, or of the server. flags: empty where
-    no command has one. variable: the environment variable after MOEGGUF_; "" where there is none. kind: how its text
-    is read; `choices` of a choice, `least` and `most` of a number. default: in words. zero_is_default: a 0 in the
-    environment counts as unset. often: what people use most, first in help.
+    `name` is the keyword of `Llama`, the field of `settings.Settings` or `settings.Environment`, or the parameter of a
+    request.
     """
 
     name: str
-    scope: Literal["load", "request", "server"]
+    scope: Literal["load", "request", "server"]  # chosen when a model is loaded, for each request, or by the server
     group: str
     help: str
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # empty: no command has a flag for it
     metavar: str = ""
-    variable: str = ""
-    kind: Kind = "text"
-    default: str = ""
-    choices: tuple[str, ...] = ()
-    least: float | None = None
-    most: float | None = None
-    zero_is_default: bool = False
-    often: bool = False
+    variable: str = ""  # environment variable after MOEGGUF_; "": none
+    kind: Kind = "text"  # form of the option's text
+    default: str = ""  # words for the help
+    choices: tuple[str, ...] = ()  # values of a "choice"
+    least: float | None = None  # least number
+    most: float | None = None  # largest number
+    zero_is_default: bool = False  # a 0 in the environment counts as unset
+    often: bool = False  # people use it most: help lists it first
 
     @property
     def full_help(self) -> str:

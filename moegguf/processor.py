@@ -1,16 +1,16 @@
-"""What the operating system says about the processor."""
+"""The processor's name and instruction sets, as the operating system knows them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # of the kernels of `native/kernels`
+NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # the kernels of `native/kernels` need these
 
 
 @dataclass(frozen=True)
 class Processor:
-    """Its name, and the instruction sets that it has, as Linux names them; no flags where they are unknown."""
+    """A processor's name, and its instruction sets by Linux's names. No flags: they are unknown."""
 
     model: str
     flags: frozenset[str]

@@ -94,7 +94,7 @@ class ExpertCache:
     """The budget for experts in fast memory: what is free ("auto"), a share of all experts, or bytes."""
 
     mode: Literal["auto", "fraction", "bytes"]
-    fraction: float = 0.0  # of all experts' bytes, in (0, 1]; only for mode "fraction"
+    fraction: float = 0.0  # share of all experts' bytes, in (0, 1]; only for mode "fraction"
     n_bytes: int = 0  # the budget of mode "bytes"; the most that "auto" takes, 0 without a limit
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "ex
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two memories: its bandwidth in bytes/s, and the time in seconds that every copy takes besides."""
+    """A link between two memories: its bandwidth in bytes/s, and the latency of every copy in seconds."""
 
     bytes_per_s: float
     latency_s: float = 0.0

@@ -1,6 +1,6 @@
 """Environment variables of every command (`Environment`), of loading, and of the server and its clients (`Settings`).
 
-Settings are read from MOEGGUF_*, and from OLLAMA_* where that is unset; names, forms and defaults are those of Ollama's
+Settings are read from MOEGGUF_*, and from OLLAMA_* if that is unset. Names, forms and defaults come from Ollama's
 envconfig and Python client.
 """
 
@@ -63,7 +63,7 @@ def logs_decisions() -> bool:
 
 
 def shows_tracebacks() -> bool:
-    """Whether MOEGGUF_DEBUG is set, whatever else in the environment cannot be read."""
+    """Returns whether MOEGGUF_DEBUG is set, also if other variables cannot be read."""
     return os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0")
 
 
@@ -104,7 +104,7 @@ class Host:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can reach the address."""
         try:
             return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
         except ValueError:
@@ -178,7 +178,7 @@ class Settings:
 
     @property
     def tells_clients_apart(self) -> bool:
-        """Whether what is computed belongs to one of several clients: to those with a key, and to those without."""
+        """True if there are several clients: clients with different keys, or clients with and without a key."""
         return len(set(self.api_keys)) + bool(self.trusted) > 1
 
 

@@ -104,7 +104,7 @@ class Chat:
             print_message("\n".join([*self.model.statistics(with_load=True), ""]))
 
     def check_thinking(self) -> bool:
-        """Whether the model supports thinking, or its header cannot be read; prints a warning when not."""
+        """Returns whether the model supports thinking, or its header cannot be read. Else prints a warning."""
         try:
             if "thinking" in self.model.connection.details(self.conversation.entry).capabilities:
                 return True
@@ -122,8 +122,8 @@ class Row(NamedTuple):
 
     run: Command
     help: str = ""
-    usage: str = ""  # in place of the word
-    needs: str = ""  # what has to follow it
+    usage: str = ""  # printed in place of the word
+    needs: str = ""  # the argument that has to follow the word
 
 
 def run_command(chat: Chat, line: str) -> None:

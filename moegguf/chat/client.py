@@ -26,8 +26,8 @@ Json = dict[str, Any]
 GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # the server may load a model first
 CONNECT_S = 0.5
-KNOWN_S = 10.0  # to answer whether it knows a model
-MAX_ASKED_MODELS = 32  # before it gets the requests
+KNOWN_S = 10.0  # a server's time to answer whether it knows a model
+MAX_ASKED_MODELS = 32  # models that a server is questioned about before it gets the requests
 MAX_ERROR_BYTES = 64 << 10
 WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # a server binds to these; clients connect to loopback
 
@@ -115,8 +115,10 @@ class Client:
 
 
 def running_server(models: Sequence[str]) -> Client | None:
-    """A client of the server at MOEGGUF_HOST when that is moegguf's and knows these models, none of which is a file;
-    else None."""
+    """Returns a client of the server at MOEGGUF_HOST, if that is a moegguf server which knows these models.
+
+    Returns None where no such server runs, or where one of the models is a file.
+    """
     if any(os.path.exists(os.path.expanduser(name)) for name in models):
         return None
     client = Client()

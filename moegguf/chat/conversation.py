@@ -40,7 +40,7 @@ class Conversation:
         self.switch_model(self.entry)
 
     def switch_model(self, entry: NamedModel) -> None:
-        """Replaces the model, and the messages by those of its Modelfile. Settings stay."""
+        """Replaces the model, and replaces the messages by the messages of its Modelfile. Settings stay."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]
 

@@ -30,7 +30,7 @@ def read_snapshot(found: dict[str, Any]) -> Snapshot:
 
 
 def _fields_of(kind: type[Stats] | type[Snapshot], found: dict[str, Any]) -> dict[str, Any]:
-    """Those of `found` that are fields, not what a server tells besides."""
+    """Returns the entries of `found` that are fields of `kind`. A server sends further entries."""
     return {field.name: found[field.name] for field in fields(kind) if field.name in found}
 
 

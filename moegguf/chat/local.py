@@ -33,7 +33,7 @@ class LocalModel:
     The event loop of the manager runs only while a method waits for it, in this thread, so Ctrl-C interrupts it.
     """
 
-    url = None  # of a server
+    url = None  # no server
 
     def __init__(self, settings: Settings, spinner: Spinner) -> None:
         """Starts a worker: it takes as long as this program needs to find and describe the model."""
@@ -52,11 +52,11 @@ class LocalModel:
 
         self.names = Catalog()
         self._opened = AsyncExitStack()  # holds the manager
-        self._manager: ModelManager | None = None  # of the model that is loaded
-        self._entry: ModelEntry  # that model
+        self._manager: ModelManager | None = None  # manager of the loaded model
+        self._entry: ModelEntry  # entry of the loaded model
         self._overrides: LoadOverrides
-        self._lease: Lease  # of the last answer
-        self._before: Snapshot | None = None  # the experts when that began
+        self._lease: Lease  # lease of the last answer
+        self._before: Snapshot | None = None  # the experts when the last answer began
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._runner.run(coroutine)

@@ -1,5 +1,7 @@
-"""The model that a conversation is with, for `run` and the chat: it loads, answers and describes itself in the same way
-wherever it is, in this program (`local.py`) or in a running server (`served.py`)."""
+"""The model of a conversation, for `run` and the chat.
+
+A model loads, answers and describes itself alike in this program (`local.py`) and in a running server (`served.py`).
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ BUSY = 503  # a server's status
 class Answer:
     """One answer, as far as it has come."""
 
-    load_s: float  # of a load before it
+    load_s: float  # time of a load before the answer
     summary: AnswerSummary = field(default_factory=lambda: AnswerSummary(finish="cancelled"))
     decisions: Mapping[str, Any] = field(default_factory=dict)  # `Llama.decisions`
     text: str = ""
     thinking: str = ""
-    error: MoeggufError | None = None  # that ended it early
+    error: MoeggufError | None = None  # the error that ended the answer early
     is_interrupted: bool = False
 
     def add(self, event: Event) -> None:
@@ -55,7 +57,7 @@ class ChatModel:
         self.spinner = connection.spinner
         self._last: Answer | None = None  # since the last load
         self._loaded: Mapping[str, Any] | None = None  # the parameters of loading that it was loaded with
-        self._load_s = 0.0  # of that, since the last answer
+        self._load_s = 0.0  # time of loading since the last answer
 
     def load(self, conversation: Conversation) -> None:
         """Loads the conversation's model; where that fails, the parameters of loading that were set in the chat go."""

@@ -67,7 +67,7 @@ def unquoted(text: str) -> str:
 
 
 def is_quoted_message(text: str) -> bool:
-    """Whether `text` is a message in triple quotes, which is never a command."""
+    """Returns whether `text` is a message in triple quotes, which is never a command."""
     quoted = _QUOTED.fullmatch(text)
     return quoted is not None and not quoted["before"]
 
@@ -98,7 +98,7 @@ class Reader(PromptSession[str]):
 
     @property
     def unsent_text(self) -> str:
-        """What was typed before the last KeyboardInterrupt."""
+        """The text that was typed before the last KeyboardInterrupt."""
         return self.default_buffer.text
 
 

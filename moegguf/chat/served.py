@@ -32,7 +32,7 @@ class ServedModel:
 
     must_load = False
     stats = placement = None  # the server's counts are of every client's answers
-    size_bytes = 0  # of this command
+    size_bytes = 0  # memory of this command
 
     def __init__(self, client: Client, name: str, keep_alive: str | None, spinner: Spinner) -> None:
         self.spinner = spinner

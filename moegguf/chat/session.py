@@ -58,7 +58,7 @@ class Wrapper:
         self._word = ""  # the last one, which may go on
 
     def feed(self, text: str) -> str:
-        """What to print for `text`: its characters, line breaks, and controls that move the last word."""
+        """Returns the output for `text`: its characters, line breaks, and controls that move the last word."""
         # Not the last column: a cursor there (pending wrap) is one cell off when moved back.
         limit = max(MIN_WIDTH, self._width()) - 1
         return "".join(self._char(char, limit) for char in text)
@@ -104,7 +104,7 @@ class Printer:
         self._colour = moves and not os.environ.get("NO_COLOR")
         self._wrapper = Wrapper(lambda: shutil.get_terminal_size(FALLBACK_SIZE).columns) if wrap and moves else None
         self._hide = hide_thinking
-        self._thinking = ""  # what was printed of it, until its end
+        self._thinking = ""  # the thinking that was printed, until its end
 
     def show(self, delta: Delta) -> None:
         """Prints a delta at once."""
@@ -234,7 +234,7 @@ def extract_images(text: str) -> tuple[str, list[bytes]]:
 
 
 def begins_with_image(text: str) -> bool:
-    """Whether the first word is the path of a file that ends like an image."""
+    """Returns whether the first word is the path of a file that ends like an image."""
     match = _PATH.match(text.lstrip())
     return match is not None and _file(match)[1] is not None
 

@@ -1,8 +1,8 @@
 """The llama.cpp context of a loaded model: evaluates tokens and images, one call at a time, each whole or not at all.
 
-It may hold several sequences. Sequence 0 is that of the `Llama` itself, whose `n_tokens` and `input_ids` say what it
-holds. The expert store is told what comes, and threads are chosen, before each evaluation. Does not know prompts,
-sampling, or how a model is loaded.
+A context may have several sequences. Sequence 0 belongs to the `Llama` itself, whose `n_tokens` and `input_ids` have
+its tokens. Before each evaluation the tokens are announced to the expert store, and the number of threads is chosen.
+Does not know prompts, sampling, or how a model is loaded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Step = TypeVar("Step")
 _FULL = "llama_decode returned 1"
 _NO_MEMORY = "llama_decode returned -2"
 _FAILED = "llama_decode returned -3"  # a backend could not compute the graph
-_ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
+_ABORTED = "llama_decode returned 2"  # our abort callback ended it: for a failure with a reason, or for cancel()
 
 
 class ClosedModel:
@@ -74,8 +74,9 @@ class Requests:
         self._at_prompt = self._generating = False
 
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """The same steps, as one request from the first to the last, or to close() of the generator. Requests of other
-        threads wait; one of the same thread ends the request that this thread left unfinished.
+        """Runs these steps as one request, from the first step to the last, or to close() of the generator.
+
+        Requests of other threads wait. A request of the same thread ends the request that this thread left unfinished.
 
         Raises GenerationCancelled from a step that comes after another request of the same thread has begun.
         """
@@ -117,7 +118,9 @@ class Requests:
 
 
 class Context:
-    """What evaluates in the context of `llm`, with what the loader has made. mmproj: the file of its projector.
+    """Evaluates tokens and images in the context of `llm`, with the parts that the loader has made.
+
+    mmproj: the file of the model's projector.
 
     Evaluations raise ExpertIOError, GenerationCancelled, ForkError, ClosedError, and CallbackError from a policy,
     predictor or listener of this model.
@@ -126,7 +129,7 @@ class Context:
     def __init__(self, llm: UpstreamLlama, loader: Loader, mmproj: str | os.PathLike[str] | None = None) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
         self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
-        self.controller = loader.controller  # what decides on experts, if anything does
+        self.controller = loader.controller  # decides on experts; None: the store decides alone
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
         self._row_tables = RowTables(loader.load_plan.layout)
@@ -140,18 +143,18 @@ class Context:
         if llm._is_stateful:
             llm._ctx.kv_cache_seq_rm = self._remove  # the base class calls it
         self._batch = PassBatch(llm.n_batch)
-        self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)  # tokens of a pass
-        self._chunk_rows: list[int] = []  # of the last pass, those with logits
+        self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)  # most logits of a pass
+        self._chunk_rows: list[int] = []  # rows of the last pass with logits
         self._requests = Requests()
         self._projector: Projector | None = None
         self._projector_lock = threading.Lock()
         self._closed = False
         self.lock = threading.RLock()  # held during each evaluation
-        self.images = ContextImages()  # of sequence 0
-        self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0  # of what is evaluated
-        self.eval_s = 0.0  # of all evaluations
+        self.images = ContextImages()  # images of sequence 0
+        self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0  # scale of the next evaluation
+        self.eval_s = 0.0  # time of all evaluations
         self.drafted = Counter[str]()  # figures of `Stats`
-        self.after_pass: Callable[[Any], object] | None = None  # its llama_batch
+        self.after_pass: Callable[[Any], object] | None = None  # called with the pass's llama_batch
         self.after_eval: Callable[[int, Tokens, int], object] | None = None  # 0, its tokens, how many are new
 
     def check_open(self) -> None:
@@ -211,8 +214,9 @@ class Context:
         return self._requests.begin()
 
     def as_request(self, steps: Generator[Step, Any, None], keeps_logits: bool = False) -> Generator[Step, Any, None]:
-        """The same steps, which evaluate tokens, as one request; others wait for it. keeps_logits: it may go on with
-        the logits of the request before.
+        """Runs these steps, which evaluate tokens, as one request. Other requests wait for it.
+
+        keeps_logits: the request may go on with the logits of the request before.
 
         Raises ClosedError, ForkError.
         """
@@ -234,7 +238,8 @@ class Context:
         with self._guarded():
             llm, phase = self._llm, self._requests.next_phase(self._llm.n_tokens, len(tokens))
             self.images.truncate(llm.n_tokens)
-            if not llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1):  # what a failed pass has left
+            # This removes the cells that a failed pass has left.
+            if not llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1):
                 raise OptionError(
                     f"this model's state cannot go back to its first {llm.n_tokens} tokens; call reset(), and evaluate"
                     " all of them again."
@@ -323,7 +328,7 @@ class Context:
             self.images.spans.append(span)
 
     def open_projector(self) -> Projector | None:
-        """What reads images, loaded by the first call; None without `mmproj`. Raises ModelFormatError."""
+        """Returns the projector, which the first call loads; None without `mmproj`. Raises ModelFormatError."""
         with self._projector_lock:  # a server counts tokens beside a running answer
             if self._projector is None and self._mmproj:
                 self.check_open()
@@ -341,7 +346,7 @@ class Context:
             return self.computed(call, len(tokens))
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
-        """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
+        """Calls `call`, which evaluates `n_tokens` tokens (0: unknown), with the best number of threads."""
         if self._threads is not None:
             self._threads.before_pass()
         start_s = time.perf_counter()
@@ -521,7 +526,7 @@ class Context:
         self.forget(target)
         self._bindings.llama_memory_seq_cp(memory, source, target, first, last)
         self._rollback.note_shared(source, target)
-        if target == 0:  # which tokens these are, only the caller knows: they equal no prompt
+        if target == 0:  # only the caller knows these tokens: they equal no prompt
             self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
@@ -569,8 +574,10 @@ class Context:
 
     @property
     def can_shift(self) -> bool:
-        """Whether tokens can be dropped from the middle of the context: not from a recurrent model's state, nor where
-        positions are more than a number."""
+        """True if tokens can be dropped from the middle of the context.
+
+        They cannot be dropped from a recurrent model's state, or where a position is more than one number.
+        """
         memory = self._llm._ctx.memory
         return memory is not None and not self._llm._is_stateful and bool(self._bindings.llama_memory_can_shift(memory))
 

@@ -77,7 +77,7 @@ def gpus() -> list[Device]:
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU that this build can use. Unlike `gpus` it takes no memory of one."""
+    """Returns whether there is a GPU that this build can use. Unlike `gpus` it takes no memory of the GPU."""
     return any(device.kind == "GPU" for device in all_devices())
 
 

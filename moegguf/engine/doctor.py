@@ -47,7 +47,7 @@ Facts = dict[str, Any]
 
 
 def diagnose(model: str | None = None) -> dict[str, Facts]:
-    """{section: facts} for this process and machine; the disk is that of `model`, else of the largest model.
+    """Returns {section: facts} for this process and machine. The disk is the disk of `model`, or of the largest model.
 
     Raises nothing.
     """
@@ -69,7 +69,7 @@ def check_store() -> str:
 
     Raises MoeggufError with the rule that is broken, or where the demo model is missing or does not load.
     """
-    from moegguf.engine.llama import Llama  # which a report about a library that does not load must do without
+    from moegguf.engine.llama import Llama  # a report about a library that does not load cannot import it
 
     path = demo_path()
     if path is None:
@@ -119,7 +119,7 @@ def _build() -> Facts:
 
 
 def _text_of(function: Any) -> str:
-    """What a C function without arguments returns, as text."""
+    """Calls a C function without arguments, and returns its result as text."""
     function.restype, function.argtypes = c.c_char_p, []
     return str(function().decode(errors="replace"))
 
@@ -130,7 +130,7 @@ def _llama_cpp_version() -> str:
 
 
 def read_pin() -> dict[str, str]:
-    """What the library was built from, such as the llama.cpp commit that the patches are for. Raises LibraryError."""
+    """Returns the sources of the library, such as llama.cpp's commit under the patches. Raises LibraryError."""
     folder = library.find_library()
     if not (pin := plugins.read_pin(folder)):
         raise LibraryError(f"there is no UPSTREAM in {folder}: the library was built by an older moegguf")
@@ -180,7 +180,7 @@ def _machine() -> Facts:
 
 
 def _disk(model: str | None) -> Facts:
-    """Of the model's file, else of the largest in MOEGGUF_MODELS, or of the demo."""
+    """Measures the disk of the model's file, or of the largest file in MOEGGUF_MODELS, or of the demo."""
     files = sorted(folder_files(), key=lambda path: path.stat().st_size)
     path = find_model(model) if model else files[-1] if files else demo_path()
     if path is None:

@@ -1,7 +1,8 @@
-"""Drafts: tokens guessed ahead, that the next pass verifies (moegguf.generate.drafting), by llama.cpp's own speculative
-code (`native/drafts`, a library that is loaded where drafts are used). They are what followed the same tokens earlier
-in the text, or what a draft context writes: of a second, smaller model, or of the heads that the file has for more
-tokens than the next one (multi-token prediction, MTP).
+"""Drafts: tokens guessed ahead, which the next pass verifies (moegguf.generate.drafting).
+
+llama.cpp's own speculative code makes them (`native/drafts`, a library that is loaded where drafts are used). A draft
+has the tokens that followed the last tokens earlier in the text, or tokens of a draft context. A draft context computes
+a second, smaller model, or the heads that the file has for further tokens (multi-token prediction, MTP).
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ NGRAM_KEYS = (8, 3)  # tokens that repeat before what is drafted
 
 
 class Source(IntEnum):
-    """Where a draft comes from, in the order in which they are asked: what followed the last tokens earlier in the same
-    sequence (many of them, or few), or a draft context. `NONE`: there is no draft."""
+    """The source of a draft, in the order in which sources are tried.
+
+    n-grams look for the last tokens (many or few of them) earlier in the sequence. MODEL is a draft context. NONE:
+    there is no draft.
+    """
 
     LONG_NGRAM = 0
     SHORT_NGRAM = 1
@@ -64,7 +68,7 @@ class _Request(c.Structure):
 
 @functools.cache
 def _library() -> c.CDLL:
-    library.llama_cpp()  # which has loaded libllama
+    library.llama_cpp()  # loads libllama
     loaded = library.open_part("moegguf-drafts")
     for name in ("open", "set_tokens", "draft", "evaluated", "accept"):
         function = getattr(loaded, f"drafts_{name}")
@@ -117,11 +121,11 @@ class Drafts:
         self._library.drafts_evaluated(self._handle, c.byref(batch))
 
     def accept(self, sequence: int, n: int) -> None:
-        """So many tokens of the sequence's last draft came next."""
+        """Notes that the first `n` tokens of the sequence's last draft were accepted."""
         self._library.drafts_accept(self._handle, sequence, n)
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Frees the drafts. A second call does nothing."""
         handle, self._handle = self._handle, c.c_void_p()
         self._library.drafts_close(handle)
 
@@ -139,11 +143,12 @@ def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_at
 
 
 class ModelDrafts:
-    """The drafts of one model. draft: what was asked for, one of DRAFTS or a model of the same vocabulary, which is
-    loaded first, on the CPU, so that the plan knows what is left of the memory. `in_use`: "ngram", "mtp", "off", or the
-    draft model. "auto" drafts where no bit of an answer depends on it.
+    """The drafts of one model. `in_use` is "ngram", "mtp", "off", or the draft model.
 
-    Raises OptionError where there is no such model, ModelFormatError.
+    draft: one of DRAFTS, or a model with the same vocabulary. "auto" drafts if no bit of an answer depends on it. A
+    draft model is loaded first, on the CPU, so that the plan knows how much memory is left.
+
+    Raises OptionError if there is no such model, ModelFormatError.
     """
 
     def __init__(self, draft: str | os.PathLike[str]) -> None:
@@ -213,7 +218,7 @@ class ModelDrafts:
         return context
 
     def close(self) -> None:
-        """Before the model is freed. Twice is harmless."""
+        """Frees the drafts, before the model is freed. A second call does nothing."""
         if self.drafts is not None:
             self.drafts.close()
         if self._context:

@@ -43,7 +43,7 @@ class ErrorLog:
 
 @functools.cache
 def llama_log() -> ErrorLog:
-    """That of llama.cpp in this process. Who got its lines before gets them still."""
+    """Returns the log of llama.cpp in this process. An earlier callback still gets the lines."""
     bindings = llama_cpp()
     before, user_data = bindings.llama_log_callback(), c.c_void_p()
     bindings.llama_log_get(c.byref(before), c.byref(user_data))
@@ -52,7 +52,7 @@ def llama_log() -> ErrorLog:
 
 @functools.cache
 def mtmd_log() -> ErrorLog:
-    """That of libmtmd in this process. Where llama.cpp's log is shown, all of it goes there, too."""
+    """Returns the log of libmtmd in this process. If llama.cpp's log is shown, all lines go there, too."""
     logger = llama_cpp()._logger
 
     def forward(level: int, text: bytes, user: Any) -> None:

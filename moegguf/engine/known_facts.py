@@ -1,4 +1,4 @@
-"""What was found out about a model here, each fact in a file of the cache folder, so that it is found out once."""
+"""Facts that were found out about a model here, each in a file of the cache folder, so that each is found out once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ Fact = TypeVar("Fact")
 
 
 class KnownFact:
-    """One fact of a kind. about: what it depends on, as JSON has it, beside the model's headers, the build of the
-    native library and the processor: a home folder may be shared between machines."""
+    """One fact of a kind. It depends on the model's headers, the build of the native library, the processor and
+    `about`.
+
+    The processor counts because a home folder may be shared between machines.
+
+    about: further facts that it depends on, as JSON.
+    """
 
     def __init__(self, kind: str, layout: ExpertLayout, about: Any) -> None:
         processor, model = read_processor(), header_digest(layout.shards)

@@ -1,10 +1,10 @@
 """A folder of blocks of computed contexts, each a file named by a hash of everything that its bytes depend on.
 
-A block is written under a temporary name and renamed, and has a checksum of its name and bytes: one that is damaged,
-truncated, no regular file or another one's is deleted and counts as missing, so none is flushed to disk, either.
-Several processes may share a folder; a file that another one has deleted is missing, too. What the folder refuses
-turns the store off, with one warning. States of sequences go from their files into a KV cache (`native/kv_blocks.cpp`).
-Does not know models or what blocks hold.
+A block is written under a temporary name and renamed, and has a checksum of its name and bytes. A block that is
+damaged, truncated, no regular file or under a wrong name is deleted and counts as missing. So blocks need not be
+flushed to disk. Several processes may share a folder; a file that another process has deleted is missing, too. An
+error of the folder turns the store off, with one warning. States of sequences go from their files into a KV cache
+(`native/kv_blocks.cpp`). Does not know models, or the contents of blocks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from moegguf.settings import cache_folder
 
 MAGIC = b"moegguf\x03"
 DIGEST_BYTES = 16
-MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # of the free disk, one part of so many
-KEPT_PARTS = (9, 10)  # of the limit, after blocks were deleted
+MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # one tenth of the free disk
+KEPT_PARTS = (9, 10)  # share of the limit that is left after blocks were deleted
 UNCOUNTED_PARTS = 20  # the limit divided by it is written before all blocks, also other processes', are counted again
 MOST_HEADER_BYTES = 4096
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, bytes of JSON
@@ -42,7 +42,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class About:
-    """What a block says of itself: its model, the tokens up to its end, and those of its own."""
+    """The header of a block: its model, the number of tokens up to its end, and the number of its own tokens."""
 
     model: str
     n_tokens: int
@@ -51,8 +51,11 @@ class About:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block's file of `n_bytes` bytes: a state from `begin` on, its first bytes `head`, the digest of `prefix` and
-    all of the state, not compared yet, and when it was last used, in seconds since 1970."""
+    """A block's file of `n_bytes` bytes. The state begins at `begin`, and its first bytes are `head`.
+
+    The digest is the digest of `prefix` and all of the state. It was not compared yet. `used_s` is the time of the last
+    use in seconds since 1970.
+    """
 
     path: Path
     about: About
@@ -65,7 +68,7 @@ class StoredBlock:
 
 
 def default_folder() -> Path:
-    """Where contexts are kept."""
+    """Returns the folder of kept contexts."""
     return cache_folder() / "contexts"
 
 
@@ -138,7 +141,7 @@ class KvBlockStore:
         self.folder = folder
         self.is_off = False
         self.limit_bytes = limit_bytes or 0
-        self._room_bytes = 0  # to write until blocks are counted again
+        self._room_bytes = 0  # bytes that may be written until blocks are counted again
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -156,12 +159,14 @@ class KvBlockStore:
             self._turn_off(error)
 
     def holds(self, name: str) -> bool:
-        """Whether there is a file of this name."""
+        """Returns whether there is a file with this name."""
         return not self.is_off and os.path.exists(self._path(name))
 
     def open(self, name: str, n_head: int = 0) -> StoredBlock | None:
-        """A block, which was not checked, with at least `n_head` of its first bytes where it has so many; None where it
-        is missing, or cannot be one."""
+        """Returns a block without checking it; None if it is missing, or cannot be a block.
+
+        It has at least its first `n_head` bytes, or all bytes of a shorter block.
+        """
         return None if self.is_off else _opened(self._path(name), n_head)
 
     def read(self, name: str) -> bytes | None:
@@ -215,7 +220,7 @@ class KvBlockStore:
         return self.folder / name[:2] / name
 
     def _make_room(self, n_bytes: int) -> None:
-        """For a block that is written next: deletes what was used longest ago, where the limit would be passed."""
+        """Makes room for the next block: deletes the least recently used blocks if the limit would be passed."""
         self._room_bytes -= n_bytes
         if self._room_bytes >= 0:
             return

@@ -32,7 +32,7 @@ from moegguf.settings import read_environment
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
-READ_ERROR = "read error"  # of llama.cpp, where the system says that reading failed
+READ_ERROR = "read error"  # llama.cpp's error for a read that the system refused
 
 MeasureSpeeds = Callable[[Device], Speeds]
 
@@ -126,7 +126,7 @@ def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
     """Changes options so that llama.cpp uses GPUs where the plan does, and only there, and divides layers as it
     says."""
     options["n_gpu_layers"] = plan.n_gpu_layers
-    if plan.tensor_split is not None:  # of the devices that the session names
+    if plan.tensor_split is not None:  # shares of the devices that the session names
         options |= {"split_mode": BY_LAYERS, "tensor_split": list(plan.tensor_split)}
     elif plan.on_device and len(gpus()) > 1:
         (device,) = find_gpus(plan.on_devices[0].name)

@@ -12,7 +12,7 @@ from moegguf.gguf.shards import parse_shard_name, shard_path, shards_of
 
 
 class FilePath(str):
-    """A path that the base class encodes as UTF-8, in place of which llama.cpp reads `read_as`."""
+    """A path that the base class encodes as UTF-8. llama.cpp reads `read_as` instead."""
 
     read_as: bytes
 

@@ -27,8 +27,8 @@ class PlacementPlan:
     chosen: Placement
     reason: str  # a sentence
     speeds: Speeds
-    hit_rates: str  # where these come from
-    device_bytes: int  # of the device's memory, for experts
+    hit_rates: str  # source of the hit rates
+    device_bytes: int  # the part of the device's memory for experts
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class MemoryPlan:
     """A memory's part of a plan: the layers that are computed there, slots and bytes."""
 
     name: str | None  # ggml's name of a device; None: RAM, with the CPU
-    layers: tuple[int, ...]  # that are computed there
-    n_slots: int  # for experts of these layers
-    total_bytes: int  # that it takes there, all slots included
-    available_bytes: int = 0  # that this process may take there
+    layers: tuple[int, ...]  # layers that are computed there
+    n_slots: int  # slots for experts of these layers
+    total_bytes: int  # bytes that the model takes there, all slots included
+    available_bytes: int = 0  # bytes that this process may take there
     n_below: int = 0  # slots in RAM from which slots of devices are filled
 
 
@@ -49,23 +49,23 @@ class Plan:
 
     memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
     slot_bytes: int
-    n_experts: int  # of all layers together
+    n_experts: int  # experts of all layers together
     n_ctx: int
     n_ubatch: int  # tokens of a pass
-    needs: MemoryNeeds = NO_NEEDS  # beside slots; the work memory of slots is part of compute_bytes
+    needs: MemoryNeeds = NO_NEEDS  # memory without slots; the work memory of slots is part of compute_bytes
     n_seq_max: int = 1
     n_rs_seq: int = 0  # snapshots of each sequence's recurrent state: tokens that it can lose again
     n_batch: int = 512
-    kv_tokens: int = 0  # of all sequences
+    kv_tokens: int = 0  # tokens of all sequences
     streams: bool = False  # a pass may use more experts of a layer than there are slots
-    slot_tokens: int = NO_LIMIT  # of a pass that slots of a device are for: more are staged, or read in several passes
+    slot_tokens: int = NO_LIMIT  # most tokens of a pass with a device's slots: more are staged, or split into passes
     n_staging: int = 0  # tensors of a layer's full shape on each device, in which prompts are staged
-    staging_bytes: int = 0  # that these take on all devices, beside slots
-    whole_layers: tuple[int, ...] = ()  # whose experts all lie on a device, as plain weights, and have no slots
-    n_gpu_layers: int = 0  # as llama.cpp's: that devices compute
-    tensor_split: tuple[float, ...] | None = None  # with which llama.cpp divides layers, where several memories compute
-    warms_up: bool = False  # backends grow to what the largest pass takes while loading: little stays free beside it
-    placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
+    staging_bytes: int = 0  # bytes of staging tensors on all devices, without slots
+    whole_layers: tuple[int, ...] = ()  # layers whose experts all lie on a device as plain weights, without slots
+    n_gpu_layers: int = 0  # llama.cpp's number of layers that devices compute
+    tensor_split: tuple[float, ...] | None = None  # llama.cpp's shares of layers, where several memories compute
+    warms_up: bool = False  # a load evaluates the largest pass, so that backends reach their final size
+    placement: PlacementPlan | None = None  # the chosen placement and its reason; None: there was no choice
     reasons: tuple[str, ...] = ()  # sentences for the user
     warnings: tuple[str, ...] = ()
 
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def on_device(self) -> bool:
-        """Whether a device computes layers."""
+        """True if a device computes layers."""
         return len(self.memories) > 1
 
     @property
@@ -179,8 +179,10 @@ FIGURES = (
 
 
 def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> int:
-    """Slots that a pass may need at once: its experts of one layer, whatever the router chooses, or, where those that
-    have no slot of their own are streamed, one token's."""
+    """Returns the slots that a pass may need at once: its experts of one layer, for any choice of the router.
+
+    streams: experts without a slot of their own are streamed, so one token's experts need slots.
+    """
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
@@ -191,11 +193,12 @@ def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """The most tokens of a pass that `n_slots` suffice for; NO_LIMIT without a limit.
+    """Returns the largest number of tokens in a pass for which `n_slots` are enough; NO_LIMIT without a limit.
 
-    streams: experts without a slot of their own are streamed or staged. slot_tokens: of a pass whose experts are in
-    slots that layers share, as the device computes more of them otherwise than with every expert there
-    (`slot_sizes.slot_tokens`).
+    streams: experts without a slot of their own are streamed or staged.
+
+    slot_tokens: most tokens of a pass with slots that layers share. The device computes more tokens in another way than
+    with every expert there (`slot_sizes.slot_tokens`).
     """
     if streams or n_slots >= layout.n_expert_total:
         return NO_LIMIT
@@ -204,10 +207,10 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
 
 
 def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
-    """Bytes of so many tensors of a layer's full shape."""
+    """Returns the bytes of `n_tensors` tensors of a layer's full shape."""
     return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:
-    """Slots that hold so many bytes: what staging tensors take of a budget that is given."""
+    """Returns the slots that hold `n_bytes`: the part of a given budget that staging tensors take."""
     return -(-n_bytes // slot_bytes) if n_bytes else 0

@@ -1,18 +1,17 @@
-"""Keeps on disk what a model has computed: a prompt that begins as an earlier one did is restored, and only the rest is
-computed, also after the process that computed it was killed.
+"""Keeps computed contexts on disk, so that only the new part of a prompt is computed.
 
-The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of everything that its bytes depend on:
-of the model, the build, the options that change what is computed, who owns it, and all tokens up to its end; sequences
-that begin alike have the same blocks. What follows the last full block is kept where a prompt or an answer ends.
-llama.cpp writes and reads one block as the state of a sequence that has only its cells. A block does not end within an
-image, and its name has the image's hash in it.
+This works also after the process that computed the context was killed.
 
-Cells of sliding windows are blocks of their own: a sequence can go on where the blocks of the last
-window are kept. A recurrent state cannot be cut. It is kept after some of the tokens, under the name
-of what follows the last full block there: a sequence goes on after the longest prefix that has a
-state and all blocks before it. The distance of two states follows from their cost (`StateCost`). A
-sequence that is in memory goes back to the nearest state in the same way. Where no cells can be cut,
-the whole memory is such a state.
+The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of the model, the build, the options
+that change results, the owner, and all tokens up to its end. So sequences that begin alike share blocks. The tokens
+after the last full block are kept where a prompt or an answer ends. llama.cpp writes and reads one block as the state
+of a sequence that has only its cells. A block does not end within an image, and its name has the image's hash in it.
+
+Cells of sliding windows are blocks of their own: a sequence can go on if the blocks of the last window are kept. A
+recurrent state cannot be cut. It is kept after some of the tokens, under the name of the tokens that follow the last
+full block there. A sequence goes on after the longest prefix that has a state and all blocks before it. The distance
+of two states follows from their cost (`StateCost`). A sequence in memory goes back to the nearest state in this way,
+too. If no cells can be cut, the whole memory is such a state.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ MakeRoom = Callable[[int], object]
 
 BLOCK_TOKENS = 64
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
-MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
-MOST_STEP_TOKENS = 512  # between two states, unless one takes longer to keep than these to compute
+MOST_QUEUED_BYTES = 64 << 20  # bytes that wait to be written
+MOST_STEP_TOKENS = 512  # most tokens between two states, unless keeping one takes longer than computing these tokens
 STEP_COST = 0.05  # the part of the time of computing tokens that keeping states may take
-STATES_SHARE = 0.5  # of the store, which the states of one conversation take at most
-FORMAT = 2  # of what a name stands for
-_NAMES = {CELLS: "", WINDOW: "-window"}  # what follows the name of a part
+STATES_SHARE = 0.5  # largest share of the store for the states of one conversation
+FORMAT = 2  # version of the facts that a name is made of
+_NAMES = {CELLS: "", WINDOW: "-window"}  # endings of the name of a part
 _STATE = struct.Struct("<2I")  # streams, cells
 _RECURRENT_STATE = struct.Struct("<IiI")  # cells, the last position, sequences
 _CELL_BYTES = (12, 24)  # position, number of sequences, one sequence; with two coordinates and a token between them
@@ -78,8 +77,10 @@ LOAD_OPTIONS = (
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens of a sequence from `begin` to before `end`, and the name of their block; `positions`: those of each, and
-    of the token after them."""
+    """Tokens of a sequence from `begin` to before `end`, and the name of their block.
+
+    `positions` has the position of each token, and of the token after them.
+    """
 
     name: str
     begin: int
@@ -96,12 +97,12 @@ class _Parts:
     def __init__(self, name: str, tokens: Tokens, images: Images) -> None:
         self._name, self._images, self._ids = name, images, np.asarray(tokens, np.int32)
         n_tokens = len(self._ids)
-        unknown = np.append(self._ids == PLACEHOLDER, True)  # who evaluates images into a context does not say which
+        unknown = np.append(self._ids == PLACEHOLDER, True)  # images that were evaluated without a description
         steps = np.ones(n_tokens + 1, np.int32)
         for image in images:
             unknown[image.begin : image.end] = False
             if image.n_positions != image.n_tokens and image.end <= n_tokens:
-                steps[image.begin + 1 : image.end] = 0  # they share the position of the first (M-RoPE)
+                steps[image.begin + 1 : image.end] = 0  # tokens share the position of the first one (M-RoPE)
                 steps[image.end] = image.n_positions
         unknown[n_tokens], steps[0] = True, 0
         self._n_known = int(np.argmax(unknown))
@@ -144,7 +145,7 @@ class PrefixCache:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
         self._store, self._recent = store, recent
         self._root = _root(llm, load_plan, moves)
-        self._model = load_plan.layout.shards[0].path.stem  # for people
+        self._model = load_plan.layout.shards[0].path.stem  # name that people read
         if self._model.startswith("sha256-"):
             self._model = str(load_plan.layout.metadata.get("general.name", self._model))
         self._memory = MemoryParts(llm)
@@ -155,8 +156,8 @@ class PrefixCache:
         self._almost_read: set[int] = set()  # sequences whose prompt lacks its last token after the next pass
         self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
         self._queued: dict[str, int] = {}  # names of blocks that wait to be written, and their bytes
-        self._lock = threading.Lock()  # of these
-        self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
+        self._lock = threading.Lock()  # guards `_queued`
+        self.behind = set[int]()  # sequences with blocks that could not be written, as too many were waiting
         self._fill_held = False
 
     def _choose_parts(self, parts: int) -> None:
@@ -183,10 +184,18 @@ class PrefixCache:
         make_room: MakeRoom = lambda n_tokens: None,
         images: Images = (),
     ) -> int:
-        """Makes a sequence hold as many of `tokens` as the disk has, but for the last one, where it has more of them
-        than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
-        "" where all share them. make_room: called with the number of tokens that the context needs cells for. images:
-        the images among the tokens, of sequence 0."""
+        """Restores the beginning of `tokens` into a sequence, if the disk has more of it than the sequence.
+
+        The last token is never restored. Returns the number of tokens that the sequence then has.
+
+        n_held: tokens that the sequence has now.
+
+        owner: owner of the blocks, "" for blocks that all share.
+
+        make_room: called with the number of tokens that the context needs cells for.
+
+        images: the images among the tokens, for sequence 0.
+        """
         n_tokens = len(tokens)
         if self._recent is not None and n_tokens >= BLOCK_TOKENS:
             self._recent.begin()
@@ -441,7 +450,7 @@ class PrefixCache:
             n_done = min(n_added, read.fill())
         if n_done < len(parts):
             self._memory.remove(kind, sequence, int(parts[n_done].positions[0]))
-            for unusable in parts[n_done:]:  # so that they are written again
+            for unusable in parts[n_done:]:  # deleted blocks are written again
                 self._store.delete(_name(kind, unusable))
         self._pool.submit(self._store.touch, [_name(kind, part) for part in parts[:n_done]])
         return n_done
@@ -555,8 +564,8 @@ class StateCost:
         self._limit_bytes = limit_bytes
         self._eval_s = self._pass_s = 0.0  # the context's seconds, and the seconds of the last pass
         self._n_pass = 0  # tokens of the last pass
-        self._token_s = 0.0  # to compute a token of a prompt; 0: not known yet
-        self._byte_s = 0.0  # to keep a byte of a state; 0: not known yet
+        self._token_s = 0.0  # time to compute a token of a prompt; 0: not known yet
+        self._byte_s = 0.0  # time to keep a byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
         """Notes a sequence's `n_new` tokens of a pass, after which the context has computed for `eval_s` seconds."""

@@ -1,7 +1,7 @@
 """The projector of a vision model (an mmproj file), through libmtmd: from texts and images to tokens and embeddings.
 
 An image becomes one span of tokens, or several (tiles) with texts between them. In a list of tokens they are
-PLACEHOLDERs. A span takes as many cells of the KV cache as it has tokens, but fewer positions in models with M-RoPE,
+PLACEHOLDERs. A span has a cell of the KV cache for each of its tokens. It has fewer positions in models with M-RoPE,
 where all tokens of an image share a time step. At most one image is held decoded.
 """
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = -1  # no token of any model
 STEP_BYTES = 64 << 10
-MAX_JPEG_SEGMENTS = 4096  # before the first frame
-JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # that are decoded; the last is progressive
+MAX_JPEG_SEGMENTS = 4096  # segments before the first frame
+JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # frames that are decoded; the last is progressive
 _JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # and comments
-_END_OF_IMAGE = b"\xff\xd9"  # which is in no scan
+_END_OF_IMAGE = b"\xff\xd9"  # no scan has these bytes
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_TRAILER = 0x2C, 0x21, 0x3B
 _MARKER = re.compile(rb"\xff[^\xff]", re.DOTALL)
 
@@ -75,7 +75,7 @@ class ImagePrompt:
     spans: tuple[ImageSpan, ...]
 
     def after(self, tokens: Sequence[int], n_dropped: int = 0) -> ImagePrompt:
-        """The same after `tokens`, without its own first `n_dropped`."""
+        """Returns a prompt of `tokens` and then this one without its first `n_dropped` tokens."""
         shift = len(tokens) - n_dropped
         spans = tuple(replace(span, begin=span.begin + shift) for span in self.spans)
         return replace(self, tokens=[*tokens, *self.tokens[n_dropped:]], spans=spans)
@@ -165,7 +165,7 @@ class Projector:
                 self.release()
 
     def _decoded(self, prompt: ImagePrompt, image: int) -> int:
-        """libmtmd's chunks with the pixels of one image, kept until another one is asked for."""
+        """Returns libmtmd's chunks with the pixels of one image. They are kept until the next image is decoded."""
         if self._held is None or self._held[0] is not prompt or self._held[1] != image:
             self.release()
             chunks = self._tokenized(prompt.texts, prompt.images, decoded=image)
@@ -237,8 +237,10 @@ class ContextImages:
         return n_tokens - sum(span.n_tokens - span.n_positions for span in self.spans if span.end <= n_tokens)
 
     def common_prefix(self, n_tokens: int, spans: Sequence[ImageSpan]) -> int:
-        """How many of `n_tokens` equal tokens of the context and a prompt with `spans` come before the first image that
-        differs, or that is not complete."""
+        """Returns the number of equal tokens of the context and a prompt with `spans`, up to `n_tokens`.
+
+        It ends before the first image that differs, or that is not complete.
+        """
         mine = {span.begin: span for span in self.spans}
         for span in spans:
             known = mine.get(span.begin)
@@ -249,8 +251,10 @@ class ContextImages:
 
 
 def has_end(data: bytes) -> bool:
-    """Whether nothing is missing at the end of a JPEG or GIF file, where stb_image makes up the rest; also True for a
-    file of another kind."""
+    """Returns whether the end of a JPEG or GIF file is there: stb_image makes up a missing end.
+
+    Returns True for a file of another kind.
+    """
     if data.startswith(b"\xff\xd8"):
         frame = jpeg_frame(data)
         return frame >= 0 and data.find(_END_OF_IMAGE, frame) >= 0
@@ -261,8 +265,10 @@ def has_end(data: bytes) -> bool:
 
 
 def jpeg_frame(data: bytes) -> int:
-    """Where the kind of the first frame of a JPEG file is, after its thumbnails; -1 where another marker than that of a
-    table or comment comes before."""
+    """Returns the place of the kind of a JPEG file's first frame, after its thumbnails.
+
+    Returns -1 if a marker comes before that belongs to no table and no comment.
+    """
     at = 2
     for _ in range(MAX_JPEG_SEGMENTS):
         marker = _MARKER.search(data, at)
@@ -297,8 +303,10 @@ def _table_bytes(flags: int) -> int:
 
 
 def inflates_within(data: bytes, most_bytes: int) -> bool:
-    """Whether a PNG's data, all of which stb_image inflates, become at most `most_bytes`; also True for another kind of
-    file. False where they cannot be inflated."""
+    """Returns whether a PNG's data, which stb_image inflates whole, become at most `most_bytes`.
+
+    Returns True for another kind of file, and False for data that cannot be inflated.
+    """
     inflater, n_bytes = zlib.decompressobj(), 0
     try:
         for part in _compressed(data):

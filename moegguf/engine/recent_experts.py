@@ -1,5 +1,6 @@
-"""The experts that the last token of a model's latest prompt used, kept beside its contexts: they are fetched while the
-model is read again, so that a conversation that goes on waits for few of them.
+"""The experts that the last token of a model's latest prompt used, kept beside its contexts.
+
+They are fetched while the model is read again, so that a conversation that goes on waits for few experts.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from moegguf.native.store import ListenOptions
 
 
 class RecentExperts(RoutingListener):
-    """Those of one model; made before its weights are read, and noted of prompts between `begin` and `end`. `name`: of
-    their block."""
+    """The recent experts of one model, in the block `name`.
+
+    The object is made before the weights are read. It notes the experts of prompts between `begin` and `end`.
+    """
 
     listen_options = ListenOptions(lazy=True)
 
     def __init__(self, session: Session, store: KvBlockStore) -> None:
         self._session = session
         self.name = f"{header_digest(session.layout.shards)}-experts"
-        self._used = dict[int, list[int]]()  # of each layer
+        self._used = dict[int, list[int]]()  # experts by layer
         if store.holds(self.name) and (found := store.read(self.name)) is not None:
             session.store.prefetch(*np.frombuffer(found, np.int32).reshape(2, -1))
 

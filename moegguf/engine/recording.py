@@ -21,7 +21,7 @@ COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_n
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Where to record and what. inputs: the router's input vectors too (float16, n_embd per token and layer)."""
+    """The file of a recording. With `inputs` it has the routers' inputs, too (float16, n_embd per token and layer)."""
 
     path: str | os.PathLike[str]
     inputs: bool = False

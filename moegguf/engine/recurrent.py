@@ -21,8 +21,8 @@ WITHOUT_HEADS = frozenset((
     "bailingmoe3", "glm5-next",
 ))  # fmt: skip
 DEEPSEEK4 = "deepseek4"
-# DeepSeek V4 compresses the keys of each sequence for itself. Where qwen4exp chooses a part of a block of tokens, the
-# choice depends on the order of cells, which is the order of tokens only where no other sequence has cells between.
+# DeepSeek V4 compresses the keys of each sequence for itself. qwen4exp may choose a part of a block of tokens. The
+# choice depends on the order of cells, which is the order of tokens only if no other sequence has cells in between.
 OWN_CELLS = frozenset((DEEPSEEK4, "qwen4exp"))
 ROLLBACK_ARCHS = frozenset((
     "kimi-k3", "qwen35", "qwen35moe", "qwen4exp", DEEPSEEK4, "glm5-next", "nemotron_h", "nemotron_h_moe", "lfm2",
@@ -138,7 +138,7 @@ def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
     hparams, ratios = layout.hparams, _ratios(layout)
     key = row_bytes(type_k, hparams.key_length * max(hparams.n_head_kv))
     indexed = row_bytes(type_k, number(layout, "attention.indexer.key_length"))
-    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads  # those that draft have another context
+    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads  # heads that draft have another context
     n_bytes = n_layer * padded(n_ctx) * key
     n_bytes += ratios.count(COMPRESSED) * padded(-(-n_ctx // COMPRESSED)) * (key + indexed)
     return n_bytes + ratios.count(WIDE_COMPRESSED) * padded(-(-n_ctx // WIDE_COMPRESSED)) * key

@@ -1,5 +1,8 @@
-"""Other budgets for the experts of a loaded model, as slots of its tiers: at least what its passes use, at most those
-that it was loaded with, which "auto" gives back."""
+"""Changes the budgets for the experts of a loaded model, as slots of its tiers.
+
+A budget has at least the slots that the model's passes use, and at most the slots of the load. "auto" gives back the
+slots of the load.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ if TYPE_CHECKING:
     from moegguf.engine.session import Session
     from moegguf.engine.upstream import UpstreamLlama
 
-Slots = tuple[Tier, int | None]  # of a tier; of one of the store's devices alone
-EVERY_DEVICE: Slots = Tier.COMPUTE, None  # those in VRAM; where the CPU computes every layer, those in RAM
+Slots = tuple[Tier, int | None]  # a tier, and the number of a device if only its slots are meant
+EVERY_DEVICE: Slots = Tier.COMPUTE, None  # slots in VRAM, or slots in RAM if the CPU computes every layer
 
 
 def set_budget(
@@ -44,7 +47,7 @@ def set_budget(
         try:
             if on_device:
                 library.llama_cpp().llama_synchronize(llm.ctx)
-            for (tier, device), n_slots in reversed(wanted.items()):  # at once: nothing computes under this lock
+            for (tier, device), n_slots in reversed(wanted.items()):  # nothing computes under this lock
                 store.resize(n_slots, tier, device)
         finally:
             if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
@@ -54,7 +57,7 @@ def set_budget(
 
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
-    """To what slots are exact for, where passes were planned for a device with every expert."""
+    """Shortens passes to the tokens that slots compute exactly, if they were planned for a device with every expert."""
     most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return
@@ -117,7 +120,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
 
 
 def _asked(session: Session, cache: ExpertCache, most: int) -> int:
-    """Slots of a budget, of which there are so many at most."""
+    """Returns the slots of a budget, up to `most`."""
     return most if cache.mode == "auto" else min(most, budget_slots(cache, session.layout, session.plan.slot_bytes))
 
 

@@ -1,8 +1,8 @@
-"""Which of their last tokens the sequences of a context can lose, where the model has a recurrent state.
+"""Knows which of their last tokens the sequences of a context can lose, if the model has a recurrent state.
 
-llama.cpp keeps a snapshot of the state before each of the last tokens of a sequence's last ubatch, and does not check
-that a snapshot is of the wanted token: snapshots of shorter ubatches, and of sequences whose state was moved for
-another ubatch, are stale. Here is known which are not.
+llama.cpp keeps a snapshot of the state before each of the last tokens of a sequence's last ubatch. It does not check
+that a snapshot belongs to the token that the caller names. Snapshots of shorter ubatches are stale, and so are
+snapshots of sequences whose state was moved for another ubatch. This module knows which snapshots are valid.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ class Rollback:
         return max(0, min(self._n_rs_seq, self._n_ubatch // len(sequences) - 1))
 
     def note_pass(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Notes that these tokens were evaluated. Then only sequences of the pass's last ubatch have snapshots: an
-        ubatch moves the states of others. llama.cpp computes sequences that have a token left first, and does not
-        divide the last `n_rs_seq` + 1 tokens of others."""
+        """Notes that these tokens were evaluated.
+
+        Only sequences of the pass's last ubatch then have snapshots, because an ubatch moves the states of others.
+        llama.cpp computes sequences that have a token left first. It does not divide the last `n_rs_seq` + 1 tokens of
+        the others.
+        """
         self._restored.difference_update(chunk.sequence for chunk in chunks)
         self._n_back.clear()
         length = chunks[-1].n_evaluated

@@ -17,7 +17,7 @@ from pathlib import Path
 from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.gguf.experts import ExpertLayout, RowTable
 
-ROW_PAGES_BYTES = 64 << 20  # of tables' pages in memory; in the plan, among the weights
+ROW_PAGES_BYTES = 64 << 20  # most bytes of tables' pages in memory; the plan counts them among the weights
 _MAPS = Path("/proc/self/maps")
 _STATM = Path("/proc/self/statm")
 
@@ -34,7 +34,7 @@ class RowTables:
         is_limited = bool(layout.row_tables) and read_memory().limited_by != MACHINE
         self._layout = layout
         self._tables = layout.row_tables if is_limited else ()
-        self._before = _mapped_bytes() if is_limited else 0  # of other files: libraries
+        self._before = _mapped_bytes() if is_limited else 0  # mapped bytes of other files: libraries
 
     def after_pass(self) -> None:
         """Drops the pages where the next pass might need more than planned."""

@@ -9,7 +9,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
 from moegguf.gguf.experts import ExpertLayout
 
-LEAST_PASSES = 32  # of an answer whose hit rate says something
+LEAST_PASSES = 32  # a shorter answer has no hit rate that says something
 
 
 class RunHits:

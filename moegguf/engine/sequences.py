@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 
-CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # of the attention kernels, whose rows are of
-HEAD_STEP = 16  # values, or a multiple
+CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # types that the attention kernels read
+HEAD_STEP = 16  # the attention kernels need rows of a multiple of this
 _FLASH_OFF = 0  # enum llama_flash_attn_type
 # Architectures with a recurrent state whose whole graphs are checked (tests/live/test_hybrid_width.py).
 STATEFUL_ARCHS = frozenset((
@@ -91,9 +91,14 @@ class PassBatch:
     def fill(
         self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
-        """Sets the tokens; returns each chunk's row of logits, that of its last token; those of its draft come next.
-        position: of the token after the first n. all_logits: those of every token are wanted. Raises OptionError for a
-        chunk without tokens."""
+        """Sets the tokens. Returns the row of logits of each chunk's last token; the rows of its draft come next.
+
+        position: returns the position of the token after the first n.
+
+        all_logits: every token gets logits.
+
+        Raises OptionError for a chunk without tokens.
+        """
         begin, rows = 0, list[int]()
         for chunk in chunks:
             if not chunk.tokens:
@@ -112,7 +117,7 @@ class PassBatch:
 
 
 def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> bool:
-    """Whether a token has the same bits in a pass of any width, beside any sequences, wherever its cells lie.
+    """Returns whether a token has the same bits in a pass of any width, beside any sequences, wherever its cells lie.
 
     The CPU kernels of `native/kernels` and plain products promise it (`tools/width_check.py`).
     GPUs, recurrent states of other architectures than STATEFUL_ARCHS, attention without flash attention, and processors
@@ -122,10 +127,10 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
     return (
         has_kernels(read_processor(), read_environment().kernels)
         and not plan.on_device
-        and not gpus()  # they would take long prompts
+        and not gpus()  # GPUs would compute long prompts
         and (not llm._is_stateful or arch in STATEFUL_ARCHS)
         and params.flash_attn_type != _FLASH_OFF
-        and arch != "grok"  # which llama.cpp computes without flash attention
+        and arch != "grok"  # llama.cpp computes it without flash attention
         and {params.type_k, params.type_v} <= set(CACHE_TYPES)
         and all(n % HEAD_STEP == 0 for n in (*layout.hparams.key_lengths, *layout.hparams.value_lengths))
     )

@@ -33,11 +33,15 @@ def simulated_budgets(
 def devices_of(
     shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], links: Sequence[Link]
 ) -> tuple[DeviceSlots, ...]:
-    """Simulated devices that layers are split over as llama.cpp does, with slots and staging tensors.
+    """Returns simulated devices that layers are split over as llama.cpp does, with slots and staging tensors.
 
-    shares (0 to 1) of all experts: one for all devices together, or one of each. tensor_split: proportions of layers,
-    one of each device. links: from RAM, one for all, or one of each; (): copies take no time. Raises OptionError,
-    BudgetError.
+    shares: share of all experts (0 to 1), one for all devices together or one for each.
+
+    tensor_split: proportions of layers, one for each device.
+
+    links: links from RAM, one for all devices or one for each; (): copies take no time.
+
+    Raises OptionError, BudgetError.
     """
     n_devices, layout = len(tensor_split), layout_of(shape)
     for option, given in (("--vram-cache", shares), ("--device-link", links or (None,))):

@@ -1,8 +1,8 @@
 """The compute threads of one context: a ggml thread pool, and how many of its threads compute now.
 
-Built without OpenMP, ggml would create and destroy a thread pool for every part of a graph, and the hook splits each
-layer's: a tiny model ran at a tenth of its speed. With OpenMP, which keeps its threads itself, the pool only holds
-the number of threads that sums are divided by (patches/fixed-partitions.patch): computing with fewer changes no bit.
+A build without OpenMP would create and destroy a thread pool for every part of a graph. The hook splits the graph of
+each layer, so a tiny model ran at a tenth of its speed. OpenMP keeps its threads itself. The pool then only has the
+number of threads that sums are divided by (patches/fixed-partitions.patch), so that fewer threads change no bit.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moegguf.engine.machine import ProcessorUse
 from moegguf.errors import AllocationError
 from moegguf.native import library
 
-PARAMS_BYTES = 1024  # of a struct ggml_threadpool_params (ggml.h), which ggml alone writes and reads: 528, or more
-PERIOD_S = 0.25  # between decisions; the system counts processor time in steps of 0.01 s
-IDLE_S = 0.25  # without a pass: what others did meanwhile says nothing about now
+PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: 528 bytes, or more
+PERIOD_S = 0.25  # time between decisions; the system counts processor time in steps of 0.01 s
+IDLE_S = 0.25  # earlier measurements of other processes do not count after this time without a pass
 MEMORY_S = 10.0  # a time per token is compared for so long, and then measured again
 GAIN = 0.95  # another number than the free processors suggest has to be faster by this factor
-LOWER_AT, RAISE_AT = 0.4, 0.25  # of a processor in use by others; between the two nothing changes
+LOWER_AT, RAISE_AT = 0.4, 0.25  # share of a processor that others use; between the two nothing changes
 
 
 class Threadpool:
@@ -60,14 +60,14 @@ class Threadpool:
 
 
 class ThreadGovernor:
-    """Chooses from 1 to `n_max` threads on `n_cpu` processors, as many as others leave free, while that is faster.
-    Pure: the caller measures and sets.
+    """Chooses the number of threads, up to the number of free processors, while fewer threads are faster.
 
-    Compute threads wait for each other after every operation. One of them that shares a processor with another process
-    makes all wait for slices of the scheduler, hundreds of times a token: fewer threads are then faster, up to a
-    hundred times for a small model. Counts of involuntary context switches do not tell it: a thread that waits for a
-    descheduled one sleeps, which is voluntary. The processor time of other processes does, with any number of threads
-    of one's own.
+    It chooses from 1 to `n_max` threads on `n_cpu` processors. It only computes: the caller measures and sets.
+
+    Compute threads wait for each other after every operation. If one of them shares a processor with another process,
+    all wait for slices of the scheduler, hundreds of times a token. Fewer threads are then faster, up to a hundred
+    times for a small model. Counts of involuntary context switches do not show this, because a thread that waits for a
+    descheduled one sleeps voluntarily. The processor time of other processes shows it for any number of own threads.
     """
 
     def __init__(self, n_cpu: int, n_max: int) -> None:
@@ -114,7 +114,7 @@ class GovernedThreads:
         self._set_n_threads = library.llama_cpp().llama_set_n_threads
         self._decoded: list[float] | None = []
         self._stalled_s, self._begun_s = stall_s(), time.perf_counter()
-        self._ended_s = self._begun_s  # of the last pass
+        self._ended_s = self._begun_s  # end of the last pass
 
     @property
     def n_threads(self) -> int:
@@ -128,7 +128,7 @@ class GovernedThreads:
             return
         stalled_s, others, before = self._stall_s(), self._use.others(), self.n_threads
         if now_s - self._ended_s < IDLE_S:
-            token_s = None  # of computation, unless only single tokens were computed
+            token_s = None  # computing time of a token; None unless only single tokens were computed
             if self._decoded:
                 token_s = max(sum(self._decoded) - (stalled_s - self._stalled_s), 0.0) / len(self._decoded)
             n_threads = self._governor.decide(now_s, others, token_s)
@@ -141,7 +141,7 @@ class GovernedThreads:
         self._stalled_s, self._begun_s = stalled_s, now_s
 
     def after_pass(self, n_tokens: int, seconds: float) -> None:
-        """Counts a pass of so many tokens (0: unknown) that took so many seconds."""
+        """Counts a pass of `n_tokens` tokens (0: unknown) and its time."""
         self._ended_s = time.perf_counter()
         if n_tokens != 1:
             self._decoded = None

@@ -41,11 +41,11 @@ OPTIONS = frozenset(
 N_CTX, N_BATCH, N_PASS_EXPERTS = 256, 8, 4  # a pass takes at most as many tokens as N_PASS_EXPERTS
 N_IMAGE_TOKENS = 1024  # more of them are not read by the text model
 MAX_IMAGE_THREADS = 4
-CPU_S, CPU_BYTES_PER_S = 20, 50 << 20  # computing allowed: CPU_S, and a second per so many dense bytes
-MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30  # of an image, too: each patch goes through all of the projector
-WALL_S, DISK_BYTES_PER_S = 90, 5 << 20  # the same for waiting for the disk, too
-SPARE_BYTES = 1 << 30  # of the limit of memory, beside twice what is needed
-COMPILE_S = 600  # of both, beside a GPU: its driver may compile kernels when they are first used, and keeps them
+CPU_S, CPU_BYTES_PER_S = 20, 50 << 20  # computing time: CPU_S, and a second for each 50 MiB of dense weights
+MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30  # computing time of an image: each patch passes the whole projector
+WALL_S, DISK_BYTES_PER_S = 90, 5 << 20  # time with waiting for the disk
+SPARE_BYTES = 1 << 30  # the limit of memory is twice the need, and these bytes
+COMPILE_S = 600  # further time beside a GPU: its driver may compile kernels at their first use, and keeps them
 POLL_S = 0.1
 # Not the file's fault: killed for memory, or by a user.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -61,7 +61,7 @@ NO_DAMAGE = (
 
 @dataclass(frozen=True)
 class Request:
-    """What the process is to try, with its limits."""
+    """The load that the process has to try, and its limits."""
 
     path: str
     options: Mapping[str, Any]  # keywords of `Llama`
@@ -84,8 +84,8 @@ def try_first(
 ) -> None:
     """Tries the model, with its `projector`, if that is due; calls `waiting` meanwhile, whose exception ends the trial.
 
-    Raises ModelFormatError for a model that ended its trial, now or earlier, AllocationError when it took far more
-    memory than it should, ExpertIOError when its mapped file could not be read.
+    Raises ModelFormatError for a model that ended its trial, now or earlier. Raises AllocationError when it took far
+    more memory than it should, and ExpertIOError when its mapped file could not be read.
     """
     mode, tried = read_environment().trial_load, _tried(options)
     if mode == "off":
@@ -151,7 +151,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
 
 
 def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> KnownFact:
-    """Why the model failed, "" when it passed."""
+    """Returns the known reason why the model failed, "" when it passed."""
     images = header_digest((projector.shard,)) if projector is not None else None
     if adapter := options.get("lora_path"):
         options = {**options, "lora_path": header_digest((read_adapter(adapter).shard,))}
@@ -170,13 +170,14 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # With the store also where the load goes without it: that may take all of the memory, once.
+            # The trial has the store even if the load goes without it: a load without it may take all of the memory.
             env=child_environment(MOEGGUF_TRIAL_LOAD="0", MOEGGUF_HOOKS="1", **threads),
             start_new_session=True,
         )
     except OSError:
         return NO_VERDICT
-    end, (stdin, process.stdin) = time.monotonic() + request.wall_s, (process.stdin, None)  # else closed too early
+    # `process.stdin` is None from here on, because communicate() would close it too early.
+    end, (stdin, process.stdin) = time.monotonic() + request.wall_s, (process.stdin, None)
     assert stdin is not None
     try:
         with stdin:
@@ -200,7 +201,7 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
             found = json.loads(answer)
             reason, kind = str(found["reason"]), str(found["kind"])
         except (ValueError, KeyError, TypeError):
-            return NO_VERDICT  # of another program, too
+            return NO_VERDICT  # the output may be another program's
         if kind == "memory":
             raise AllocationError(f"a trial load took more memory than planned ({reason}); free memory")
         if kind == "known":

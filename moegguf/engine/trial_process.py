@@ -102,7 +102,7 @@ def main() -> None:
     except BaseException as error:  # the answer of a process that ends right after it
         answer = describe(error)
     os.write(1, json.dumps(answer).encode())
-    os._exit(0)  # what is left to free ends with the process
+    os._exit(0)  # the end of the process frees everything
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     input_ids: npt.NDArray[np.intc]
     _batch: Any
     _requires_eval: bool  # whether the last row of logits is of other tokens than the context, or of another request
-    _grammar: GrammarMask | None = None  # of the request that samples now
+    _grammar: GrammarMask | None = None  # grammar of the request that samples now
     tokenizer_: Any
 
     def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:
@@ -147,7 +147,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         cache_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Self:
-        """A model from the Hugging Face Hub; `options` are those of the class. All shards of a split model are fetched.
+        """Loads a model from the Hugging Face Hub. `options` are the class's. All shards of a split model are fetched.
 
         `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a filename the default quantisation.
         `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError when no model fits, or several do, PullError.
@@ -214,7 +214,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     @property
     def _is_stateful(self) -> bool:
-        """Whether the model has a recurrent state, which cannot be rolled back by some tokens."""
+        """True if the model has a recurrent state, which cannot be rolled back by some tokens."""
         return bool(self._is_recurrent or self._is_hybrid)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -253,8 +253,7 @@ def _bias(logit_bias: Mapping[Any, float]) -> Any:
 
 
 class LlamaCppOptions(TypedDict, total=False):
-    """Keywords of `llama_cpp.Llama` that `moegguf.Llama` takes besides its own, with the same meaning: those of the
-    pinned release."""
+    """Keywords of the pinned release's `llama_cpp.Llama`. `moegguf.Llama` takes them with the same meaning."""
 
     n_gpu_layers: int
     split_mode: int

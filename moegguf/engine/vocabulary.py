@@ -25,7 +25,7 @@ class Vocabulary:
         self._end_tokens: list[int] | None = None
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes a token adds to the text; those of control tokens (<|im_start|>) only with `special`.
+        """Returns the bytes that a token adds to the text. Control tokens (<|im_start|>) add bytes only with `special`.
 
         A code point may be spread over several tokens. llama-cpp-python's detokenize() cuts tokens above 32 bytes.
         """
@@ -42,7 +42,7 @@ class Vocabulary:
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
     def is_end(self, token: int) -> bool:
-        """Whether this is an end-of-generation token."""
+        """Returns whether this is an end-of-generation token."""
         return bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> list[int]:

@@ -14,7 +14,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.engine.session import Session
 from moegguf.native.events import Int32s
 
-HALF_LIFE_PASSES = 4096  # after so many more, a use counts half as much
+HALF_LIFE_PASSES = 4096  # passes after which a use counts half as much
 
 
 def start_warm(session: Session, artifacts: Artifacts) -> None:
@@ -26,8 +26,10 @@ def start_warm(session: Session, artifacts: Artifacts) -> None:
 
 
 def save_uses(session: Session, artifacts: Artifacts) -> None:
-    """Saves the uses since the model was loaded, added to those of earlier runs. Of a pool that held every expert they
-    are not known."""
+    """Adds the uses since the model was loaded to the uses of earlier runs, and saves them.
+
+    The uses of a pool with a slot for every expert are not known.
+    """
     store, shape = session.store, MoeShape.of(session.layout)
     passes = store.counters()["passes"]
     if passes == 0 or store.info()["resident"]:

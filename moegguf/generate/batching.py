@@ -1,11 +1,11 @@
 """Answers many requests together: each step is one pass with the next token of every running sequence.
 
-Prompt tokens of others take part up to the step's budget, so that a long prompt does not stop running answers
-(continuous batching: Orca, section 4; prompts in chunks: Sarathi-Serve, section 4). Everything but the pass belongs to
-a sequence: what one of them fails with, or its cancellation, does not reach another.
+Prompt tokens of other sequences take part up to the step's budget, so that a long prompt does not stop running
+answers. (Continuous batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) Everything but the pass
+belongs to one sequence: an error or a cancellation of a sequence does not reach another.
 
-Where the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer depend on what else is in
-its passes, as in llama.cpp; a request with `exact` is then computed alone, in steps of its own, as is every request
+If the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer depend on the other tokens of
+its passes, as in llama.cpp. A request with `exact` is then computed alone, in steps of its own. So is every request
 with images or of a context with one sequence (`Llama.n_seq_max`).
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.engine.stats import Stats
 
-KEEP_AGAIN_S = 0.05  # while nothing is computed and what was computed waits to be written
-LAST_KEEP_S = 2.0  # for that at the end
+KEEP_AGAIN_S = 0.05  # time between two tries to write computed tokens while nothing is computed
+LAST_KEEP_S = 2.0  # time to write computed tokens at the end
 CLOSED = "the model is closed; load it again."
 MAX_READERS = 32  # prompts that are read at once: a slow template or a long text holds up nobody else
 
@@ -60,18 +60,19 @@ class BatchLoop:
         self._on_pass = on_pass
         self._kv = KvSequences(llm, step_tokens)
         self._drafter = Drafter(llm, llm.drafts) if llm.drafts else None
-        self._changed = threading.Condition()  # of the four below
+        self._changed = threading.Condition()  # guards the next four fields
         self._arrived: list[Sequence | Task] = []
         self._computing: list[Sequence] = []
-        self._task: Task | None = None  # that runs
+        self._task: Task | None = None  # the task that runs
         self._closing = False
         self._readers = ThreadPoolExecutor(MAX_READERS, "moegguf-prompt")
-        self._waiting: list[Sequence | Task] = []  # by ticket; from here on of the loop's thread
-        self._running: list[Sequence] = []  # by ticket
+        # Only the loop's thread uses the fields from here on.
+        self._waiting: list[Sequence | Task] = []  # sorted by tickets
+        self._running: list[Sequence] = []  # sorted by tickets
         self._is_full = False  # a sequence was put back for others, and none of the others has ended since
         self._n_steps = 0
         self._n_ended_tokens = 0
-        self._stats: Stats | None = None  # of the model, since the last pass
+        self._stats: Stats | None = None  # statistics of the model since the last pass
 
     @property
     def places(self) -> KvSequences:
@@ -88,7 +89,7 @@ class BatchLoop:
         """Returns the tokens of all answers so far."""
         return self._n_ended_tokens + sum(each.summary.answer_tokens for each in list(self._running))
 
-    # From any thread.
+    # Methods for any thread.
 
     def submit(self, request: Request, events: AnswerEvents) -> Sequence:
         """Begins to answer a request. `events.on_end` receives the error of a request that cannot be answered."""
@@ -141,7 +142,7 @@ class BatchLoop:
                 return
         work.fail(ClosedError(CLOSED))
 
-    # On the loop's thread.
+    # Methods for the loop's thread.
 
     def run(self) -> None:
         """Computes until `close`. What waits or runs then ends as cancelled, or with the error that events raise."""
@@ -160,7 +161,7 @@ class BatchLoop:
         finally:
             with self._changed:
                 self._closing = True
-            self._readers.shutdown()  # they use the model
+            self._readers.shutdown()  # readers use the model
             self._queue_arrived()
             for work in [*self._running, *self._waiting]:
                 self._end(work, failure)
@@ -308,7 +309,7 @@ class BatchLoop:
         try:
             evaluated, rows = self._evaluate(step)
         except GenerationCancelled:
-            return []  # they end at the next turn
+            return []  # cancelled sequences end at the next turn
         except ExpertIOError as error:
             step = [each for each in step if each.kv is not None]
             if has_drafts:

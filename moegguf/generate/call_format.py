@@ -86,7 +86,7 @@ class Written:
     before: str
     between: str
     after: str
-    style: str = "json"  # of the arguments: json, tagged, elements, python, relaxed
+    style: str = "json"  # style of the arguments: json, tagged, elements, python, relaxed
     key_open: str = ""
     key_close: Mapping[str, str] = field(default_factory=dict)
     value_close: str = ""
@@ -524,8 +524,8 @@ VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "obje
 class _Style:
     """A style of writing arguments."""
 
-    end: int  # the place behind them
-    reader: MarkedCalls  # without the marks before a name and behind the arguments
+    end: int  # the place after the arguments
+    reader: MarkedCalls  # has no marks before a name and after the arguments
     written: Written
 
 

@@ -16,7 +16,7 @@ from moegguf.generate.tool_calls import Parameter
 Json = Callable[..., str]
 """Returns the grammar of JSON that follows a schema. `root`: the schema in which its references are followed."""
 
-MAX_NESTING = 12  # of values in formats that are not JSON; deeper ones are any text
+MAX_NESTING = 12  # depth of values in formats that are not JSON; deeper values are any text
 CALL_ID = "call00001"
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
@@ -63,7 +63,7 @@ class CallGrammar:
     def _members(self, whole: Parameter, member: Callable[[str, Parameter], str], separator: str) -> str:
         """Returns the grammar of an object's members, in the order of the schema, with `separator` between them."""
         found = list(_properties(whole))
-        if self._written.style == "relaxed":  # these templates sort the members
+        if self._written.style == "relaxed":  # templates of this style sort the members
             found.sort()
         if not found:
             return self._any_members(member, separator) if _is_open(whole) else ""

@@ -36,16 +36,21 @@ def constraint_for(
     continuation: Continuation | None = None,
     token_of: Callable[[str], int | None] = lambda text: None,
 ) -> Constraint | None:
-    """The required format of an answer to `request`, None for none. The grammar is compiled by `Matcher`.
+    """Returns the required format of an answer to `request`, or None. `Matcher` compiles the grammar.
 
-    `template`: the model's; it determines the marks of thinking, which may come first, and the format of tool calls. A
-    named or required tool is called once. `prompt_end`: the end of the prompt, which may have begun the thinking;
-    `continuation`: of an answer that continues a message, whose text then begins the format. `token_of`: the token of a
-    text, None for a text that is no single token.
+    A named or required tool is called once.
 
-    Raises SchemaError for an invalid or too large schema or grammar, and for a strict schema that cannot be followed,
-    CapabilityError when `tool_choice` names none of the tools, OptionError when a call would have to begin within a
-    text.
+    template: the model's template. It determines the marks of thinking, which may come first, and the format of calls.
+
+    prompt_end: the end of the prompt, which may have begun the thinking.
+
+    continuation: given for an answer that continues a message. The text of this message then begins the format.
+
+    token_of: returns the token of a text, or None for a text that is no single token.
+
+    Raises SchemaError for an invalid or too large schema or grammar, and for a strict schema that cannot be followed.
+    Raises CapabilityError when `tool_choice` names none of the tools, and OptionError when a call would have to begin
+    within a text.
     """
     has_tools = bool(request.tools) and request.tool_choice != "none"
     forced = has_tools and request.tool_choice != "auto"

@@ -1,16 +1,18 @@
-"""Drafts for the answers of a loop: proposes tokens that may come next, and learns which of them did.
+"""Drafts for the answers of a loop: proposes tokens that may come next, and learns which of them were right.
 
-The pass that decodes evaluates them beside the token that was sampled last. The loop then samples after each one that
-is the sampled token, as if it had been evaluated then, with the same random numbers, and drops the others from the KV
-cache: where the model is batch-invariant an answer is the same, token for token.
+A decoding pass evaluates the drafted tokens beside the token that was sampled last. The loop then samples after each
+drafted token that equals the sampled one, with the random numbers that it would have used without drafts. It drops the
+other drafted tokens from the KV cache. If the model is batch-invariant, an answer is the same, token for token.
 
-Measured time decides whether and how wide to draft. An accepted token is worth what a token costs without drafts;
-a drafted one costs what it makes the pass longer, which has in it whatever it does there, such as fetching experts that
-nobody else uses. A draft goes on as long as the chance that its next token is reached and accepted is worth more than
-that token costs. Where that is not so of the first, one is tried again now and then, narrow, from an allowance: a share
-of the time of passes. When drafts have lost the allowance and what they had saved before, they pause until there is
-some again. Looking for drafts costs time, too: n-grams of a text are looked up only where its last tokens have occurred
-before, and when passes were in vain, some go by until the next one is looked at.
+Measured time decides whether to draft, and how many tokens. An accepted token saves the time of a token without
+drafts. A drafted token costs the time by which it makes the pass longer, which includes the reading of experts that no
+other token uses. A draft goes on while the chance that its next token is reached and accepted is worth more than the
+token's cost. If even the first token is not worth its cost, a narrow draft is tried now and then. Such trials take
+their time from an allowance, a share of the time of passes. When drafts have lost the allowance and all earlier
+savings, they pause until there is some allowance again.
+
+The search for drafts costs time, too. n-grams of a text are looked up only where its last tokens have occurred before.
+After passes in vain, some passes go by without a search.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-SUPPOSED_COST, LEAST_COST = 0.1, 0.01  # of a drafted token, in undrafted passes: until it was measured, and at least
+SUPPOSED_COST = 0.1  # cost of a drafted token before it was measured, in undrafted passes
+LEAST_COST = 0.01  # least cost of a drafted token
 LOSS = 0.005  # share of the time that drafts, and looking for them, may lose
-PATIENCE = 4  # passes in vain, one after the other, until twice as many go by before the next is looked at,
-REST = 3  # at most 2**REST - 1
+PATIENCE = 4  # passes in vain in a row after which the number of passes without a search doubles
+REST = 3  # up to 2**REST - 1 passes go by without a search
 MARGIN = 0.03  # share of a token's time that a pass must save
 BASE_PASSES = 9  # undrafted ones whose median is their time
 RENEW_PASSES = 32  # drafted ones until an undrafted pass measures it again
-TRIAL_TOKENS = 3  # of a draft that is tried from the allowance
-MEMORY = 0.9  # of measured costs, and of acceptance, the weight that stays with each new one
+TRIAL_TOKENS = 3  # tokens of a draft that is tried from the allowance
+MEMORY = 0.9  # weight of earlier costs and acceptances when a new one is measured
 PRIOR = (0.8, 0.5, 0.6)  # chance of a token of each source to be accepted, before any was seen
 
 
@@ -46,13 +49,13 @@ class Acceptance:
 
     prior: float
     memory: float
-    base: Acceptance | None = None  # of a model: used for an answer before it has drafts of its own
+    base: Acceptance | None = None  # acceptance of all answers: used before an answer has drafts of its own
     accepted: float = 0.0
     refused: float = 0.0
 
     @property
     def chance(self) -> float:
-        """From 0 to 1, exclusive."""
+        """The chance that a drafted token is accepted, between 0 and 1, exclusive."""
         prior = self.prior if self.base is None else self.base.chance
         return (self.accepted + 2 * prior) / (self.accepted + self.refused + 2)
 
@@ -65,13 +68,13 @@ class Acceptance:
 
 
 class PassTimes:
-    """Times of passes of equally many sequences: without drafts, and how much longer with so many drafted tokens."""
+    """Times of passes with one number of sequences: the time without drafts, and the time that drafted tokens add."""
 
     def __init__(self) -> None:
         self.widest = 0  # tokens drafted in a pass
         self._undrafted_s = deque[float](maxlen=BASE_PASSES)
         self._n_drafted = 0  # passes since the last undrafted one
-        self._tokens, self._cost = 1.0, SUPPOSED_COST  # drafted, recent ones count more; of these together
+        self._tokens, self._cost = 1.0, SUPPOSED_COST  # drafted tokens, recent ones count more; their cost together
 
     @property
     def base_s(self) -> float | None:
@@ -81,11 +84,11 @@ class PassTimes:
 
     @property
     def cost(self) -> float:
-        """What a drafted token adds to a pass, in undrafted passes."""
+        """The time that a drafted token adds to a pass, in undrafted passes."""
         return max(self._cost / self._tokens, LEAST_COST)
 
     def note(self, n_tokens: int, seconds: float, base_s: float) -> float:
-        """A pass with so many drafted tokens took so long; what they have added, in seconds."""
+        """Notes the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens have added."""
         if n_tokens == 0:
             self._undrafted_s.append(seconds)
             self._n_drafted = 0
@@ -104,10 +107,10 @@ class DraftGate:
 
     def __init__(self) -> None:
         self.acceptance = [Acceptance(prior, 0.98) for prior in PRIOR]
-        self._times = defaultdict[int, PassTimes](PassTimes)  # by number of sequences
+        self._times = defaultdict[int, PassTimes](PassTimes)  # keys: number of sequences
         self._balance_s = 0.0  # saved, and allowed to be lost
-        self._allowance_s = 0.0  # for trials
-        self._tries = False  # in the next pass
+        self._allowance_s = 0.0  # time that trials may cost
+        self._tries = False  # whether the next pass has a trial
         self._n_vain = 0  # passes that were due since one had an accepted token
         self._n_rested = self._n_resting = 0  # passes that go by between two that are due; that still do
         self._pays = True
@@ -130,8 +133,8 @@ class DraftGate:
             return nothing
         self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
         self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # the most that a trial can cost
-        worth = 1 / len(answers)  # of a token, in undrafted passes
-        known = max(TRIAL_TOKENS, 2 * times.widest)  # what wider passes cost is not
+        worth = 1 / len(answers)  # worth of a token, in undrafted passes
+        known = max(TRIAL_TOKENS, 2 * times.widest)  # the cost of wider passes is not known
         most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))
         widths, gain = list[list[int]](), 0.0
         for of_answer in answers:
@@ -150,8 +153,10 @@ class DraftGate:
     def note_pass(
         self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float, spent_s: float = 0.0
     ) -> None:
-        """A pass that was due, and in which so many sequences decode, was computed. spent_s: the part of it that looked
-        for drafts; it is lost where there were none."""
+        """Notes a pass in which a search for drafts was due and `n_sequences` decode.
+
+        spent_s: the part of the pass that looked for drafts. It is lost where there were none.
+        """
         times = self._times[n_sequences]
         base_s, allowed_s = times.base_s, LOSS * seconds * (1 + self._n_rested)
         self._balance_s += allowed_s
@@ -179,14 +184,16 @@ class _Text:
     acceptance: list[Acceptance]
     n_shifts: int
     n_tokens: int = 0
-    source: Source = Source.NONE  # of the last draft
+    source: Source = Source.NONE  # source of the last draft
     n_hashed: int = 0  # tokens that begin an n-gram of `hashes`
     hashes: set[int] = field(default_factory=set)
-    repeats: bool = True  # its last tokens occurred before, or may have: hashes collide
+    repeats: bool = True  # the last tokens occurred before, or may have: hashes collide
 
     def note_tokens(self, n_key: int) -> None:
-        """Sets `repeats`, of so many tokens (0: any text may have drafts), in a microsecond: a pass of text that
-        repeats nothing costs no more."""
+        """Sets `repeats` by the last `n_key` tokens; with 0 any text may have drafts.
+
+        This takes a microsecond, and is all that a pass costs while its text repeats nothing.
+        """
         context = self.sequence.context
         for i in range(self.n_hashed, len(context) - n_key + 1 if n_key else 0):
             key = hash(tuple(context[i : i + n_key]))
@@ -201,9 +208,9 @@ class Drafter:
     def __init__(self, llm: Llama, drafts: Drafts) -> None:
         self.gate = DraftGate()
         self._llm, self._drafts = llm, drafts
-        self._spent_s = 0.0  # in this pass, looking for drafts
-        self._begins = False  # in this pass, a text: drafts of it need something once, which takes long
-        self._texts: dict[int, _Text] = {}  # by seq_id
+        self._spent_s = 0.0  # time of this pass spent on looking for drafts
+        self._begins = False  # whether a text begins in this pass: its first draft takes longer than others
+        self._texts: dict[int, _Text] = {}  # keys: seq_id
         self._n_drafted = self._n_accepted = 0  # tokens of this pass
 
     def propose(self, sequences: list[Sequence]) -> None:

@@ -58,12 +58,12 @@ def embed(
 
 
 def ranks(llm: Llama) -> bool:
-    """Whether the model is a reranker: its pooling gives a text a score."""
+    """Returns whether the model is a reranker: its pooling gives a text a score."""
     return bool(llm.context_params.embeddings) and llm.pooling_type() == library.llama_cpp().LLAMA_POOLING_TYPE_RANK
 
 
 def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
-    """For each document, a vector with its score for the query alone, as the reranker gives it.
+    """Returns a vector for each document, which has only the reranker's score for the query.
 
     Raises CapabilityError for another model, ContextError for a document that is too long with the query.
     """

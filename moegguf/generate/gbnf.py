@@ -53,7 +53,7 @@ class _Parser:
         self._token_of = token_of
         self._pieces = list(self._read())
         self._position = 0
-        self._rules: dict[str, _Alternatives] = {}  # by their names in Lark
+        self._rules: dict[str, _Alternatives] = {}  # keys: names in Lark
         self._names: dict[str, str] = {}  # names in Lark by names in the grammar
         self._n_rules = 0
 

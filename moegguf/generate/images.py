@@ -22,9 +22,9 @@ from moegguf.gguf.projector import DECODED_BYTES
 
 MAX_IMAGE_BYTES = 20 << 20
 MAX_ASPECT_RATIO = 64  # projectors that keep the proportions would enlarge the long side of a line without limit
-MAX_IMAGES = 64  # in one request
-# What stb_image takes per pixel, measured, while it decodes a file: of 8 bits, interlaced (in addition), of 16 bits or
-# progressive, and of a GIF.
+MAX_IMAGES = 64  # images in one request
+# Bytes per pixel that stb_image takes while it decodes a file, measured: for 8 bits, interlaced (in addition), 16 bits
+# or progressive, and a GIF.
 PLAIN_BYTES, INTERLACED_BYTES, WIDE_BYTES, GIF_BYTES = 8, 8, 16, 12
 
 Part = Mapping[str, Any]
@@ -112,7 +112,7 @@ def images_of(message: Message) -> list[str]:
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Whether a message has an image among its parts."""
+    """Returns whether a message has an image among its parts."""
     return any(_is_image(part) for message in messages for part in _parts(message))
 
 

@@ -1,9 +1,9 @@
 """The meaning of JSON schemas: the values that several schemas allow together.
 
 Several schemas that all hold for one value are a *goal*. `Document.alternatives` takes a goal apart until only keywords
-of single types are left: references are followed, `anyOf` becomes alternatives, and `oneOf`, `not`, `if` become `anyOf`
-of schemas and of their complements. The complement of most keywords is a keyword; where it is none, the schema allows
-more than it says, and `Document.ignored` has the keyword.
+of single types are left. References are followed, and `anyOf` becomes alternatives. `oneOf`, `not` and `if` become
+`anyOf` of schemas and of their complements. The complement of most keywords is a keyword. If it is none, the grammar
+allows more than the schema, and `Document.ignored` has the keyword.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"
 # Keywords of complements, which no schema of a user has.
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
-MAX_ALTERNATIVES = 100  # of a oneOf, which is read as anyOf where it has more
-MAX_COMPLEMENTS = 64  # combinations of what an alternative must not be; with more, it may also be another one
-_DEPTH = 3  # of nested values that are compared in order to see that alternatives exclude each other
+MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is read as anyOf
+MAX_COMPLEMENTS = 64  # combinations of values that an alternative excludes; with more, it may also be another one
+_DEPTH = 3  # nesting up to which values are compared in order to see that alternatives exclude each other
 
 
 class Made(dict[str, Any]):
@@ -150,9 +150,9 @@ class Document:
         self._references = References(root)
         self._count_steps = count_steps
         self._raw: list[Any] = []  # every schema, so that its identity stays its own
-        self._numbers: dict[int, int] = {}  # by the identity of a schema
-        self._equal: dict[Any, int] = {}  # by what makes schemas equal
-        self._kept: list[bool | Json] = []  # by number
+        self._numbers: dict[int, int] = {}  # keys: identities of schemas
+        self._equal: dict[Any, int] = {}  # keys: equal for equal schemas
+        self._kept: list[bool | Json] = []  # index: number of the schema
         self._complements: dict[int, Made] = {}
         self._plain_parts: dict[int, Json] = {}
         self._compares = False  # alternatives of a oneOf with each other
@@ -203,7 +203,7 @@ class Document:
         nothing."""
         start = [
             (number, frozenset[int]()) for number in reversed(goal)
-        ]  # what is left, last first, and what led to it
+        ]  # the schemas that are left, last first, with the schemas that led to them
         todo: list[tuple[list[tuple[int, frozenset[int]]], dict[int, None]]] = [(start, {})]
         seen: set[Any] = set()
         while todo:

@@ -1,8 +1,9 @@
 """JSON numbers within bounds as terminals of a grammar.
 
 Numbers are compared digit by digit, so bounds are exact however large they are. Without a limit some models write
-digits until the token limit: a number has up to MAX_DIGITS of them before its point and behind it, as in llama.cpp, or
-as many as its bounds need. Only a number without bounds may have an exponent, which keeps it in the range of a double.
+digits until the token limit. So a number has up to MAX_DIGITS digits before its point and after it, as in llama.cpp,
+or as many as its bounds need. Only a number without bounds may have an exponent, which keeps it in the range of a
+double.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
 MAX_GRAMMAR_BYTES = 1 << 20  # rules for all schemas of a request, its tools included
-MAX_SUBSCHEMAS = 10_000  # of a request, each counted as often as it is used
-MAX_STEPS = 100_000  # of taking the schemas of a request apart
-MAX_STATES = 5_000  # of counting the properties of an object or the items of an array
+MAX_SUBSCHEMAS = 10_000  # subschemas of a request, each counted as often as it is used
+MAX_STEPS = 100_000  # steps of taking the schemas of a request apart
+MAX_STATES = 5_000  # states of counting the properties of an object or the items of an array
 MAX_MATCHES = 3  # patterns of names that a name may match together
-MAX_PATTERNS = 100  # of names of properties, with schemas that differ
+MAX_PATTERNS = 100  # patterns of names of properties, with schemas that differ
 MAX_UNIQUE = 63  # values that the items of an array with uniqueItems may have: bits of llguidance's parameters
 
 WHITESPACE = r" |\n[ \t]{0,20}"
@@ -259,10 +259,9 @@ class _Writer:
         return self._new_rule(*alternatives)
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
-        """Returns items of which some follow the schema of `contains`, and the end; None where their states are too
-        many."""
+        """Returns items, some of which follow the schema of `contains`, and the end; None for too many states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
-        n_items = max(facts.n_prefix, least, most or 0, 1)  # that are counted
+        n_items = max(facts.n_prefix, least, most or 0, 1)  # items that are counted
         n_found = max(fewest, limit or 0)
         if len(contained) > 1 or (n_items + 1) * (n_found + 1) > MAX_STATES:
             return None
@@ -414,7 +413,7 @@ class _Writer:
 @functools.cache
 def _leaf_options() -> Json:
     """Returns options of %json for a value without parts."""
-    from importlib.metadata import version  # for requests with a schema only: it takes a while
+    from importlib.metadata import version  # the import takes a while, and only requests with a schema need it
 
     major, minor, *_ = version("llguidance").split(".")
     is_new = (int(major), int(minor)) >= (1, 9)

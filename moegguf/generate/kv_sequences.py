@@ -20,9 +20,9 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
+MIN_SHARED_TOKENS = 32  # a request waits for a prefix of this length that another prompt is about to compute
 MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
-MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
+MIXED_STEP_TOKENS = 128  # tokens of a step in which sequences decode, if no experts have to be read for it
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Step:
     """A step that was computed."""
 
     sequences: tuple[Sequence, ...]
-    n_tokens: int  # of all sequences, with drafts
+    n_tokens: int  # tokens of all sequences, with drafts
     seconds: float
 
 
@@ -95,7 +95,7 @@ class KvSequences:
         """Takes the place from a sequence. The place keeps the tokens for prompts that begin with them, except those
         that were computed with tokens that a shift has dropped."""
         kv = sequence.place
-        if sequence.draft:  # what was not accepted yet is none of its tokens
+        if sequence.draft:  # drafted tokens that were not accepted do not belong to the sequence
             self.truncate(kv, len(kv.tokens))
         self.store(sequence, 1, goes_on=False)
         sequence.kv = kv.sequence = None
@@ -168,7 +168,7 @@ class KvSequences:
             self.truncate(kv, n_keep)
         sequence.summary.n_shifts += 1
 
-    # On disk.
+    # Contexts on disk.
 
     def store(self, sequence: Sequence, n_new: int, goes_on: bool = True) -> None:
         """Writes to disk what a place holds, after a step with `n_new` tokens of it. `goes_on` is False at the end of
@@ -196,7 +196,7 @@ class KvSequences:
         has too few tokens for all."""
         chosen = list(chosen)
         most = self._llm.n_batch
-        if len(chosen) > most:  # as many in each turn
+        if len(chosen) > most:  # divide them into turns of equal length
             n_turn = -(-len(chosen) // -(-len(chosen) // most))
             first = n_step * n_turn % len(chosen)
             chosen = [*chosen[first:], *chosen[:first]][:n_turn]
@@ -205,7 +205,7 @@ class KvSequences:
             each.n_next = 1
         whole = chosen[0].alone or len(self._all) == 1
         if self._llm.prefix_cache is not None and self._llm.prefix_cache.leaves_window:
-            whole = False  # so that each pass is kept before its cells are given to others
+            whole = False  # each pass has to be kept before its cells are given to others
         budget = most if whole else self._pass_tokens
         if step:
             budget = self._step_tokens
@@ -228,7 +228,7 @@ class KvSequences:
                 n_left -= n
                 prompts.append(each)
         step += prompts
-        if self._own_cells:  # then those with consecutive numbers are computed at once
+        if self._own_cells:  # sequences with consecutive numbers are then computed at once
             step.sort(key=lambda each: each.place.seq_id)
         return step
 
@@ -292,6 +292,6 @@ class KvSequences:
         if kv.seq_id == 0:
             images = sequence.prompt.images
             n = self._llm.context.images.common_prefix(n, images.spans if images else ())
-        if n == len(kv.tokens) or self._llm.prefix_cache is not None:  # which goes back to the nearest state
+        if n == len(kv.tokens) or self._llm.prefix_cache is not None:  # the cache goes back to the nearest state
             return n
         return n if self._llm.context.keeps(n, kv.seq_id) else 0

@@ -1,7 +1,8 @@
-"""From tokens to deltas: complete code points, no stop strings, thinking and tool calls separated.
+"""Makes deltas from tokens: complete code points, no stop strings, thinking and tool calls separated.
 
-The parts do not depend on how the text is chunked. Text is held back only while it may still become a mark, and none is
-lost: what turns out not to be a call is text. The parsers work on text only; `Transcript` has the tokens.
+The parts do not depend on how the text is chunked. Text is held back only while it may still become a mark. No text is
+lost: a text that turns out not to be a call is sent as text. The parsers work on text only; `Transcript` has the
+tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _MESSAGE = "<|message|>"
 _MARKS = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", _MESSAGE, "<|constrain|>")
 _OTHER_MARKS = ("<|eom|>", "<|eot|>")
-_CHANNELS = {"self": "analysis", "user": "final"}  # by the recipient, where a header names one
+_CHANNELS = {"self": "analysis", "user": "final"}  # keys: recipients that a header names
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _LONGEST_HEADER = 300
@@ -82,7 +83,7 @@ class AnswerParser:
 
 
 class ChannelParser(AnswerParser):
-    """For answers that consist of messages with headers.
+    """Parses answers that consist of messages with headers.
 
     gpt-oss names a channel in a header, and a function in a call's:
     `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. Other models
@@ -183,9 +184,16 @@ _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "argumen
 
 
 class MarkParser(AnswerParser):
-    """For thinking, text and calls between marks. `form` has the marks; `formats`, of the calls. `prompt_end`: the end
-    of the prompt. `continuation`: of an answer that begins in the midst of its text or, where the model thinks, of its
-    thinking."""
+    """Parses thinking, text and calls between marks.
+
+    form: the marks of thinking.
+
+    formats: the formats of calls.
+
+    prompt_end: the end of the prompt.
+
+    continuation: given for an answer that begins in the midst of its text or, where the model thinks, of its thinking.
+    """
 
     def __init__(
         self,
@@ -404,7 +412,7 @@ class Transcript:
     vocabulary: Vocabulary
     stops: Iterable[str] = ()
     parser: AnswerParser | None = None
-    special: bool = False  # with the text of control tokens, where these mark thinking or calls for the parser
+    special: bool = False  # keeps the text of control tokens that mark thinking or calls for the parser
     with_tokens: bool = False  # deltas have their tokens
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
-"""From a request to the tokens of its prompt: chat template, earlier context, fill-in-the-middle, and what goes into
-a context that cannot hold all of it: of a conversation whole messages are left out, the oldest first; then the
-beginning of the longest one. Of other prompts, and of a full context, the first tokens stay and the older half of the
-others goes, as in llama.cpp. Evaluates nothing.
+"""Makes the tokens of a request's prompt: chat template, earlier context, fill-in-the-middle.
+
+A conversation that does not fit the context loses whole messages, the oldest first, and then the beginning of the
+longest one. Another prompt that does not fit, and a full context, keep the first tokens and lose the older half of the
+others, as in llama.cpp. This module evaluates nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from moegguf.gguf.experts import ExpertLayout
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MAX_WHOLE_CHARACTERS = 512 << 10  # of a longer text, tokens are estimated before all of it is tokenized
-TOKEN_CHARACTERS = 32  # on average per token of the context: a longer prompt of a short conversation does not fit
-COPIES = 4  # of a conversation in its prompt, which make a prompt longer that may still fit
+MAX_WHOLE_CHARACTERS = 512 << 10  # tokens of a longer text are estimated before all of it is tokenized
+TOKEN_CHARACTERS = 32  # a prompt with more characters per token of the context does not fit
+COPIES = 4  # copies of a conversation that its prompt may have, and still fit
 USUAL_CHARACTERS = 4  # per token, roughly
-HEADROOM_CHARACTERS = 8  # of a cut message, per token that may stay: more than most tokens have
+HEADROOM_CHARACTERS = 8  # characters that a cut message keeps for each token that may stay; most tokens are shorter
 ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context to the answer
 MESSAGE_TOKENS = 8  # a template's marks around a message, roughly
 
@@ -61,10 +62,11 @@ class Prompt:
 
 
 def read_prompt(llm: Llama, request: Request) -> Prompt:
-    """The prompt of `request`.
+    """Returns the prompt of `request`.
 
-    Raises ContextError when it does not fit even after truncation, CapabilityError when the model lacks a capability
-    that it needs, TemplateError, and OptionError for an empty prompt of a model that begins no text with BOS.
+    Raises ContextError when the prompt does not fit even after truncation. Raises CapabilityError when the model lacks
+    a capability that the prompt needs, and TemplateError. Raises OptionError for an empty prompt of a model that begins
+    no text with BOS.
     """
     vocabulary = llm.vocabulary
     context = _context_tokens(llm, request)
@@ -111,7 +113,7 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
 
 
 def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
-    """Returns the tokens of a text; of a long text that needs more than twice the context, about those of its ends."""
+    """Returns the tokens of a text. A text with more than twice the context's tokens has about those at its ends."""
     if far := _far(vocabulary, text, n_ctx, special=special):
         return far
     tokens = vocabulary.tokens(text, special=special)
@@ -339,7 +341,7 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
     sizes = [len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS for text in texts]
     images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
-    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # the same in every request
+    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # equal in every request
     fixed = render(conversation.fixed)
     begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
     found = render(conversation.kept(begin))
@@ -383,7 +385,7 @@ def n_after_shift(n_ctx: int, n_keep: int) -> int:
 def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
     """The first `n_keep` tokens of a prompt that is too long, and the last ones that fit beside them after a shift.
 
-    `tokens` may be those of its ends only, and fewer.
+    `tokens` may be fewer: the tokens at the ends of the prompt.
     """
     n_keep = min(max(n_keep, 0), n_ctx - 1)
     n_last = n_after_shift(n_ctx, n_keep) - n_keep
@@ -406,12 +408,12 @@ class Conversation:
 
     @property
     def fixed(self) -> list[Message]:
-        """What every choice keeps, with an empty message of the user in place of the last."""
+        """The messages that every choice keeps, with an empty message of the user in place of the last."""
         system = [message for message in self._messages if message.get("role") == "system"]
         return [*system, {"role": "user", "content": ""}]
 
     def kept(self, begin: int) -> list[Message]:
-        """The messages when it begins at `begin`."""
+        """Returns the messages of a conversation that begins at `begin`."""
         return [
             message
             for i, message in enumerate(self._messages)
@@ -419,10 +421,12 @@ class Conversation:
         ]
 
     def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
-        """Where to begin so that about `room` tokens suffice. `n_tokens`: of each message, 0 for system messages.
+        """Returns the message to begin with, so that about `room` tokens suffice.
 
-        What is left out is a multiple of half of the room, so that it stays the same for several turns: a prompt mostly
-        begins like the one before, whose tokens are in the context.
+        The number of tokens that are left out is a multiple of half of the room. So it stays the same for several
+        turns, and a prompt mostly begins like the one before, whose tokens are in the context.
+
+        n_tokens: tokens of each message, 0 for system messages.
         """
         sums, step = [0, *accumulate(n_tokens)], max(1, room // 2)
         n_least = -(-(sums[-1] - room) // step) * step

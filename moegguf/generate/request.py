@@ -109,17 +109,17 @@ class Request:
     continue_final_message: bool = True  # the answer goes on with an assistant's message at the end
     begins_answer: bool = True  # the prompt ends with the beginning of an answer, as nearly all models need it
     n_logprobs: int | None = None  # alternatives per token, up to 20; None for no logprobs
-    prompt_logprobs: bool = False  # of the prompt's tokens, too: then the whole prompt is evaluated
+    prompt_logprobs: bool = False  # logprobs of the prompt's tokens, too: then the whole prompt is evaluated
     prompt_only: bool = False  # evaluates the prompt and samples no token
     return_context: bool = False
-    # For the thinking budget of a `prompt`: the text before thinking, then the texts that end it. A budget that is used
-    # up forces the first of these. () takes the model's.
+    # The text before thinking, then the texts that end the thinking, for the thinking budget of a `prompt`. A used-up
+    # budget forces the first text that ends it. () takes the model's texts.
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # deltas have their tokens
     repeat_limit: int = 0  # repetitions of one token, white space aside, that end the answer; 0: no number does
     owner: str = ""  # reuses the tokens of requests with this owner only; "": of all who are not told apart
-    lora_scale: float | None = None  # of the model's adapter; None: the scale that the model was loaded with
-    client_key: str = ""  # of the client that may see which experts the request uses
+    lora_scale: float | None = None  # scale of the model's adapter; None: the scale that the model was loaded with
+    client_key: str = ""  # key of the client that may see which experts the request uses
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -204,19 +204,19 @@ class PromptProgress:
 class AnswerSummary:
     """Counts and times of an answer."""
 
-    prompt_tokens: int = 0  # that were evaluated
-    cached_tokens: int = 0  # of the prompt, reused from the context
-    disk_tokens: int = 0  # of these, those that were on disk only
+    prompt_tokens: int = 0  # tokens of the prompt that were evaluated
+    cached_tokens: int = 0  # tokens of the prompt that were reused from the context
+    disk_tokens: int = 0  # the part of cached_tokens that was on disk only
     answer_tokens: int = 0
-    thinking_tokens: int = 0  # of the answer, up to the end of its thinking
+    thinking_tokens: int = 0  # tokens of the answer up to the end of its thinking
     prompt_s: float = 0.0
     answer_s: float = 0.0
     total_s: float = 0.0
     finish: str = "stop"  # "stop", "length" or "cancelled"
-    stop_string: str = ""  # that ended the answer
-    cut_messages: int = 0  # of the prompt, left out to fit the context
+    stop_string: str = ""  # the string that ended the answer
+    cut_messages: int = 0  # messages of the prompt that were left out to fit the context
     cut_tokens: int = 0
-    n_shifts: int = 0  # how often the context was full and lost its older half
+    n_shifts: int = 0  # number of times that the context was full and lost its older half
     context: tuple[int, ...] = ()  # tokens of prompt and answer, with `return_context`
     # Counts of all computation during the answer, also for other answers; `answer_stats` from its first token on.
     stats: Stats = field(default_factory=Stats)

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from moegguf.engine.vocabulary import Vocabulary
     from moegguf.generate.thinking_budget import ThinkingBudget
 
-_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # in a grammar, by its number
-MIROSTAT_TOKENS = 100  # whose chances the first version looks at; llama.cpp's number
+_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, by its number
+MIROSTAT_TOKENS = 100  # tokens whose chances the first version compares; llama.cpp's number
 MAX_BREAKERS = 32  # each is compared with every token of the vocabulary
 MAX_BREAKER_BYTES = 40  # llama.cpp cuts longer ones
-MAX_STEP_S = 1.0  # of computing time, for one token
+MAX_STEP_S = 1.0  # computing time for one token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # regexes for one token: about 15 ms
     "step_max_items": 500_000,  # Earley items for one token: about 25 ms; a grammar in GBNF needs up to 200,000
-    "max_lexer_states": 50_000,  # of one answer: about 25 MB
+    "max_lexer_states": 50_000,  # states of one answer: about 25 MB
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
@@ -97,7 +97,7 @@ class _Tokens:
 
 
 class Matcher:
-    """Which tokens of one model may follow the tokens accepted so far.
+    """Computes which tokens of one model may follow the tokens accepted so far.
 
     Raises SchemaError when the grammar cannot be compiled, exceeds its limits or allows nothing at all.
     """
@@ -107,11 +107,11 @@ class Matcher:
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
-        # without forcing, the only possible text may be split into any tokens
+        # "no_forcing": the only possible text may be split into any tokens
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
         try:
-            # that process has bytes in place of the model's tokens
+            # the sandbox's process has bytes in place of the model's tokens
             reply_of({"grammar": _TOKEN.sub(r"<[\g<1>0]>", grammar), "limits": _LIMITS})
         except LimitedError as error:
             raise SchemaError(f"the format cannot be followed: {error}; simplify the schema or the grammar.") from error
@@ -134,7 +134,7 @@ class Matcher:
             raise SchemaError(
                 "no token of this model can continue the requested format, or nothing matches it; try another one."
             )
-        # Without the grammar and the parser's state.
+        # The message has no grammar and no state of the parser.
         message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
         message = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", message)
         message = " ".join(message.split())[:300].rstrip(". ")
@@ -142,7 +142,7 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer may end here."""
+        """True if the answer may end here."""
         return self._matcher.is_accepting()
 
     def mask(self) -> npt.NDArray[np.bool_]:
@@ -159,7 +159,7 @@ class Matcher:
         return self._mask
 
     def allows(self, token: int) -> bool:
-        """Whether `token` may come next, far cheaper than the whole mask. Raises SchemaError as `mask` does."""
+        """Returns whether `token` may come next, far cheaper than the whole mask. Raises SchemaError as `mask` does."""
         if token in self._end_tokens:
             return self.finished
         with self._step():

@@ -2,18 +2,20 @@
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
 internals, the operating system limits memory, and a timer ends this process when a template takes too long. jinja2 is
-configured as in transformers, so that prompts are those that models were trained with.
+configured as in transformers, so that prompts are equal to the prompts that models were trained with.
 
-Grammars are of untrusted JSON schemas: llguidance has limits for what it does, but not for all of its compiling. One
+Grammars are made of untrusted JSON schemas. llguidance limits most of its work, but not all of its compiling. A grammar
 that has passed here takes as long in another process.
 
-Reads one request per line of standard input: {"template", "variables", "characters", "seconds"}, the last two the
-limits of output and computing time, or {"grammar", "limits", "seconds"}. Writes one line for each: {"text"}, or
-{"error", "message"} with an error of "refused", "syntax", "long", "stopped" and "failed", and, for "syntax", the
-"line". Ends with its input.
+The process reads one request per line of standard input, and ends with its input:
+- {"template", "variables", "characters", "seconds"}; the last two limit the output and the computing time.
+- {"grammar", "limits", "seconds"}.
 
-The tool calls in messages are JSON: where a template makes a text of their arguments without a filter, it writes what
-OpenAI's API has there, and not what Python prints.
+It writes one line for each request: {"text"}, or {"error", "message"}. The error is "refused", "syntax", "long",
+"stopped" or "failed". A "syntax" error has its "line".
+
+The tool calls in messages are JSON. A template that writes their arguments without a filter writes the text of OpenAI's
+API, and not Python's.
 """
 
 from __future__ import annotations
@@ -203,7 +205,7 @@ def main() -> None:
     """Serves requests until the input ends. SIGPROF, which has no handler here, ends the process at the time limit."""
     _sandbox(False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError, ValueError):  # without /proc only time and output are limited
+    with suppress(OSError, ValueError):  # a system without /proc limits only time and output
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, used + MAX_MEMORY_BYTES))
     for request_line in sys.stdin.buffer:

@@ -19,7 +19,7 @@ from typing import Any
 
 from moegguf.child import child_command, child_environment
 
-MAX_S = 2.0  # of computing time, for one request
+MAX_S = 2.0  # computing time for one request
 MAX_PROCESSES = 3
 COMMAND = child_command(f"{__package__}.sandbox")
 Child = subprocess.Popen[bytes]
@@ -96,7 +96,7 @@ def _process() -> Iterator[Child]:
 
 def _started() -> Child:
     pipe, environment = subprocess.PIPE, child_environment()
-    try:  # in a group of its own: Ctrl-C in the terminal interrupts this process only
+    try:  # the child has a group of its own: Ctrl-C in the terminal interrupts this process only
         return subprocess.Popen(
             COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, process_group=0
         )

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
+MAX_CONTEXTS = 10  # length of an answer without a limit, in contexts, when the context shifts; Ollama's number
 
 MAX_PERIOD = 4  # tokens that an answer may repeat in turn
 CYCLE_PATIENCE = 8  # rows of numbers repeat tokens, too
-AT_SCALE = " adapter at "  # between the owner of tokens and the scale that they were computed with
+AT_SCALE = " adapter at "  # separates the owner of tokens from the scale that they were computed with
 
 _tickets = itertools.count(1)
 
@@ -60,8 +60,8 @@ class KvSequence:
 
     seq_id: int
     tokens: list[int] = field(default_factory=list)
-    owner: str = ""  # of these tokens
-    sequence: Sequence | None = None  # that uses the place
+    owner: str = ""  # owner of these tokens
+    sequence: Sequence | None = None  # the sequence that uses the place
     n_used: int = 0  # the step in which it was last used
     n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
 
@@ -73,7 +73,7 @@ class Task:
     run: Callable[[], object]
     stop: Callable[[], object]  # ends `run`
     fail: Callable[[Exception], object]  # called instead of `run` where the task does not begin any more
-    client_key: str = ""  # of the client that the task is for
+    client_key: str = ""  # key of the client that the task is for
     keeps_context: bool = False  # it computes nothing, and finds the context as requests have left it
     ticket: int = field(default_factory=lambda: next(_tickets))  # order of arrival
     cancelled: bool = False
@@ -101,15 +101,15 @@ class Sequence:
         self.generated: list[int] = []  # tokens of the answer, without an end token
         self.n_next = 0  # tokens of `context` that the next pass evaluates
         self.draft: tuple[int, ...] = ()  # tokens that the next pass evaluates behind them
-        self.number = -1  # of the request in routing events
+        self.number = -1  # number of the request in routing events
         self.cancelled = False
-        self.error: Exception | None = None  # of reading the request
+        self.error: Exception | None = None  # error of reading the request
         self.kv: KvSequence | None = None
-        self.has_begun = False  # since it got its place
-        self.ended = False  # its last token was sampled
+        self.has_begun = False  # has begun since it got its place
+        self.ended = False  # the last token was sampled
         self._llm: Llama
         self._prompt_logprobs: list[TokenLogprob] = []  # until they are sent
-        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)  # of the last tokens, the newest first
+        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)  # texts of the last tokens, the newest first
         self._n_repeats = Counter[int]()  # {n: tokens, up to the last, each with the text of the n-th one before it}
         self._start_s = 0.0
         self._before: Stats | None = None  # the model's counters at the start

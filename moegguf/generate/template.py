@@ -35,14 +35,18 @@ def render(
 ) -> str:
     """Returns the prompt.
 
-    `tools` have OpenAI's form. `think` True, False or a level becomes the variables that templates know for it:
-    enable_thinking (Qwen, GLM), thinking (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed),
-    reasoning_effort (gpt-oss). None sets enable_thinking only, as llama-server does, unless `options`, which are
-    further variables, decide it. `bos`, `eos`: texts of those
-    tokens. `begins_answer`: the prompt ends with the beginning of an answer.
+    `tools` have OpenAI's form. `bos` and `eos` are the texts of these tokens.
 
-    Raises LongPromptError for a prompt of more than `characters` characters, and TemplateError when the template is too
-    long or invalid, rejects the conversation, fails, or exceeds the limits of time or memory.
+    think: True, False or a level. It becomes the variables that templates know: enable_thinking (Qwen, GLM), thinking
+    (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed), reasoning_effort (gpt-oss). None sets
+    enable_thinking only, as llama-server does, unless `options` decide it.
+
+    options: further variables.
+
+    begins_answer: the prompt ends with the beginning of an answer.
+
+    Raises LongPromptError for a prompt of more than `characters` characters. Raises TemplateError when the template is
+    too long or invalid, rejects the conversation, fails, or exceeds the limits of time or memory.
     """
     variables = default_variables() | _reasoning(options or {}) | {"bos_token": bos, "eos_token": eos}
     variables["add_generation_prompt"] = begins_answer

@@ -1,9 +1,10 @@
-"""The forms in which a chat template reads a conversation: content as text or as a list of parts, the arguments of a
-call as an object or as text, a system message or none.
+"""The forms in which a chat template reads a conversation.
 
-Templates do not say which forms they read, and a template that meets another form leaves out the text. `forms_of`
-renders short conversations of marked texts, once for each template, and chooses the forms in which no mark is lost, as
-llama.cpp does (common/jinja/caps.cpp). Messages in these forms are rendered in limited processes (sandbox_pool.py).
+Content is a text or a list of parts, the arguments of a call are an object or a text, and a template may read no system
+message. Templates do not say which forms they read, and a template that meets another form leaves out the text.
+`forms_of` renders short conversations of marked texts, once for each template. It chooses the forms in which no mark is
+lost, as llama.cpp does (common/jinja/caps.cpp). Messages in these forms are rendered in limited processes
+(sandbox_pool.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from moegguf.generate.request import Message
 from moegguf.generate.sandbox_pool import LimitedError, reply_of
 
-MAX_CHARACTERS = 16 << 20  # of a prompt
+MAX_CHARACTERS = 16 << 20  # characters of a prompt
 MAX_KNOWN = 64  # templates whose forms are kept
 
 Tools = Sequence[Mapping[str, Any]]
@@ -30,7 +31,7 @@ Tools = Sequence[Mapping[str, Any]]
 class Forms:
     """The forms that a template reads."""
 
-    part_roles: frozenset[str] = frozenset()  # their content is a list of parts
+    part_roles: frozenset[str] = frozenset()  # roles whose content is a list of parts
     merges_system: bool = False  # the text of a system message begins the next message of the user
     user_results: bool = False  # the result of a tool is a message of the user
     null_content: bool = False  # the content of a message of calls alone is none
@@ -110,7 +111,7 @@ def rendered(
     variables: Mapping[str, Any],
     characters: int = MAX_CHARACTERS,
 ) -> str:
-    """Returns the prompt of a conversation in these forms, of at most so many characters. Raises LimitedError."""
+    """Returns the prompt of a conversation in these forms. Raises LimitedError above `characters`."""
     formed = forms.messages(messages)
     if "length 9" in template:
         _shorten_ids(formed)

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 
 class _Channels(NamedTuple):
-    """The marks of messages that have a channel or a recipient: the beginning and the end of a message of thinking,
-    and the texts that begin the next message and make it the answer."""
+    """The marks of messages that have a channel or a recipient.
+
+    `open` and `close` are the beginning and the end of a message of thinking. `next_message` begins the next message,
+    and `answer` makes it the answer.
+    """
 
     open: re.Pattern[str]
     close: re.Pattern[str]
@@ -58,7 +61,7 @@ class ThinkingBudget:
     ends: list[list[int]]  # tokens that end the thinking the first time, the second and so on; the last ones stay
     only_first: bool = False  # thinking can only be at the beginning of the answer
     message: Sequence[int] = ()  # tokens before the end
-    text: str = ""  # its end, since the thinking began or ended; at first of the prompt, which may have begun it
+    text: str = ""  # end of the text since the thinking began or ended; at first the prompt's end, which may begin it
     thinks: bool = False
 
     def __post_init__(self) -> None:
@@ -117,7 +120,7 @@ class ThinkingBudget:
 def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> ThinkingBudget | None:
     """The budget of the answer to `request`; None where it has no limit, or nothing is known of the model's thinking.
 
-    A prompt without a chat template has the marks that the request names, or those of the model's own template.
+    A prompt without a chat template has the marks that the request names, or the marks of the model's own template.
     """
     n_tokens, tokens = request.sampling.reasoning_budget_tokens, llm.vocabulary.tokens
     if n_tokens is None or request.suffix is not None:
@@ -129,7 +132,7 @@ def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> Thinking
         open_pattern, close_pattern, next_message, answer = _HARMONY if form.is_harmony else _RECIPIENTS
         last = _end_of(llm, prompt).rpartition("<|start|>")[2]
         may_call = bool(request.tools) and request.tool_choice != "none"
-        ends = [next_message] if may_call else []  # so that a call may follow, too
+        ends = [next_message] if may_call else []  # a call may follow, too
         ids = [tokens(end) for end in (*ends, next_message + answer)]
         return ThinkingBudget(llm.vocabulary, open_pattern, close_pattern, n_tokens, ids, message=message, text=last)
     marks = form.think

@@ -25,7 +25,7 @@ Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
 
 NAME_PATTERN = r"[\w./-]{1,128}"
-MAX_NESTING = 64  # of values in formats that are not JSON
+MAX_NESTING = 64  # depth of values in formats that are not JSON
 
 
 def _reject_constant(constant: str) -> None:
@@ -284,9 +284,9 @@ class TaggedCalls(MarkedCalls):
     they are no part of the value.
     """
 
-    key_open: str = ""  # before an argument's name
-    key_close: str = ""  # behind the name
-    value_close: str = ""  # behind the value
+    key_open: str = ""  # text before an argument's name
+    key_close: str = ""  # text after the name
+    value_close: str = ""  # text after the value
     string_sign: str = ""  # the type of a text
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:

@@ -1,6 +1,6 @@
 """Reads the header of a LoRA adapter (a GGUF file): its size, and its architecture.
 
-llama.cpp reads the rest, and compares its matrices with those of the model.
+llama.cpp reads the rest, and compares the shapes of its matrices with the model.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
-HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
-# Architectures whose heads are tested here: llama.cpp computes them with a KV cache alone, and the model can lose the
-# tokens of a draft.
+HEADS_TENSOR = "nextn.eh_proj.weight"  # every head that predicts further tokens has this tensor
+# Architectures whose heads are tested here. llama.cpp computes these heads with a KV cache alone, and their models can
+# take back the tokens of a draft.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
 # llama.cpp reads this tensor of these architectures by row from the file (TENSOR_READ_LAZY in src/models).
 ROW_TABLE = "per_layer_token_embd.weight"
@@ -54,9 +54,9 @@ class ExpertMatrix:
     ne1: int
     n_expert: int
     shard: int  # index into ExpertLayout.shards
-    offset: int  # of expert 0, in bytes from the start of the shard
+    offset: int  # place of expert 0, in bytes from the start of the shard
     expert_bytes: int
-    padding_bytes: int = 0  # behind each expert in a slot; not in the file
+    padding_bytes: int = 0  # bytes after each expert in a slot; the file does not have them
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class ExpertLayout:
     dense_bytes: int
     expert_bytes: int
     unused_bytes: int
-    tied_output_bytes: int  # of the embedding matrix when it also serves as the output matrix, else 0
+    tied_output_bytes: int  # size of the embedding matrix if it also serves as the output matrix, else 0
     n_vocab: int
     hparams: Hparams
     metadata: Mapping[str, Value]
     tensor_types: Mapping[str, tuple[int, int]]
     routers: tuple[RouterTensor, ...] = ()
-    looked_up_bytes: int = 0  # of the embedding matrix where it is nothing else: a token reads one row of it
-    layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # by layer: its part of dense_bytes
+    looked_up_bytes: int = 0  # size of an embedding matrix that serves as nothing else: a token reads one row
+    layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # each layer's part of dense_bytes
     n_layer_nextn: int = 0
     loads_heads: bool = False
     has_long_rope: bool = False  # rotary factors of its own for long contexts

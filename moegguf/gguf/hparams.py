@@ -36,7 +36,7 @@ class Hparams:
     key_length: int
     value_length: int
     is_mla: bool
-    key_lengths: tuple[int, ...]  # of all layers, and of sliding-window layers where that is another
+    key_lengths: tuple[int, ...]  # length in all layers, then in sliding-window layers if that is another
     value_lengths: tuple[int, ...]
 
 

@@ -20,16 +20,16 @@ from typing import BinaryIO, NoReturn, Self
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
 MAGIC = b"GGUF"
-MAX_STRINGS = 1 << 22  # in one array
-MAX_ALL_STRINGS = 1 << 23  # in all arrays of a file
-KEPT_TOTAL_BYTES = 12 << 20  # of a file's key-values
+MAX_STRINGS = 1 << 22  # most strings in one array
+MAX_ALL_STRINGS = 1 << 23  # most strings in all arrays of a file
+KEPT_TOTAL_BYTES = 12 << 20  # most bytes of a file's key-values
 CHUNK_BYTES = 1 << 20
 FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
 
 
 @dataclass
 class Cursor:
-    """Reads a file of `size` bytes from its start, of which a chunk is in memory at a time.
+    """Reads a file of `size` bytes from its start. One chunk is in memory at a time.
 
     Every read raises ModelFormatError at the end of the file, OSError when the disk fails.
     """
@@ -77,7 +77,7 @@ class Cursor:
         self.file.seek(n, os.SEEK_CUR)
 
     def length(self, most: int, what: str) -> int:
-        """The length of a string, in bytes, of which so many are allowed."""
+        """Reads the length of a string in bytes. Raises ModelFormatError above `most`."""
         n = self.u64()
         if n > most:
             self.fail(f"{what} is {n} bytes long, but at most {most} are allowed", self.pos - 8)
@@ -379,7 +379,7 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file, of which a FIFO does not block. Raises OSError, ValueError."""
+    """Opens the file. A FIFO does not block. Raises OSError, ValueError."""
     return open(path, "rb", CHUNK_BYTES, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 

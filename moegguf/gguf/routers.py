@@ -33,7 +33,7 @@ FIXED_GATING = {
     "gpt-oss": Gating.SOFTMAX_WEIGHT,
     **dict.fromkeys(("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID),
 }
-# Their default for a file without expert_gating_func; softmax elsewhere.
+# The default of these architectures for a file without expert_gating_func. Other architectures use softmax.
 DEFAULT_GATING = dict.fromkeys(
     ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), Gating.SIGMOID
 )
@@ -131,7 +131,7 @@ def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> 
     if numbers := {"F32": np.float32, "F16": np.float16}.get(tensor.type_name):
         values = data.view(numbers)
     else:
-        from gguf import GGMLQuantizationType, quants  # for the types that numpy does not have: it takes a while
+        from gguf import GGMLQuantizationType, quants  # numpy lacks the other types; this import is slow
 
         try:
             values = quants.dequantize(data.reshape(*shape[:0:-1], -1), GGMLQuantizationType(tensor.ggml_type))

@@ -44,8 +44,12 @@ HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 class Catalog:
     """The models that can be used now. Reads the sources at each call, so changes by other processes are seen.
 
-    `paths`: whether a path is accepted as a name, as on a command line, and errors name paths and commands; in a server
-    its clients could open any file of the machine. `given`: models that it has besides, before all others. Thread-safe.
+    Thread-safe.
+
+    paths: whether a path is accepted as a name, as on a command line, and errors name paths and commands. In a server
+    this is False, or its clients could open any file of the machine.
+
+    given: further models, which are found before all others.
     """
 
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:
@@ -81,7 +85,7 @@ class Catalog:
         if not text.strip():
             raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {sources.DEMO_NAME!r}.")
         if (entry := next(self._models(text), None)) is None:
-            # What is no name is most likely a path that does not exist, where paths are taken.
+            # A text that is no name is most likely a path that does not exist, where paths are taken.
             raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
         if not entry.missing or even_missing:
             return entry
@@ -108,7 +112,7 @@ class Catalog:
     def copy(self, source: str, destination: str) -> ModelEntry:
         """Makes `destination` another name for the files of `source`, which are not copied.
 
-        Raises ModelNotFoundError, ModelNameError, and OptionError when the name is that of a model outside our index.
+        Raises ModelNotFoundError, ModelNameError, and OptionError when a model outside our index has the name.
         """
         target = self._free_name(destination)
         entry = self.find(source)

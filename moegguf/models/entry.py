@@ -58,10 +58,8 @@ class NamedModel(Overrides):
 class ModelEntry(NamedModel):
     """One name and what it stands for on this machine.
 
-    `files`: the shards, first one first; those in `missing` are no longer there. `weights`: 64 hex digits that change
-    with the files, equal for names of the same files (`weights_digest`). `modified` is aware, UTC. `parent`: the name
-    it was made from. `adapter`: a LoRA adapter that the model is loaded with; `draft`: a smaller model that guesses its
-    tokens.
+    The shards are in their order; shards in `missing` are no longer there. `weights` has 64 hex digits that change with
+    the files (`weights_digest`), so names of one set of files have one value. `modified` is aware, in UTC.
     """
 
     source: Source
@@ -69,10 +67,10 @@ class ModelEntry(NamedModel):
     size_bytes: int
     weights: str
     modified: datetime
-    mmproj: Path | None = None
-    adapter: Path | None = None
-    draft: Path | None = None
-    parent: str = ""
+    mmproj: Path | None = None  # projector for images
+    adapter: Path | None = None  # LoRA adapter that the model is loaded with
+    draft: Path | None = None  # smaller model that guesses the model's tokens
+    parent: str = ""  # name that this one was made from
     missing: tuple[Path, ...] = ()
 
     @property
@@ -158,7 +156,7 @@ def weights_digest(files: tuple[Path, ...], adapter: Path | None) -> str:
 
 
 def combined_digest(digests: list[str]) -> str:
-    """One digest for a model of several files, in their order; that of a single file is its own."""
+    """Returns one digest for a model of several files, in their order. A single file keeps its own digest."""
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 

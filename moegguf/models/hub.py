@@ -1,17 +1,20 @@
-"""Requests to the Hub: a repository's list of files, the headers of a model alone, and whole files, which are
-resumed, verified and given their names only when all are there. Errors of the Hub become ours.
+"""Requests to the Hub: a repository's list of files, the headers of a model, and whole files.
+
+Files are resumed and verified. They get their names only when all are there. Errors of the Hub become ours.
 
 A file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
-another process. Once it has its size it is read again for its digest; where that is right, the blob gets its name.
-Locks are huggingface_hub's, so two programs do not fetch the same file at once. In a cache a name is a link in the
-commit's snapshot to the blob, as huggingface_hub makes it; any other folder has a cache inside, and hard links to it.
+another process. A file of full size is read again for its digest. If the digest is right, the blob gets its name.
+Locks are huggingface_hub's, so two programs do not fetch one file at once. In a cache a name is a link in the
+commit's snapshot to the blob, as huggingface_hub makes it. Any other folder has a cache inside, and hard links to it.
 
-huggingface_hub 2.4's own `hf_hub_download` does less: it writes to a file of a random name, which it deletes when it
-fails or is interrupted and never continues; over HTTP it compares no digest, and a 5xx or a reset connection ends it.
-Its `http_get` continues a file, but drops what came after the last full 10 MiB, and waits as long as Retry-After says.
+huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file of a random name, deletes that file after a
+failure or an interruption, and never continues it. Over HTTP it compares no digest, and a 5xx or a reset connection
+ends it. Its `http_get` continues a file, but drops the bytes after the last full 10 MiB. It waits as long as
+Retry-After says.
 
-Imports huggingface_hub, which is slow: import this only when something is fetched. Addresses and folders come from
-sources.py at each call, because huggingface_hub reads their environment variables only once; tokens are its own.
+This module imports huggingface_hub, which is slow: import it only when something is fetched. Addresses and folders
+come from sources.py at each call, because huggingface_hub reads their environment variables only once. Tokens are
+huggingface_hub's own.
 """
 
 from __future__ import annotations
@@ -49,16 +52,16 @@ from moegguf.regular_file import open_regular
 from moegguf.text import without_password
 
 TRIES = 4
-WAIT_S = 1.0  # before the second try; doubled before each further one
+WAIT_S = 1.0  # wait before the second try; doubled before each further one
 MAX_WAIT_S = 30.0
-TIMEOUT_S = 20.0  # without a byte
+TIMEOUT_S = 20.0  # longest time that no byte comes
 PROGRESS_BYTES = 1 << 20  # a try that received this much resets the count of failures
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-FIRST_BYTES = 2 << 20  # of a header; a large vocabulary takes several times as much
+FIRST_BYTES = 2 << 20  # first part of a header; a large vocabulary takes several times as much
 MOST_BYTES = 128 << 20
 PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its chunked storage (Xet)
 MAX_PARALLEL_FILES = 4
-POLL_S = 0.2  # between two looks whether to stop or to go on, and two reports
+POLL_S = 0.2  # time between two checks for an interruption, and between two reports
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX40 = re.compile(r"[0-9a-f]{40}")
@@ -248,9 +251,10 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
 
 @contextmanager
 def remote_model(name: str) -> Iterator[ModelEntry]:
-    """The model of a Hub name, with headers only, so that it can be described and planned before it is fetched; its
-    files are gone afterwards. Each is a sparse file of its full size whose first bytes are the header: whatever reads
-    headers reads it like a fetched model, but finds zeros in place of weights.
+    """The model of a Hub name, with headers only, so that it can be described and planned before it is fetched.
+
+    Each of its files is a sparse file of its full size whose first bytes are the header. A reader of headers reads it
+    like a fetched model, but finds zeros in place of weights. The files are deleted at the end.
 
     Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
     """

@@ -30,10 +30,10 @@ OLLAMA_HOST = "registry.ollama.ai"
 
 MAX_NAME = 512  # characters
 MAX_HOST = 253
-MAX_PART = 96  # as on the hub
+MAX_PART = 96  # the Hub's limit
 MAX_TAG = 160  # whole file names are tags
 
-_URL = re.compile(  # of a repository, or of one of its files, whose name is then the tag
+_URL = re.compile(  # address of a repository, or of one of its files, whose name is then the tag
     r"https?://(?:www\.)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)"
     r"(?:/(?:blob|resolve)/[^?#]+/([^/?#]+)(?:[?#].*)?|[/?#].*)?",
     re.IGNORECASE,
@@ -159,8 +159,11 @@ def _bad(text: str, rule: str) -> ModelNameError:
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """A model of the library. file: the first one of a split model. n_parameters, n_active: of all experts and of those
-    that a token uses, with all other weights but a table that is read by row. n_layer: layers of the model."""
+    """A model of the library.
+
+    `n_parameters` and `n_active` count all other weights, too, but not a table that is read by row. `n_active` counts
+    only the experts that one token uses. `file` is the first shard of a split model.
+    """
 
     name: str
     repository: str
@@ -176,7 +179,7 @@ class LibraryModel:
 
     @property
     def hub_name(self) -> str:
-        """Its name on Hugging Face."""
+        """The model's name on Hugging Face."""
         return f"{HUB_HOST}/{self.repository}:{self.quantization}"
 
     @property
@@ -186,7 +189,7 @@ class LibraryModel:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of all routed experts: the part of the weights of which a token uses n_expert_used of n_expert."""
+        """Bytes of all routed experts. A token uses n_expert_used of every n_expert of them."""
         share = (1 - self.n_active / self.n_parameters) / (1 - self.n_expert_used / self.n_expert)
         return round(min(1.0, share) * self.resident_bytes)
 
@@ -218,7 +221,7 @@ def fetchable_name(text: str) -> str | None:
     """The name on Hugging Face that `text` means, by itself or in the library; None where it is no such name."""
     if model := find_in_library(text):
         return model.hub_name
-    is_path = text.lower().endswith(".gguf") and ":" not in text  # which may look like USER/REPOSITORY
+    is_path = text.lower().endswith(".gguf") and ":" not in text  # a path may look like USER/REPOSITORY
     return text if hub_name_of(text) and not is_path else None
 
 

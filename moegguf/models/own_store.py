@@ -1,13 +1,13 @@
 """Stores the index of names made here, and uploaded files, in our data folder.
 
-The index is one small JSON file, replaced atomically under a lock between processes. A name adds to files that lie
-elsewhere, at a location: "hub:" and a path in the Hugging Face cache, "sets:" and a path in our folder of sets,
-"demo:", or an absolute path. A damaged index is renamed with a warning, and what can still be read of it is kept.
-Models in the caches are found without it.
+The index is one small JSON file, replaced atomically under a lock between processes. A name points to files that lie
+elsewhere. Their location is "hub:" and a path in the Hugging Face cache, "sets:" and a path in our folder of sets,
+"demo:", or an absolute path. A damaged index is renamed with a warning, and its readable entries are kept. Models in
+the caches are found without the index.
 
-Uploaded files (blobs) are named by digest only once they are complete and verified. A set of them is a folder named by
-its digest, in which each file of a model has its own name: hard links to the blobs, so that llama.cpp finds the shards
-of a split model beside each other.
+Uploaded files (blobs) are named by digest only once they are complete and verified. A set of blobs is a folder named by
+its digest. Each file of a model has its own name there, a hard link to the blob, so that llama.cpp finds the shards of
+a split model beside each other.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class BlobStore:
         folder = sets_folder() / digest
         if folder.exists():  # further links would change the change time of its files, as if they were written to
             return folder
-        temporary = sets_folder() / f".{digest}.{os.getpid()}"  # then renamed: a set is complete or absent
+        temporary = sets_folder() / f".{digest}.{os.getpid()}"  # renamed at the end: a set is complete or absent
         with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -352,7 +352,7 @@ def disk_errors(failed: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, MoeggufError) or error.errno is None:  # of a library, about something else
+        if isinstance(error, MoeggufError) or error.errno is None:  # a library raised it, not the file system
             raise
         raise PullError(
             f"{failed} ({error.strerror}); check the disk, or delete files, and try again: what was received of a"

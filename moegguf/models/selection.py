@@ -61,7 +61,7 @@ def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "t
 
 
 def without_incomplete(paths: Iterable[str]) -> list[str]:
-    """`paths` without the shards of models of which one is missing."""
+    """Returns `paths` without the shards of incomplete models."""
     known = sorted(paths)
     present: dict[tuple[str, int], set[int]] = {}
     for shard in map(_shard, known):

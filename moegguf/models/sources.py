@@ -37,7 +37,7 @@ MAX_NEIGHBOURS = 4096  # files of a folder among which a projector is looked for
 ENDPOINT = "https://huggingface.co"
 MAX_REF_BYTES = 128
 _TRUE = {"1", "ON", "YES", "TRUE"}
-MAX_LAYER_BYTES = 4 << 20  # of the layers that are text
+MAX_LAYER_BYTES = 4 << 20  # largest layer that is read as text
 _KIND = "application/vnd.ollama.image."
 SYSTEM_FOLDER = Path("/usr/share/ollama/.ollama/models")
 
@@ -84,12 +84,12 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def file_name(path: Path) -> str:
-    """The name of a model by that of its first file. Raises ModelNameError when that is none."""
+    """Returns the name of a model whose first file is `path`. Raises ModelNameError when the file has no such name."""
     return parse_name(_plain_name(path.name)).canonical
 
 
 def _plain_name(file: str) -> str:
-    """Without ".gguf" and a shard's number, and with dashes in place of characters that names may not have."""
+    """Returns `file` without ".gguf" and a shard's number. Dashes replace characters that names may not have."""
     stem = file[:-5] if file.lower().endswith(".gguf") else file
     return re.sub(r"[^A-Za-z0-9._-]", "-", parse_shard_name(stem).prefix)
 
@@ -205,7 +205,7 @@ def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iter
 
 
 def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
-    """The commits of one repository (in any case) or of all; for each that of `main` first, then the newest."""
+    """Yields the commits of one repository (in any case) or of all: the commit of `main` first, then the newest."""
     wanted = None if repo is None else repo_folder(repo, cache).name.lower()
     for folder in sorted(cache.glob("models--*/")):
         _, *parts = folder.name.split("--")

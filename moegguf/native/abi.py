@@ -1,9 +1,9 @@
 """Reads a C header as ctypes when imported: constants, structs, and the signatures of functions. Here: `moegguf.h`.
 
 Names lose their prefix: MOEGGUF_IO is `IO`, struct moegguf_tier_info is `TierInfo`, and `enum("kind")` is
-{"gate": 0, "up": 1, ...}. The header is in the wheel beside this file; reading it takes 2 ms, as long as creating the
-same classes from Python takes, and nothing that was generated can be out of date. Knows the C that the header is
-written in, and not what its calls mean.
+{"gate": 0, "up": 1, ...}. The header is in the wheel beside this file. Reading it takes 2 ms, as long as creating
+the classes from Python takes, and no generated file can be out of date. Knows the C that the header is written in,
+and not what its calls mean.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 namespace moegguf {
 namespace {
 
-// From this many choices per expert on, a pass touches practically every expert (1 - e^-4 = 98 % of them).
+// A pass with at least this number of choices per expert uses nearly every expert (1 - e^-4 = 98 % of them).
 constexpr int64_t sweep_choices_per_expert = 4;
 
 #ifdef MOEGGUF_CHECK
@@ -50,7 +50,7 @@ void count_pass(Context & context, int il, int n_tokens) {
     count(counters.routing_events);
 }
 
-// How the experts of the context's event reach its multiplications; nullptr: the pass has failed.
+// Chooses the supply for the experts of the context's event; nullptr: the pass has failed.
 Supply * choose_supply(Context & context) {
     if (context.failed()) { return nullptr; }
     Store & store = context.store;
@@ -98,7 +98,7 @@ bool place(Context & context, Lock & lock) {
         if (store.shared.has(MOEGGUF_SWEEP)) {
             want_next_layer(store, event.il, false);
         } else if (store.shared.has(MOEGGUF_STREAM)) {
-            want_next_layer(store, event.il, true); // for its attention's time (DuoServe-MoE, section 5.2)
+            want_next_layer(store, event.il, true); // reads go on during attention (DuoServe-MoE, section 5.2)
         }
     }
     return placed;
@@ -172,7 +172,7 @@ void Store::acquire(const Choice & choice) {
     count(shared.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
 }
 
-// What the layer before held is free.
+// Frees the slots of the layer before, and begins a new event.
 void Store::begin_event(const Choice & choice, Lock & lock) {
     const bool has_experts = layout.has_experts(choice.il);
     const int32_t * wrong = context.event.begin(choice, has_experts ? layout.layers[choice.il].n_expert : 0);
@@ -268,11 +268,11 @@ void Store::resize(Tier & tier, int n_slots) {
     transfers.pause_prefetch(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
     n_bindings += 1;
-    tier.resize(std::min(n_slots, tier.residency.n_usable())); // what is to go is not kept in new memory
+    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots that new memory will not have
     tier.resize(tier.reallocate(n_slots));
 }
 
-// Layers of which every expert is there.
+// Layers whose experts are all there.
 
 bool Store::has_nothing_to_do(const Tier & tier) const {
     return tier.numbering.resident() && tier.residency.all_ready() && !events.on() && !watched_;

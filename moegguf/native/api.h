@@ -1,4 +1,4 @@
-// api.h: how calls of the C ABI end: exceptions become status codes here and nowhere else.
+// api.h: ends calls of the C ABI. Exceptions become status codes here and nowhere else.
 //
 // It may call everything of a store. It decides nothing itself.
 #pragma once

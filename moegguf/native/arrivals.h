@@ -14,8 +14,8 @@ class ExpertStream {
   public:
     virtual ~ExpertStream() = default;
     virtual bool has(const void * ids) const = 0; // kernels that are given these ids take experts of the stream
-    virtual int own_slot(int expert) const = 0;   // of an expert of the layer that does not pass through; -1: it does
-    virtual int n_experts() const = 0;            // that pass through
+    virtual int own_slot(int expert) const = 0;   // slot of an expert that does not pass through; -1: it does
+    virtual int n_experts() const = 0;            // number of experts that pass through
     // Waits for the matrix of the stream's expert i, writes its place to `order` and returns the expert; -1: there are
     // no more, or they will not come. Every thread takes the experts in this order.
     virtual int next(ggml_mul_mat_id_order & order, int i, uint8_t kind, bool is_first_thread) = 0;
@@ -60,7 +60,7 @@ class Arrivals {
     int await_any(int n, Decided decided, bool is_first_thread);
 
     Shared & shared_;
-    Tier * const tier_; // in the CPU's memory; nullptr: none
+    Tier * const tier_; // the tier in the CPU's memory; nullptr: none
     ExpertStream & stream_;
     bool possible_;
     std::vector<PoolTensor> tensors_; // [layout.matrices]; none where kernels do not ask

@@ -36,7 +36,7 @@ class Clock {
     // nothing will, or not before the deadline.
     virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
 
-    virtual void carry(Link & link, LinkSpeed speed) = 0; // its transfers, from now on; links carried first go first
+    virtual void carry(Link & link, LinkSpeed speed) = 0; // carries a link's transfers; earlier links go first
     // None in virtual time: its caller does the work. Throws Error.
     virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
     // Compute time passes, under the lock. Throws Error(INVALID) where time is real.

@@ -40,7 +40,7 @@ void Copies::stop() {
     }
     work_.notify_all();
     if (thread_.joinable()) { thread_.join(); }
-    if (backend_) { ggml_backend_synchronize(backend_.get()); } // for what the thread that computes submitted
+    if (backend_) { ggml_backend_synchronize(backend_.get()); } // ends the copies that the computing thread submitted
 }
 
 void Copies::queue(int s, uint8_t kinds, bool demand) {
@@ -92,7 +92,7 @@ void Copies::order(ggml_backend_t stream) {
 // Two threads submit: the thread of the copies, and the thread that computes.
 
 void Copies::submit_own(Lock & lock) {
-    if (!own_.jobs.empty()) { // what it submitted before may not be noted yet
+    if (!own_.jobs.empty()) { // the copy thread may not have noted the batch submitted before
         if (!idle()) { wake(); }
         return;
     }

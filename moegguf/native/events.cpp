@@ -41,7 +41,7 @@ bool Events::has_space(size_t n_words) const {
     return size_ < capacity && (size_ == 0 || n_words_ + n_words <= most_words);
 }
 
-// Into the ring, with what the event points to; unless there is no space for it.
+// Copies an event and the arrays that it points to into the ring, unless the ring is full.
 template <typename Event>
 void Events::post(Event & event, Event Record::* kind, std::initializer_list<Array> arrays) {
     constexpr bool routed = std::is_same_v<Event, moegguf_routing_event>;

@@ -1,7 +1,7 @@
-// events.h: what happened, carried from compute and reader threads to the listener's own thread.
+// events.h: carries events from compute and reader threads to the listener's own thread.
 //
-// It copies what it is given into a ring of its own, and calls the listener. It knows no slot and never takes the
-// store's lock; nobody who holds that calls it.
+// It copies events into a ring of its own, and calls the listener. It knows no slot and never takes the store's lock.
+// No caller holds that lock.
 #pragma once
 
 #include "moegguf.h"
@@ -32,12 +32,12 @@ class Events {
 
     void tokens(moegguf_tokens_event event);
     void routing(moegguf_routing_event event);
-    void keep_step(); // in lockstep: returns when every record was delivered
+    void keep_step(); // waits until every record was delivered (lockstep)
     uint64_t dropped() const;
 
   private:
     struct Record {
-        bool routed = true; // else tokens come
+        bool routed = true; // false: the record announces tokens
         moegguf_tokens_event tokens;
         moegguf_routing_event routing;
         std::vector<int32_t>
@@ -56,8 +56,8 @@ class Events {
     void run();
 
     static constexpr size_t capacity = 4096;
-    static constexpr size_t most_words = 64u << 20; // of arrays in the ring
-    static constexpr size_t lazy_events = 512;      // that wake a lazy listener
+    static constexpr size_t most_words = 64u << 20; // words of all arrays in the ring
+    static constexpr size_t lazy_events = 512;      // number of events that wakes a lazy listener
     static constexpr std::chrono::milliseconds lazy_wait{100};
     static constexpr size_t kept_words = 1u << 16; // a record gives more memory back
 
@@ -68,7 +68,7 @@ class Events {
     std::vector<Record> ring_;
     size_t head_ = 0;
     size_t size_ = 0;
-    size_t n_words_ = 0; // of arrays
+    size_t n_words_ = 0; // words of the arrays in the ring
     uint64_t dropped_ = 0;
     bool delivering_ = false;
     bool stopping_ = false;

@@ -1,4 +1,4 @@
-"""What the store gives its listener, as plain numpy: tokens and routing. No ctypes here, no library needed."""
+"""The store's events for its listener, as plain numpy: tokens and routing. Needs no ctypes and no library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Phase(IntEnum):
-    """Which half of a request a pass belongs to: reading the prompt, or producing tokens one by one."""
+    """The half of a request that a pass belongs to: reading the prompt, or producing tokens one by one."""
 
     PREFILL = 0
     DECODE = 1
@@ -28,20 +28,18 @@ class Part(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """Tokens that are about to be evaluated, before their first routing event. May become several passes (ubatches).
+    """Tokens that are about to be evaluated, before their first routing event. They may become several passes.
 
-    `sequence` counts requests: each has its own. `tokens` is (n_tokens,). sequences, phases, outputs (n_tokens,): each
-    token's sequence and phase, and whether its logits are wanted; None where all are of `sequence` and `phase`. Of
-    several, `sequence` is the first token's, and `phase` is DECODE where some of them decode: a controller acts for
-    these.
+    If the tokens belong to several sequences, `sequence` is the first token's, and `phase` is DECODE if any of them
+    decodes, because a controller acts for decoding tokens.
     """
 
-    sequence: int
+    sequence: int  # number of the request
     phase: Phase
-    tokens: Int32s
-    sequences: Int32s | None = None
-    phases: Int32s | None = None
-    outputs: Int32s | None = None
+    tokens: Int32s  # (n_tokens,)
+    sequences: Int32s | None = None  # (n_tokens,) sequence of each token; None: all have `sequence`
+    phases: Int32s | None = None  # (n_tokens,) phase of each token; None: all have `phase`
+    outputs: Int32s | None = None  # (n_tokens,) 1 for tokens whose logits are needed; None as above
 
     def parts(self) -> list[Part]:
         """The tokens by sequence and phase."""
@@ -49,27 +47,23 @@ class Announcement(NamedTuple):
 
 
 class RoutingEvent(NamedTuple):
-    """What the router chose at layer `il` in one pass.
+    """The choice of the router at layer `il` in one pass.
 
-    expert_ids (n_tokens, n_expert_used); weights the same shape, the factors the experts' outputs get, or None when not
-    listened for; inputs (n_tokens, n_embd), the vectors that entered the router, or None. `first_token` is the pass's
-    first token within its announcement; -1 when its tokens were never announced. llama.cpp computes the last layer
-    only for tokens whose logits are wanted: n_tokens may be smaller there, and these are the pass's last tokens unless
-    their announcement says which. sequences, phases (n_tokens,): of these tokens, None where all are of `sequence` and
-    `phase`, which are the announcement's.
+    llama.cpp computes the last layer only for tokens whose logits are needed, so n_tokens may be smaller there. These
+    are the pass's last tokens, unless their announcement has `outputs`.
     """
 
     pass_: int
     time_ns: int
-    sequence: int
-    phase: Phase
-    first_token: int
+    sequence: int  # sequence of the announcement
+    phase: Phase  # phase of the announcement
+    first_token: int  # index of the pass's first token in its announcement; -1: its tokens were not announced
     il: int
-    expert_ids: Int32s
-    weights: Float32s | None = None
-    inputs: Float32s | None = None
-    sequences: Int32s | None = None
-    phases: Int32s | None = None
+    expert_ids: Int32s  # (n_tokens, n_expert_used)
+    weights: Float32s | None = None  # (n_tokens, n_expert_used) factors of the experts' outputs; None: not listened for
+    inputs: Float32s | None = None  # (n_tokens, n_embd) vectors that entered the router; None: not listened for
+    sequences: Int32s | None = None  # (n_tokens,) sequence of each token; None: all have `sequence`
+    phases: Int32s | None = None  # (n_tokens,) phase of each token; None: all have `phase`
 
     def parts(self) -> list[Part]:
         """The tokens by sequence and phase."""
@@ -77,7 +71,7 @@ class RoutingEvent(NamedTuple):
 
 
 def _parts(event: Announcement | RoutingEvent, n_tokens: int) -> list[Part]:
-    """In order of first appearance."""
+    """Returns the parts in the order of their first tokens."""
     if event.sequences is None or event.phases is None:
         return [Part(event.sequence, event.phase, slice(0, n_tokens))]
     rows: dict[tuple[int, int], list[int]] = {}

@@ -8,18 +8,18 @@
 
 namespace moegguf {
 
-// Holds the slots whose experts may be evicted, by layer. The first one of a layer to go is the least recently used of
-// those with the lowest score. first() finds it in one pass over the layer's slots, and it stays known until it is
-// taken or scores of the layer change.
+// Holds the slots whose experts may be evicted, by layer. A layer evicts the slot with the lowest score first, and the
+// least recently used one among equals. first() finds this slot in one pass over the layer's slots. The result is kept
+// until the slot is taken or scores of the layer change.
 class EvictionOrder {
   public:
     struct Entry {
-        float score; // holds while the layer is scored
+        float score; // valid while the layer is scored
         uint64_t last_use;
         int slot;
         int expert;
 
-        bool before(const Entry & other) const { // without a branch: first() compares whole layers
+        bool before(const Entry & other) const { // has no branch, because first() compares whole layers
             return (score < other.score) | ((score == other.score) & (last_use < other.last_use));
         }
     };
@@ -30,7 +30,7 @@ class EvictionOrder {
         }
     }
 
-    void follow(const EvictionPolicy * policy) { // whose scores decide from now on; nullptr: recency alone
+    void follow(const EvictionPolicy * policy) { // the policy whose scores decide from now on; nullptr: recency alone
         if (policy == policy_) { return; }
         policy_ = policy;
         for (LayerOrder & layer : layers_) { layer.is_scored = false; }
@@ -46,7 +46,7 @@ class EvictionOrder {
     }
     void remove(int s, int il) {
         LayerOrder & layer = layers_[il];
-        const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry takes its place
+        const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry moves to the place that gets free
         layer.first = layer.first == at ? -1 : layer.first == end ? at : layer.first;
         layer.entries[at] = layer.entries[end];
         at_[layer.entries[at].slot] = at;
@@ -74,13 +74,13 @@ class EvictionOrder {
     struct LayerOrder {
         std::vector<Entry> entries;
         bool is_scored = false;
-        int first = -1; // of a scored layer, the entry that goes first; -1: not known
+        int first = -1; // index of a scored layer's first entry to go; -1: not known
     };
 
     float score(int il, int expert) const { return policy_ ? policy_->score(il, expert) : 0.0f; }
 
     const EvictionPolicy * policy_ = nullptr;
-    std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here
+    std::vector<int> at_;            // [n_slots] index in the layer's entries; -1: not in the order
     std::vector<LayerOrder> layers_; // [n_layer]
 };
 

@@ -91,7 +91,7 @@ void Forecaster::read(float * probabilities, uint8_t * known) const {
     }
 }
 
-// What compute threads leave.
+// Compute threads call these.
 
 void Forecaster::announce(const PassTokens & of, uint64_t pass) {
     if (tiers_.any([](const Tier & tier) { return !tier.numbering.resident(); })) {
@@ -151,7 +151,7 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
     Record & record = ring_[(head_ + size_) % ring_.size()];
     record.pass = pass;
     record.il = il;
-    record.last.clear(); // these keep their memory
+    record.last.clear(); // the vectors keep their memory
     record.tokens.clear();
     record.ids.clear();
     record.inputs.clear();
@@ -193,7 +193,7 @@ void Forecaster::run() {
         try {
             follow(current_, newest);
         } catch (const std::bad_alloc &) {
-            // What memory does not suffice for is not predicted.
+            // A layer without enough memory is not predicted.
         }
         lock.lock();
         busy_ = false;
@@ -210,7 +210,7 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (routed) {
         compare(record);
         select_sequences(record);
-        for (size_t i = 0; i < selected_.size(); i++) { // what each sequence would show if it was alone
+        for (size_t i = 0; i < selected_.size(); i++) { // each predictor sees its sequence as if it was alone
             const bool has_input = !record.inputs.empty() && record.last[i].n_tokens == 1;
             predictors_[selected_[i]].predictor->on_routing(
                 {record.il, record.last[i].n_tokens, record.ids.data() + i * record.n_expert_used, record.n_expert_used,
@@ -221,7 +221,7 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (newest && is_predicted_) {
         const int last = layout_.n_moe_layers - 1;
         predict(row_, std::min(row_ + options_.window, last));
-        if (factory_->type->sees_next_pass && row_ == last) { // its best guess at the next pass's use, for policies
+        if (factory_->type->sees_next_pass && row_ == last) { // predict the next pass for policies
             predict(-1, last);
             Lock lock(shared_.mutex);
             for (int at = 0; at <= last; at++) {
@@ -398,9 +398,10 @@ void Forecaster::issue_prefetches() {
     transfers_.wake_idle_reader();
 }
 
-// Adds prefetches of a layer's most probable experts, as many as the tokens can use, that are not there and worth it.
-// An expert that is used with chance p saves its stall, or as much of it as there is time until its layer comes; one
-// that is not keeps the link from others for nothing. What is left is what the expert evicted for it may be worth.
+// Adds prefetches of a layer's most probable experts, up to the number that the tokens can use, if they are not there
+// and worth it. An expert that is used with chance p saves its stall, or the part of it that fits the time until its
+// layer comes. An expert that is not used keeps the link busy in vain. The difference is the largest worth of an expert
+// that may be evicted for it.
 void Forecaster::want_layer(int at, uint64_t deadline) {
     const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];

@@ -1,5 +1,5 @@
 // forecaster.h: predicts, on a thread of its own, which experts a pass will use, and issues prefetches. Compute threads
-// leave what a layer's router chose in a ring, and go on.
+// put the choice of a layer's router into a ring, and go on.
 //
 // It passes forecasts to the policies of tiers and prefetches to the transfer queue, under the store's lock. It pins
 // and evicts nothing, and a forecast changes speed, never a token.
@@ -13,17 +13,17 @@
 
 namespace moegguf {
 
-// The tokens of a pass, or of its last layer, which may compute fewer.
+// The tokens of a pass, or of its last layer, which may compute fewer tokens.
 struct PassTokens {
     int n_tokens = 0;
-    int sequence = -1;                   // of all of them
-    const int32_t * sequences = nullptr; // [n_tokens] of each, a sequence's in a row; NULL: as above
+    int sequence = -1;                   // sequence of all tokens
+    const int32_t * sequences = nullptr; // [n_tokens] sequence of each token, consecutive ones; NULL: all `sequence`
     const int32_t * tokens = nullptr;    // [n_tokens]; NULL: unknown
 };
 
-// What a predictor's probabilities are worth: how often experts predicted with one were used. Predictors promise an
-// order, not a scale, and a layer further ahead is less certain. Each distance counts in bins of equal width, the last
-// some thousand experts most.
+// Counts how often experts that were predicted with a probability were used, and corrects later probabilities by this.
+// Predictors promise an order, not a scale, and a layer further ahead is less certain. Each distance has bins of equal
+// width. The last several thousand experts count most.
 class Calibration {
   public:
     Calibration() {
@@ -32,7 +32,7 @@ class Calibration {
         }
     }
 
-    // The share of experts predicted with p at this distance that were used.
+    // Returns the share of the experts predicted with p at this distance that were used.
     float of(int distance, float p) const {
         const Bin & bin = bins_[row(distance)][index(p)];
         return bin.used / bin.seen;
@@ -54,20 +54,20 @@ class Calibration {
         float seen;
     };
     static constexpr int n_bins = 16, n_distances = 16;
-    static constexpr float first_weight = 8.0f; // of the predictor's own word
+    static constexpr float first_weight = 8.0f; // weight of the predictor's own probability, in experts
     static constexpr float most_seen = 8192.0f;
 
     static int row(int distance) { return std::clamp(distance, 1, n_distances) - 1; }
-    static int index(float p) { return p > 0.0f ? std::min((int)(p * n_bins), n_bins - 1) : 0; } // not a number: 0
+    static int index(float p) { return p > 0.0f ? std::min((int)(p * n_bins), n_bins - 1) : 0; } // NaN: 0
 
     std::array<std::array<Bin, n_bins>, n_distances> bins_;
 };
 
-// Predicts passes in which every sequence decodes one token: a prompt's pass needs every layer once, in order, which
-// the sweep covers better. Each sequence has a predictor of its own, which sees what it would see alone. An expert's
-// chance is that any of them uses it, 1 - prod(1 - p). Of more than most_selected sequences that many are predicted, at
-// even distances, and the others count as their average. Passes of more than most_sequences are not predicted: they use
-// most experts.
+// Predicts passes in which every sequence decodes one token. A prompt's pass needs every layer once, in order, which
+// the sweep covers better. Each sequence has a predictor of its own, which sees only this sequence. An expert's chance
+// is the chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected sequences,
+// most_selected of them are predicted, at even distances, and each other one counts as their average. Passes of more
+// than most_sequences are not predicted: they use most experts.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
@@ -77,43 +77,43 @@ class Forecaster {
           transfers_(transfers) {}
     ~Forecaster() { set(nullptr); }
 
-    // Any thread. When set() returns, the predictor before is used no longer, nor are its arrays. What its
-    // probabilities were worth stays known until one of another name is set. Throws Error.
+    // Any thread may call these. When set() returns, the earlier predictor and its arrays are no longer used. The
+    // calibration stays until a predictor with another name is set. Throws Error.
     void set(const moegguf_predictor * chosen);
-    void prefetch(bool on) { prefetching_ = on; }            // from the next prediction on
-    void read(float * probabilities, uint8_t * known) const; // as predicted, by layer, of what is not yet routed
+    void prefetch(bool on) { prefetching_ = on; }            // acts from the next prediction on
+    void read(float * probabilities, uint8_t * known) const; // predictions of the layers that are not routed yet
 
-    // Compute threads; no lock of the store's is held.
+    // Compute threads call these without the store's lock.
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
     void announce(const PassTokens & of, uint64_t pass);
-    // expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd], NULL: not asked for.
+    // expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd], NULL: wants_inputs() is false.
     void routing(int il, const PassTokens & of, const int32_t * expert_ids, int n_expert_used, const float * inputs,
                  int n_embd, uint64_t pass);
-    void keep_step(); // in lockstep: returns when everything was predicted that could be
+    void keep_step(); // waits until all predictions are made (lockstep)
 
   private:
     static constexpr int most_selected = 8;
-    static constexpr int most_sequences = 64; // of a pass that is predicted; followed at once
-    static constexpr int most_known = 512;    // tokens of a sequence's prompt
+    static constexpr int most_sequences = 64; // sequences of a pass that is predicted
+    static constexpr int most_known = 512;    // tokens of a sequence's prompt that predictors get
 
-    struct LastToken { // of a sequence in a pass
+    struct LastToken { // the last token of a sequence in a pass
         int sequence;
-        int index;              // in the pass
-        int n_tokens;           // of its sequence there
-        size_t first_known = 0; // of these tokens the last ones, in the record's
-        int n_known = 0;
+        int index;              // place of the token in the pass
+        int n_tokens;           // tokens of the sequence in the pass
+        size_t first_known = 0; // place of the sequence's last tokens in Record::tokens
+        int n_known = 0;        // number of these tokens
     };
     struct Record {
         uint64_t pass = 0;
-        int il = -1;         // -1: tokens come
-        int n_sequences = 0; // of the pass
+        int il = -1;         // -1: the record announces tokens
+        int n_sequences = 0; // sequences of the pass
         int n_expert_used = 0;
         int n_embd = 0;
-        std::vector<LastToken> last; // of those that are asked
-        std::vector<int32_t> tokens; // of one after another, where they are known
+        std::vector<LastToken> last; // one for each sequence whose predictor runs
+        std::vector<int32_t> tokens; // known tokens of these sequences, one sequence after another
         std::vector<int32_t> ids;    // [last][n_expert_used]
-        std::vector<float> inputs;   // [last][n_embd], or none
+        std::vector<float> inputs;   // [last][n_embd], or empty
     };
     struct PredictorFactory {
         const PredictorType * type;
@@ -124,13 +124,13 @@ class Forecaster {
         uint64_t last_use = 0;
         std::unique_ptr<Predictor> predictor;
     };
-    struct LayerForecast {          // what is predicted of a layer
-        int distance = 0;           // in layers with experts, when it was predicted; 0: there is no forecast
-        bool is_published = false;  // the policies have it
-        std::vector<int> sequences; // that have a prediction
-        std::vector<float> each;    // [sequences][n_expert_max] as predicted
-        std::vector<float> likely;  // [n_expert_max] of any sequence
-        std::vector<float> chances; // [n_expert_max] likewise, calibrated
+    struct LayerForecast {          // the prediction of a layer
+        int distance = 0;           // layers with experts between prediction and layer; 0: there is no forecast
+        bool is_published = false;  // the policies have the forecast
+        std::vector<int> sequences; // sequences that have a prediction
+        std::vector<float> each;    // [sequences][n_expert_max] raw probabilities
+        std::vector<float> likely;  // [n_expert_max] raw probability that any sequence uses the expert
+        std::vector<float> chances; // [n_expert_max] calibrated probability that any sequence uses the expert
     };
 
     void stop();
@@ -142,7 +142,7 @@ class Forecaster {
     void begin_pass(const Record & record);
     void select_sequences(const Record & record);
     SequencePredictor & predictor_of(int sequence);
-    void forget(); // what was predicted
+    void forget(); // drops all forecasts
     void compare(const Record & record);
     int rank(const float * likely, int il, int most);
     void predict(int from, int last);
@@ -158,13 +158,13 @@ class Forecaster {
     Tiers & tiers_;
     Transfers & transfers_;
 
-    std::mutex control_; // set(): one at a time
+    std::mutex control_; // lets one set() run at a time
     std::atomic<bool> on_{false};
     std::atomic<bool> wants_inputs_{false};
     std::atomic<bool> lockstep_{false};
     std::atomic<bool> prefetching_{true};
 
-    // The ring, under its own lock. When it is full the oldest record goes.
+    // The ring has its own lock. A full ring loses its oldest record.
     std::mutex inbox_mutex_;
     std::condition_variable arrived_;
     std::condition_variable caught_up_;
@@ -175,7 +175,7 @@ class Forecaster {
     bool stopping_ = false;
     std::thread thread_;
 
-    // These belong to the thread that predicts.
+    // Only the thread that predicts uses the next fields.
     std::optional<PredictorFactory>
         factory_; // makes each predictor; calibration_ is about its predictions, also while nothing is predicted
     std::vector<SequencePredictor> predictors_; // most_sequences at most
@@ -185,12 +185,12 @@ class Forecaster {
     Calibration calibration_;
     Record current_;
     uint64_t pass_ = 0;
-    int row_ = -1;                      // the last one observed of the pass
-    int n_sequences_ = 0;               // of the pass
-    bool is_predicted_ = false;         // the pass is one that is predicted
-    uint64_t n_started_ = 0;            // prefetches before this pass
+    int row_ = -1;                      // row of the layer observed last in the pass
+    int n_sequences_ = 0;               // sequences of the pass
+    bool is_predicted_ = false;         // the pass is predicted
+    uint64_t n_started_ = 0;            // prefetches that were started before this pass
     std::vector<LayerForecast> layers_; // [n_moe_layers]
-    std::vector<float> each_;           // [most_selected][n_expert_max] scratch, of predicted_sequences_
+    std::vector<float> each_;           // [most_selected][n_expert_max] scratch for predicted_sequences_
     std::vector<int> predicted_sequences_;
     std::vector<int> best_;
     std::vector<Want> wants_;

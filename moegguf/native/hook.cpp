@@ -1,11 +1,11 @@
-// hook.cpp: the patched llama.cpp calls these functions. While it loads a model: a buffer type that only reserves
-// address space, where it believes the expert tensors to be. While it builds a graph: what a managed layer adds, and
-// the order of its nodes. While it computes: the scheduler's eval callback, which stops at a layer's expert ids, where
-// experts are acquired, and before the multiplications whose matrices are still on their way, where kernels cannot wait
-// for them (arrivals.cpp).
+// hook.cpp: the functions that the patched llama.cpp calls.
+// - A load uses a buffer type that only reserves address space for the expert tensors.
+// - The construction of a graph adds the nodes of a managed layer, and orders its nodes.
+// - The scheduler's eval callback stops at a layer's expert ids, where experts are acquired. It also stops before
+//   multiplications whose matrices are on their way, if kernels cannot wait for them (arrivals.cpp).
 //
-// It may add and move nodes, and read and overwrite the ids of the node that it stops at, by Store::acquire alone. It
-// changes no slot itself.
+// The hook may add and move nodes. It reads and overwrites the ids of the node that it stops at, by Store::acquire
+// alone. It changes no slot itself.
 #include "store.h"
 
 #include "ggml-backend-impl.h" // buffer types are not public; patches/README.md lists what we lean on
@@ -17,7 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// Of ggml-backend.cpp, by patches/scheduler.patch.
+// patches/scheduler.patch adds this function to ggml-backend.cpp.
 extern "C" void ggml_backend_sched_set_callback_version(ggml_backend_sched_t sched, const uint64_t * version);
 
 namespace moegguf {
@@ -56,8 +56,8 @@ Store * store_of(const ggml_tensor * t) {
 // The nodes that the callback stops at, by name, as patches/slot-ids.patch has them.
 
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
-constexpr char ready_node[] = "ffn_moe_ready_ids-"; // the same ids: what follows multiplies with gate and up
-constexpr char down_node[] = "ffn_moe_down_in-";    // what follows multiplies with down
+constexpr char ready_node[] = "ffn_moe_ready_ids-"; // slot ids again: the next nodes multiply with gate and up
+constexpr char down_node[] = "ffn_moe_down_in-";    // the next nodes multiply with down
 constexpr char own_ids_node[] = "ffn_moe_own_ids-"; // the router's ids, where the layer multiplies by them: no stop
 
 // Whether it may be one of them: asked of every node of a pass.
@@ -70,14 +70,15 @@ int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
     return memcmp(t->name, prefix, n - 1) == 0 ? atoi(t->name + n - 1) : -1;
 }
 
-constexpr int waits_word = 0; // of op_params of the node of slot ids: whether experts may be missing
+constexpr int waits_word = 0; // word in op_params of the node of slot ids: whether experts may be missing
 
 void synchronize(ggml_backend_t backend) {
     if (backend) { ggml_backend_synchronize(backend); }
 }
 
-// Returns the floats of a tensor: in place where they lie in host memory, copied to `scratch` where not, in the stream
-// of the backend, which is to be synchronized before they are read. NULL when the tensor does not hold n in a row.
+// Returns the floats of a tensor, or NULL when it does not have n consecutive floats. Floats in host memory are
+// returned in place. Other floats are copied to `scratch` in the stream of the backend, which the caller synchronizes
+// before it reads them.
 const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, std::vector<float> & scratch) {
     if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
         return nullptr;
@@ -93,11 +94,11 @@ const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, st
     return scratch.data();
 }
 
-// What a graph gets.
+// Changes to a graph.
 
 const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
-// Which tensors of a graph the nodes that are put behind others make, write and read. Forgets them at each layer.
+// The tensors that delayed nodes of a graph make, write and read. The set is emptied at each layer.
 class Delayed {
   public:
     explicit Delayed(const ggml_cgraph & graph)
@@ -142,9 +143,9 @@ class Delayed {
     int layer_ = 1;
 };
 
-// What a stop is for.
+// The work at a stop.
 
-// The matrices to wait for once this node was computed.
+// Returns the matrices to wait for once this node was computed.
 uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
     if (!context.store.layout.has_experts(il) || context.store.streamed->computes_on_arrival(il)) { return 0; }
@@ -168,7 +169,7 @@ bool must_stop(Context & context, const ggml_tensor * t) {
     return kinds && !context.failed() && !context.store.shared.forked() && context.pinned.pending(kinds);
 }
 
-// What observers asked for besides the ids; the patch makes these tensors sources of the node.
+// Reads the weights and inputs that observers need beside the ids. The patch makes these tensors sources of the node.
 void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backend, Choice & choice) {
     const Store & store = context.store;
     if (store.events.wants_weights()) {
@@ -182,12 +183,12 @@ void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backe
     }
 }
 
-// What computes the node; nullptr: that is not known, and has been waited for.
+// Returns the backend that computes the node; nullptr: it is not known, and has been waited for.
 ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }
 
-// What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
+// Returns the backend that computes the layer, if it is a stream on the slots' device that can wait for copies itself.
 ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
     const Copies * copies = tier.copies;
     const bool waits = backend && copies && copies->has_events();
@@ -219,7 +220,7 @@ void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t 
     }
 }
 
-// What a stop is for. No exception leaves it: the caller is C.
+// Does the work at a stop. No exception leaves the function, because the caller is C.
 void stopped(Context & context, ggml_tensor * t) {
     const int il = layer_of(t, ids_node);
     ggml_backend_t backend = backend_of(context, t);
@@ -301,10 +302,8 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // computed before, and still there when the hook reads them
     ids->src[2] = input;
-    if (store->streamed->computes_on_arrival(
-            il)) { // ids that the scheduler copies from another device are not those of the hook
-        ids->src[3] = store->tiers.on_cpu->pool()->cpu_anchor();
-    }
+    // The anchor keeps the node on the CPU. The hook could not write ids that the scheduler copies to another device.
+    if (store->streamed->computes_on_arrival(il)) { ids->src[3] = store->tiers.on_cpu->pool()->cpu_anchor(); }
     ids->op_params[waits_word] = !store->tiers.of(il).numbering.resident();
     return ids;
 }
@@ -317,7 +316,7 @@ extern "C" ggml_tensor * moegguf_ready_ids(ggml_context * ctx, ggml_tensor * ids
 
 extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
     Delayed delayed(*graph);
-    std::vector<ggml_tensor *> behind; // of the layer that the scan is in
+    std::vector<ggml_tensor *> behind; // delayed nodes of the layer that the scan is in
     int n = 0;
     const auto end_layer = [&] {
         std::copy(behind.begin(), behind.end(), graph->nodes + n);

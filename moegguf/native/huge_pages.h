@@ -12,8 +12,8 @@ namespace moegguf {
 
 constexpr size_t huge_page_bytes = 2u << 20;
 
-// Asks for huge pages in memory that was not touched yet. A read into them takes a third of the processor's time and is
-// made of fewer requests to the disk; weights in them are found with fewer look-ups of the page table.
+// Requests huge pages for memory that was not touched yet. A read into huge pages takes a third of the processor's
+// time, and needs fewer requests to the disk. Weights in them are found with fewer look-ups of the page table.
 inline void ask_for_huge_pages(void * memory, size_t n) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t begin = ((uintptr_t)memory + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;

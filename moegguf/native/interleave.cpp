@@ -17,8 +17,8 @@ namespace {
 
 #if defined(__SSE2__)
 
-// block_q4_0: a scale of 2 bytes and 16 bytes of 32 quants; block_q4_0x8: those of 8 rows, scales first, then the first
-// 8 bytes of each row, then the second. Quants change from unsigned to signed.
+// A block of Q4_0 has a scale of 2 bytes and 16 bytes of 32 quants. The interleaved form has the blocks of 8 rows: the
+// scales, then the first 8 bytes of each row, then the second 8 bytes. Quants change from unsigned to signed.
 constexpr int q4_0_rows = 8, q4_0_cols = 32, q4_0_bytes = 18;
 
 void interleave_q4_0x8(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols) {
@@ -44,7 +44,7 @@ void interleave_q4_0x8(uint8_t * out, const uint8_t * rows, int64_t n_rows, int6
             }
         }
     }
-    _mm_sfence(); // before the slot is published
+    _mm_sfence(); // the bytes must be written before the slot is published
 }
 
 constexpr Interleave q4_0x8 = interleave_q4_0x8;
@@ -55,7 +55,7 @@ constexpr Interleave q4_0x8 = nullptr;
 
 #endif
 
-// What upstream's makes of rows, against ours, where we have one.
+// Returns whether our function lays out rows as upstream's function does. Returns false without a function of ours.
 bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
     if (!ours) { return false; }
     ggml_tensor piece = slot;

@@ -28,7 +28,7 @@ namespace {
 constexpr size_t chunk_bytes = 256u << 10; // still in a core's cache when they are digested and copied
 constexpr size_t n_together = 8; // blocks of one thread: neighbours lie in a huge page, which one should touch first
 
-struct Part { // of a state, for a tensor; it begins at `at` in the file
+struct Part { // the part of a state that belongs to one tensor; it begins at `at` in the file
     ggml_tensor * tensor;
     size_t offset, n;
     uint64_t at;
@@ -45,7 +45,7 @@ struct Block {
 
     std::string path;
     std::vector<uint8_t> prefix;
-    uint64_t begin, end; // of the state in the file
+    uint64_t begin, end; // place of the state in the file
     uint8_t digest[16];
     std::vector<Part> parts;
     bool is_right = false; // the file is what its digest says
@@ -60,7 +60,7 @@ int open_own(const char * path) {
     return -1;
 }
 
-// Its bytes go to their tensors.
+// Reads a block's file and writes its bytes into their tensors.
 void fill(Block & block) {
     std::vector<uint8_t> chunk(chunk_bytes);
     const Descriptor file(open_own(block.path.c_str()));
@@ -119,16 +119,16 @@ struct moegguf_kv_blocks {
         if (filling.valid()) { filling.get(); }
     }
 
-    // Where n bytes at this address are in the last block's file; 0: it is no address of its state.
+    // Returns the place of n bytes at this address in the last block's file; 0: it is no address of the block's state.
     uint64_t position(const void * address, size_t n) const {
         const Block & block = blocks.back();
         const uintptr_t first = (uintptr_t)addresses.get(), here = (uintptr_t)address;
         return first <= here && here + n <= first + (block.end - block.begin) ? block.begin + (here - first) : 0;
     }
 
-    std::deque<Block> blocks;             // whose elements stay where they are
-    std::unique_ptr<Descriptor> file;     // of the last one
-    std::unique_ptr<uint8_t[]> addresses; // of its state, and never touched, so that they take no memory
+    std::deque<Block> blocks;             // a deque, because its elements stay where they are
+    std::unique_ptr<Descriptor> file;     // file of the last block
+    std::unique_ptr<uint8_t[]> addresses; // addresses of its state; never touched, so that they take no memory
     size_t n_addresses = 0;
 
   private:
@@ -157,7 +157,7 @@ struct moegguf_kv_blocks {
         }
     }
 
-    std::mutex mutex; // of what follows, and of the number of blocks
+    std::mutex mutex; // guards the next fields and the number of blocks
     std::condition_variable changed;
     size_t n_known = 0, n_begun = 0; // blocks whose parts are known, and those that a thread fills or has filled
     bool is_complete = false;

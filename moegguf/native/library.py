@@ -40,13 +40,13 @@ SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
 def library_folders() -> Iterable[Path]:
-    """Where libmoegguf may lie: MOEGGUF_LIBRARY alone when set, else `lib` in each part of the package."""
+    """Returns the folders that may hold libmoegguf: MOEGGUF_LIBRARY alone if set, else `lib` in each package folder."""
     chosen = read_environment().library
     return [chosen] if chosen else [folder / "lib" for folder in package_folders()]
 
 
 def find_library() -> Path:
-    """The folder with libmoegguf and libllama.
+    """Returns the folder with libmoegguf and libllama.
 
     Raises LibraryError when there is none.
     """
@@ -75,7 +75,7 @@ def check_processor(folder: Path) -> None:
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """For OpenMP, which reads it when it is loaded: how long a thread spins before it sleeps, unless the user says.
+    """Sets the time that OpenMP's threads spin before they sleep, while OpenMP is loaded, unless the user has set it.
 
     GNU's default spins for longer than a scheduler's slice. Threads that have to share a processor, as on a busy
     machine, then make each other wait for whole slices at every barrier, hundreds of times a token.
@@ -100,7 +100,7 @@ class BackendProblems(NamedTuple):
     """Reasons why a backend has no devices."""
 
     refused: list[str]  # a sentence for each plug-in that was built from other sources
-    errors: list[str]  # what ggml and drivers logged while backends were loaded
+    errors: list[str]  # lines that ggml and drivers logged while backends were loaded
 
 
 _problems = BackendProblems([], [])

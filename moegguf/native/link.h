@@ -1,8 +1,8 @@
-// link.h: a link into slots has a queue of transfers, chooses the next one, and settles what follows when one has
-// ended.
+// link.h: a link has a queue of transfers into slots. It chooses the next transfer, and settles the slot when a
+// transfer has ended.
 //
-// A clock carries its transfers (clock.h): in real time by the link's own threads, in virtual time one after another.
-// It fills slots that were taken for its transfers, and takes none.
+// A clock carries the transfers (clock.h). In real time the link's own threads do it; in virtual time one transfer
+// follows another. A link fills slots that were assigned before, and assigns none.
 #pragma once
 
 #include "tier.h"
@@ -35,7 +35,7 @@ class Ring {
 
     void clear() { set_gauge(size_, 0); }
 
-    // Keeps the items for which `keep` holds, in order; returns how many went.
+    // Keeps the items for which `keep` returns true, in order. Returns the number of removed items.
     template <typename Keep>
     size_t filter(Keep keep) {
         size_t kept = 0;
@@ -60,7 +60,7 @@ class Ring {
     uint64_t size_ = 0;
 };
 
-// All of it under the store's lock, except what says "any thread".
+// Callers hold the store's lock, except for functions marked "any thread".
 class Link {
   public:
     Link(const Layout & layout, Shared & shared, const Tiers & tiers)
@@ -71,19 +71,20 @@ class Link {
     Link(const Link &) = delete;
     Link & operator=(const Link &) = delete;
 
-    virtual void start_threads() = 0; // which carry transfers from now on. Throws Error. Without the lock.
+    virtual void start_threads() = 0; // starts the threads that carry transfers, without the lock. Throws Error.
 
-    virtual bool begin_next(Job & job) = 0; // the next transfer that is still of use; false: there is none
-    virtual void finish(const Job & job, const std::string & why) = 0; // why it failed; empty: the bytes are there
-    // Virtual time: what goes over the link, 0 where that takes no time; and how long it will take.
+    virtual bool begin_next(Job & job) = 0; // begins the next transfer that is still of use; false: there is none
+    virtual void finish(const Job & job, const std::string & why) = 0; // `why`: reason of a failure; empty: success
+    // Virtual time calls these. Bytes that go over the link, 0 if they take no time; the time that a transfer will
+    // take.
     virtual uint64_t link_bytes(const Job & job) const { return job.bytes; }
     virtual void note_time(uint64_t) {}
 
     uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread
 
   protected:
-    // Matrices of a slot, in one transfer. demand: a layer needs them. Field by field: copied as a whole right after it
-    // was made of parts, a job takes several times as long.
+    // Queues matrices of a slot as one transfer. demand: a layer needs them. The job is written field by field: to make
+    // it first and copy it as a whole takes several times as long.
     void push(Tier & to, int s, SlotRef source, uint8_t kinds, bool demand) {
         const Slot & slot = to.residency.slot(s);
         Job & job = (demand ? demand_ : prefetch_).add();
@@ -97,7 +98,7 @@ class Link {
         job.streamed = -1;
         to.residency.queue(s, kinds);
     }
-    // The next that is still of use; false: there is none.
+    // Takes the next transfer that is still of use; false: there is none.
     bool pop(Ring<Job> & ring, Job & job) {
         job.kinds = 0;
         while (!job.kinds && !ring.empty()) {
@@ -112,9 +113,9 @@ class Link {
         to(job).residency.begin_read(job.destination.slot, job.kinds);
         count(shared_.counters.chunks_reading);
     }
-    // Its matrices are there; or it comes again, where a later routing event asked for the slot; or its slot has
-    // failed, and false is returned. A slot that something is on its way to is never given away, so the job's
-    // generation still holds.
+    // Ends a transfer. After a success its matrices are there. After a failure it is queued again if a later routing
+    // event needs the slot; otherwise the slot has failed, and the function returns false. A slot with a transfer on
+    // its way is never given away, so the job's generation is still valid.
     bool end(const Job & job, const std::string & why) {
         Tier & to = this->to(job);
         const int s = job.destination.slot;
@@ -142,13 +143,13 @@ class Link {
     const Layout & layout_;
     Shared & shared_;
     const Tiers & tiers_;
-    Ring<Job> demand_; // what layers need
-    Ring<Job> prefetch_;
+    Ring<Job> demand_;   // transfers that layers need
+    Ring<Job> prefetch_; // transfers ahead of their use
 };
 
 struct LinkSpeed {
     double bytes_per_ns = 0; // 0: transfers are free
-    double latency_ns = 0;   // of each
+    double latency_ns = 0;   // latency of each transfer
 };
 
 } // namespace moegguf

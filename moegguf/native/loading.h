@@ -1,5 +1,5 @@
-// loading.h: what llama.cpp calls where it reads: which tensors it leaves to the store, and how it reads and converts
-// the others. It may write the tensors that it is given.
+// loading.h: the functions that llama.cpp calls while it reads a model. They decide which tensors belong to the store,
+// and read and convert the others. They may write the tensors that they are given.
 #pragma once
 
 #include "huge_pages.h"

@@ -1,4 +1,4 @@
-// memory_parts.cpp: which classes of llama.cpp are the parts of which memory.
+// memory_parts.cpp: the parts that each class of llama.cpp's memory consists of.
 //
 // A class of memory that is not listed here counts as cells that can be cut: a plain cache of keys and values.
 #include "memory_parts.h"

@@ -14,7 +14,7 @@
 namespace moegguf {
 
 struct OperatingSystem {
-    int (*open)(const char * path, int flags); // as open(2) and so on: -1 or nullptr on failure, with errno
+    int (*open)(const char * path, int flags); // open(2) and so on: -1 or nullptr on failure, with errno
     int (*fstat)(int fd, struct stat * status);
     ssize_t (*pread)(int fd, void * buffer, size_t n, off_t offset);
     void * (*aligned_alloc)(size_t alignment, size_t n);

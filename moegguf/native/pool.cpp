@@ -51,9 +51,9 @@ bool is_of(ggml_backend_dev_t device, std::initializer_list<const char *> backen
     return std::any_of(backends.begin(), backends.end(), [&](const char * of) { return strcmp(name, of) == 0; });
 }
 
-// Whether a device copies from memory of its host buffer type by itself. That may be the type of the backend's first
-// device: one that CUDA has pinned is pinned for all of its devices, while Vulkan's second one copies as from any
-// other.
+// Returns whether a device copies from memory of its host buffer type by itself. The type may belong to the backend's
+// first device. Memory that CUDA has pinned is pinned for all of its devices. Vulkan's second device copies from the
+// first one's host memory as from any memory.
 bool pins(ggml_backend_dev_t device) {
     ggml_backend_buffer_type_t buft = ggml_backend_dev_host_buffer_type(device);
     return buft && (ggml_backend_buft_get_device(buft) == device || is_of(device, {"CUDA", "ROCm", "MUSA"}));
@@ -81,7 +81,7 @@ void attach(ggml_tensor * t, const ggml_backend_buffer_ptr & buffer, void * addr
     }
 }
 
-// What a buffer type has behind a matrix, as kernels read on there.
+// Returns the bytes that a buffer type adds after a matrix, because kernels read them.
 uint64_t padding_of(ggml_backend_buffer_type_t buft, const ggml_tensor * matrix) {
     return ggml_backend_buft_get_alloc_size(buft, matrix) - ggml_nbytes(matrix);
 }
@@ -206,7 +206,7 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
             return bytes <= largest && begins_within_32_bits(device, (ggml_type)m->type, bytes) &&
                    multiplies(device, *m, slots, stride);
         };
-        int least = 1, most = n_slots; // between these
+        int least = 1, most = n_slots; // the result lies between these
         while (least < most) {
             const int middle = least + (most - least + 1) / 2;
             fits(middle) ? least = middle : most = middle - 1;
@@ -244,10 +244,11 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
-        // In plain memory: interleaved weights are of no use to nodes that do not multiply.
+        // The anchor lies in plain memory, because only multiplications can read interleaved weights.
         cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
         ggml_set_name(cpu_anchor_, "cpu_anchor");
-        anchor_memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory_.buft)); // of it alone
+        // This allocates the anchor alone.
+        anchor_memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory_.buft));
         if (!anchor_memory_) { throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes"); }
         ggml_backend_buffer_set_usage(anchor_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
@@ -328,8 +329,8 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
     pool->nb[3] = pool->nb[2] * pool->ne[2];
 }
 
-// A backend may write behind the end of a tensor that is bound, which is into slots: CUDA zeroes its padding there, in
-// a stream that nothing else waits for but what clears and copies whole buffers. So both come after rebind().
+// A backend may write after the end of a tensor when it is bound, which is into slots: CUDA zeroes the padding there.
+// It does so in a stream that only clears and copies of whole buffers wait for. So both come after rebind().
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];
@@ -346,7 +347,8 @@ bool Pool::reallocate(int n_slots, bool keep) {
     return true;
 }
 
-// Those that both have room for. Slot by slot, as bytes: arenas may be larger than what a backend counts in one row.
+// Copies the slots that both buffers have. It copies slot by slot, as bytes, because arenas may be larger than one row
+// of a backend can be.
 void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const {
     const int64_t stride = (int64_t)strides_.of_kind[kind];
     const uint64_t bytes = std::min(ggml_backend_buffer_get_size(from), ggml_backend_buffer_get_size(to));
@@ -403,13 +405,13 @@ void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, cons
 void Pool::copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const {
     ggml_tensor source = from.slots_view(matrix, from_slot, n), slots = slots_view(matrix, slot, n);
     if (host_) {
-        memcpy(slots.data, source.data, ggml_nbytes(&slots)); // as it is, interleaved or not
+        memcpy(slots.data, source.data, ggml_nbytes(&slots)); // interleaved slots are copied as they are
     } else {
         ggml_backend_tensor_copy_async(backend, backend, &source, &slots);
     }
 }
 
-// As one tensor: of bytes, with a slot in each row; an interleaved one as it is.
+// Returns n slots as one tensor of bytes, with a slot in each row. Interleaved slots are not changed.
 ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
     ggml_tensor slots = *slot_[matrix];
     slots.data = data(matrix, slot);

@@ -1,7 +1,7 @@
 // pool.h: fast memory for experts on one ggml device, and the tensors that llama.cpp multiplies with.
 //
-// It may allocate, write and free its own arenas, and bind its tensors to them. It does not know which expert is in a
-// slot, nor who may write there: its callers see to that.
+// A pool allocates, writes and frees its own arenas, and binds its tensors to them. It does not know which expert is in
+// a slot. Its callers make sure that only one thread writes into a slot.
 #pragma once
 
 #include "layout.h"
@@ -10,83 +10,88 @@
 
 namespace moegguf {
 
-// The most that is read and written at once, so that staging stays small beside experts of 50 MB: about 4 MiB in whole
-// groups of 64 rows. Interleaved layouts work on groups of up to 16 rows, so every piece is self-contained.
+// Returns the size of a piece: the rows that are read and written at once. A piece is about 4 MiB, so that buffers stay
+// small beside experts of 50 MB. It has whole groups of 64 rows: interleaved layouts work on groups of up to 16 rows.
 uint64_t piece_bytes(const Matrix & m);
 
-// Whether the CPU's kernels that multiply with these ask for an order of their matrices, as they would lie in a pool.
+// Returns whether the CPU's kernels choose the order in which they compute these matrices, as laid out in a pool.
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
 
-// Where the memory of a pool comes from.
+// The kind of memory that a pool is allocated in.
 struct PoolMemory {
-    ggml_backend_dev_t device = nullptr; // computes with it, or copies from it
+    ggml_backend_dev_t device = nullptr; // the device that computes with the memory, or copies from it
     ggml_backend_buffer_type_t buft = nullptr;
-    bool repack = false; // where the device's kernels support it
-    bool pinned = false; // host memory that the device copies from by itself
-    std::string note;    // why it is not what it should be; empty: it is
+    bool repack = false; // interleaves the types that the device's kernels support
+    bool pinned = false; // pinned host memory: the device copies from it by itself
+    std::string note;    // the reason why the memory is not pinned; empty: it is pinned, or need not be
 };
 
 ggml_backend_dev_t find_device(const char * name); // NULL: the CPU. Throws Error(INVALID).
-// That computes with so many threads, where the device has any. Throws Error(MEMORY).
+// Makes a backend that computes with n_threads threads, if the device has threads. Throws Error(MEMORY).
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads);
-PoolMemory device_memory(const char * name, bool repack); // of the device itself; likewise
-// To copy to these devices from: pinned where the first that pins memory does so.
+PoolMemory device_memory(const char * name, bool repack); // memory of the device itself. Throws Error(INVALID)
+// Returns host memory to copy to these devices from. It is pinned by the first device that can pin memory.
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 
-// Raises the padding of matrices to what the device's memory has behind each: kernels read on there.
+// Raises the padding of matrices to the bytes that the device's memory has after each, because kernels read them.
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 
-// Returns how many of n_slots slots a pool of these matrices can have on a device: kernels take a pool as one tensor,
-// whose slots they find by 32-bit offsets, and it lies in one buffer. n_slots where no kernel takes a single slot.
+// Returns the number of slots, up to n_slots, that a pool of these matrices can have on a device. Kernels read a pool
+// as one tensor in one buffer, and find its slots by 32-bit offsets. Returns n_slots if no kernel can take even one
+// slot.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
 
-// Rows from the file's layout into the one that the CPU's kernels multiply with, past the cache (interleave.cpp).
-constexpr uintptr_t uncached_alignment = 16; // of what is written past the cache
+// Alignment of rows that are written past the cache, in the layout that the CPU's kernels multiply with
+// (interleave.cpp).
+constexpr uintptr_t uncached_alignment = 16;
 
 // Interleaves n_rows rows of n_cols values from `rows` (the file's layout) into `out`, aligned.
 using Interleave = void (*)(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols);
 
-// The function that lays out a tensor's rows just as its buffer type does, in less time; nullptr: there is none. Asked
-// once per matrix: upstream's chooses by type, shape and processor, so both do a few random rows, which are compared.
-// `slot` describes one expert [ne0, ne1], allocated in that buffer type; it is not written.
+// Returns a function that lays out a tensor's rows exactly as its buffer type does, in less time; nullptr: there is
+// none. It is called once per matrix. Upstream chooses a layout by type, shape and processor, so both functions lay out
+// a few random rows, and the results are compared. `slot` describes one expert [ne0, ne1], allocated in that buffer
+// type. It is not written.
 Interleave find_interleave(const ggml_tensor & slot);
 
 class Pool {
   public:
-    // Allocates every arena, for matrices of these layers. Throws Error(MEMORY) when the device refuses.
+    // Allocates every arena for matrices of these layers. Throws Error(MEMORY) when the device refuses.
     Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory);
 
-    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; } // nullptr: of another tier's layer
+    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; } // nullptr: another tier has the layer
 
-    // Rows [row, row + n_rows) of one expert, in the file's layout, into a slot; behind the last one its padding.
-    // Called by readers, without the store's lock.
+    // Writes rows [row, row + n_rows) of one expert, in the file's layout, into a slot, and the padding after the last
+    // row. Readers call this without the store's lock.
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
-    uint8_t * data(int matrix, int slot) const; // where it lies
-    // Whole matrices of n neighbouring slots with their padding, laid out in `data` as they are here. Returns before it
-    // is done where the backend can: synchronize it before `data` changes.
+    uint8_t * data(int matrix, int slot) const; // address of a matrix in a slot
+    // Writes whole matrices of n neighbouring slots with their padding. `data` has the layout of this pool. May return
+    // before the copy is done: synchronize the backend before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
-    // The same from slots of another pool on the same device.
+    // Copies whole matrices of n neighbouring slots from slots of another pool on the same device.
     void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
     bool repacked(int matrix) const { return interleaved_[matrix]; }
 
-    // Whether the kernels that multiply with the tensors ask for an order of their matrices, by op_params.
+    // Returns whether the kernels that multiply with the tensors choose the order of their matrices, by op_params.
     bool kernels_ask_for_order() const;
     void set_op_params(int matrix, const void * pointer);
-    // Where they do, a weight that nothing is computed with: ggml puts a node on the device that the weights among its
-    // sources are on, and these kernels are to read the very ids that the hook has written.
+    // Returns a weight that nothing is computed with, or nullptr if kernels choose no order. ggml computes a node on
+    // the device of the weights among its sources. This weight keeps a node of ids on the CPU, so that these kernels
+    // read the very ids that the hook has written.
     ggml_tensor * cpu_anchor() const { return cpu_anchor_; }
 
-    // Every layer's window becomes all slots: for a pool that leaves the resident numbering.
+    // Makes all slots the window of every layer, for a pool that leaves the resident numbering.
     void share_all_slots(int n_slots);
 
-    // Gives the memory of slots [first, last) back to the system where it is host memory.
+    // Gives the memory of slots [first, last) back to the system, if it is host memory.
     void release(int first, int last) const;
 
-    // Allocates the arenas anew, of the same memory, for n_slots slots, and frees those before. keep: with what the
-    // slots hold, so that both are there for a moment, an arena at a time; else the slots before must be empty. false:
-    // the device refused; with `keep` every slot that both sizes have is as before, without there may be none.
+    // Allocates the arenas anew for n_slots slots, in memory of the same kind, and frees the earlier ones. With `keep`
+    // it copies the slots' contents, so that the old and the new memory of one arena exist for a moment. Without `keep`
+    // the slots must be empty. Returns false when the device refused. With `keep` every slot that both sizes have then
+    // stays as it was. Without `keep` there may be no slots then.
     bool reallocate(int n_slots, bool keep);
-    bool gives_pages_back() const { return host_ && !memory_.pinned; } // by release(): it need not be allocated anew
+    bool gives_pages_back() const { return host_ && !memory_.pinned; } // release() is enough to shrink the pool
 
     uint64_t bytes() const;
     bool host() const { return host_; }
@@ -96,8 +101,8 @@ class Pool {
 
   private:
     struct Arena {
-        ggml_backend_buffer_ptr memory; // owns; of the interleaving buffer type where a layer wants that
-        ggml_backend_buffer_ptr alias;  // the same memory as a plain buffer
+        ggml_backend_buffer_ptr memory; // owns the memory; its buffer type interleaves if a layer is interleaved
+        ggml_backend_buffer_ptr alias;  // a plain buffer over this memory
         uint8_t * base = nullptr;       // nullptr: no matrices of this kind here
     };
 
@@ -109,18 +114,18 @@ class Pool {
     void make_tensor(const Matrix & m, int matrix, Window window);
 
     PoolMemory memory_;
-    std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain
-    std::vector<Interleave> interleave_;                  // per matrix; nullptr: the buffer type's own
+    std::vector<ggml_backend_buffer_type_t> interleaved_; // [n_matrices]; nullptr: plain
+    std::vector<Interleave> interleave_;                  // [n_matrices]; nullptr: the buffer type's own function
     Arena arenas_[MOEGGUF_MAX_KINDS];
     const Strides strides_;
     ggml_context_ptr context_;
-    std::vector<ggml_tensor *> tensors_; // [n_matrices], what llama.cpp multiplies with; nullptr: not here
-    std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0
+    std::vector<ggml_tensor *> tensors_; // [n_matrices] tensors that llama.cpp multiplies with; nullptr: not here
+    std::vector<ggml_tensor *> slot_;    // [n_matrices] templates: one expert in slot 0
     std::vector<moegguf_kind> kind_;
-    std::vector<uint64_t> padding_; // [n_matrices] behind an expert; 0 where slots are interleaved
+    std::vector<uint64_t> padding_; // [n_matrices] bytes after an expert; 0 where slots are interleaved
     ggml_backend_buffer_ptr anchor_memory_;
     ggml_tensor * cpu_anchor_ = nullptr;
-    int n_ids_ = 0; // that kernels may be given, also where there are fewer slots: experts that are streamed
+    int n_ids_ = 0; // ids that kernels may get; more than there are slots while experts are streamed
     bool host_;
 };
 

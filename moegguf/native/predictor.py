@@ -1,4 +1,4 @@
-"""A predictor that the store computes by itself: its name there, its trained arrays, and how far it may act.
+"""A predictor that the store computes by itself: its name, its trained arrays, and the limits of its actions.
 
 Weights are signed bytes: float32 weights would be read from memory at every call, four bytes each.
 """
@@ -18,12 +18,15 @@ from moegguf.native.events import Float32s
 
 Array = npt.NDArray[Any]
 TYPE_OF = {np.dtype(name): value for name, value in abi.enum("array_type").items()}
-STEPS = 127  # of a signed byte, on each side of zero
+STEPS = 127  # steps of a signed byte on each side of zero
 
 
 @dataclass(frozen=True)
 class NativePredictor:
-    """arrays: {name: values}, as its file in `moegguf/native/predictors` says; used in place, not copied."""
+    """A predictor's name, and its arrays by the names that its file in `moegguf/native/predictors` lists.
+
+    The store reads the arrays in place and makes no copy.
+    """
 
     name: str
     arrays: Mapping[str, Array] = field(default_factory=dict)
@@ -31,25 +34,18 @@ class NativePredictor:
 
 @dataclass(frozen=True)
 class NativeForecast:
-    """How the store uses a predictor.
+    """The way in which the store uses a predictor."""
 
-    window: layers with experts ahead. once: a layer is predicted when it comes into the window, and not again.
-    most_prefetches: experts started in a pass; 0: predictions only protect what is there. waste_weight: what a prefetch
-    in vain costs, as a share of the stall that one in time saves; 0: costs do not count. lockstep: routing events wait
-    for predictions, so that these act at a fixed place; slow, and reproducible. by_proximity: the largest probability
-    times layer proximity is fetched first, of any layer, else the nearest layer.
-    """
-
-    window: int = 2
-    once: bool = False
-    most_prefetches: int = 0
-    waste_weight: float = 0.1
-    lockstep: bool = False
-    by_proximity: bool = False
+    window: int = 2  # layers with experts ahead that are predicted
+    once: bool = False  # a layer is predicted when it comes into the window, and not again
+    most_prefetches: int = 0  # experts that are started in a pass; 0: predictions only protect resident experts
+    waste_weight: float = 0.1  # cost of a prefetch in vain, as a share of the stall that a useful one saves
+    lockstep: bool = False  # routing events wait for predictions, which then act at a fixed place: slow, reproducible
+    by_proximity: bool = False  # fetches by probability times layer proximity; otherwise the nearest layer first
 
 
 def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> Any:
-    """The struct moegguf_predictor. It points into the arrays, which must outlive it.
+    """Returns the struct moegguf_predictor. It points into the arrays, which must outlive it.
 
     Raises OptionError for an array of another type or that is not contiguous.
     """
@@ -71,7 +67,7 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
 
 
 def integers(*values: int) -> npt.NDArray[np.int32]:
-    """An array of whole numbers, as native predictors take sizes and choices."""
+    """Returns an array of whole numbers: native predictors read sizes and choices from such arrays."""
     return np.array(values, np.int32)
 
 
@@ -89,5 +85,5 @@ class QuantizedMatrix:
         self.bias = np.zeros(self.shape[0], np.float32) if bias is None else bias.astype(np.float32)
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """What a native predictor takes it by."""
+        """Returns the arrays from which a native predictor reads the matrix."""
         return {f"{name}.weights": self.bytes, f"{name}.scale": self.scale, f"{name}.bias": self.bias}

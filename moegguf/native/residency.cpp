@@ -9,7 +9,7 @@ namespace {
 
 constexpr float use_half_life_tokens = 64.0f;
 
-struct Rank { // of a victim; the lowest goes first
+struct Rank { // rank of a victim; the lowest one is evicted first
     float score;
     int turn;
     uint64_t last_use;
@@ -51,8 +51,8 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
     set_floors();
 }
 
-// With fewer slots than one token touches, a global LRU always evicts what the next layers need and hits nothing.
-// Each layer then keeps an equal share, and what one layer needs at once is left to circulate.
+// If one token needs more experts than there are slots, a global LRU always evicts the experts of the next layers and
+// has no hits. Each layer then keeps an equal share. The slots that one layer needs at once are left to all layers.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
     if (n_usable_ >= set_.token_cycle) { return; }
@@ -84,7 +84,7 @@ int Residency::victim(const LayerStep & now) {
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     order_.follow(ordered ? &policy : nullptr);
-    int best[2] = {-1, -1}; // of layers at their floor, above it
+    int best[2] = {-1, -1}; // best victims of layers at their floor, and of layers above it
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
         const EvictionOrder::Entry * first = order_.first(il);
@@ -166,7 +166,7 @@ void Residency::vacate(int s) {
 
 void Residency::end_stream(int s, int expert) {
     own(s, expert);
-    policy_->on_use(slots_[s].il, expert); // by the pass that streamed it
+    policy_->on_use(slots_[s].il, expert); // the pass that streamed the expert has used it
     publish(s, layout_.layers[slots_[s].il].chunks);
 }
 
@@ -241,8 +241,8 @@ void Residency::exchange_scores(std::vector<float> & scores) {
     if (!scores_.set()) { order_.follow(nullptr); }
 }
 
-// With a slot for every expert there is nothing to decide, and idle layers do not even count: policies start when the
-// pool shrinks.
+// Nothing is evicted while every expert has a slot, and idle layers do not even count. So policies start when the pool
+// shrinks.
 void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     if (average_use_) { average_use_->count(il, expert_ids, n_expert_used, n_tokens); }
     if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {

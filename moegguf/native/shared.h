@@ -1,5 +1,5 @@
-// shared.h: the parts of one store share its lock, its switches, its counters, its clock, and the one way in which
-// threads that compute wait. Knows no slot and no queue.
+// shared.h: the state that the parts of one store share: the lock, switches, counters, the clock, and the one way in
+// which computing threads wait. Knows no slot and no queue.
 #pragma once
 
 #include "clock.h"
@@ -14,7 +14,7 @@ namespace moegguf {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// Figures of the ABI as the parts of a store count in them. Every access is atomic and relaxed: figures order nothing.
+// Figures of the ABI that the parts of a store count in. Every access is atomic and relaxed: figures order nothing.
 template <typename Figures>
 struct Counted : Figures {
     Counted() : Figures{} {}
@@ -22,7 +22,7 @@ struct Counted : Figures {
     Counted & operator=(const Counted &) = delete;
 };
 using Counters = Counted<moegguf_counters>;
-using TierCounters = Counted<moegguf_tier_info>; // of a tier, before its pool_bytes
+using TierCounters = Counted<moegguf_tier_info>; // a tier counts in the fields before pool_bytes
 
 inline void count(uint64_t & figure, uint64_t n = 1) { __atomic_fetch_add(&figure, n, __ATOMIC_RELAXED); }
 
@@ -32,13 +32,13 @@ inline void set_gauge(uint64_t & figure, uint64_t n) { __atomic_store_n(&figure,
 
 inline uint64_t get(const uint64_t & figure) { return __atomic_load_n(&figure, __ATOMIC_RELAXED); }
 
-// Adds the first figures, of n_bytes.
+// Adds the first n_bytes of figures to `to`.
 inline void add(const uint64_t * figures, size_t n_bytes, uint64_t * to) {
     for (size_t i = 0; i < n_bytes / sizeof(*to); i++) { to[i] += get(figures[i]); }
 }
 
-// How many times this process was forked from one that had the library loaded. Counted, because getpid() would
-// be a system call at every routing event.
+// Number of forks between the process that loaded the library and this one. A counter is used because getpid() would be
+// a system call at every routing event.
 inline std::atomic<uint32_t> fork_generation{0};
 inline const int fork_counted = pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1); });
 
@@ -54,26 +54,26 @@ struct Shared {
     const uint32_t flags;         // enum moegguf_flag
     std::mutex mutex;             // "the store's lock": residency, numbering and queues
     std::condition_variable work; // readers wait on it
-    std::condition_variable done; // whoever waits for slots or bytes
+    std::condition_variable done; // threads that need slots or bytes wait on it
     Counters counters;
     const std::unique_ptr<Clock> clock;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
-    std::string error;                 // why a transfer failed last; under the lock
-    std::atomic<uint64_t> given_up{0}; // how often a kernel left matrices out, because it was cancelled
+    std::string error;                 // reason of the last failed transfer; under the lock
+    std::atomic<uint64_t> given_up{0}; // number of times that a cancelled kernel left matrices out
 
     bool has(moegguf_flag flag) const { return flags & flag; }
 
-    // In a child the locks and threads are the parent's: nothing may be touched.
+    // Returns true in a child process. The locks and threads belong to the parent, so the child must not touch them.
     bool forked() const { return fork_generation.load(std::memory_order_relaxed) != born_; }
 
-    // Until done(), which is asked under the lock and again after every change; the lock is free in between. false: it
-    // will not be, or the store is cancelled or closed.
+    // Waits until done() returns true. done() is called under the lock, and again after every change; the lock is free
+    // in between. Returns false if done() will not become true, or the store is cancelled or closed.
     template <typename Done>
     bool wait(Lock & lock, Done done) {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
-    // The same, also while the store is cancelled; at most until the deadline.
+    // Waits like wait(), but at most until the deadline, and also while the store is cancelled.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

@@ -14,7 +14,7 @@ KIND = abi.enum("kind")
 
 
 def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any:
-    """Every expert matrix as an array of struct moegguf_matrix, padded as `padded` says."""
+    """Returns every expert matrix as an array of struct moegguf_matrix, padded for these devices (`padded`)."""
     rows = [
         abi.Matrix(
             m.name.encode(), m.il, KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, m.padding_bytes,
@@ -28,14 +28,16 @@ def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any
 
 
 def pad(matrices: Any, devices: Iterable[str | None]) -> None:
-    """Raises the padding of these structs to that of devices, as `padded` says."""
+    """Raises the padding of these structs to the padding that the devices need (`padded`)."""
     for name in devices:
         library.load().moegguf_pad(name and name.encode(), matrices, len(matrices))
 
 
 def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
-    """The layout with the padding that slots of a store have behind experts for its devices, by ggml's names (None:
-    the CPU), whose kernels read on there. Devices that ggml does not know have none."""
+    """Returns the layout with the padding that slots have after experts, because kernels of the devices read it.
+
+    devices: ggml's names; None is the CPU. A device that ggml does not know has no padding.
+    """
     padding = iter([m.padding_bytes for m in matrices_of(layout, devices)])
     layers = [
         replace(layer, matrices=tuple(replace(m, padding_bytes=next(padding)) for m in layer.matrices))
@@ -46,21 +48,16 @@ def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
 
 @dataclass(frozen=True)
 class SlotSizes:
-    """stride_bytes: {matrix kind: bytes from one slot to the next in its arena}.
+    """The sizes of slots and of a pool."""
 
-    slot_bytes: one expert over all arenas. pool_bytes: all arenas with n_slots slots, and the guards behind the last
-    ones. streams: in the CPU's memory a pass may use more experts of a layer than there are slots
-    (native/streamed_supply.cpp).
-    """
-
-    stride_bytes: Mapping[Kind, int]
-    slot_bytes: int
-    pool_bytes: int
-    streams: bool
+    stride_bytes: Mapping[Kind, int]  # bytes from one slot to the next in the arena of each matrix kind
+    slot_bytes: int  # one expert over all arenas
+    pool_bytes: int  # all arenas with their slots, and the guard after the last slot of each
+    streams: bool  # a pass on the CPU may use more experts of a layer than there are slots (streamed_supply.cpp)
 
 
 def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
-    """The sizes that a store of this layout with n_slots slots has.
+    """Returns the sizes of a store with this layout and n_slots slots.
 
     Raises OptionError for matrices of a kind or type that does not exist.
     """
@@ -71,15 +68,19 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
 
 
 def slot_tokens(device: str | None) -> int:
-    """The most tokens of a pass that a device, by ggml's name (None: the CPU), computes as if every expert were
-    resident, to the last bit, however many slots there are."""
+    """Returns the largest number of tokens in a pass that a device computes as if all experts were resident.
+
+    The bits are then equal for any number of slots. device: ggml's name; None is the CPU.
+    """
     return int(library.load().moegguf_slot_tokens(device and device.encode()))
 
 
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
-    """How many of n_slots slots one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
-    there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown
-    name."""
+    """Returns the number of slots, up to n_slots, that one pool can have on a device.
+
+    The pool has to fit the device's largest buffer, and the largest tensor that its kernels multiply with. device:
+    ggml's name; None is the CPU. Raises OptionError for an unknown name.
+    """
     most, matrices = c.c_int32(), matrices_of(layout, [device])
     library.load().moegguf_most_slots(device and device.encode(), matrices, len(matrices), n_slots, c.byref(most))
     return most.value

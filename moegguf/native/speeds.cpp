@@ -9,9 +9,9 @@
 namespace moegguf {
 namespace {
 
-constexpr int most_tokens = 1024; // of a graph that multiplies, so that each slot is read once
-constexpr int n_small_ops = 64;   // of a graph that measures what a node costs
-constexpr int n_part_ops = 25;    // of a graph before a stop, about as many as lie between two layers' stops
+constexpr int most_tokens = 1024; // tokens of a graph that multiplies, so that each slot is read once
+constexpr int n_small_ops = 64;   // nodes of a graph that measures the cost of a node
+constexpr int n_part_ops = 25;    // nodes of a graph before a stop, about as many as lie between two layers' stops
 constexpr int least_runs = 3;
 constexpr int longest = 10; // times `seconds` that these may take: other processes may have the processors
 
@@ -124,7 +124,7 @@ void set_all(ggml_tensor * t, float value) {
     ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
 }
 
-// What a node costs on small numbers.
+// Measures the cost of a node on small numbers.
 double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     Graph graph(backend, 2 * n_small_ops + 8);
     ggml_tensor * x = ggml_new_tensor_1d(graph.context(), GGML_TYPE_F32, n_embd);

@@ -1,7 +1,8 @@
-// staged_supply.cpp: prompts on a device. A layer's experts are copied into a tensor of the layer's full shape, where
-// the router's own ids find them: kernels compute as if every expert were resident, and slots keep what they hold.
+// staged_supply.cpp: supplies prompts on a device. A layer's experts are copied into a tensor of the layer's full
+// shape, where the router's own ids find them. So kernels compute as if every expert were resident, and slots keep
+// their experts.
 //
-// It may pin, take and empty slots of staging tiers, fill slots of the same device with what a prompt leaves, and order
+// It may pin, assign and vacate slots of staging tiers, fill slots of the device with a prompt's experts, and order
 // copies into both.
 #include "supply.h"
 
@@ -10,10 +11,10 @@
 namespace moegguf {
 namespace {
 
-constexpr int least_tokens_to_evict = 2; // of a prompt's last pass that use an expert which makes another one go
+constexpr int least_tokens_to_evict = 2; // an expert that fewer tokens of a prompt's last pass use evicts no other one
 
-// From this many on, tokens that choose evenly use more than half of a layer's experts (1 - e^-0.7): it is copied
-// ahead.
+// A layer is copied ahead if a pass has at least this number of choices per expert. Tokens that choose evenly then use
+// more than half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
 // Layers take a device's tensors in turn: while one is computed, the experts of the next are copied into another. One
@@ -26,7 +27,7 @@ class StagedSupply final : public Supply {
           shortens_(layout.layers.size(), 0),
           counts_(layout.n_expert_max, 0) {}
 
-    // What is on its way ahead of an event that is not staged is dropped.
+    // Drops the transfers ahead if the event is not staged.
     void observe(Context & context, Lock & lock) override {
         if (tiers_.staging.empty()) { return; }
         const Pass & pass = context.pass;
@@ -45,14 +46,14 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // What came ahead is there when this returns, so that what is chosen then does not depend on how fast it came.
+    // Waits for the experts that come ahead, so that later choices do not depend on the speed of their copies.
     bool place(Context & context, Lock & lock) override {
         if (!take_tensor(context, lock)) {
             context.fail(MOEGGUF_CANCELLED, "cancelled");
             return false;
         }
         Event & event = context.event;
-        for (int expert : event.experts) { // of the others each one's own slot is free: take_tensor() has seen to that
+        for (int expert : event.experts) { // take_tensor() has freed the own slot of each expert that is not there
             if (event.slot_of[expert] >= 0) { continue; }
             const int s = context.pinned.tier->assign(event.il, expert, event.step);
             context.pinned.pin(s);
@@ -63,18 +64,18 @@ class StagedSupply final : public Supply {
         return true;
     }
 
-    // What is on its way ahead will not come: slots that it comes from are free once the copies under way are done.
+    // Drops the transfers ahead. The slots that they come from are free once the copies under way are done.
     void drop_ahead() override {
         for (const auto & tier : tiers_.staging) { drop(*tier, nullptr); }
     }
 
-    // Gives experts of the last pass of a prompt's to slots, and copies those of the next layer ahead.
+    // Gives experts of a prompt's last pass to slots, and copies the experts of the next layer ahead.
     void finish(Context & context) override {
         Lock lock(shared_.mutex);
         std::fill(counts_.begin(), counts_.end(), 0);
         for (size_t i = 0; i < context.event.n_ids(); i++) { counts_[context.event.ids[i]] += 1; }
         if (context.announced.next >= context.announced.n_tokens) { keep_most_used(context, lock); }
-        // As many layers ahead as there are tensors that none is computed with.
+        // Each tensor that no layer computes with can have a layer ahead.
         const int n_tensors = context.pinned.tier->numbering.n_slots() / layout_.n_expert_max;
         int il = context.pass.il, n_tokens = context.pass.n_tokens;
         for (int n = 1; n < n_tensors && next_layer(context, il, n_tokens); n++) {
@@ -96,12 +97,12 @@ class StagedSupply final : public Supply {
         tier.staged_for->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
         drop(tier, &event);
         pin_there(context);
-        transfers_.demand(tier, context.pinned.slots); // before what comes ahead
+        transfers_.demand(tier, context.pinned.slots); // demands come before copies ahead
         return come() || stall(shared_, tier, lock, come);
     }
 
-    // Those that came ahead, or are on their way. Of the slots on the device, what has none there is missed, even where
-    // it came ahead; in RAM these were looked up when they were asked for, and count now.
+    // Pins the experts that came ahead, or are on their way. An expert without a slot on the device is a miss there,
+    // even if it came ahead. Experts in RAM were looked up when they were requested, and count now.
     void pin_there(Context & context) {
         Event & event = context.event;
         Tier &tier = *context.pinned.tier, &slots = *tier.staged_for, &ram = *tier.ram();
@@ -114,7 +115,7 @@ class StagedSupply final : public Supply {
             n_useful += has_slot && slots.residency.request(own);
             if (s < 0) { continue; }
             tier.residency.request(s);
-            tier.residency.clear_failed(s); // that was for passes that have ended
+            tier.residency.clear_failed(s); // the failure was for passes that have ended
             context.pinned.pin(s);
             event.slot_of[expert] = s;
             if (!has_slot) {
@@ -125,8 +126,8 @@ class StagedSupply final : public Supply {
         count(shared_.counters.prefetch_useful, n_useful);
     }
 
-    // What is not whole, and what came ahead, but for the experts of the event and what is there of other layers: what
-    // stays does not depend on how fast it came.
+    // Drops experts that are not whole, and experts that came ahead. The experts of the event stay, and so do whole
+    // experts of other layers. So the result does not depend on the speed of copies.
     void drop(Tier & tier, const Event * keep) {
         for (int s = 0; s < tier.residency.n_slots(); s++) {
             const Slot & slot = tier.residency.slot(s);
@@ -140,9 +141,9 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // The experts that most tokens of the pass used, as many as are a layer's share of the slots: an answer begins with
-    // them. They take free slots, or those of the least recently used. Waits for the copies: what comes later finds it
-    // done.
+    // Gives slots to the experts that most tokens of the pass used, up to a layer's share of the slots, because an
+    // answer begins with them. They take free slots, or the slots of the least recently used experts. Waits for the
+    // copies.
     void keep_most_used(Context & context, Lock & lock) {
         const Event & event = context.event;
         Tier &from = *context.pinned.tier, &to = *from.staged_for;
@@ -151,7 +152,7 @@ class StagedSupply final : public Supply {
         std::vector<int> chosen = event.experts;
         std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) { return counts_[a] > counts_[b]; });
         chosen.resize(std::min(chosen.size(), most));
-        for (int expert : chosen) { // those that are there are not evicted for the others
+        for (int expert : chosen) { // chosen experts that are there must not be evicted for the others
             if (const int s = to.residency.find(il, expert); s >= 0) { to.residency.touch(s); }
         }
         std::vector<SlotRef> kept;
@@ -220,11 +221,11 @@ class StagedSupply final : public Supply {
     }
 
     Tiers & tiers_;
-    bool ahead_ = false;            // something may be on its way
-    std::vector<uint8_t> shortens_; // [n_layer] computes fewer tokens than the pass has: those whose logits are wanted
-    int last_il_ = -1;              // of the event before, as the tokens of its pass
-    int last_tokens_ = 0;
-    std::vector<int> counts_; // [n_expert_max] tokens of the event that use an expert
+    bool ahead_ = false;            // a transfer ahead may be on its way
+    std::vector<uint8_t> shortens_; // [n_layer] the layer computes only the tokens whose logits are needed
+    int last_il_ = -1;              // layer of the event before
+    int last_tokens_ = 0;           // tokens of the pass of the event before
+    std::vector<int> counts_;       // [n_expert_max] tokens of the event that use an expert
 };
 
 } // namespace

@@ -1,8 +1,9 @@
-// streamed_supply.cpp: experts of a prompt's layer that do not fit the slots pass through a few of them, matrix by
-// matrix, each read once, while the CPU multiplies with others: the prefill pipeline of DuoServe-MoE (section 5.2).
+// streamed_supply.cpp: streams the experts of a prompt's layer that do not fit the slots through a few slots, matrix by
+// matrix. Each matrix is read once, while the CPU multiplies with others: the prefill pipeline of DuoServe-MoE (section
+// 5.2).
 //
-// It may pin and take slots of the CPU's tier, and says which matrix readers read next and kernels take next. What is
-// in the slots when the layer ends stays there as whole experts.
+// It may pin and assign slots of the CPU's tier. It chooses the matrix that readers read next and the matrix that
+// kernels take next. The experts that are in the slots when the layer ends stay there whole.
 #include "arrivals.h"
 #include "supply.h"
 
@@ -88,7 +89,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         int n_asked = 0;
         int n_free = 0; // every thread is past the indices below
     };
-    bool kernels_take() const { return tier_->pool(); } // without memory nothing is multiplied with
+    bool kernels_take() const { return tier_->pool(); } // no kernel runs in a simulation, which has no memory
     Kind & of(uint8_t kind) { return kinds_[__builtin_ctz(kind)]; }
 
     // Half of a small pool, so that what is there of the layer is not read again.
@@ -97,7 +98,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         return std::min({most_streaming_slots, half, n_usable, (int)context.event.experts.size()});
     }
 
-    // At least one slot, and more as there are some.
+    // Assigns at least one slot, and more if there are free ones.
     bool take_slots(Context & context, size_t n_absent, Lock & lock) {
         const Event & event = context.event;
         const auto assign = [&] { return tier_->assign(event.il, no_expert, event.step); };
@@ -199,7 +200,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     }
 
     void give_free(Kind & kind) {
-        kind.n_free += 1; // in order: threads pass in order
+        kind.n_free += 1; // slots get free in order, because threads pass in order
         shared_.work.notify_one();
         bool all = true;
         for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) {
@@ -220,17 +221,17 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         stop();
     }
 
-    Tier * const tier_; // in the CPU's memory; nullptr: none
+    Tier * const tier_; // the tier in the CPU's memory; nullptr: none
     Arrivals arrivals_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
-    bool given_up_ = false;             // by a thread: no slot becomes free any more
+    bool given_up_ = false;             // a thread has given up: no slot becomes free any more
     const Context * context_ = nullptr; // nullptr: nothing is streamed
     std::atomic<const void *> ids_{nullptr};
     int il_ = -1;
-    uint32_t number_ = 0;      // of this layer, so that late reads of others are recognized
-    std::vector<int> slots_;   // that the experts pass through
-    std::vector<int> experts_; // in order
-    std::vector<int> slot_of_; // [n_expert_max] of those with a slot of their own
+    uint32_t number_ = 0;      // number of this stream, so that late reads of others are recognized
+    std::vector<int> slots_;   // slots that the experts pass through
+    std::vector<int> experts_; // experts in their order
+    std::vector<int> slot_of_; // [n_expert_max] slots of experts that do not pass through
 };
 
 } // namespace

@@ -18,7 +18,7 @@ bool Supply::place(Context & context, Lock & lock) {
     const auto is_absent = [&](int expert) { return event.slot_of[expert] == Event::no_slot_yet; };
     if (std::any_of(event.experts.begin(), event.experts.end(), is_absent)) { context.free_late(shared_, lock); }
     const bool fits = (int)event.experts.size() <= tier.residency.n_usable();
-    for (int expert : event.experts) { // that have no slot yet
+    for (int expert : event.experts) {
         if (!is_absent(expert)) { continue; }
         const auto take = [&] { return tier.assign(event.il, expert, event.step); };
         const int s = fits ? wait_for_slot(context, take, lock) : -1;
@@ -59,7 +59,7 @@ void Supply::pin_present(Context & context, int most) {
         if (s < 0) { continue; }
         if (residency.request(s)) { (residency.complete(s) ? n_useful : n_late) += 1; }
         if (residency.failed(s)) {
-            residency.clear_failed(s); // that was for passes that have ended: this one reads again
+            residency.clear_failed(s); // the failure was for passes that have ended: this pass reads again
         }
         pinned.pin(s);
         event.slot_of[expert] = s;
@@ -109,7 +109,7 @@ void Supply::finish(Context & context) {
 // The context.
 
 const int32_t * Event::begin(const Choice & choice, int n_expert) {
-    for (int expert : experts) { // of the event before, also where memory did not suffice for it
+    for (int expert : experts) { // experts of the event before, also if it ran out of memory
         slot_of[expert] = not_chosen;
     }
     experts.clear();
@@ -164,7 +164,8 @@ uint8_t Pinned::missing(int s, uint8_t kinds) const {
     if (tier->residency.slot(s).streams()) {
         return 0; // readers know what comes there
     }
-    const uint8_t submitted = stream ? tier->copies->submitted(s) : 0; // before they are ready: no gap between both
+    // `submitted` is read before `ready`, so that a copy that ends in between counts in one of them.
+    const uint8_t submitted = stream ? tier->copies->submitted(s) : 0;
     return chunks & kinds & ~submitted & ~tier->residency.ready(s);
 }
 

@@ -41,7 +41,7 @@ class ShortSpins::Team {
 #ifdef _OPENMP
     ~Team() {
         stop_.set_value();
-        thread_.join(); // which ends its team
+        thread_.join(); // the end of the thread ends its team
     }
 
   private:

@@ -1,5 +1,5 @@
-// threads.h: a store's own threads and those that compute leave the processor to each other. It may start one thread
-// for the process, which does nothing. Knows nothing of what threads do, and no store.
+// threads.h: lets a store's own threads and the threads that compute leave the processor to each other. It may start
+// one thread for the process, which does nothing. Knows no store, and nothing about the work of threads.
 #pragma once
 
 #include "layout.h"
@@ -10,12 +10,12 @@
 
 namespace moegguf {
 
-// The calling thread runs in slices of 0.1 ms, for which Linux from 6.12 on wakes it before threads with longer ones;
-// its share of the processor stays what it was, and needs no privilege. Elsewhere, and with a real-time policy, nothing
-// changes.
+// Makes the calling thread run in slices of 0.1 ms. Linux from 6.12 on wakes such a thread before threads with longer
+// slices. Its share of the processor does not change, and no privilege is needed. Elsewhere, and with a real-time
+// policy, nothing changes.
 void ask_for_short_slices();
 
-// A thread that runs in such slices. what: for the message of the Error(MEMORY) that is thrown where there is none.
+// Starts a thread that runs in such slices. Throws Error(MEMORY) with `what` in its message if there is no thread left.
 template <typename Body>
 std::thread start_thread(const std::string & what, Body body) {
     try {
@@ -26,12 +26,12 @@ std::thread start_thread(const std::string & what, Body body) {
     } catch (const std::system_error & e) { throw Error(MOEGGUF_MEMORY, "cannot start " + what + ": " + e.what()); }
 }
 
-// While one exists and every processor has a compute thread, these spin for GNU OpenMP's short time at a barrier before
-// they sleep (GOMP_SPINCOUNT in its manual: more threads than processors). A thread that spins keeps a processor from
-// readers, or shares a core with one, and its partner waits the longer for bytes. Where every expert is there, they
-// wait for each other only, for microseconds, and sleeping would cost more than it saves. Without OpenMP, nothing
-// changes. Throws Error(MEMORY) where its first thread is refused; where the second is, OpenMP ends the process, as it
-// does for compute threads.
+// While an object exists and every processor has a compute thread, compute threads spin only shortly at a barrier
+// before they sleep. (GOMP_SPINCOUNT in GNU OpenMP's manual: the time for more threads than processors.) A spinning
+// thread keeps a processor from readers, or shares a core with one, so that the other threads wait longer for bytes. If
+// every expert is there, compute threads wait only for each other, for microseconds, and sleeping would cost more than
+// it saves. Without OpenMP nothing changes. Throws Error(MEMORY) when its first thread is refused. When the second one
+// is refused, OpenMP ends the process, as it does for compute threads.
 class ShortSpins {
   public:
     ShortSpins();

@@ -88,7 +88,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
         if (is_cpu || !device.name) { on_cpu = &tier; }
         add_staging(layout, device, tier, memory);
-        // What passes that are not staged need.
+        // Slots that a pass needs if it is not staged.
         tier.pass_slots = std::min(std::max(device.n_pass_slots, layers.n_used_max), tier.residency.n_slots());
     }
     if (ram) { all.push_back(ram.get()); }
@@ -97,7 +97,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     }
 }
 
-// Where what is missed can come from RAM: a device without that has a slot for each expert.
+// Adds staging tensors to a device that is filled from RAM. Any other device has a slot for each expert.
 void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory) {
     if (device.n_staging_tensors < 0 || device.n_staging_tensors > most_staging_tensors) {
         invalid("a device has at most " + std::to_string(most_staging_tensors) + " staging tensors, not " +

@@ -1,9 +1,9 @@
-// tier.h: a tier is the slots on one device for the layers that compute there: their memory, their numbering, which
-// experts they hold, and which slots of other tiers they are filled from. A store has one tier per device that computes
-// layers, one in RAM that the tiers of devices are filled from, and staging tensors for prompts.
+// tier.h: a tier has the slots on one device for the layers that compute there. It knows the memory of these slots,
+// their numbering, their experts, and the slots of other tiers that they are filled from. A store has one tier for each
+// device that computes layers, one tier in RAM that fills the tiers of devices, and staging tensors for prompts.
 //
-// A tier changes its own slots, and pins slots of other tiers that they are filled from. Look-ups and stalls are
-// counted here and nowhere else. It knows no queue and no thread.
+// A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups and
+// stalls are counted here and nowhere else. A tier knows no queue and no thread.
 #pragma once
 
 #include "pool.h"
@@ -17,56 +17,59 @@ namespace moegguf {
 
 class Copies;
 
-// Disk is where every expert lies: the shards of the GGUF. The others have slots: those that layers compute with, those
-// in RAM that slots of a device are filled from, and those of tensors that prompts are staged in.
+// disk: the shards of the GGUF, which have every expert. The other tiers have slots. compute: layers compute with these
+// slots. ram: slots of a device are filled from these. staging: the tensors that prompts are staged in.
 enum class TierId : uint8_t { disk, ram, compute, staging };
 
-// An expert's slot, while the slot's generation holds. On disk the layout has its offsets, and slot is -1.
+// An expert's slot, valid while the slot has this generation. On disk the slot is -1, and the layout has the offsets.
 struct SlotRef {
     TierId tier = TierId::disk;
     int slot = -1;
     uint32_t generation = 0;
 };
 
+// A transfer of an expert's matrices into a slot.
 struct Job {
     SlotRef source;
     SlotRef destination;
     int il = -1;
     int expert = -1;
-    uint8_t kinds = 0;     // bits of the matrices to move, one unless chunking is off
-    bool demand = false;   // a routing event needs it; a prefetch otherwise
-    uint32_t requests = 0; // of the destination, when this was queued
-    uint64_t bytes = 0;    // of these matrices, as begun_ns from its beginning on
-    uint64_t begun_ns = 0;
-    int streamed = -1; // its index among the experts that are streamed; -1: the slot's own expert
+    uint8_t kinds = 0;     // bits of the matrices to move: one bit, unless chunking is off
+    bool demand = false;   // true: a routing event needs the expert; false: a prefetch
+    uint32_t requests = 0; // Slot::requests of the destination when the job was queued
+    uint64_t bytes = 0;    // size of these matrices; known once the transfer has begun
+    uint64_t begun_ns = 0; // time at which the transfer began
+    int streamed = -1;     // index of the expert among the streamed ones; -1: the slot belongs to the expert
 };
 
-// The most tensors of a device that prompts are staged in (staged_supply.cpp).
+// The largest number of staging tensors of a device (staged_supply.cpp).
 constexpr int most_staging_tensors = 2;
 
-// Returns up to how many tokens of a pass a device's kernels round as with every expert resident, whatever the number
-// of slots and the type of the experts: as its backend says, else 1.
+// Returns the largest number of tokens in a pass for which a device's kernels round as if every expert were resident.
+// The number holds for any number of slots and any type of experts. The backend knows it; without one it is 1.
 int most_slot_tokens(const char * name);
 
-using Memory = std::optional<PoolMemory>; // none, in a simulation
+using Memory = std::optional<PoolMemory>; // a simulation has none
 
 // All calls come under the store's lock unless they say otherwise.
 class Tier {
   public:
-    // ram: its slots may be filled from slots of that tier; nullptr: from the file only. n_tensors: as in Numbering.
+    // ram: the tier whose slots may fill slots of this tier; nullptr: slots are filled from the file only.
+    // n_tensors: number of staging tensors (Numbering).
     Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const Memory & memory,
          Tier * ram = nullptr, int n_tensors = 0);
 
     const TierId id;
-    const LayerSet layers; // whose experts may be here
-    TierCounters counters; // of look-ups, slots, evictions, stalls and bytes here, wherever they came from
+    const LayerSet layers; // layers whose experts may be in this tier
+    TierCounters counters; // look-ups, slots, evictions, stalls and bytes of this tier, from any source
     Numbering numbering;
     Residency residency;
 
-    Pool * pool() const { return pool_.get(); } // nullptr: it has no memory
+    Pool * pool() const { return pool_.get(); } // nullptr: the tier has no memory
     SlotRef ref(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const SlotRef & ref) const { return residency.slot(ref.slot).generation == ref.generation; }
-    // Matrices of a transfer to a slot here that are still of use: it is the same expert's, and they came no other way.
+    // Returns the matrices of a transfer that its slot still needs: the slot has kept its expert, and no other transfer
+    // has brought them.
     uint8_t still_wanted(const Job & job) const {
         const int s = job.destination.slot;
         const Slot & slot = residency.slot(s);
@@ -75,19 +78,21 @@ class Tier {
     }
 
     Tier * ram() const { return ram_; } // nullptr: none
-    Copies * copies = nullptr;          // into its slots; set before anything is computed
-    Tier * staged_for = nullptr;        // of a staging tier: the one with slots on the same device
-    Tier * staging = nullptr;           // the other way round
-    int slot_tokens = 0;                // with staging: passes of more tokens are staged
-    int pass_slots = 0;                 // that a pass may need at once: the pool gets no smaller
+    Copies * copies = nullptr;          // copies into the slots of this tier; set before anything is computed
+    Tier * staged_for = nullptr;        // a staging tier's partner with slots on the same device
+    Tier * staging = nullptr;           // the staging tier of a tier with slots; nullptr: none
+    int slot_tokens = 0;                // passes of more tokens are staged, if there is a staging tier
+    int pass_slots = 0;                 // slots that a pass may need at once: the pool gets no smaller
 
     // The verbs that change a slot. A slot is free, or has an expert, or experts of a layer are streamed through it.
-    // assign  Gives a free slot, or else the slot of a victim, to an expert or to a layer's stream.
-    // borrow  Pins a slot of another tier, from which a slot is filled, until it is whole or needs no bytes any more.
-    // pin     Keeps a slot from eviction; every layer that computes with it and every borrower has a pin of its own.
-    // unpin   Drops one pin, and settles the slot with the last one.
-    // settle  Gives back what a whole slot has borrowed; vacates an unpinned slot that is not whole and gets no bytes.
-    // vacate  Frees a slot, unless something is being read into it: then the end of that transfer settles it.
+    // - assign gives a free slot, or else the slot of a victim, to an expert or to a layer's stream.
+    // - borrow pins the slot of another tier that fills a slot, until the slot is whole or needs no bytes any more.
+    // - pin keeps a slot from eviction. Every layer that computes with it and every borrower has a pin of its own.
+    // - unpin drops one pin, and settles the slot with the last pin.
+    // - settle gives back the slot that a whole slot has borrowed. It vacates an unpinned slot that is not whole and
+    // gets
+    //   no bytes.
+    // - vacate frees a slot. A slot with a transfer on its way is settled at the end of the transfer instead.
     int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // -1: no slot; expert as in Slot
     void borrow(int s, Tier & from, int source, bool is_use); // is_use: the source becomes the most recently used one
     void pin(int s) { residency.pin(s); }
@@ -95,19 +100,20 @@ class Tier {
     void settle(int s);
     void vacate(int s);
 
-    int source(int s) const { return source_.empty() ? -1 : source_[s].slot; } // that a slot borrows; -1: none
-    Tier & source_tier(int s) const { return *source_[s].tier; }               // where there is a source
+    int source(int s) const { return source_.empty() ? -1 : source_[s].slot; } // the slot that s borrows; -1: none
+    Tier & source_tier(int s) const { return *source_[s].tier; }               // only for a slot with a source
     const std::vector<int> & borrowers() const { return borrowers_; }          // slots that have a source
 
     // Verifies that a borrowed slot is pinned and holds the borrower's expert. Throws Error(BROKEN).
     void check_sources() const;
 
-    // Nothing is read, copied or computed meanwhile. The memory of other slots goes back where the system takes pages.
+    // Sets the number of usable slots, while nothing is read, copied or computed. The memory of the other slots goes
+    // back to the system where the system takes single pages.
     void resize(int n_slots);
-    // Elsewhere: the memory of n_slots slots. Returns how many there are. Throws Error(MEMORY): more is refused, and it
-    // stays as it was.
+    // Allocates the memory of n_slots slots anew, where the system takes no single pages. Returns the number of slots
+    // that there are now. Throws Error(MEMORY) when more memory is refused; the tier then stays as it was.
     int reallocate(int n_slots);
-    bool busy() const; // something is on its way into a slot, or is to come
+    bool busy() const; // a matrix is on its way into a slot, or is queued
 
   private:
     struct Source {
@@ -115,18 +121,19 @@ class Tier {
         int slot = -1; // -1: none
     };
 
-    void evict(int s); // vacates it for another expert, or because the tier shrinks, and counts that
+    void evict(int s); // vacates a slot for another expert, or because the tier shrinks, and counts an eviction
     void give_back(int s);
     void spin_shortly();
 
     Tier * const ram_;
     std::unique_ptr<Pool> pool_;
-    std::optional<ShortSpins> short_spins_; // where processors compute, and may have to wait for experts
-    std::vector<Source> source_;            // [n_slots]; empty where nothing is filled from RAM
+    std::optional<ShortSpins> short_spins_; // set if the CPU computes and may have to wait for experts
+    std::vector<Source> source_;            // [n_slots]; empty if no slot is filled from RAM
     std::vector<int> borrowers_;
 };
 
-// The look-ups of a routing event in one tier, counted there when it ends: lookups = hits_ready + hits_late + misses.
+// Counts the look-ups of one routing event in a tier, and adds them to the tier's counters at the end of the event:
+// lookups = hits_ready + hits_late + misses.
 class LookUps {
   public:
     explicit LookUps(Tier & tier) : tier_(tier) {}
@@ -134,7 +141,7 @@ class LookUps {
     LookUps(const LookUps &) = delete;
     LookUps & operator=(const LookUps &) = delete;
 
-    // Its slot; -1: a miss.
+    // Returns the expert's slot; -1: a miss.
     int find(int il, int expert) {
         const int s = tier_.residency.find(il, expert);
         n_ += 1;
@@ -142,8 +149,8 @@ class LookUps {
         tier_.residency.count_look_up(il, expert);
         return s;
     }
-    void add(int il, int expert, bool is_ready);    // one whose answer is known otherwise
-    void add_ready(int n) { n_ += n, ready_ += n; } // of layers that are not told which
+    void add(int il, int expert, bool is_ready);    // counts a look-up whose result the caller knows
+    void add_ready(int n) { n_ += n, ready_ += n; } // counts hits of a layer whose experts are not known
 
   private:
     Tier & tier_;
@@ -152,7 +159,7 @@ class LookUps {
 
 void count_stall(Shared & shared, Tier & tier, uint64_t ns);
 
-// Shared::wait by a thread that computes with slots of this tier: a stall.
+// Calls Shared::wait for a thread that computes with slots of this tier, and counts the time as a stall.
 template <typename Done>
 bool stall(Shared & shared, Tier & tier, Lock & lock, Done done) {
     const uint64_t start = shared.clock->now_ns();
@@ -174,17 +181,17 @@ struct Tiers {
         return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
     }
 
-    // The tier that computes a layer of a pass for so many tokens.
+    // Returns the tier that computes layer il of a pass of n_tokens tokens.
     Tier & of(int il, int n_tokens) const;
-    void check() const; // of every tier, Residency::check() and check_sources()
+    void check() const; // calls Residency::check() and check_sources() of every tier
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
 
-    std::unique_ptr<Tier> ram;                  // that others are filled from; nullptr: none
-    std::vector<std::unique_ptr<Tier>> compute; // that layers compute on, one per device
-    std::vector<std::unique_ptr<Tier>> staging; // that prompts of some of these are staged in
-    std::vector<Tier *> all;                    // of these
-    std::vector<int> device_of_layer;           // [n_layer]
-    Tier * on_cpu = nullptr;                    // of those, the one in the CPU's memory; nullptr: none
+    std::unique_ptr<Tier> ram;                  // slots in RAM that fill slots of devices; nullptr: none
+    std::vector<std::unique_ptr<Tier>> compute; // one for each device that computes layers
+    std::vector<std::unique_ptr<Tier>> staging; // staging tensors of some of these devices
+    std::vector<Tier *> all;                    // every tier above
+    std::vector<int> device_of_layer;           // [n_layer] index into `compute`
+    Tier * on_cpu = nullptr;                    // the tier of `compute` in the CPU's memory; nullptr: none
 };
 
 } // namespace moegguf

@@ -60,7 +60,7 @@ MODULES = (*APIS, metrics, live, page, pdf)
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest:path}")
 FILES = "files would lie on one of the machines; `moegguf batch` sends the lines of a file to a server"
-INSTEAD = {  # of paths that Ray's does not have
+INSTEAD = {  # advice for paths that the application on Ray does not have
     **dict.fromkeys((route.path for route in batches.routes), FILES),
     "/slots/{slot}": "each replica has slots of its own; computed contexts are kept on the disk of each",
     "/v1/responses/{response}": "responses are not stored; send the whole conversation as input",
@@ -181,4 +181,4 @@ async def _refuse(request: HttpRequest) -> Response:
 
 
 async def _greet(request: HttpRequest) -> Response:
-    return PlainTextResponse(page.GREETING)  # for clients that look whether a server runs
+    return PlainTextResponse(page.GREETING)  # clients read it to see whether a server runs

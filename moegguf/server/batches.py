@@ -1,7 +1,7 @@
-"""/v1/files and /v1/batches: files of requests, answered while nobody else waits, and of their answers; and OpenAI's
-endpoints called in this process, as a client would over HTTP: the same checks, the same objects.
+"""/v1/files and /v1/batches: files of requests and files of answers. Batches are answered while nobody else waits.
 
-The requests of a batch were let in already: no access control, and no limit of all bodies together.
+A batch calls OpenAI's endpoints in this process, with the checks and objects that a client meets over HTTP. The
+requests of a batch were let in already: there is no access control, and no limit of all bodies together.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ENDPOINTS: Mapping[str, type[RequestBody | EmbeddingsBody]] = {
 def new_state(
     manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, settings: Settings
 ) -> State:
-    """What the endpoints need of an application: `app.state`."""
+    """Makes the state of an application that the endpoints read (`app.state`)."""
     own = {"totals": Totals(), "settings": settings, "preloading": None, "responses": None, "lora_scales": {}}
     return State({"manager": manager, "catalog": catalog, **own})
 
@@ -96,7 +96,7 @@ def _file_object(file: StoredFile) -> dict[str, Any]:
 
 
 class _ExpiresAfter(Body):
-    """When a file is removed: OpenAI's range."""
+    """The time until a file is removed, in OpenAI's range."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[Whole, Field(ge=3600, le=2_592_000)]

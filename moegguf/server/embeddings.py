@@ -1,10 +1,11 @@
-"""Vectors of texts: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings; and /v1/rerank:
-documents in the order of their scores for a query, by a reranker (a model whose pooling is RANK), in llama-server's
-forms: Jina's and Cohere's `documents`, and TEI's `texts`, whose reply is the list alone. /embeddings is llama-server's
-own form of vectors.
+"""Vectors of texts, and documents in the order of their scores for a query.
 
+Vectors: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings, llama-server's /embeddings.
 OpenAI's texts may be given as tokens, and their vectors come as numbers or as little-endian float32 in base64. A text
-longer than the context is an error there unless `truncate` is true, in Ollama's API if it is false.
+longer than the context is an error in OpenAI's API unless `truncate` is true, and in Ollama's API if it is false.
+
+/v1/rerank needs a reranker, a model whose pooling is RANK. It has llama-server's forms: Jina's and Cohere's
+`documents`, and TEI's `texts`, whose reply is the list alone.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) 
 
 
 class _RerankBody(Loading):
-    """Without `model` it is the only loaded one. `documents`: texts, or objects with a `text`."""
+    """A body of /v1/rerank. An empty `model` is the only loaded one. `documents` are texts or objects with a `text`."""
 
     model: SelectedName = ""
     query: Annotated[str, Field(min_length=1)]

@@ -1,13 +1,15 @@
-"""`/live`: snapshots of the experts of loaded models, one JSON object per line; `?once=1`: one object for all models. A
-line is a snapshot (`moegguf.serving.events.Snapshot`, bytes in base64, the state of its model under `loaded`) or
-`{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S, with `loading`, the share that was
-read of each model that is being loaded, where there is one; of names that share a model, without `model` in the query,
-the first. A snapshot without changes is left out. Watching loads no model.
+"""The experts of loaded models (`/live`), and the memory that they have (`/budget`).
 
-`/budget`: the memory that a loaded model's experts have; PUT changes it, up to what the model was loaded with, by
-`expert_cache` and `vram_cache` as `--expert-cache` and `--vram-cache` take them. `vram_cache` holds slots, and what
-prompts are staged in, which stays as it is (`staging_bytes` of the reply). A budget acts between two passes of a
-running answer, changes no token, and lasts until the model is unloaded.
+`/live` sends one JSON object per line; with `?once=1` it sends one object for all models. Watching loads no model.
+- A snapshot is a `moegguf.serving.events.Snapshot` with bytes in base64 and the state of its model under `loaded`. A
+  snapshot without changes is left out.
+- `{"loaded_models": [names]}` is sent first, at every change, and every HEARTBEAT_S. `loading` has the share that was
+  read of each model that is being loaded. Without `model` in the query, only the first name of a model is listed.
+
+`/budget` has the memory of a loaded model's experts. PUT changes it by `expert_cache` and `vram_cache`, as
+`--expert-cache` and `--vram-cache` take them, up to the budget that the model was loaded with. `vram_cache` holds slots
+and the buffers in which prompts are staged, whose size stays (`staging_bytes` of the reply). A budget acts between two
+passes of a running answer, changes no token, and lasts until the model is unloaded.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
 
-HEARTBEAT_S = 5.0  # between two lines at most
+HEARTBEAT_S = 5.0  # longest time between two lines
 MAX_SNAPSHOTS_PER_S = 20.0
-POLL_S = 0.5  # between two checks which models are loaded, at most
+POLL_S = 0.5  # longest time between two checks which models are loaded
 
 
 async def _live(request: HttpRequest) -> Response:
@@ -67,7 +69,7 @@ async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
 
 
 async def _snapshots(manager: ModelManager, entry: ModelEntry | None, per_s: float) -> dict[str, Snapshot]:
-    """By model, those of now, for a client that asks so often."""
+    """Returns the present snapshots by model, for a client that reads `per_s` of them in a second."""
     return {snapshot.model: snapshot for snapshot in await manager.snapshots(entry, 2 / per_s + POLL_S)}
 
 
@@ -97,7 +99,7 @@ async def snapshot_lines(
                 if (model := loaded.get(name)) is None:
                     continue
                 snapshot = now.since(before.get(name))
-                # What a client displays, besides uses and loads.
+                # A client displays these figures beside uses and loads.
                 figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes
                 tokens = snapshot.stats.tokens, model.last_answer_s
                 visible = snapshot.state, snapshot.busy, snapshot.layers, *tokens, *figures
@@ -156,7 +158,7 @@ async def _get_budget(request: HttpRequest) -> Response:
 
 
 def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
-    """What experts of a loaded model have, the most that they can have, and all of its memory, in bytes."""
+    """Returns the bytes that a loaded model's experts have and can have, and all bytes of the model."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
     most = planned_budgets(loaded.plan)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)

@@ -1,10 +1,10 @@
-"""llama-server's own endpoints, for its clients and for health checks. It has one model; here `model` in the body or
-query selects it, by default the only loaded one.
+"""llama-server's own endpoints, for its clients and for health checks.
 
-About models and tokens: /health, /props, /slots, /tokenize, /detokenize; with vLLM's names too, and its
-/tokenizer_info, which lm-eval tokenizes by. For text: /completion (a prompt as it is), /infill (the gap between two
-texts) and /apply-template (the prompt of a conversation); they take the sampling options of /v1/completions by the same
-names, and ignore those of samplers that are not here.
+llama-server has one model. Here `model` in the body or query selects a model; the default is the only loaded one.
+
+Models and tokens: /health, /props, /slots, /tokenize, /detokenize. vLLM's names work too, and its /tokenizer_info,
+which lm-eval reads. Text: /completion (a prompt as it is), /infill (the gap between two texts) and /apply-template (the
+prompt of a conversation). These take the sampling options of /v1/completions, and ignore options of unknown samplers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from moegguf.settings import data_folder
 MAX_FILES = 256
 SLOT_ACTIONS = ("save", "restore", "erase")
 SLOT_FILE = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
-STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unless by a stop string
+STOP_TYPES = {"stop": "eos", "length": "limit"}  # keys: reasons for the end of an answer without a stop string
 
 # Models and tokens
 
@@ -329,8 +329,8 @@ class _NativeReply(Reply):
 
     def __post_init__(self) -> None:
         self._prompts = [request.prompt or "" for request in self.requests]
-        self._index = 0  # of the current answer
-        self._has_line = False  # in the text of a streamed answer
+        self._index = 0  # number of the current answer
+        self._has_line = False  # whether the text of a streamed answer has a line
         self._biases = dict(self.requests[0].sampling.logit_bias)
         self._answers: list[Json] = []
 
@@ -396,7 +396,7 @@ class _NativeReply(Reply):
 
 
 async def _adapters(request: HttpRequest) -> Response:
-    """Replies with llama-server's list of LoRA adapters: that of the model, if it has one."""
+    """Replies with llama-server's list of LoRA adapters. The list has the model's adapter, if there is one."""
     entry, *_ = await _selected(request)
     if entry.adapter is None:
         return JSONResponse([])

@@ -60,7 +60,7 @@ COUNTS = (
     CounterSpec("eval_seconds", "Time in passes through the model, stalls included.", {"": "eval_s"}),
 )  # fmt: skip
 
-# Of `TierStats`: per model and tier, "vram", "ram" or "cpu", and device.
+# Counts of `TierStats` per model, device and tier ("vram", "ram" or "cpu").
 TIER_COUNTS = (
     CounterSpec("tier_lookups", "Experts looked up in a tier: below another, its misses.", {"": "lookups"}),
     CounterSpec("tier_hits", "Lookups whose expert was in the tier, or on its way there.",
@@ -95,7 +95,7 @@ class Totals:
     def __init__(self) -> None:
         self.answers: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.stats: defaultdict[str, Stats] = defaultdict(Stats)
-        self._last: dict[int, Stats] = {}  # of processes that run
+        self._last: dict[int, Stats] = {}  # last statistics of processes that run
 
     def add(self, model: str, summary: AnswerSummary) -> None:
         """Adds a finished answer."""

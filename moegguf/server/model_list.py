@@ -1,7 +1,7 @@
-"""GET /v1/models and /v1/models/{id}: the available models as OpenAI describes them, with llama-server's `meta`, and as
-Anthropic does for its clients, which send a header.
+"""GET /v1/models and /v1/models/{id}: the available models in OpenAI's form, with llama-server's `meta`.
 
-An id has a tag and may contain slashes and colons, escaped or not. A model that is asked for has the id as asked.
+Anthropic's clients send a header, and get Anthropic's form. An id has a tag and may contain slashes and colons, escaped
+or not. The reply about one model has the id of the request.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moegguf.server.common.errors import MODELS_PATH, lists_for_anthropic
 from moegguf.server.common.options import details_or_none, find
 from moegguf.server.common.replies import page
 
-DEFAULT_OWNER = "library"  # as in Ollama, for names without a namespace
-DEFAULT_LISTED, MAX_LISTED = 20, 1000  # for Anthropic's clients
+DEFAULT_OWNER = "library"  # Ollama's owner of names without a namespace
+DEFAULT_LISTED, MAX_LISTED = 20, 1000  # models in a page for Anthropic's clients
 
 
 def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from moegguf.server.common.body import read_bytes
 from moegguf.server.common.errors import HttpError
 
 MAX_BYTES = 16 << 20
-MAX_S = 60.0  # for one file, also where others have the processor
+MAX_S = 60.0  # time for one file, also where others have the processor
 MAX_PROCESSES = 2
 COMMAND = child_command(f"{__package__}.pdf_child")
 

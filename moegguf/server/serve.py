@@ -33,15 +33,15 @@ from moegguf.settings import Host, Settings
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-DRAIN_S = 3  # for running answers at shutdown; the model manager takes as long again
-CANCELLED_S = 1.0  # for the errors of requests that are cancelled then
+DRAIN_S = 3  # time for running answers at shutdown; the model manager takes as long again
+CANCELLED_S = 1.0  # time for the errors of requests that are cancelled at shutdown
 MAX_UNSENT_BYTES = 16 << 20  # buffered for a slow reader, so that it does not block the model
-USER_TIMEOUT_MS = 60_000  # a client that acknowledges nothing for so long is disconnected
-HEADERS_S = 30.0  # for a request's headers to arrive
-REFUSED_HEADERS_S = 2.0  # the same on a connection that is refused
+USER_TIMEOUT_MS = 60_000  # a client that acknowledges nothing for this time is disconnected
+HEADERS_S = 30.0  # time for a request's headers to arrive
+REFUSED_HEADERS_S = 2.0  # time for headers on a connection that is refused
 MAX_DESCRIPTORS = 1 << 16
-RESERVED_DESCRIPTORS = 32  # for files and worker processes
-REFUSED_CONNECTIONS = 8  # at once: they get an error
+RESERVED_DESCRIPTORS = 32  # descriptors for files and worker processes
+REFUSED_CONNECTIONS = 8  # connections that get an error at one time
 
 
 class StartError(MoeggufError, OSError):
@@ -123,7 +123,7 @@ class Protocol(H11Protocol):
             self._limit_headers(None)
 
     def on_response_complete(self) -> None:
-        """The headers of the next request have as much time as those of the first."""
+        """Gives the headers of the next request as much time as the first request's headers had."""
         self._limit_headers(HEADERS_S)
         super().on_response_complete()
 
@@ -152,8 +152,8 @@ class QuietServer(Server):
         self, config: Config, listener: socket.socket, on_start: Callable[[], None], on_end: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        # asyncio accepts so many connections before it looks at the first, and where no descriptor is left as often
-        # tries again, each with an entry in the log.
+        # asyncio accepts `backlog` connections before it looks at the first one. If no descriptor is left, it tries
+        # `backlog` times again, each time with an entry in the log.
         config.backlog = 1
         self._listener = listener
         self._on_start = on_start

@@ -1,4 +1,4 @@
-"""Who sends the request that is being handled. Frontends set it; queues, contexts, files and batches read it."""
+"""The client of the request that is being handled. Frontends set it; queues, contexts, files and batches read it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ current_owner: ContextVar[str] = ContextVar("current_owner", default="")
 
 
 def is_visible(owner: str) -> bool:
-    """Whether the request may have what this owner has stored; what was stored without a key is everybody's."""
+    """Returns whether the request may read what this owner has stored. An owner without a key shares with everybody."""
     return owner in ("", current_owner.get())
 
 

@@ -17,7 +17,7 @@ from moegguf.options import LOAD_PARAMETERS
 
 @dataclass(frozen=True)
 class LoadOverrides:
-    """How a model is loaded. None: the server's setting."""
+    """Options of a load. None: the server's setting."""
 
     n_ctx: int | None = None
     n_batch: int | None = None
@@ -27,24 +27,23 @@ class LoadOverrides:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> LoadOverrides:
-        """Those among Ollama's options; None and 0 mean the server's setting."""
+        """Reads Ollama's options. None and 0 mean the server's setting."""
         known = {ours: parameters.get(name) for name, ours in LOAD_PARAMETERS.items()}
         return cls(**{f.name: known[f.name] or None for f in fields(cls)})
 
     def with_defaults(self, defaults: LoadOverrides) -> LoadOverrides:
-        """These, with those of `defaults` where they are None."""
+        """Returns a copy in which options that are None come from `defaults`."""
         missing = {name: value for name, value in vars(defaults).items() if getattr(self, name) is None}
         return replace(self, **missing)
 
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an answer. `load_s`: time that loading took for this request, 0 when the model was loaded already.
-    `decisions`: those of the model (`Llama.decisions`)."""
+    """The end of an answer."""
 
     summary: AnswerSummary
-    load_s: float
-    decisions: Mapping[str, Any] = field(default_factory=dict)
+    load_s: float  # time that loading took for this request, 0 when the model was loaded already
+    decisions: Mapping[str, Any] = field(default_factory=dict)  # `Llama.decisions`
 
 
 Event = PromptProgress | Delta | Done
@@ -62,60 +61,56 @@ class LoadedName:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. Sizes in bytes, as planned: in total, and the part on GPUs. `name`: the first of the `names`
-    that use it. `expires`: when it is unloaded if it stays idle (aware UTC); None: never. `queue`: number of waiting
-    requests. `stats`: since it was loaded. `expert_cache_bytes`, `vram_cache_bytes`: for experts in RAM, and on GPUs,
-    of the total. `n_parallel`: requests that it answers at once, `n_answering`: now. `last_answer_tokens`,
-    `last_answer_s`: of the client's answer that ended last, as its `AnswerSummary` has them."""
+    """A model in memory. Sizes are in bytes, as planned."""
 
-    name: str
+    name: str  # the first of the `names` that use the model
     digest: str
     pid: int
     n_ctx: int
-    size_bytes: int
-    vram_bytes: int
-    expires: datetime | None
+    size_bytes: int  # all memory of the model
+    vram_bytes: int  # the part of size_bytes on GPUs
+    expires: datetime | None  # time at which the model is unloaded if it stays idle (aware UTC); None: never
     busy: bool
     stopping: bool
-    queue: int
+    queue: int  # number of waiting requests
     n_requests: int
-    stats: Stats
+    stats: Stats  # statistics since the load
     plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
     decisions: Mapping[str, Any] = field(default_factory=dict)  # Llama.decisions()
     names: tuple[LoadedName, ...] = ()
-    expert_cache_bytes: int = 0
-    vram_cache_bytes: int = 0
-    n_parallel: int = 1
-    n_answering: int = 0
-    last_answer_tokens: int = 0
-    last_answer_s: float = 0.0
+    expert_cache_bytes: int = 0  # the part of size_bytes for experts in RAM
+    vram_cache_bytes: int = 0  # the part of size_bytes for experts on GPUs
+    n_parallel: int = 1  # requests that the model answers at once
+    n_answering: int = 0  # requests that it answers now
+    last_answer_tokens: int = 0  # tokens of the client's answer that ended last (`AnswerSummary`)
+    last_answer_s: float = 0.0  # time of that answer
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of all experts of a loaded model, which a client that watches asks for a few times a second.
+    """The state of all experts of a loaded model. A client that watches reads it a few times a second.
 
-    Where clients are told apart, `state`, `uses` and `loads` are those of the client's own requests (`ExpertUses`). Per
-    layer with experts (`layers`: their il) and expert, row by row: `state` 0 on disk, 1 loading, 2 in RAM, 3 in
-    VRAM (`moegguf.engine.session.Place`); `uses` and `loads` since the load, 4 bytes each; of `since`, 1 byte each.
-    `stats`, `answer_tokens` and `seconds` since the load; `tokens_per_s` of all answers together, 0 when idle.
+    `state`, `uses` and `loads` have a number for each expert, layer by layer. With `tells_clients_apart` they count
+    only the requests of one client (`ExpertUses`). A snapshot from `since` has uses and loads of 1 byte each.
     """
 
     model: str
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # il of the layers with experts
     n_expert: int
-    state: bytes
-    uses: bytes
-    loads: bytes
+    state: bytes  # 0 on disk, 1 loading, 2 in RAM, 3 in VRAM (`moegguf.engine.session.Place`)
+    uses: bytes  # uint32 since the load
+    loads: bytes  # uint32 since the load
     stats: Stats
     busy: bool
-    seconds: float
+    seconds: float  # time since the load
     answer_tokens: int = 0
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # speed of all answers together, 0 when idle
 
     def since(self, before: Snapshot | None) -> Snapshot:
-        """With the uses and loads since an earlier snapshot, at most 255, and the speed; nothing since None, or since
-        one of an earlier load."""
+        """Returns a copy with the uses and loads since an earlier snapshot, at most 255, and the speed.
+
+        Nothing has changed since None, or since a snapshot of an earlier load.
+        """
         import numpy as np
 
         if before is None or before.layers != self.layers or before.seconds > self.seconds:

@@ -1,7 +1,7 @@
-"""Which experts the requests of each client use, so that a client sees its own and nothing of another's prompts.
+"""The experts that the requests of each client use, so that a client learns nothing about another client's prompts.
 
-The store counts the uses of a pass, whoever it is for. They are told apart by the runs of passes that compute for one
-client alone; those of a pass for several clients are counted for nobody.
+The store counts the uses of all passes together. A run of passes that compute for one client alone is counted for this
+client. A pass for several clients is counted for nobody.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ExpertUses:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = threading.Lock()
-        self._client_key: str | None = None  # of the present run of passes
-        self._begun = session.store.activity()  # uses and loads before it
-        self._views: dict[str, Maps] = {}  # of client_keys, at the end of their last run
+        self._client_key: str | None = None  # client of the present run of passes
+        self._begun = session.store.activity()  # uses and loads before the present run
+        self._views: dict[str, Maps] = {}  # each client's uses at the end of its last run
 
     def begin_pass(self, client_key: str | None) -> None:
         """Counts what is used from now on for `client_key`; None: for nobody."""

@@ -1,7 +1,7 @@
-"""Who waits for a model, and who uses it: the files of a model as the manager has them, with the names that use them,
-waiting and current requests, expiry, memory and worker process; and the use of a model by one request.
+"""A model as the manager knows it, and the use of a model by one request.
 
-A `ManagedModel` is state only: it starts, awaits and ends nothing; model_manager.py decides.
+A `ManagedModel` has the files, the names that use them, waiting and current requests, expiry, memory and the worker
+process. It is state only: it starts, awaits and ends nothing. model_manager.py decides.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from moegguf.text import to_utf8
 if TYPE_CHECKING:
     from moegguf.generate.embedding import Embeddings
 
-MAX_WAIT_S = 30.0  # that a request in the background comes after all others
-BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # what a model replies while it answers others
+MAX_WAIT_S = 30.0  # longest time in which a request in the background comes after all others
+BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # messages that a model replies to while it answers others
 
 
 _tickets = itertools.count(1)
@@ -42,23 +42,23 @@ _tickets = itertools.count(1)
 
 @dataclass(eq=False)
 class LeaseRequest:
-    """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
-    entry's own parameters, and those of the last request of its name. `keep_alive_s`: from `last_used_s` on; then its
-    name gives the model up, if this was the last request. `will_answer`: it generates, of which a model does a number
-    at once; else it uses the model beside that. `ticket`: order of arrival over all models. `model`: the one that it
-    waits for."""
+    """A request that waits for a model and, once granted, uses it.
+
+    While the request waits, `overrides` include the entry's own parameters and the overrides of the last request of its
+    name. `keep_alive_s` after `last_used_s` the name gives the model up, if this was its last request.
+    """
 
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True
-    ticket: int = field(default_factory=_tickets.__next__)
+    will_answer: bool = True  # the request generates: a model does this for `n_parallel` requests at once
+    ticket: int = field(default_factory=_tickets.__next__)  # order of arrival over all models
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
-    load_s: float = 0.0  # duration of the load that it waited for
+    load_s: float = 0.0  # duration of the load that the request waited for
     last_used_s: float = 0.0  # the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
-    model: ManagedModel = field(init=False)
+    model: ManagedModel = field(init=False)  # the model that the request waits for
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class LeaseRequest:
 
     @property
     def comes_last(self) -> bool:
-        """Whether it is in the background, and has not waited for long."""
+        """Returns whether the request is in the background, and has not waited for long."""
         return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
@@ -79,14 +79,17 @@ class LeaseRequest:
                 self.granted.set_exception(error)
 
     def same_load(self, other: LeaseRequest) -> bool:
-        """Whether both need the same files with the same overrides."""
+        """Returns whether both requests need equal files with equal overrides."""
         return self.overrides == other.overrides and self.entry.weights == other.entry.weights
 
 
 def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
-    """The order in which they are served now: next is the client who has waited longest since a request of it began or
-    ended (`served`, as a ticket of then), so that nobody waits for more than one request of each other client per
-    request of its own. Those in the background come last, until they have waited for MAX_WAIT_S."""
+    """Returns the requests in the order in which they are served now.
+
+    The next client is the one that has waited longest since one of its requests began or ended (`served` has the ticket
+    of that time). So nobody waits for more than one request of each other client per request of its own. Requests in
+    the background come last, until they have waited for MAX_WAIT_S.
+    """
 
     def turn(request: LeaseRequest) -> tuple[bool, int, int]:
         return request.comes_last, max(served.get(request.client, 0), request.ticket), request.ticket
@@ -100,8 +103,10 @@ def files_key(entry: ModelEntry) -> str:
 
 
 def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
-    """Equal for requests that share a process: those of the same files and load options, but for the context, of which
-    a longer one serves all."""
+    """Returns a text that is equal for requests which share a process: requests with equal files and load options.
+
+    The context does not count, as the longest context serves all requests.
+    """
     n_batch = overrides.n_batch or DEFAULT_UBATCH_TOKENS
     return f"{files_key(entry)}\0{overrides.n_threads}\0{n_batch}\0{overrides.expert_cache}\0{overrides.draft}"
 
@@ -115,22 +120,22 @@ class ManagedModel:
         self.key = key
         self.entry = entry
         self.task: asyncio.Task[None]  # the manager's, which loads and ends it
-        self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
-        self.files_changed = False  # since then
+        self.files: tuple[FileVersion, ...] = ()  # the files at the time when the model was measured
+        self.files_changed = False  # whether a file has changed since then
         self.uses: dict[str, LeaseRequest] = {}
-        self.waiting: list[LeaseRequest] = []  # as they came
-        self._served: dict[str, int] = {}  # of clients who wait: when a request of theirs began or ended, as a ticket
+        self.waiting: list[LeaseRequest] = []  # requests in their order of arrival
+        self._served: dict[str, int] = {}  # ticket at which a request of a waiting client last began or ended
         self.unloads: set[str] = set()  # names that are to give it up
-        self.users: set[LeaseRequest] = set()  # who were granted and have not ended
-        self.process: WorkerProcess | None = None  # that has loaded it
-        self.load_share = 0.0  # of the file that the process has read so far
+        self.users: set[LeaseRequest] = set()  # requests that were granted and have not ended
+        self.process: WorkerProcess | None = None  # the process that has loaded the model
+        self.load_share = 0.0  # share of the file that the process has read so far
         self.ending = asyncio.Event()  # the process is to end, or has ended
         self._timer: asyncio.TimerHandle | None = None
-        self.overrides = LoadOverrides()  # of the request that it was loaded for
+        self.overrides = LoadOverrides()  # overrides of the request that the model was loaded for
         self.ready = Ready(n_ctx=0)
-        self.default_n_ctx = 0  # of a load without overrides
+        self.default_n_ctx = 0  # context of a load without overrides
         self.used: dict[str, int] = {}  # bytes by place, reserved from the decision to load until the process has ended
-        self.cache_bytes: dict[str, int] = {}  # of those, for slots that are in use, by name of the budget
+        self.cache_bytes: dict[str, int] = {}  # the part of `used` for slots that are in use, by name of the budget
         self.changing_budget = asyncio.Lock()
         self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded; a reload keeps them
         self.last_used_s = 0.0
@@ -143,7 +148,7 @@ class ManagedModel:
 
     @property
     def queue(self) -> list[LeaseRequest]:
-        """Who waits, in the order in which they are served."""
+        """The waiting requests, in the order in which they are served."""
         return in_turn(self.waiting, self._served)
 
     def grant(self, request: LeaseRequest) -> None:
@@ -167,33 +172,36 @@ class ManagedModel:
         self._served = {client: ticket for client, ticket in self._served.items() if client in clients}
 
     def expires_s(self, name: str) -> float:
-        """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
+        """Returns the time at which `name` gives the model up (the event loop's clock).
+
+        The time is inf while requests of that name use the model or wait.
+        """
         if any(request.name == name for request in (*self.waiting, *self.users)):
             return math.inf
         return self.uses[name].last_used_s + self.uses[name].keep_alive_s
 
     def has_others(self, name: str) -> bool:
-        """Whether other names than `name` use it, or wait for it."""
+        """Returns whether other names than `name` use the model, or wait for it."""
         return bool(({request.name for request in self.waiting} | self.uses.keys()) - {name})
 
     @property
     def answering(self) -> list[LeaseRequest]:
-        """Who have an answer computed."""
+        """Requests that are generating now."""
         return [request for request in self.users if request.will_answer]
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is loaded, and is to stay so."""
+        """True while the model is loaded and is not about to end."""
         return self.process is not None and not self.ending.is_set()
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request would be answered at once, if none waits."""
+        """True if one more request would be answered at once, if no request waits."""
         return len(self.answering) < self.ready.n_parallel
 
     @property
     def stopping(self) -> bool:
-        """Whether it is being unloaded, or will be once it is unused."""
+        """True if the model is being unloaded, or will be once it is unused."""
         return self.ending.is_set() or any(not self.has_others(name) for name in self.unloads)
 
     def set_timer(self, at_s: float, call: Callable[[], object]) -> None:
@@ -214,7 +222,7 @@ class ManagedModel:
         return [place for place in self.used if place != RAM]
 
     def places_of(self, budget: str) -> list[str]:
-        """Where a budget is: "expert_cache" or "vram_cache"."""
+        """Returns the places of a budget, "expert_cache" or "vram_cache"."""
         return [RAM] if budget == "expert_cache" else self.devices or [RAM]
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
@@ -249,7 +257,7 @@ class ManagedModel:
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:
-        """Its current state and statistics, as last reported by its process. It must be loaded."""
+        """Returns the current state and the statistics that the process reported last. The model must be loaded."""
         process, now = self.process, datetime.now(UTC)
         assert process is not None
         names = list[LoadedName]()
@@ -285,7 +293,7 @@ class ManagedModel:
 
 
 class Calls(ABC):
-    """What a request may ask of a model.
+    """The calls that a request may make of a model.
 
     A call whose process ends before it gave anything is repeated once, with a new process. Every call raises
     WorkerError when the process ends later, or again.
@@ -293,7 +301,7 @@ class Calls(ABC):
 
     @abstractmethod
     def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """What a worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
+        """Yields a worker's reply to a message of this kind: events, then the value. Raises its error, WorkerError."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """Yields the events of a request, then its value."""

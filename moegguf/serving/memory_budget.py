@@ -1,7 +1,7 @@
-"""How much memory a model needs, how much there is, and which idle models make room. No processes.
+"""The memory that a model needs, the memory that there is, and the idle models that make room. No processes.
 
-A model has the plan that it gets with all that it can use, and plans with less. Plans are made from the model's
-headers, before anything is loaded; a worker gets the one that it is loaded with.
+A model has a plan with all memory that it can use, and plans with less. Plans are made from the model's headers, before
+anything is loaded. A worker gets the plan that it is loaded with.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ModelSize:
 
     wanted: Room  # all that it can use
     minimum: Room
-    plan_within: Callable[[Room], Plan]  # plans for what is between the two
-    load_config: Callable[[Plan], LoadConfig]  # what a worker gets
+    plan_within: Callable[[Room], Plan]  # makes a plan for memory between the two
+    load_config: Callable[[Plan], LoadConfig]  # makes a worker's configuration
     default_n_ctx: int = 0  # the context without overrides
 
 
@@ -254,15 +254,18 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
 
 
 class MemoryLimits:
-    """The bytes that all models together may take: of RAM the setting, or else what was free at construction; on each
-    device what was free there at first; less what other programs have taken since."""
+    """The bytes that all models together may take, less the bytes that other programs have taken since.
+
+    RAM has the setting, or else the bytes that were free at construction. A device has the bytes that were free there
+    at first.
+    """
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
         self.lost: set[str] = set()  # devices that failed, which are not used again
         self._memory = memory
         self._setting_bytes = settings.memory_bytes
         self._at_start = memory()
-        self._on_device: dict[str, int] = {}  # as of the last list
+        self._on_device: dict[str, int] = {}  # free bytes in the last list of devices
 
     def ram(self, used_bytes: int) -> Memory:
         """Returns the RAM for all models, while they take `used_bytes`."""
@@ -277,8 +280,10 @@ class MemoryLimits:
         return self.ram(used_bytes).usable_bytes if place == RAM else self._on_device.get(place, 0)
 
     def gpus(self, devices: Sequence[Device], used: Room) -> list[Device] | None:
-        """Returns the devices that have not failed, with what they would have free without models, which use so much;
-        None when all have failed."""
+        """Returns the devices that have not failed, with the bytes that would be free without models, which use `used`.
+
+        Returns None when all have failed.
+        """
         there = [device for device in devices if device.name not in self.lost]
         for device in there:
             free = device.free_bytes + used.get(device.name, 0)
@@ -288,8 +293,10 @@ class MemoryLimits:
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
-    """What a model with this plan (as JSON) was loaded with for slots: `expert_cache` in RAM, and `vram_cache` on its
-    device, there with what prompts are staged in."""
+    """Returns the bytes for slots in a plan (as JSON): `expert_cache` in RAM, `vram_cache` on its device.
+
+    The bytes on the device include the buffers in which prompts are staged.
+    """
     if plan.get("device"):
         return {"expert_cache": plan.get("n_ram_slots", 0) * plan["slot_bytes"], "vram_cache": plan["vram_cache_bytes"]}
     return {"expert_cache": plan.get("budget_bytes", 0), "vram_cache": 0}

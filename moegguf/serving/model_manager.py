@@ -1,17 +1,23 @@
 """The loaded models by name, and which request uses which of them: queues, loads, unloads, expiry. On one event loop.
 
-A model has a task from its first request until nobody wants it (`_live`): it waits for memory, loads, and ends the
-process when told to, again and again. Every change calls `_dispatch`, which never waits: it grants requests of loaded
-models, tells those that are to end, and wakes whoever waits for a change.
+A model has a task from its first request until no name uses it (`_live`). The task waits for memory, loads, and ends
+the process when `ending` is set, again and again. Every change calls `_dispatch`, which never waits. `_dispatch` grants
+requests of loaded models, ends models that nobody uses, and wakes the tasks that wait for a change.
 
-Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
-last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
-turns between clients (`in_turn`), of each in order of arrival, as many at once as its process answers together. A full
-queue is divided evenly between the clients that need it. A model that is not loaded is loaded when it fits the memory
-budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it waits until
-a busy model is idle. A device's memory is counted apart, and a device that has failed is not used again. Loads get
-memory in the order in which they became due. Requests for loaded models may overtake a load that waits for memory, for
-OVERTAKE_S at most. A running answer is never interrupted. Does not know HTTP.
+Rules:
+- Names with equal files and load options share a process. An option that a request leaves out comes from the last
+  request of its name. A request for a longer context loads the model again.
+- Requests of a model are granted in turns between clients (`in_turn`), up to the number that its process answers
+  together. The requests of one client are granted in order of arrival.
+- A full queue is divided evenly between the clients that need it.
+- A model is loaded when it fits the memory budget. Idle models are unloaded for it, least recently used first. If this
+  is not enough, the model gets fewer expert slots. If no slots are left, the model waits until a busy one is idle.
+- A device's memory is counted apart, and a device that has failed is not used again.
+- Loads get memory in the order in which they became due. Requests for loaded models may overtake a load that waits for
+  memory, for OVERTAKE_S at most.
+- A running answer is never interrupted.
+
+Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -54,7 +60,7 @@ from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
 
-OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
+OVERTAKE_S = 10.0  # requests that alternate between two models must not swap them every time
 SHUTDOWN_GRACE_S = 5.0
 FREED = 0.1  # share of a full queue that is free when refused clients try again, as fast as the queue has moved so far
 MAX_RETRY_S = 60.0
@@ -94,7 +100,7 @@ class ModelManager:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
         self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
         self._limits = memory_budget.MemoryLimits(self.settings)
-        self._admission = asyncio.Lock()  # of whoever is given memory for a load
+        self._admission = asyncio.Lock()  # held by the model that is given memory for a load
         self._short: ManagedModel | None = None  # the one that waits for memory
         self._workers = self.workers or Workers(echo_stderr=self.settings.debug)
         self._warned: set[tuple[str, str]] = set()  # names of models, and warnings that they had
@@ -189,9 +195,13 @@ class ModelManager:
         return {request.name: model.load_share for model in is_loading for request in model.waiting}
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
-        """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
-        any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
-        again at the latest. Where clients are told apart, a request gets what its own client's requests use."""
+        """Returns the experts of the model that `entry` names, while it is loaded; with None, of each loaded model.
+
+        A name whose own process is not loaded gets the experts of another process with its files. With
+        `tells_clients_apart`, a request gets the experts that its own client's requests use.
+
+        watch_s: time after which the caller asks again at the latest.
+        """
         client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
         if entry is not None:
@@ -246,9 +256,12 @@ class ModelManager:
             raise
 
     def _make_queue_room(self, request: LeaseRequest) -> None:
-        """Refuses a request when the queue is full: the newest of the client with most requests there, where the client
-        of `request` has fewer even with it, else `request` (longest queue drop: Suter et al., 1998). So nobody can take
-        the queue from others, who get an equal share of it where they need that much. Raises QueueFullError."""
+        """Refuses a request when the queue is full (longest queue drop: Suter et al., 1998).
+
+        The newest request of the client with the most requests is refused, if the client of `request` has fewer even
+        with `request`. Otherwise `request` is refused. So each client gets an equal share of the queue if it needs it.
+        Raises QueueFullError.
+        """
         waiting = [other for model in self._models.values() for other in model.waiting]
         if len(waiting) < self.settings.max_queue:
             return
@@ -275,12 +288,13 @@ class ModelManager:
     async def set_budget(
         self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
     ) -> LoadedModel:
-        """Changes a loaded model's budgets for experts, in RAM and on its device, also while it answers, up to those
-        that it was loaded with. None: as it is.
+        """Changes a loaded model's budgets for experts, in RAM and on its device, also while it answers.
 
-        Raises ModelNotFoundError for a name that uses no loaded model, BudgetError for less than its passes need, for
-        more than is free and for a tier that it does not have, BusyError while it is unloaded, AllocationError,
-        WorkerError.
+        A budget can be at most the budget that the model was loaded with. None leaves a budget as it is.
+
+        Raises ModelNotFoundError for a name that uses no loaded model. Raises BudgetError for less than the model's
+        passes need, for more than is free and for a tier that the model does not have. Raises BusyError while the
+        model is unloaded, AllocationError, WorkerError.
         """
         model = self._used_by((await self._find(name)).name)
         if model is None:
@@ -354,7 +368,10 @@ class ModelManager:
         self._changed.clear()
 
     def _give_up_names(self, model: ManagedModel) -> None:
-        """Of the names that are to give the model up those without an answer, while others use it: else it ends."""
+        """Removes the names without an answer that are to give the model up, while other names use it.
+
+        Without other names the model ends.
+        """
         for name in list(model.unloads):
             if model.has_others(name) and not any(request.name == name for request in model.answering):
                 model.unloads.remove(name)

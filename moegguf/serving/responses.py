@@ -36,8 +36,8 @@ RENEW = (
     " UPDATE response SET expires_at = ? WHERE id IN turn"
 )
 DROP_OLDEST = "DELETE FROM response WHERE id = (SELECT id FROM response ORDER BY expires_at, rowid LIMIT 1)"
-MAX_BYTES = 1 << 30  # of all responses
-MAX_HISTORY_BYTES = 32 << 20  # of the messages of a conversation
+MAX_BYTES = 1 << 30  # most bytes of all responses
+MAX_HISTORY_BYTES = 32 << 20  # most bytes of the messages of a conversation
 
 
 class ResponseStore:

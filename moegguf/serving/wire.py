@@ -4,12 +4,18 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (request, stream),
-embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents, client_key), tokenize (text, special),
-pieces (tokens), count and render (request), slot (action, slot, owner, path, most_bytes), budget (bytes by the name of
-a budget), experts (watch_s, client_key: None sees all); and cancel, with the id of another. From it: event (id, and the
-event under its class name), end (id, value or error; stats and decisions once there is a model), warning (text),
-decision (fields).
+Messages to the worker, each with an id:
+- load (config) is the first message. Its value is a `Ready`.
+- generate (request, stream), embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents,
+  client_key), tokenize (text, special), pieces (tokens), count (request), render (request)
+- slot (action, slot, owner, path, most_bytes), budget (bytes by the name of a budget)
+- experts (watch_s, client_key: None sees all experts)
+- cancel has the id of another message.
+
+Messages from the worker:
+- event (id, and the event under its class name)
+- end (id, value or error; stats and decisions once there is a model)
+- warning (text), decision (fields)
 """
 
 from __future__ import annotations
@@ -42,13 +48,13 @@ class LoadConfig:
 
     name: str
     path: str
-    plan: Plan  # which memory has what
+    plan: Plan  # sizes and places of everything
     options: Mapping[str, Any] = field(default_factory=dict)  # keywords of `Llama`
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How much of a model was read."""
+    """The share of a model that was read."""
 
     share: float
 
@@ -120,7 +126,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         names: dict[str, Any] = {}
-        if hint is LoadConfig:  # in a worker only: the import would delay the start of `moegguf run`'s worker
+        if hint is LoadConfig:  # only a worker gets here: the import would delay the start of `moegguf run`'s worker
             from moegguf.engine.plan import Plan
 
             names = {"Plan": Plan}

@@ -1,9 +1,9 @@
 """A process that holds one model and answers requests, several at once: `python -m moegguf.serving.worker FD`.
 
-Messages arrive on the socket inherited as FD; the process exits when the socket closes, so that none outlives a killed
-server. The main thread loads and computes (`BatchLoop`); a second one reads messages, so that an answer can be
-cancelled; others reply to what needs no computing (`VALUES`), of which a template may render slowly, and a change of
-the budget waits for a pass to end. Which requests are sent is model_manager.py's.
+Messages arrive on the socket inherited as FD. The process exits when the socket closes, so that no worker outlives a
+killed server. The main thread loads and computes (`BatchLoop`). A second thread reads messages, so that an answer can
+be cancelled. Other threads reply to messages that need no computing (`VALUES`), because a template may render slowly
+and a change of the budget waits for a pass to end. The manager (model_manager.py) decides which requests are sent.
 """
 
 from __future__ import annotations
@@ -43,15 +43,14 @@ from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
 from moegguf.text import to_utf8
 
-EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
-DELTA_S = 0.02  # between two messages with an answer's text
-PROGRESS_S = 0.1  # between two messages of progress
-MAX_REPLIES = 32  # that are made at once: a slow template or a long text holds up nobody else
+EXIT_GRACE_S = 5.0  # time that a running computation has after the socket has closed
+DELTA_S = 0.02  # least time between two messages with an answer's text
+PROGRESS_S = 0.1  # least time between two messages of progress
+MAX_REPLIES = 32  # replies that are made at once: a slow template or a long text holds up nobody else
 
 
 class Outbox:
-    """Sends lines over `connection` at once, in the order they were put; those of a `one_call` block at its end, in one
-    call.
+    """Sends lines over `connection` at once, in their order. The end of a `one_call` block sends its lines in one call.
 
     Each call of the system, and each message, wakes the server and its client on processors that the model's threads
     need, and lets go of the interpreter. With 16 answers at once a call for each of their tokens took a tenth of the
@@ -88,8 +87,11 @@ class Outbox:
 
 @dataclass
 class Events:
-    """Sends an answer's events, in the manner of `AnswerEvents`: deltas that come faster than DELTA_S are joined (50
-    updates a second are enough for a display); without `stream` there is one, last."""
+    """Sends an answer's events, in the manner of `AnswerEvents`.
+
+    Deltas that come faster than DELTA_S are joined: 50 updates a second are enough for a display. Without `stream`
+    there is one delta, at the end.
+    """
 
     stream: bool
     send: Callable[[Delta | PromptProgress], None]
@@ -172,7 +174,7 @@ class Worker:
         self._connection = connection
         self._outbox = Outbox(connection)
         self._replies = ThreadPoolExecutor(MAX_REPLIES, "moegguf-reply")
-        self._work: dict[int, Sequence | Task] = {}  # by the id of the message, until it ends
+        self._work: dict[int, Sequence | Task] = {}  # work that has not ended, by the id of its message
         self._work_lock = threading.RLock()
         self._closing = False
         self._loop: BatchLoop | None = None
@@ -293,7 +295,7 @@ class Worker:
             config = wire.build(wire.LoadConfig, message["config"])
             self._replies.submit(_learn_forms, config.path)
             self._llm = llm = open_model(config, on_progress)
-        except BaseException as error:  # whatever ends a load is told to the server
+        except BaseException as error:  # the server learns of any error that ends a load
             if not self._closing:
                 self._send("end", id=number, error=wire.encode_error(error))
             if not isinstance(error, MoeggufError):

@@ -33,12 +33,12 @@ CANCEL_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0
 STDERR_TAIL_BYTES = 4096
 FAILURE_MARKS = ("ASSERT", "rror", "abort", "what():")
-CANCELLED_PASS = "compute_async failed with error 1"  # what llama.cpp says of GGML_STATUS_ABORTED, long before
+CANCELLED_PASS = "compute_async failed with error 1"  # llama.cpp's words for GGML_STATUS_ABORTED
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
 _LOST = "the device that computed the model failed ({}); the next request loads the model again without that device."
 OnLoad = Callable[[float], object]
-_DRAIN_S = 1.0  # to read what a process wrote before it exited
+_DRAIN_S = 1.0  # time to read the text that a process wrote before it exited
 
 
 def _ignore(*_: object) -> None:
@@ -61,7 +61,7 @@ class SentRequest:
         while True:
             kind, value = await self._events.get()
             if kind != "event":
-                self._events.put_nowait((kind, value))  # for who reads again after an interrupt
+                self._events.put_nowait((kind, value))  # a reader may read again after an interrupt
             if kind == "error":
                 raise value
             yield value
@@ -108,7 +108,7 @@ def failure_line(text: str) -> str:
 
 
 def device_failure(text: str) -> str:
-    """What native/api.cpp says of a device in a log, its first sentence; empty without that."""
+    """Returns the first sentence that native/api.cpp wrote about a device into a log, or an empty text."""
     _, _, said = text.partition(DEVICE_FAILURE_MARK)
     return said.partition(". ")[0].strip()[:MAX_FAILURE_CHARS]
 
@@ -148,7 +148,7 @@ class WorkerProcess:
 
         Raises WorkerError when the system cannot start a process, OptionError for a variable that it could not read.
         """
-        read_environment()  # which is the worker's, too
+        read_environment()  # the worker has the same environment
         self = cls(**options)
         ours, theirs = socket.socketpair()
         try:

@@ -30,7 +30,7 @@ from moegguf.settings import read_load_keywords
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
 READING_TOKENS_PER_S = 5.0  # a fast reader's
-RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
+RESERVE_BYTES = 1 << 30  # bytes for a context, buffers and the process itself
 
 Facts = dict[str, Any]
 
@@ -91,7 +91,7 @@ class SupposedDevice:
 
     @classmethod
     def parse(cls, memory: str | None, bandwidth: str | None, link: str | None) -> SupposedDevice | None:
-        """From "8GB", "448GB/s" and "24GB/s,35us"; None without any of them. Raises OptionError."""
+        """Reads "8GB", "448GB/s" and "24GB/s,35us". Returns None where none is given. Raises OptionError."""
         if memory is None and bandwidth is None and link is None:
             return None
         if memory is None or bandwidth is None or link is None:
@@ -119,7 +119,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
         default = "auto" if plan.placement or plan.on_device else None
         placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
-        if device:  # beside RAM for everything, with the context of the plan that is
+        if device:  # plan it beside RAM that holds everything, with the context of the present plan
             there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
             ample = machine.Machine(machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,))
             speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_bytes_per_s)
@@ -168,7 +168,7 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
 
 
 def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
-    """Facts of `moegguf show`: from the headers of a model's files, then those of its catalog entry."""
+    """Returns the facts that `moegguf show` prints, from the headers of a model's files and its catalog entry."""
     layout, known = read_layout(entry.path), details(entry)
     total, active = parameters(layout)
     own_name = known.metadata.get("general.name") or entry.path.stem

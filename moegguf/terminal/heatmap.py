@@ -16,7 +16,7 @@ from rich.text import Text
 Counts = npt.NDArray[np.unsignedinteger]
 
 ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
-SOME_IN_RAM = ":"  # of a cell's experts, where layers compute in VRAM
+SOME_IN_RAM = ":"  # some of a cell's experts are in RAM, while layers compute in VRAM
 ALL_IN_RAM = "%"
 IN_RAM, IN_VRAM = 2, 3  # states
 
@@ -122,8 +122,10 @@ def legend(width: int, vram: bool = False) -> Text:
 
 
 def tiers_line(state: Counts, vram: bool) -> str:
-    """Returns the number of experts in each tier: "5 of 8 experts in memory", "3 of 8 in VRAM, 2 in RAM only"; with
-    whole layers in VRAM "5 of 16 experts in RAM, 8 in VRAM"."""
+    """Returns a line such as "5 of 8 experts in memory" or "3 of 8 in VRAM, 2 in RAM only".
+
+    Where VRAM holds whole layers the line is "5 of 16 experts in RAM, 8 in VRAM".
+    """
     n_ram, n_vram = (int((state == tier).sum()) for tier in (IN_RAM, IN_VRAM))
     if vram:
         return f"{n_vram:,} of {state.size:,} in VRAM, {n_ram:,} in RAM only"

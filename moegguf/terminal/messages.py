@@ -28,7 +28,7 @@ _OF_PYDANTIC = {
     "a valid number, unable to parse string as a number": "a number",
 }  # fmt: skip
 _ASCII_ONLY = "moegguf-ascii"  # a handler of encoding errors
-_ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # of the maps, sparklines and tables
+_ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # letters of maps, sparklines, tables
 
 
 def print_message(text: str) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moegguf.models.entry import PullStatus
 
 RATE_WINDOW_S = 10.0
-STDOUT = 1  # its descriptor
+STDOUT = 1  # descriptor
 
 
 def _is_ansi_terminal() -> bool:

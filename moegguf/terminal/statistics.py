@@ -1,4 +1,4 @@
-"""The statistics after an answer: the eight lines of `ollama run --verbose`, then those of the expert cache."""
+"""The statistics after an answer: the eight lines of `ollama run --verbose`, then lines about the expert cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
-LEAST_TOKENS = 16  # of an answer whose speed says something
-LABEL_WIDTH = 22  # of Ollama's longest label, its colon and a space
+LEAST_TOKENS = 16  # shorter answers have no speed that says something
+LABEL_WIDTH = 22  # characters: Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
 

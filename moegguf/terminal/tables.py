@@ -21,7 +21,7 @@ from moegguf.text import without_surrogates
 
 PIPE_WIDTH = 400
 NARROW_BETWEEN = 2  # spaces between columns where a terminal has no room for more
-SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does
+SHOWN_LINES = 2  # shown lines of a system message or a license, as in `ollama show`
 
 Row = tuple[str, ...]
 
@@ -72,8 +72,13 @@ def print_columns(
 ) -> None:
     """Prints a table with a header, as `ollama list` does. No cell is cut.
 
-    between: spaces between columns. n_left: columns that are left-aligned (None: all); the others are right-aligned.
-    style: of the header. drop: names of columns that a narrow terminal goes without, the first one first.
+    between: spaces between columns.
+
+    n_left: number of columns that are left-aligned (None: all columns). Further columns are right-aligned.
+
+    style: style of the header.
+
+    drop: names of columns that a narrow terminal leaves out, in this order.
     """
     lines = [list(header), *map(list, rows)]
     widths = {name: max(cell_len(line[column]) for line in lines) for column, name in enumerate(header)}

@@ -1,22 +1,27 @@
 // link_device.cpp: a ggml device behind a link in real time, for machines without one.
 //
-// Its memory lies in RAM, but nobody else may touch it: ggml takes it for a device's. It computes as the CPU backend
-// does, with as many threads or a number of its own, which makes it faster or slower than the CPU. A copy between it
-// and the host takes the link's latency, and then its bytes over the bandwidth, in each direction one copy after
-// another; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its own, on
-// a thread of its own; graphs are launched as they are at that moment, or are repeated as they were (link_launch.h);
-// events connect streams; a copy from or to memory that is not pinned keeps the caller waiting; and where memory cannot
-// be pinned the host buffer type gives ordinary memory. A launch keeps the caller waiting, too.
+// The device's memory lies in RAM, but only the device may touch it: ggml takes it for a device's memory. The device
+// computes as the CPU backend does. It has the CPU's threads or a number of its own, which makes it faster or slower. A
+// copy between the device and the host takes the link's latency, and then its bytes over the bandwidth. Copies in one
+// direction follow each other. A copy within the device takes the time of a memory copy.
 //
-// Strict, it is as hard on its users as CUDA may be: launches and copies come later, in the order of their stream,
-// which does nothing before somebody waits for it, but for some launches, which begin at once; binding a quantised
-// tensor zeroes the padding behind it; kernels read rows up to that padding's end, and give NaN where they meet what
-// they should not; fresh memory, and memory that a copy under way writes, is full of NaN; freed memory is gone for
-// good; copies come in pieces of any order, also from memory that is not pinned. A launch that chooses by ids that do
-// not exist, or touches freed memory, and a copy whose source has changed before it came, are faults: the device keeps
-// the first one, and computes no more.
+// These rules are CUDA's:
+// - Each backend instance has a stream of its own, on a thread of its own. Events connect streams.
+// - Graphs are launched as they are at that moment, or an earlier launch is repeated (link_launch.h).
+// - A launch keeps the caller waiting, and so does a copy from or to memory that is not pinned.
+// - If memory cannot be pinned, the host buffer type returns ordinary memory.
 //
-// It may touch its own memory and what it is told to copy. Knows no store.
+// A strict device is as hard on its users as CUDA may be:
+// - Launches and copies come later, in the order of their stream. The stream does nothing before somebody waits for it,
+//   except for some launches, which begin at once.
+// - Binding a quantised tensor zeroes the padding after it. Kernels read rows up to that padding's end, and return NaN
+//   if the padding has wrong bytes.
+// - Fresh memory, and memory that a copy under way writes, is full of NaN. Freed memory is gone for good.
+// - Copies come in pieces of any order, also from memory that is not pinned.
+// - These are faults: a launch with ids that do not exist, a launch that touches freed memory, and a copy whose source
+//   has changed before it came. The device keeps the first fault, and computes no more.
+//
+// The device touches its own memory and the memory that it copies. It knows no store.
 #include "api.h"
 #include "link_launch.h"
 #include "link_stream.h"
@@ -34,7 +39,7 @@
 namespace moegguf {
 namespace {
 
-constexpr size_t most_memory_bytes = (size_t)1 << 46; // what is reported where there is no limit
+constexpr size_t most_memory_bytes = (size_t)1 << 46; // reported size of a device without a limit
 
 // The device
 
@@ -49,7 +54,7 @@ struct LinkDevice {
     }
 
     void copy(LinkDirection & direction, void * to, const void * from, size_t n) {
-        constexpr double reserve = 1.25; // its time varies, and early costs less than late
+        constexpr double reserve = 1.25; // the copy's time varies, and early costs less than late
         if (strict) { memset(to, poison, n); }
         direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
             const uint64_t start = now_ns();
@@ -110,11 +115,11 @@ struct LinkDevice {
     const bool strict;
     std::atomic<size_t> used_bytes{0};
     LinkDirection to_device, to_host;
-    std::atomic<double> copy_bytes_per_ns{4}; // of this machine's own memory
+    std::atomic<double> copy_bytes_per_ns{4}; // speed of this machine's own memory
     Ranges allocated, pinned; // memory of the device; host memory, copies from and to which go on after their calls
     std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_launches_beside_copies{0};
     std::atomic<int> copies_under_way{0};
-    std::mutex mutex; // of the two below
+    std::mutex mutex; // guards the next two fields
     std::minstd_rand delays;
     std::string fault;
     ggml_backend_device device = {};
@@ -146,7 +151,7 @@ bool on_device(const ggml_tensor * t, ggml_backend_buffer_type_t memory) {
     return buffer && buffer->buft == memory;
 }
 
-// When the tensor is bound to memory which is not that of a graph's results.
+// Zeroes the padding when a tensor is bound to memory, unless it is the memory of a graph's results.
 void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
     if (!t->view_src && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
         memset((char *)t->data + ggml_nbytes(t), 0, padded_bytes(t) - ggml_nbytes(t));
@@ -172,7 +177,7 @@ void become_memory(ggml_backend_buffer_i & buffer) {
     };
     buffer.cpy_tensor = [](ggml_backend_buffer_t of, const ggml_tensor * from, ggml_tensor * to) {
         const bool here = on_device(from, of->buft);
-        if (here) { // else through the host
+        if (here) { // ggml copies other tensors through the host
             memcpy(to->data, from->data, ggml_nbytes(from));
         }
         return here;
@@ -272,7 +277,7 @@ void wait_in(Backend & backend, const CommandQueue::Point & point) {
     backend.queue.push([point] { point.wait(); });
 }
 
-// Within the device; behind what the source's stream has to do, and what the destination's has.
+// Copies within the device, after the present work of the source's stream and of the destination's stream.
 bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const ggml_tensor * from, ggml_tensor * to) {
     ggml_backend_buffer_type_t memory = &of(destination).device.memory;
     if (source->device != destination->device || !on_device(from, memory) || !on_device(to, memory)) { return false; }
@@ -337,7 +342,7 @@ struct Event {
 
 Event & of(ggml_backend_event_t event) { return *(Event *)event->context; }
 
-// What ggml asks a device
+// Functions of a device that ggml calls
 
 void set_cpu_threads(ggml_backend_t cpu, int n) {
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu));

@@ -1,7 +1,7 @@
-// link_launch.h: what a simulated device takes from a graph when it is launched (link_device.cpp): operations,
-// parameters, shapes and addresses as they are at that moment, as a launch of CUDA's kernels takes them; and which
-// launches only repeat an earlier one, as ggml's CUDA backend decides for its graphs (ggml_backend_cuda_graph_compute).
-// Knows no device, and computes nothing.
+// link_launch.h: copies a graph at its launch on a simulated device (link_device.cpp). The copy has the operations,
+// parameters, shapes and addresses of that moment, as a launch of CUDA's kernels has them. Some launches only repeat an
+// earlier one. They are chosen as ggml's CUDA backend chooses them (ggml_backend_cuda_graph_compute). Knows no device,
+// and computes nothing.
 #pragma once
 
 #include "ggml-backend-impl.h" // buffers are not public; patches/README.md lists what we lean on
@@ -67,10 +67,10 @@ class Launch {
 
     std::deque<ggml_tensor> memory_;
     std::vector<ggml_tensor *> nodes_;
-    std::unordered_map<const ggml_tensor *, ggml_tensor *> copies_; // by the original
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> copies_; // keys: the originals
     std::unordered_map<const ggml_tensor *, const uint8_t *> ends_of_weights_;
     ggml_hash_set uses_;
-    std::vector<int32_t> use_counts_; // as kernels that compute two nodes at once look them up
+    std::vector<int32_t> use_counts_; // kernels that compute two nodes at once read them
 };
 
 // The launches of one stream. A graph is known by its first node. Where neither its uid nor, without one, any node has
@@ -142,7 +142,7 @@ class Launches {
         return changed;
     }
 
-    std::unordered_map<const void *, Known> known_; // by the first node
+    std::unordered_map<const void *, Known> known_; // keys: first nodes
     uint64_t n_replays_ = 0;
 };
 

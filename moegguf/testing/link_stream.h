@@ -1,5 +1,5 @@
-// link_stream.h: what a simulated device has beside memory (link_device.cpp): streams, in which work is done in order,
-// and the two directions of a link in real time. Knows no device, and not what the work is.
+// link_stream.h: the streams of a simulated device (link_device.cpp), in which work is done in order, and the two
+// directions of a link in real time. Knows no device, and nothing about the work.
 #pragma once
 
 #include "clock.h"
@@ -17,11 +17,11 @@ class CommandQueue {
         std::deque<std::function<void()>> work;
         uint64_t n_pushed = 0;
         uint64_t n_done = 0;
-        uint64_t n_wanted = UINT64_MAX; // that may be done
+        uint64_t n_wanted = UINT64_MAX; // pieces of work that may be done
     };
 
   public:
-    // Behind the first n pieces of work; may outlive the queue.
+    // The point after the first n pieces of work. It may outlive the queue.
     class Point {
       public:
         Point() = default; // nothing to wait for
@@ -65,7 +65,7 @@ class CommandQueue {
         queue_->changed.notify_all();
     }
 
-    // Behind everything pushed so far.
+    // Returns the point after everything pushed so far.
     Point mark() const {
         std::lock_guard<std::mutex> lock(queue_->mutex);
         return {queue_, queue_->n_pushed};
@@ -97,8 +97,8 @@ class LinkDirection {
   public:
     LinkDirection(double bytes_per_ns, double latency_ns) : bytes_per_ns_(bytes_per_ns), latency_ns_(latency_ns) {}
 
-    // Returns when `bytes` have come through, and runs `copy` meanwhile: as late as its own time, `copy_ns`, allows, so
-    // that nobody finds bytes there that the link has not brought yet.
+    // Returns when `bytes` have come through, and runs `copy` meanwhile. `copy` begins as late as its own time,
+    // `copy_ns`, allows, so that no byte is there before the link has brought it.
     template <typename Copy>
     void transfer(double bytes, double copy_ns, Copy && copy) {
         std::unique_lock<std::mutex> lock(mutex_);

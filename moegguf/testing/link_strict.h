@@ -1,6 +1,6 @@
-// link_strict.h: what CUDA asks of those who use its memory and its kernels, as a strict simulated device asks it
-// (link_device.cpp): padding behind rows that is zero, ids that exist, and memory that is there. Computes with the CPU
-// backend, and knows no device.
+// link_strict.h: the rules of CUDA for users of its memory and its kernels. A strict simulated device checks them
+// (link_device.cpp). The padding after rows is zero, ids exist, and memory is there. Computes with the CPU backend, and
+// knows no device.
 #pragma once
 
 #include "link_launch.h"
@@ -52,8 +52,8 @@ inline int64_t padding_values(const ggml_tensor * t) {
 // Bytes that a tensor takes: behind the last row of a quantised one lies padding up to a multiple of 512 values.
 inline size_t padded_bytes(const ggml_tensor * t) { return ggml_nbytes(t) + ggml_row_size(t->type, padding_values(t)); }
 
-// Computes a launch as the CPU does. Where kernels read on behind the last row of quantised weights, and it is not
-// zeros, or the next expert of a tensor without gaps, that they find, what they multiply with it is NaN.
+// Computes a launch as the CPU does. Kernels read beyond the last row of quantised weights. The bytes there have to be
+// zeros, or the next expert of a tensor without gaps. Otherwise the products with these bytes are NaN.
 class StrictRun {
   public:
     StrictRun(ggml_backend_t cpu, Launch & launch, const Ranges & memory)
@@ -79,7 +79,7 @@ class StrictRun {
         if (n_choices(node) || sorts(node)) {
             why = compute_before(i);
             if (why.empty()) { why = find_wrong_id(node); }
-            if (why.empty() && sorts(node) && has_nan(node->src[0])) { // its comparisons would have no end
+            if (why.empty() && sorts(node) && has_nan(node->src[0])) { // a sort of NaN might not end
                 spoil_all(node);
                 first_ = i + 1;
             }

@@ -20,12 +20,12 @@ enum moegguf_pinned { MOEGGUF_PINNED_NOT, MOEGGUF_PINNED_OWN, MOEGGUF_PINNED_FIR
 
 // A device behind a link in real time (link_device.cpp), for machines without one.
 struct moegguf_link {
-    double bytes_per_ns;        // of each direction
-    double latency_ns;          // of each copy
-    uint64_t memory_bytes;      // of the device; 0: without a limit
-    uint64_t most_buffer_bytes; // of one buffer, and of experts that its kernels take; 0: without a limit
+    double bytes_per_ns;        // bandwidth of each direction
+    double latency_ns;          // latency of each copy
+    uint64_t memory_bytes;      // memory of the device; 0: without a limit
+    uint64_t most_buffer_bytes; // size of one buffer, and of experts that its kernels take; 0: without a limit
     int32_t pinned;             // enum moegguf_pinned
-    int32_t n_threads;          // that it computes with; 0: as many as llama.cpp tells the CPU to
+    int32_t n_threads;          // threads that compute; 0: the number that llama.cpp sets for the CPU
     uint32_t strict_seed;       // not 0: as hard on its users as CUDA (link_device.cpp), with delays by this seed
 };
 
@@ -35,11 +35,11 @@ MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char **
 
 // Counts of a simulated device.
 struct moegguf_link_figures {
-    uint64_t launches;               // of graphs
-    uint64_t replays;                // of these: repeated an earlier launch, as CUDA's graphs do
-    uint64_t copies;                 // that went on after the call for them
-    uint64_t launches_beside_copies; // while such a copy was under way
-    char fault[256]; // the first thing that a strict device was given and CUDA may not bear; empty: none
+    uint64_t launches;               // launches of graphs
+    uint64_t replays;                // launches that repeated an earlier one, as CUDA's graphs do
+    uint64_t copies;                 // copies that went on after the call for them
+    uint64_t launches_beside_copies; // launches while such a copy was under way
+    char fault[256];                 // the first call to a strict device that CUDA may not bear; empty: none
 };
 
 // Reads them. INVALID: no simulated device has this name.
@@ -54,11 +54,11 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_SHORT_READ, // a read returns 4096 bytes
     MOEGGUF_FAULT_EINTR,
     MOEGGUF_FAULT_SLOW_READ, // a read takes 2 seconds longer
-    MOEGGUF_FAULT_COPY,      // from host memory to a device
+    MOEGGUF_FAULT_COPY,      // a copy from host memory to a device fails
     MOEGGUF_FAULT_KINDS
 };
 
-// Makes the nth operation of a kind from now on fail (1: the next), once or, if sticky is not 0, it and all later ones.
+// Makes the nth operation of a kind from now on fail (1: the next). If sticky is not 0, all later operations fail, too.
 // nth 0 disarms the kind. sys_errno: the error number; 0: EIO.
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
 

@@ -8,15 +8,15 @@
 #include <stdexcept>
 #include <utility>
 
-// In place of common/log.cpp, which has a thread, and needs a JSON library: llama.cpp's own log says what fails.
+// The next functions replace common/log.cpp, which has a thread and needs a JSON library. llama.cpp's own log has errors.
 int common_log_get_verbosity_thold() { return -1; }
 common_log * common_log_main() { return nullptr; }
 void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
 namespace {
 
-constexpr float least_probability = 0.5f; // of a token by the draft context, to go on
-constexpr int32_t most_by_heads = 4;      // tokens of a draft: each guesses from the guess before
+constexpr float least_probability = 0.5f; // the draft context goes on after a token with at least this probability
+constexpr int32_t most_by_heads = 4;      // tokens of a draft by heads: each one is guessed from the guess before
 
 // The n-grams of one sequence: objects of their own, as upstream's forget nothing when another text begins.
 struct Sequence {
@@ -24,7 +24,7 @@ struct Sequence {
     llama_tokens tokens;
     llama_tokens draft;
     size_t n_followed = 0;           // tokens that the draft context has
-    int32_t source = DRAFTS_SOURCES; // of the last draft that was not accepted or refused yet
+    int32_t source = DRAFTS_SOURCES; // source of the last draft that was not accepted or refused yet
     bool by_model = false;           // the draft context's last draft had tokens
 };
 
@@ -59,8 +59,8 @@ struct drafts {
 
     Sequence & sequence(int32_t number) { return sequences.at(number); }
 
-    // The most recent repetition gives the tokens that follow it, where these are as many as the key at least; where
-    // a few tokens repeat again and again, an older one gives more.
+    // Makes the n-gram drafts of a key length. A draft has the tokens after the most recent repetition, if there are at
+    // least `key` of them. If a few tokens repeat again and again, an older repetition gives more tokens.
     common_speculative_ptr ngrams(int32_t key) const {
         common_params_speculative params;
         params.types = {COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K};
@@ -94,7 +94,7 @@ struct drafts {
             params.n_max = request->n_max[number];
             params.pos0 = sequence.tokens.size() - 1;
             params.id_last = sequence.tokens.back();
-            sequence.tokens.pop_back(); // which `prompt` lacks
+            sequence.tokens.pop_back(); // `prompt` has all tokens but the last one
             params.prompt = &sequence.tokens;
             params.result = &sequence.draft;
         }
@@ -158,8 +158,8 @@ struct drafts {
         return fits;
     }
 
-    // What a draft, or refused tokens, have left goes first; behind a gap, which a restored or copied context leaves,
-    // heads begin anew.
+    // Removes the rest of a draft or of refused tokens, and lets the heads evaluate the pass. Heads begin anew after a
+    // gap, which a restored or copied context leaves.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

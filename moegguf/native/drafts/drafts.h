@@ -1,8 +1,9 @@
 // drafts.h: tokens that may come next, guessed by llama.cpp's own speculative code (its `common` library).
 //
-// A library of its own, over libllama, which itself needs libmoegguf. A draft comes from the sequence's own tokens
-// (n-grams), or from a draft context: of a smaller model, or of the target's heads for more tokens than the next one
-// (MTP). Who asks verifies every token. Calls are of one thread; none may throw. engine/drafts.py has them again.
+// This is a library of its own, over libllama, which itself needs libmoegguf. A draft comes from the sequence's own
+// tokens (n-grams), or from a draft context. A draft context computes a smaller model, or the target's heads for more
+// tokens than the next one (MTP). The caller verifies every token. All calls come from one thread, and no call throws.
+// engine/drafts.py declares these functions for Python.
 #pragma once
 
 #include "llama.h"
@@ -17,7 +18,7 @@ extern "C" {
 
 typedef struct drafts drafts;
 
-// Sources of drafts, in the order in which they are asked: repetitions of the last `key` tokens, longest key first,
+// Sources of drafts, in the order in which they are tried: repetitions of the last `key` tokens, the longest key first,
 // then the draft context.
 enum drafts_source { DRAFTS_LONG_NGRAM, DRAFTS_SHORT_NGRAM, DRAFTS_MODEL, DRAFTS_SOURCES };
 
@@ -26,12 +27,12 @@ struct drafts_config {
     int32_t n_seq;  // sequences of the target context
     int32_t n_max;  // tokens of a draft at most
     struct llama_context * target;
-    struct llama_context * draft; // or null; with as many sequences as the target; must outlive the drafts
-    int32_t heads;                // the draft context is of the target's own heads
+    struct llama_context * draft; // or null; has as many sequences as the target; must outlive the drafts
+    int32_t heads;                // 1: the draft context computes the target's own heads
 };
 
-// A sequence that wants a draft: at most `n_max` tokens of each source (0: do not ask it) go to `tokens`, which has
-// room for the config's n_max; `n` of them, from `source`, are the answer.
+// A request for a draft of one sequence, with at most `n_max` tokens of each source (0: the source is not tried). The
+// reply is `n` tokens from `source` in `tokens`, which has room for the config's n_max.
 struct drafts_request {
     int32_t sequence;
     int32_t n_max[DRAFTS_SOURCES];
@@ -40,19 +41,19 @@ struct drafts_request {
     int32_t * tokens;
 };
 
-// Null after success, else the reason: valid until the thread's next call.
+// Functions return null after success. Otherwise they return the reason, which is valid until the thread's next call.
 DRAFTS_API const char * drafts_open(const struct drafts_config * config, drafts ** opened);
 DRAFTS_API void drafts_close(drafts * drafts);
 
-// The tokens of a sequence are these from now on, after its first `n_kept`.
+// Replaces the tokens of a sequence after its first `n_kept` by these.
 DRAFTS_API const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int32_t n_kept, const int32_t * tokens,
                                           int32_t n);
 DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * requests, int32_t n);
 
-// The target context has just evaluated this batch, in which the tokens of a sequence follow each other: its heads, if
-// these draft, evaluate it, too.
+// Notes that the target context has just evaluated this batch. The target's heads evaluate it, too, if they draft. The
+// tokens of a sequence follow each other in the batch.
 DRAFTS_API const char * drafts_evaluated(drafts * drafts, const struct llama_batch * batch);
-// So many tokens of the sequence's last draft were taken.
+// Notes that n tokens of the sequence's last draft were accepted.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);
 
 #ifdef __cplusplus

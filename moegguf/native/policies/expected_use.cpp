@@ -1,8 +1,9 @@
-// expected_use.cpp: policies that estimate when an expert is used next, and evict the one that waits longest.
+// expected_use.cpp: policies that estimate when an expert is used next, and evict the expert that waits longest.
 //
-// Of the tokens that pass its layer, a part p uses an expert; that is 1 / p - 1 passes after its layer comes next, and
-// distance_weight scales the part of a pass until then. Where a predictor forecasts that the layer uses the expert then
-// with probability q, it is (1 - q) / p passes after that. They touch their own tables only (policy.h).
+// A part p of the tokens that pass a layer uses an expert. So the expert is expected 1 / p - 1 passes after its layer
+// comes next. distance_weight scales the part of a pass until then. If a predictor forecasts a use with probability q,
+// the expert is expected (1 - q) / p passes after the layer comes next. The policies touch their own tables only
+// (policy.h).
 #include "policies/policy.h"
 
 #include <algorithm>
@@ -80,14 +81,18 @@ class ExpectedUse : public EvictionPolicy {
     std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer comes
 };
 
-// ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2): keeps
-// what is predicted for this pass, nearest layers first.
+// ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2). It keeps
+// the experts that are predicted for this pass, nearest layers first.
 //
-// Victims are, from first to last: experts that were prefetched in vain, as their layer's router has shown; those that
-// this pass no longer needs, of layers computed already or not predicted; predicted ones, the farthest first. The paper
-// has this order, but neither one among equals nor what is "locality" beyond its example (a cache of 8 takes the two
-// nearest of four layers whole, and the third as the first is done). Here predicted ones are ordered by their distance,
-// the others by how many passes ago, on average, they are used again. Without predictions it is decayed frequency.
+// Victims are, in this order:
+// - experts that were prefetched in vain, as their layer's router has shown;
+// - experts that this pass no longer needs, because their layer was computed or is not predicted;
+// - predicted experts, the farthest layer first.
+//
+// The paper has this order, but no order among equals. It does not define "locality" beyond an example: a cache of 8
+// takes the two nearest of four layers whole, and the third one when the first is done. Here predicted experts are
+// ordered by their distance, and other experts by the average number of passes until they are used again. Without
+// predictions the policy is decayed frequency.
 class Locality final : public ExpectedUse<FadingAverage> {
   public:
     Locality(const Layout & layout, const Values &)
@@ -97,7 +102,7 @@ class Locality final : public ExpectedUse<FadingAverage> {
 
     bool takes_as_predicted() const override { return true; }
 
-    // What the layer uses is no victim, and is told as used.
+    // Experts that the layer uses are no victims: on_use() follows for them.
     bool on_routed(int il) override {
         Early * prefetched = &prefetched_[layout_.key(il, 0)];
         std::replace(prefetched, prefetched + layout_.layers[il].n_expert, Early::yes, Early::in_vain);
@@ -131,13 +136,13 @@ class Locality final : public ExpectedUse<FadingAverage> {
   private:
     enum class Early : uint8_t { no, yes, in_vain };
     static constexpr float half_life_tokens = 14.0f;
-    static constexpr float likely = 0.5f; // of several sequences more than one's choices are active
+    static constexpr float likely = 0.5f; // least probability of an active expert when there are several sequences
 
     std::vector<Early> prefetched_;      // [n_layer * n_expert_max] and not used since
     std::vector<float> active_, sorted_; // scratch
 };
 
-constexpr float least_input = 1e-3f; // whose logit is taken
+constexpr float least_input = 1e-3f; // smaller inputs count as this one
 
 // The logarithm in it is linear between powers of two, which is near enough and takes no call.
 float logit(float p) {
@@ -149,10 +154,10 @@ float logit(float p) {
     return (float)(bits - bits_of_rest) * (0.6931472f / (1 << 23));
 }
 
-// The probability that a token uses an expert, as a mixture of predictions: fading averages of use, and recall: what
-// tokens used after earlier ones that had been routed as the last one. They are mixed as a logistic regression of each
-// layer, whose weights are learned while it runs (Duchi et al. 2011: AdaGrad), as models and layers differ in how long
-// they keep to the same experts.
+// Estimates the probability that a token uses an expert, as a mixture of predictions. The predictions are fading
+// averages of use, and recall: the experts that were used after earlier tokens with the routing of the last token. Each
+// layer mixes them by a logistic regression, whose weights are learned while the model runs (Duchi et al. 2011:
+// AdaGrad). Models and layers differ in how long they keep to the same experts.
 class LearnedRates {
   public:
     explicit LearnedRates(const Layout & layout);
@@ -164,7 +169,7 @@ class LearnedRates {
 
   private:
     static constexpr std::array<float, 6> half_lives_tokens = {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f};
-    // How much what came 1, 2, ... tokens after an earlier one says about the next.
+    // Weight of the experts that came 1, 2, ... tokens after an earlier token for the prediction of the next one.
     static constexpr std::array<float, 6> after = {0.4f, 0.25f, 0.15f, 0.1f, 0.05f, 0.05f};
     static constexpr size_t n_averages = half_lives_tokens.size(), recalled = n_averages; // the last input
     static constexpr int n_after = after.size();
@@ -172,8 +177,8 @@ class LearnedRates {
     using Averages = std::array<float, n_averages>;
     using Inputs = std::array<float, n_averages + 1>;
 
-    struct History {              // of a layer
-        std::vector<int16_t> ids; // [2 * window][n_used], n_expert behind those of a token that used fewer
+    struct History {              // the last tokens of a layer
+        std::vector<int16_t> ids; // [2 * window][n_used] experts; n_expert fills the row of a token that used fewer
         int n_tokens = 0, n_used = 0;
         std::array<int16_t, window> n_alike{}; // experts that each token before the last one shares with it
         int n_earlier() const { return std::min(n_tokens - 1, window); }
@@ -187,17 +192,17 @@ class LearnedRates {
     void recall(int il);
 
     const Layout & layout_;
-    Averages kept_{};                         // of each after a token
+    Averages kept_{};                         // weight that each average keeps after a token
     std::vector<Inputs> weights_, gradients_; // [n_layer], learned; squares of their gradients so far, added up
     std::vector<Averages> averages_;          // [n_layer * n_expert_max]
     std::vector<Inputs> inputs_;              // [n_layer * n_expert_max], logits
     std::vector<float> rates_;                // [n_layer * n_expert_max]
-    std::vector<float> used_;                 // [n_expert_max] of this event, by share of its tokens
+    std::vector<float> used_;                 // [n_expert_max] share of this event's tokens that use the expert
     std::vector<History> histories_;          // [n_layer]
-    std::vector<float> alike_weights_;        // of a token that shares 0, 1, ... experts less than the one most alike
-    std::array<int, window> n_alike_{};       // of all layers; as in what follows, the last earlier token comes last
+    std::vector<float> alike_weights_;        // weight of a token that shares 0, 1, ... experts less than the best one
+    std::array<int, window> n_alike_{};       // sums over all layers; the last earlier token comes last
     std::array<float, n_after + window> alike_{};
-    std::array<float, 1 + window> expected_{}; // how much of each token, the last one included, is expected next
+    std::array<float, 1 + window> expected_{}; // share of each token's experts that is expected next; the last one, too
     std::vector<uint8_t> marked_;              // [n_expert_max + 1], the last token's experts
     std::vector<float> sums_;                  // [n_expert_max + 1]
 };
@@ -220,7 +225,7 @@ LearnedRates::LearnedRates(const Layout & layout)
     weights_.assign(layout.layers.size(), weights);
     gradients_.assign(layout.layers.size(), gradients);
     for (size_t i = 0; i < n_averages; i++) { kept_[i] = kept_after(half_lives_tokens[i], 1); }
-    int n_used = 0; // of all layers
+    int n_used = 0; // experts of a token in all layers
     for (int il : layout.moe_layers) {
         histories_[il].n_used = layout.layers[il].n_expert_used;
         histories_[il].ids.resize(2 * window * histories_[il].n_used);
@@ -230,7 +235,7 @@ LearnedRates::LearnedRates(const Layout & layout)
 }
 
 void LearnedRates::count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
-    constexpr int most_learned_tokens = 64; // of a prompt only the average is known
+    constexpr int most_learned_tokens = 64; // a prompt with more tokens only changes the averages
     const int n_expert = layout_.layers[il].n_expert;
     std::fill_n(used_.begin(), n_expert, 0.0f);
     for (int64_t use = 0; use < (int64_t)n_expert_used * n_tokens; use++) { used_[expert_ids[use]] += 1.0f / n_tokens; }
@@ -261,7 +266,7 @@ void LearnedRates::learn(int il) {
     }
 }
 
-// As inputs, averages begin as if half a token had used every expert alike.
+// Averages begin as if half a token had used every expert alike.
 void LearnedRates::average(int il, int n_tokens) {
     const Layer & layer = layout_.layers[il];
     const float alike = (float)layer.n_expert_used / layer.n_expert;
@@ -314,7 +319,7 @@ void LearnedRates::recall(int il) {
     const History & history = histories_[il];
     const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;
     if (n_earlier == 0) { return; }
-    constexpr float least_expected = 1e-3f; // that counts
+    constexpr float least_expected = 1e-3f; // smaller shares do not count
     const int most_alike = *std::max_element(n_alike_.begin() + first, n_alike_.end());
     float sum = 0.0f;
     std::fill_n(alike_.begin(), n_after + first, 0.0f);

@@ -1,5 +1,5 @@
-// policies.cpp: the table of policies that can be chosen by name, and those of them that need no estimate of the next
-// use (expected_use.cpp). They touch their own tables only (policy.h).
+// policies.cpp: the table of policies that can be chosen by name, and the policies that need no estimate of the next
+// use (expected_use.cpp). The policies touch their own tables only (policy.h).
 #include "policies/policy.h"
 
 namespace moegguf {
@@ -31,9 +31,9 @@ class DecayedFrequency final : public EvictionPolicy {
     FadingAverage average_;
 };
 
-// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer: experts that were used again since
-// they were loaded are protected, the others are on probation and are evicted first. The protected segment holds up to
-// protected_share, its one value, of the layer's experts; beyond that its least recently used expert goes back on
+// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that were used again since
+// they were loaded are protected. The others are on probation, and are evicted first. The protected segment holds up to
+// protected_share, the policy's one value, of the layer's experts. Its least recently used expert then goes back on
 // probation.
 class Slru final : public EvictionPolicy {
   public:

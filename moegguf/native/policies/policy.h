@@ -1,5 +1,5 @@
-// policy.h: what an eviction policy is: a score per expert, renewed by events; and what several are made of. Arithmetic
-// only: no threads, no locks.
+// policy.h: the interface of an eviction policy, which gives every expert a score that events renew, and the parts that
+// several policies are made of. Arithmetic only: no threads, no locks.
 //
 // A new policy is a class in this folder, with a line in the table of policies.cpp.
 #pragma once
@@ -13,61 +13,62 @@
 
 namespace moegguf {
 
-// The layer of a pass that slots are chosen for.
+// The layer of a pass for which slots are chosen.
 struct LayerStep {
-    int il = 0;           // computing now
-    bool sweep = false;   // of several tokens: every layer's experts, more than there are slots, are needed in order
-    bool token = false;   // a pass of one token
+    int il = 0;           // the layer that computes now
+    bool sweep = false;   // the pass has several tokens, which need more experts than there are slots, layer by layer
+    bool token = false;   // the pass has one token
     uint64_t number = 0;  // counts layers over all passes: pass * n_layer + il
-    bool decodes = false; // a pass of one token, or of one of each of several sequences
+    bool decodes = false; // the pass has one token, or one token of each of several sequences
 };
 
-// What an expert to be loaded is worth: it takes the slot of one that is worth less.
+// The worth of an expert that is about to be loaded. It takes the slot of an expert with less worth only.
 struct Worth {
-    float score = INFINITY;  // as the policy scores it; where the policy orders by score
-    float chance = INFINITY; // to be used when its layer comes next
+    float score = INFINITY;  // the policy's score, if the policy orders by score
+    float chance = INFINITY; // chance that the expert is used when its layer comes next
 };
 
 // The expert with the lowest score is evicted first, the least recently used among equals. The score at a moment is
-// score(il, expert) + layer_offset(il, step), so that the order within a layer holds from one of its routing events
-// to the next, and an eviction compares one expert per layer.
+// score(il, expert) + layer_offset(il, step). So the order within a layer is valid from one of its routing events to
+// the next, and an eviction compares one expert per layer.
 //
 // All calls come under the store's lock.
 class EvictionPolicy {
   public:
     virtual ~EvictionPolicy() = default;
 
-    // Whether scores decide at this step; where not, recency does.
+    // Returns whether scores decide at this step. Otherwise recency decides.
     virtual bool orders(const LayerStep & now) const = 0;
 
-    // What the router chose at layer il, expert_ids [n_tokens][n_expert_used]. True when scores of this layer changed:
-    // its order is then built again before the next eviction.
+    // Notes the choice of the router at layer il, expert_ids [n_tokens][n_expert_used]. Returns true when scores of
+    // this layer changed: its order is then built again before the next eviction.
     virtual bool on_routing(int /*il*/, const int32_t * /*expert_ids*/, int /*n_expert_used*/, int /*n_tokens*/) {
         return false;
     }
 
-    // The router of layer il has chosen, and no victim was evicted for that yet. True when scores of this layer
-    // changed.
+    // Is called when the router of layer il has chosen, before a victim is evicted for its experts. Returns true when
+    // scores of this layer changed.
     virtual bool on_routed(int /*il*/) { return false; }
 
-    // The probability of each expert [n_expert] of layer il to be used when this layer comes next; NULL: unknown. True
-    // when scores of this layer changed. Comes from a predictor, and as NULL at each routing event of the layer itself.
+    // Receives a predictor's probability for each expert [n_expert] of layer il to be used when this layer comes next;
+    // NULL: unknown, as at each routing event of the layer itself. Returns true when scores of this layer changed.
     virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
-    // In it, what a predictor said; else how often what it said so came true.
+    // If true, on_forecast() receives the predictor's raw probabilities; otherwise calibrated ones.
     virtual bool takes_as_predicted() const { return false; }
 
-    // The expert was given a slot, used (a routing event chose it; right after on_load where it was missing), or lost
-    // its slot. These may change the score of this expert only. A new policy gets on_load for all that is resident.
+    // Notes that the expert was used (a routing event chose it), got a slot, or lost its slot. A missing expert gets
+    // on_load right before on_use. These calls may change the score of this expert only. A new policy gets on_load for
+    // every resident expert.
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}
-    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // it was loaded early
+    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // the expert was loaded early
 
     virtual float score(int il, int expert) const = 0; // never NaN
     virtual float layer_offset(int /*il*/, const LayerStep & /*now*/) const { return 0.0f; }
 };
 
-// Numbers that take the place of a policy's own, in its own order.
+// Numbers that replace the constants of a policy, in the policy's order.
 using Values = std::vector<float>;
 
 inline float value_or(const Values & values, size_t i, float otherwise) {
@@ -87,15 +88,15 @@ struct PolicyType {
 
 extern const PolicyType next_use_policy, locality_policy; // expected_use.cpp
 
-// The policy of that name. Throws Error(INVALID) for an unknown name, or a value out of range.
+// Makes the policy with this name. Throws Error(INVALID) for an unknown name, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
                                             const Values & values = {});
-const PolicyType * policy_at(int index); // nullptr behind the last one
+const PolicyType * policy_at(int index); // nullptr after the last one
 
-// A probability; what is no number is 0.
+// Returns p as a probability; NaN becomes 0.
 inline float probability(float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }
 
-// The part of an average that is left after so many tokens. Throws Error(INVALID).
+// Returns the weight that an average keeps after n_tokens tokens. Throws Error(INVALID).
 inline float kept_after(float half_life_tokens, int n_tokens) {
     if (!(half_life_tokens > 0.0f) || !std::isfinite(half_life_tokens)) {
         throw Error(MOEGGUF_INVALID,
@@ -104,7 +105,7 @@ inline float kept_after(float half_life_tokens, int n_tokens) {
     return std::exp2(-(float)n_tokens / half_life_tokens);
 }
 
-// [n_layer * n_expert_max], the share of tokens that used an expert, the last ones most.
+// The share of tokens that used each expert, [n_layer * n_expert_max]. The last tokens count most.
 class FadingAverage {
   public:
     FadingAverage(const Layout & layout, float half_life_tokens)
@@ -116,7 +117,7 @@ class FadingAverage {
 
     const float * row(int il) const { return &table_[layout_.key(il, 0)]; } // [n_expert]
 
-    // A routing event of n_tokens tokens, whose uses count as if spread evenly over them.
+    // Counts a routing event of n_tokens tokens. Its uses count as if they were spread evenly over the tokens.
     void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
         float * row = table_.data() + layout_.key(il, 0);
         const int n_expert = layout_.layers[il].n_expert;
@@ -132,7 +133,7 @@ class FadingAverage {
     std::vector<float> table_;
 };
 
-// Scores written from outside, one per expert. While a table is set it comes before the chosen policy.
+// Scores that a caller has set, one per expert. A table comes before the chosen policy.
 class ScoreTable final : public EvictionPolicy {
   public:
     explicit ScoreTable(const Layout & layout) : layout_(layout) {}
@@ -141,14 +142,14 @@ class ScoreTable final : public EvictionPolicy {
     bool orders(const LayerStep &) const override { return set(); }
     float score(int il, int expert) const override { return table_[layout_.key(il, expert)]; }
 
-    // Scores that are no finite numbers count as 0.
+    // Returns a table in which scores that are not finite are 0.
     static std::vector<float> finite(const float * scores, size_t n) {
         std::vector<float> table(scores, scores + n);
         std::replace_if(table.begin(), table.end(), [](float score) { return !std::isfinite(score); }, 0.0f);
         return table;
     }
 
-    // Takes the place of the table in force, which is left in `scores`. Calls changed(il) for every row that differs.
+    // Exchanges the present table with `scores`. Calls changed(il) for every row that differs.
     template <typename Changed>
     void exchange(std::vector<float> & scores, Changed changed) {
         table_.swap(scores);

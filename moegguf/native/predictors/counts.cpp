@@ -1,5 +1,5 @@
-// counts.cpp: predictors that look up in a table what was used before: by the last token, by a token id, after the
-// experts of the layer before, or by requests like this one. Touch their own tables only (predictor.h).
+// counts.cpp: predictors that look up earlier uses in a table. The key is the last token, a token id, the experts of
+// the layer before, or a similar request. The predictors touch their own tables only (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
@@ -161,7 +161,7 @@ class Eamc final : public Predictor {
         std::fill(dot_.begin(), dot_.end(), 0.0f);
         std::fill(norm2_.begin(), norm2_.end(), least_norm2);
         n_found_ = 0;
-        matched_ = true; // before the first layer there is nothing to match
+        matched_ = true; // there is nothing to match before the first layer
     }
 
     void on_routing(const Observation & seen) override {
@@ -205,7 +205,7 @@ class Eamc final : public Predictor {
         n_found_ = 0;
         for (int i = 0; i < n_entries_; i++) {
             if (!(scores_[i] >= bar)) { continue; }
-            // As near as the last one that can be among them: tokens decide.
+            // The number of tokens decides if entries are about as near as the last one.
             const Found found{scores_[i] * nearly <= bar ? 0.0f : scores_[i], tokens_[i], i};
             int at = std::min(n_found_, n - 1);
             if (n_found_ == n && !before(found, best_[at])) { continue; }

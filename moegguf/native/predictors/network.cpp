@@ -1,8 +1,8 @@
-// network.cpp: how networks multiply, and their other steps.
+// network.cpp: the multiplication and the other steps of networks.
 //
-// A predictor's weights do not fit in cache beside the model's, so its time is their bytes over the memory's bandwidth:
-// one byte a weight takes a quarter of float32's. The vector is rounded to 16 bits once, so that the inner loop is
-// whole numbers, which compilers vectorise without being allowed to reorder floats.
+// A predictor's weights do not fit in cache beside the model's, so memory bandwidth decides its time. A weight of one
+// byte takes a quarter of the time of a float. The vector is rounded to 16 bits once, so that the inner loop has whole
+// numbers. Compilers vectorise whole numbers, but may not reorder floats.
 #include "predictors/network.h"
 
 #include <limits>

@@ -195,7 +195,7 @@ class ExpertMlp final : public Predictor {
 
     void on_token(int) override { n_seen_ = 0; }
 
-    // After a missed layer, or one that uses fewer experts, nothing is predicted until the next pass.
+    // A missed layer, or a layer that uses fewer experts, stops predictions until the next pass.
     void on_routing(const Observation & seen) override {
         if (seen.n_tokens != 1 || seen.n_expert_used != n_used_ || layout_.row_of[seen.il] != n_seen_) {
             n_seen_ = -1;
@@ -232,7 +232,7 @@ class ExpertMlp final : public Predictor {
     const float * affinity_;
     Network network_;
     std::vector<float> state_;
-    std::vector<int> chosen_;   // by the last layer
+    std::vector<int> chosen_;   // experts that the last layer chose
     std::vector<float> logits_; // scratch
     int n_seen_ = -1;           // layers of this pass; -1: not all
 };

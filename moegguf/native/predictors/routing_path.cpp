@@ -102,7 +102,7 @@ class RoutingPath final : public Predictor {
     }
 
     void on_sequence() override {
-        std::fill(recent_.begin(), recent_.end(), n_vocab_); // what came before: the padding token
+        std::fill(recent_.begin(), recent_.end(), n_vocab_); // the padding token stands for all earlier tokens
         position_ = n_chunk_;
         logits_.clear();
     }
@@ -178,14 +178,14 @@ class RoutingPath final : public Predictor {
     ByteMatrix embedding_;            // [n_vocab + 1], the last row of what came before the request
     const float * window_positions_;  // [n_window][n_embd]
     const float * chunk_positions_;   // [n_chunk][n_embd]
-    std::list<EncoderBlock> encoder_; // which do not move: their networks point to their positions
+    std::list<EncoderBlock> encoder_; // lists, because their networks point to them
     std::list<DecoderBlock> decoder_;
     Network heads_;                                    // [n_moe_layers * n_expert_max] logits
     std::vector<int32_t> recent_;                      // [n_window] tokens
-    int position_;                                     // of the next token in its chunk; n_chunk: one begins
+    int position_;                                     // place of the next token in its chunk; n_chunk: a new chunk
     std::vector<std::vector<float>> states_, queries_; // [n_window]
     std::vector<float> x_;                             // scratch
-    std::vector<float> logits_;                        // of this token; none: it is not known
+    std::vector<float> logits_;                        // logits of this token; empty: they are not known
 };
 
 } // namespace

@@ -1,10 +1,9 @@
-"""Anthropic's Messages API: POST /v1/messages is the next message of a conversation, /v1/messages/count_tokens counts
-its tokens.
+"""Anthropic's Messages API: POST /v1/messages returns the next message of a conversation.
 
-Unknown fields, such as those of betas and `cache_control`, are ignored. Tools that run at Anthropic (web search, ...)
-are left out with a warning in the log: clients offer them beside their own. An answer is a list of blocks: thinking,
-text and calls in the order in which they come. A stream tells each block's beginning, growth and end; without a stream
-only the message is sent.
+/v1/messages/count_tokens counts the tokens of a conversation. Unknown fields, such as `cache_control` and the fields of
+betas, are ignored. Tools that run at Anthropic (web search, ...) are left out with a warning in the log: clients offer
+them beside their own. An answer is a list of blocks: thinking, text and calls in the order in which they come. A stream
+has an event for each block's beginning, growth and end. Without a stream only the message is sent.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from moegguf.server.common.options import MAX_TOKEN, Stops, in_range, sampling_o
 from moegguf.server.common.replies import event_line
 from moegguf.serving.events import Done, Event
 
-# Claude Code begins its system prompt with a header for billing whose checksum differs in every request: with it, no
-# part of the prompt could be reused from the request before.
+# Claude Code begins its system prompt with a header for billing whose checksum differs in every request. The header is
+# removed, because no part of the prompt could be reused from the request before.
 ROLES = ("user", "assistant", "system")
 _BILLING_HEADER = re.compile(r"x-anthropic-billing-header:(?:\s*\w+=[^;\s]*;)+\s*")
 
@@ -143,8 +142,8 @@ class _CountBody(RequestBody):
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         choice = self.tool_choice or _ToolChoice()
-        # Without `thinking` a model does not think, as Anthropic's API says. A model that cannot think answers without,
-        # as in Ollama, since clients ask every model for it.
+        # A request without `thinking` turns thinking off, as Anthropic's API says. A model that cannot think answers
+        # without thinking, as in Ollama, since clients send `thinking` to every model.
         thinks = self.thinking and self.thinking.type != "disabled" and "thinking" in known.capabilities
         effort = self.output_config.effort if self.output_config else None
         request = Request(
@@ -169,7 +168,7 @@ class _MessagesBody(_CountBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None
     stop_sequences: Stops | None = None
-    exact: bool | None = None  # as in `options`
+    exact: bool | None = None  # `exact` of `options`
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         [request] = super().requests(entry, known)

@@ -1,2 +1,2 @@
-"""What the APIs share: the conversation and its messages, request bodies, limits, options, model lookup, reply objects,
-lists in pages, errors, streams, access checks."""
+"""The code that the APIs share: conversations and messages, request bodies, limits, options, model lookup, reply
+objects, lists in pages, errors, streams, access checks."""

@@ -34,24 +34,26 @@ ORIGINS = (
 )
 OPEN_PATHS = ("/", "/health")  # need no key: they only show that the server runs
 OPEN_PREFIX = "/page/"
-# In the names of headers that proxies, load balancers, CDNs and tunnels add: what they tell of a client, and products.
+# Parts of the names of headers that proxies, load balancers, CDNs and tunnels add: facts about a client, and products.
 FORWARDED = re.compile(
     rb"forward|proxy|(?:client|connecting|originating|real|remote|source|src|user)-?(?:addr|ip)"
     rb"|^via$|-via$|^x-amz(?:-cf|n-trace)-id$|^x-(?:rewrite-url|scheme)$"
     rb"|^(?:x-)?(?:akamai|appengine|arr|azure|cdn|cf|cloudfront|envoy|fastly|fly|goog-iap|l5d|nf|ngrok|original|pomerium"
     rb"|railway|tailscale|varnish|vercel)(?:-|$)"
 )
-IN_BACKGROUND = re.compile(rb"(^|,)\s*u=7\s*(,|;|$)")  # of the header Priority (RFC 9218): nobody waits for it
+IN_BACKGROUND = re.compile(rb"(^|,)\s*u=7\s*(,|;|$)")  # header Priority (RFC 9218) of a request that nobody waits for
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 
 
 @dataclass
 class AccessControl:
-    """ASGI middleware. `loopback`: only this machine reaches the server, so foreign Host headers are refused.
+    """ASGI middleware that refuses requests without a right to this server.
 
-    `trusted`: networks whose clients need no key, and then those on this machine. A web page in a browser of such a
-    network is told from them by the Host header alone, which has to be a name that public DNS does not resolve. The
-    clients of a proxy have its address, so that what a proxy forwards is never trusted.
+    With `loopback` only this machine reaches the server, so foreign Host headers are refused.
+
+    Clients of `trusted` networks need no key. If there are such networks, clients on this machine need none, too. Web
+    pages in their browsers differ from such clients by the Host header alone. So this header has to be a name that
+    public DNS does not resolve. All clients of a proxy have its address, so a forwarded request is never trusted.
     """
 
     app: ASGIApp
@@ -88,14 +90,14 @@ class AccessControl:
         refusal = self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
-        # Whose turn a request takes: its key's, and of several clients with one key its address. What a proxy says of
-        # its clients is not believed, as anyone can write it.
+        # A request takes the turn of its key. Several clients with one key are kept apart by their addresses. Headers
+        # of a proxy about its clients do not count, as anyone can write them.
         owner = "" if key is None else self._keys[key][-1]
         current_owner.set(owner)
         client = f"{owner} {scope['client'][0] if scope['client'] else ''}"
         current_client.set(BACKGROUND if IN_BACKGROUND.search(headers.get(b"priority", b"")) else client)
         if len(self._keys) > 1:
-            scope["key"] = None if key is None else key + 1  # its place in MOEGGUF_API_KEY, for the log
+            scope["key"] = None if key is None else key + 1  # place of the key in MOEGGUF_API_KEY, for the log
         await (self._cors if origin else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
@@ -144,8 +146,11 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=256)
 def is_own_host(header: str) -> bool:
-    """Whether a Host header can name this machine: a private address, or a name that public DNS does not resolve. An
-    empty one is accepted: browsers always send it."""
+    """Returns whether a Host header can name this machine.
+
+    It can be a private address, or a name that public DNS does not resolve. An empty header is accepted, as browsers
+    always send one.
+    """
     host = _strip_port(header.strip().lower())
     if host is None:
         return False

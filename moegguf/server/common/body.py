@@ -30,8 +30,8 @@ from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
-LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # of more than 64 bits, or one that may be
-HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # what half of a surrogate pair may begin with
+LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a number that may have more than 64 bits
+HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # half of a surrogate pair may begin with these
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"  # keys of a scope: the `Bodies`, and how much it holds of it
@@ -98,8 +98,11 @@ T = TypeVar("T", bound=BaseModel)
 
 
 async def read_body(request: HttpRequest, kind: type[T], limit: int = limits.BODY_BYTES) -> T:
-    """The body of `request` as a `kind`. Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large
-    or compressed one, 503 while those of other requests are too much."""
+    """Reads the body of `request` as a `kind`.
+
+    Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large or compressed one, 503 while the
+    bodies of all requests together are too large.
+    """
     return parse_body(await read_bytes(request, limit), kind)
 
 
@@ -188,7 +191,7 @@ def parse_value(raw: bytes) -> Any:
     """Returns the value of JSON text. Raises HttpError 400."""
     if not raw.strip():
         raise HttpError(400, "missing request body")
-    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
+    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # each string has one or two
     without_strings = STRING.sub(b"", raw) if n_quotes <= 4 * limits.JSON_VALUES else b"," * (limits.JSON_VALUES + 1)
     if len(without_strings.translate(None, NOT_STRUCTURE)) > limits.JSON_VALUES:
         raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values")

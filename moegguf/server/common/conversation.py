@@ -44,8 +44,8 @@ class Reply(ABC):
     entry: ModelEntry
     requests: Sequence[Request]
 
-    ping_line: ClassVar[bytes] = b": ping\n\n"  # in a stream without other events
-    n_calls = 0  # of an answer
+    ping_line: ClassVar[bytes] = b": ping\n\n"  # keeps a stream without other events open
+    n_calls = 0  # tool calls of the answer so far
 
     def __post_init__(self) -> None:  # noqa: B027 (not every API needs it)
         """Prepares the state of an API's reply."""
@@ -56,14 +56,14 @@ class Reply(ABC):
         return self.body.model or self.entry.name
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
-        """Asks the model for what the reply needs besides the answer, before it."""
+        """Reads what the reply needs from the model before the answer begins."""
 
     async def keep(self) -> None:  # noqa: B027 (most keep nothing)
         """Stores a complete reply, before its end is sent."""
 
     @abstractmethod
     def lines(self, event: Event) -> bytes:
-        """What a stream sends for an event."""
+        """Returns the lines that a stream sends for an event."""
 
     @abstractmethod
     def add(self, delta: Delta, done: Done) -> None:
@@ -74,7 +74,7 @@ class Reply(ABC):
         """The reply as one object, or several in a list where the API has that."""
 
     def error_line(self, error: HttpError, path: str) -> bytes:
-        """What ends a stream that has begun, of a request at `path`."""
+        """Returns the line that ends a stream of a request at `path` with an error."""
         return event_line(error.body(path))
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
@@ -93,12 +93,12 @@ class EventReply(Reply):
     open = ""  # the kind of the block that still grows
 
     # Methods of an API's reply, with the events that they make.
-    _begin: Callable[[Event], Iterator[Json]]  # before all others, from the first of the answer
-    _begin_block: Callable[[str], Iterator[Json]]  # of a new block, "thinking" or "text"
-    _grow: Callable[[str, Delta], Iterator[Json]]  # of more text in the open block
-    _end_block: Callable[[str, Done | None], Iterator[Json]]  # of the end of a block, and of the answer's if it is that
-    _call: Callable[[ToolCall], Iterator[Json]]  # of a tool call, which is a block
-    _finish: Callable[[Done], Iterator[Json]]  # after all blocks; they complete the object
+    _begin: Callable[[Event], Iterator[Json]]  # first events of a reply, made of the answer's first event
+    _begin_block: Callable[[str], Iterator[Json]]  # beginning of a block, "thinking" or "text"
+    _grow: Callable[[str, Delta], Iterator[Json]]  # more text in the open block
+    _end_block: Callable[[str, Done | None], Iterator[Json]]  # end of a block; Done if the answer ends with it
+    _call: Callable[[ToolCall], Iterator[Json]]  # a tool call, which is a block
+    _finish: Callable[[Done], Iterator[Json]]  # last events, which complete the object
 
     def _events(self, event: Event) -> Iterator[Json]:
         if not self.started:
@@ -133,7 +133,7 @@ class EventReply(Reply):
         return b"".join(event_line(item, item["type"]) for item in self._events(event))
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Makes a stream's events, of which only the object is kept."""
+        """Makes the events of a stream and keeps only the object that they build."""
         for event in (delta, done):
             list(self._events(event))
 
@@ -150,12 +150,12 @@ class RequestBody(Loading):
 
     @property
     def streams(self) -> bool:
-        """Whether the reply is streamed."""
+        """True if the reply is streamed."""
         return bool(self.stream)
 
     @property
     def parallel_calls(self) -> bool:
-        """Whether an answer may have several tool calls."""
+        """True if an answer may have several tool calls."""
         return True
 
     async def look_up(self, state: State) -> None:
@@ -265,7 +265,7 @@ async def _answers(
                 return
 
     async def compute_beside() -> None:
-        with suppress(MoeggufError):  # where no lease can be had, the first computes all
+        with suppress(MoeggufError):  # the first lease computes everything if there is no other one
             async with state.manager.lease(*use) as lease:
                 await compute(lease)
 

@@ -29,7 +29,7 @@ OVERLOADED = 529  # Anthropic's own status for a server that cannot answer now
 OLLAMA_PREFIX = "/api/"
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_HEADER = "anthropic-version"  # all of Anthropic's clients send it
-MODELS_PATH = "/v1/models"  # of OpenAI's API, and of Anthropic's
+MODELS_PATH = "/v1/models"  # a path of OpenAI's and Anthropic's APIs
 OPENAI_TYPES = {
     404: "not_found_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
 }  # fmt: skip
@@ -74,7 +74,7 @@ class BodyRefusedError(HttpError):
 
 
 def lists_for_anthropic(request: HttpRequest) -> bool:
-    """Whether a client of Anthropic's asks for models, at a path that OpenAI's API has too."""
+    """Returns whether one of Anthropic's clients lists models, at a path that OpenAI's API has too."""
     path = request.url.path
     return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
 
@@ -124,7 +124,7 @@ def _status_of(error: HttpError, path: str) -> int:
     if path.startswith(ANTHROPIC_PATH) and error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return OVERLOADED
     if path.startswith(OLLAMA_PREFIX) and error.status == HTTPStatus.TOO_MANY_REQUESTS:
-        return HTTPStatus.SERVICE_UNAVAILABLE  # as Ollama itself, whose queue is full
+        return HTTPStatus.SERVICE_UNAVAILABLE  # Ollama's own status for a full queue
     return error.status
 
 

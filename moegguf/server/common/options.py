@@ -1,7 +1,7 @@
-"""What the bodies of every API share: the model that they name, and options for loading and sampling with Ollama's
-names and ranges.
+"""The fields that bodies of every API share: a model, and options for loading and sampling.
 
-Unknown options are ignored with a warning in the log; those that Ollama has removed, without one.
+Options have Ollama's names and ranges. Unknown options are ignored with a warning in the log. Options that Ollama has
+removed are ignored without a warning.
 """
 
 from __future__ import annotations
@@ -126,9 +126,11 @@ Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
 
 class SamplingOptions(Body):
-    """How tokens are chosen: Ollama's options, which are also keys of OpenAI's bodies, and `exact`: other requests
-    change no bit. seed -1: random. Names that begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None:
-    the model's parameter, or the default."""
+    """The options that choose tokens: Ollama's options, which are also keys of OpenAI's bodies, and others.
+
+    With `exact` other requests change no bit. A seed of -1 is random. Names that begin with `reasoning`, `dry`, `xtc`
+    or `top_n` are llama-server's. None is the model's parameter, or the default.
+    """
 
     seed: Whole | None = in_range("seed")
     temperature: Number = in_range("temperature")
@@ -160,9 +162,13 @@ class SamplingOptions(Body):
 class Options(SamplingOptions):
     """The other options of Ollama that have an effect here, and `expert_cache` with its alias `moe_cache_ram`.
 
-    num_predict -1 and -2: until the model ends or the context is full; num_keep: tokens that stay when it is, -1: the
-    prompt; num_thread 0 and num_ctx 0: the default; num_thread: at most the processors. num_batch has no effect in a
-    request, whose passes others share: it belongs to a name (`create`).
+    num_predict: -1 and -2 let the model answer until it ends or the context is full.
+
+    num_keep: tokens that stay when the context is full; -1 is the prompt.
+
+    num_thread: at most the number of processors; 0 is the default, as 0 is for num_ctx.
+
+    num_batch: belongs to a name (`create`). A request shares its passes with others, so there it has no effect.
     """
 
     num_ctx: Whole | None = in_range("num_ctx")
@@ -198,7 +204,7 @@ class Loading(Body):
         return LoadOverrides.of({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
-        """How long the model stays loaded when it is idle: inf for ever, None for the setting. Raises OptionError."""
+        """Returns the time that an idle model stays loaded: inf for ever, None for the setting. Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)
 
 

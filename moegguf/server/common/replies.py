@@ -27,7 +27,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
 
-MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON cannot hold
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot hold
 
 Lines = AsyncGenerator[bytes, None]
 ErrorLine = Callable[[HttpError, str], bytes]
@@ -174,7 +174,7 @@ def moe_object(stats: Stats) -> dict[str, Any]:
 
 
 def cut_object(summary: AnswerSummary) -> dict[str, int]:
-    """What was left out to fit the context: of the prompt, and how often a full context lost its older half."""
+    """Returns the counts of messages and tokens that a prompt lost to fit the context, and of context shifts."""
     counts = {
         "cut_messages": summary.cut_messages,
         "cut_tokens": summary.cut_tokens,
@@ -184,7 +184,7 @@ def cut_object(summary: AnswerSummary) -> dict[str, int]:
 
 
 def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details: int) -> dict[str, Any]:
-    """Token counts as OpenAI's responses and batches have them; those of the input include cached ones."""
+    """Returns token counts as OpenAI's responses and batches have them. The input's count includes cached tokens."""
     return {
         "input_tokens": n_input,
         "input_tokens_details": {"cached_tokens": n_cached, **details},

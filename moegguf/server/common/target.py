@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.server.common.errors import HttpError, error_response
 
-URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)  # without a query
+URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)  # the query was cut off before
 ALIASES = {
     **{
         path: f"/v1{path}"

@@ -1,8 +1,7 @@
-"""/api/chat and /api/generate: the next message of a conversation, and the answer to one prompt; without a question
-they load or unload the model.
+"""/api/chat and /api/generate: the next message of a conversation, and the answer to one prompt.
 
-Bodies and replies are Ollama's (api/types.go). The entry's system message, messages, parameters and template are
-defaults for those of the request.
+Without a question they load or unload the model. Bodies and replies are Ollama's (api/types.go). A request without a
+system message, messages, parameters or a template has the entry's.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class _GenerationBody(ModelBody, RequestBody):
     @property
     @abstractmethod
     def asks(self) -> bool:
-        """Whether there is a question; else the model is only loaded or unloaded."""
+        """True if there is a question. Otherwise the model is only loaded or unloaded."""
 
     @property
     def streams(self) -> bool:
@@ -117,7 +116,7 @@ class _GenerationBody(ModelBody, RequestBody):
         )
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Without a question: loads the model, or unloads it with `keep_alive` 0, and replies without content."""
+        """Answers a question. Without one, loads the model, or unloads it with `keep_alive` 0."""
         if self.asks:
             return await super().respond(request)
         state, keep_alive_s = request.app.state, self.keep_alive_s()
@@ -141,7 +140,7 @@ class ChatRequest(_GenerationBody):
 
     @property
     def asks(self) -> bool:
-        """Whether there are messages."""
+        """True if there are messages."""
         return bool(self.messages)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
@@ -196,7 +195,7 @@ def time_text(moment: datetime | None) -> str:
 
 
 def _present(**fields: Any) -> Json:
-    """Those that are not empty: Go omits zeros."""
+    """Returns the fields that are not empty: Go omits zeros."""
     return {name: value for name, value in fields.items() if value}
 
 

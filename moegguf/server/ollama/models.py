@@ -1,6 +1,8 @@
-"""Ollama's endpoints about models: /api/version, tags, ps, show, copy and delete; /api/pull downloads one (a disconnect
-stops that, unless others wait for it), /api/create and /api/blobs make a name from another one or from uploaded files.
-/api/push is not supported."""
+"""Ollama's endpoints about models: /api/version, tags, ps, show, copy and delete.
+
+/api/pull downloads a model. A disconnect stops the download, unless others wait for it. /api/create and /api/blobs make
+a name from another one or from uploaded files. /api/push is not supported.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ from moegguf.server.ollama.chat import ChatMessage, ModelBody, time_text
 from moegguf.serving.events import LoadedModel, LoadedName
 from moegguf.text import without_surrogates
 
-OLLAMA_VERSION = "0.33.0"  # of the API; clients parse it as numbers and refuse old ones
+OLLAMA_VERSION = "0.33.0"  # version of the API; clients parse it as numbers and refuse old ones
 SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
-HIDDEN = ("general.name", "tokenizer.chat_template")  # in other fields of the reply
+HIDDEN = ("general.name", "tokenizer.chat_template")  # other fields of the reply have these
 SUCCESS = "success"
 
 Json = dict[str, Any]
@@ -96,9 +98,13 @@ async def _ps(request: HttpRequest) -> Response:
 
 
 def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]) -> Json:
-    """A name of a model in memory; `size`: the model's memory in bytes, `size_vram`: the part of it on GPUs. Names with
-    the same `pid` share them. `expert_share`: of its experts, how much it has memory for, on a GPU or, where that is
-    more, in RAM. prompt_tokens: where those of its prompts came from."""
+    """Describes a name of a model in memory. Names with one `pid` share a model.
+
+    `size` is the model's memory in bytes, `size_vram` the part of it on GPUs. `expert_share` is the share of its
+    experts that have a slot on a GPU or, where that is more, in RAM.
+
+    prompt_tokens: number of tokens of its prompts, by where they came from.
+    """
     try:
         entry = find(catalog, loaded.name)
     except HttpError:  # removed while loaded
@@ -264,7 +270,7 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
         while (item := await items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            if item.status != SUCCESS:  # which is said when all has ended
+            if item.status != SUCCESS:  # success is sent when everything has ended
                 yield _status_object(item)
         yield {"status": SUCCESS}
     finally:

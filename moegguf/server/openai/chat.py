@@ -339,7 +339,7 @@ def prompt_progress(progress: PromptProgress) -> Json:
 
 
 def _total(summary: AnswerSummary, later: AnswerSummary) -> AnswerSummary:
-    """What `statistics` tells of two answers to one request."""
+    """Returns the statistics of two answers to one request together."""
     names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
     return replace(later, **{name: getattr(summary, name) + getattr(later, name) for name in names})
 
@@ -353,12 +353,12 @@ class ChoicesReply(Reply):
 
     def __post_init__(self) -> None:
         options = self.body.stream_options
-        self.n_answers = self.body.n_answers  # to each prompt, whose tokens count once
+        self.n_answers = self.body.n_answers  # answers to each prompt, whose tokens count once
         self.n_choices = len(self.requests)
         self.logprobs = self.requests[0].n_logprobs is not None
         self._include_usage = bool(options and options.include_usage)
-        self._choices: list[Json] = []  # the complete ones of a whole reply
-        self._summaries: list[AnswerSummary] = []  # of the complete choices
+        self._choices: list[Json] = []  # complete choices of a whole reply
+        self._summaries: list[AnswerSummary] = []  # summaries of the complete choices
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -381,7 +381,7 @@ class ChoicesReply(Reply):
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events without a name."""
-        first = [] if self.started else [self._first()]  # before the last chunk of a choice ends it
+        first = [] if self.started else [self._first()]  # made now, as the last chunk of a choice ends the choice
         items: list[Json] = []
         if isinstance(event, Delta):
             items = self._chunks(event)
@@ -407,7 +407,7 @@ class ChoicesReply(Reply):
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> Json:
         choices = [{"index": self.index, "finish_reason": None, "logprobs": None, **choice}]
         if self._include_usage:
-            more = {"usage": None, **more}  # as OpenAI: null in all chunks except the last
+            more = {"usage": None, **more}  # OpenAI sends null in all chunks except the last
         return self._object(self.chunk_kind, choices, **more)
 
     def _end_choice(self, done: Done) -> None:
@@ -415,8 +415,10 @@ class ChoicesReply(Reply):
         self.n_calls = 0
 
     def _last(self, done: Done) -> list[Json]:
-        """The chunk with `finish_reason`; with that of the last choice the statistics of all, and the one with `usage`
-        if requested."""
+        """Returns the chunk with `finish_reason`, and after the last choice a chunk with `usage` if requested.
+
+        The last chunk of all has the statistics of all choices.
+        """
         chunk = self._chunk({**self.empty, "finish_reason": self._finish(done)})
         self._end_choice(done)
         if self.index < self.n_choices:

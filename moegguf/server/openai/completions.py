@@ -63,12 +63,12 @@ class CompletionBody(GenerationBody):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the tokens of the prompt have logprobs, too."""
+        """True if the tokens of the prompt have logprobs, too."""
         return bool(self.echo) and self.logprobs is not None
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """A request for each prompt; of the entry's defaults, only the options apply."""
-        ranked = 0 if self.n_answers > (self.n or 1) else None  # by their own logprobs
+        """Makes a request for each prompt. The entry's options apply; its template and messages do not."""
+        ranked = 0 if self.n_answers > (self.n or 1) else None  # the tokens' own logprobs rank the answers
         base = self.request(
             entry,
             DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
@@ -111,9 +111,9 @@ class _CompletionReply(ChoicesReply):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.logprobs = self.body.logprobs is not None
-        self._n_sent = self.body.n or 1  # of the answers to each prompt
+        self._n_sent = self.body.n or 1  # answers to each prompt that are sent
         self._prompts = [""] * len(self.body.prompt)  # the text that their choices begin with
-        self._scores: list[float] = []  # of whole choices: the mean logprob of their tokens
+        self._scores: list[float] = []  # mean logprob of the tokens of each whole choice
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:
@@ -139,7 +139,7 @@ class _CompletionReply(ChoicesReply):
         return [self._chunk({"text": text, "logprobs": self._logprobs(delta)})]
 
     def _logprobs(self, delta: Delta) -> Json | None:
-        """Those of an echoed prompt, null for its first token, then those of the answer."""
+        """Returns the logprobs of an echoed prompt, null for its first token, and of the answer's new tokens."""
         if not self.logprobs:
             return None
         found = _logprobs_object(delta.logprobs, self._offset)

@@ -42,12 +42,12 @@ from moegguf.serving.responses import ResponseStore
 log = logging.getLogger(__name__)
 
 MAX_METADATA = 16
-CALL = "_call"  # at the end of the type of an item that calls a tool
-CALL_FIELDS = ("type", "id", "call_id", "name", "status")  # which are none of its arguments
+CALL = "_call"  # the type of an item that calls a tool ends so
+CALL_FIELDS = ("type", "id", "call_id", "name", "status")  # fields that are no arguments
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-REASONING_PREFIX = "moegguf:"  # of our `encrypted_content`, which only carries the text back to us
-SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # of sampling that a response tells
+REASONING_PREFIX = "moegguf:"  # begins our `encrypted_content`, which only carries the text back to us
+SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # sampling settings in a response
 ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
 MESSAGES: TypeAdapter[Any] = TypeAdapter(Messages)
 ResponseId = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
@@ -83,7 +83,7 @@ def _called(item: Json, kind: str) -> Json:
 
 
 def _output_of(output: Any) -> Any:
-    """What a tool returned, as the content of a message: a text or parts; anything else as JSON."""
+    """Returns a tool's output as the content of a message: a text, parts, or JSON of anything else."""
     is_parts = isinstance(output, list) and all(isinstance(part, dict) and part.get("type") for part in output)
     return output if output is None or isinstance(output, str) or is_parts else dumps(output)
 
@@ -173,8 +173,8 @@ class ResponsesBody(chat.ToolsBody):
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
-    _responses: ResponseStore | None = None  # where the response is stored, unless the request does not want that
-    _history: list[Message] = PrivateAttr(default_factory=list)  # of the conversation before
+    _responses: ResponseStore | None = None  # store of the response; None with `store: false`
+    _history: list[Message] = PrivateAttr(default_factory=list)  # messages of the conversation before
 
     async def look_up(self, state: State) -> None:
         """Reads the conversation before. Raises HttpError 400 where there is none, BusyError, StorageError."""
@@ -234,12 +234,12 @@ class ResponsesBody(chat.ToolsBody):
 class _Form(NamedTuple):
     """Names in the objects and events of an item whose text grows."""
 
-    prefix: str  # of its id
-    number: str  # the event's key of the part's number
-    part: str  # in the names of the part's events
-    text: str  # in the names of the text's events
-    kind: str  # of the part
-    key: str  # the item's of its parts
+    prefix: str  # beginning of the item's id
+    number: str  # key of the part's number in an event
+    part: str  # word for the part in the names of events
+    text: str  # word for the text in the names of events
+    kind: str  # type of the part
+    key: str  # key of the parts in the item
 
 
 MESSAGE = _Form("msg", "content_index", "content_part", "output_text", "output_text", "content")
@@ -257,10 +257,10 @@ class _ResponseReply(EventReply):
     def __post_init__(self) -> None:
         self._settings = _settings(self.body, self.requests[0])
         self._output: list[Json] = []  # complete items
-        self._form = MESSAGE  # of the item that grows
+        self._form = MESSAGE  # form of the item that grows
         self._item: Json = {}
         self._part: Json = {}
-        self._keys: Json = {}  # of its events
+        self._keys: Json = {}  # keys of the events of the item that grows
         self._n_events = 0
         self._object: Json = {
             "id": _new_id("resp"),
@@ -322,7 +322,7 @@ class _ResponseReply(EventReply):
         item[form.key].append(part)
         if form is not MESSAGE and ENCRYPTED_REASONING in (
             self.body.include or ()
-        ):  # in a form that no client shows or changes
+        ):  # clients neither show nor change this form
             item["encrypted_content"] = REASONING_PREFIX + base64.b64encode(part["text"].encode()).decode()
         yield self._item_done(item)
 

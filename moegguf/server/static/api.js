@@ -2,7 +2,7 @@
 
 const KEY = "moegguf.key";
 const SNAPSHOTS_PER_S = 8; // an answer of a small model takes less than a second
-const PAUSE_MS = 1000; // between two connections
+const PAUSE_MS = 1000; // time between two connections
 
 export class ApiError extends Error {
   constructor(status, message) {

@@ -14,7 +14,7 @@ import { Sidebar } from "./sidebar.js";
 
 const THEME = "moegguf.theme";
 const DEMO = "demo:latest";
-const AGAIN_MS = 3000; // between two tries to reach the server
+const AGAIN_MS = 3000; // time between two tries to reach the server
 const finePointer = matchMedia("(pointer: fine)");
 
 const panel = new Panel((names, loading) => {

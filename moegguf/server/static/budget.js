@@ -3,7 +3,7 @@
 import { json } from "./api.js";
 import { at, count, size } from "./dom.js";
 
-const SETTLE_MS = 2000; // for snapshots that have the budget before the last change
+const SETTLE_MS = 2000; // snapshots may have the budget before the last change for this time
 const TIERS = { ram: "expert_cache", vram: "vram_cache" };
 
 export class Budget {

@@ -6,15 +6,15 @@ import { at, button, make, mark } from "./dom.js";
 import { AnswerView, actions, edit, messageView, resultForm } from "./turns.js";
 
 const NEAR_END_PX = 60;
-const SAVE_MS = 1000; // between two savings of an answer that is being written
+const SAVE_MS = 1000; // time between two savings of an answer that is being written
 
 export class Chat {
-  /** `fields(conversation)` returns those of a request besides its messages, `isLoaded()` whether the model is in memory;
-   *  `onChange(conversation)` is called when an answer begins or ends. */
+  /** `fields(conversation)` returns the fields of a request without its messages. `isLoaded()` returns whether the model is
+   *  in memory. `onChange(conversation)` is called when an answer begins or ends. */
   constructor({ fields, isLoaded, onChange }) {
     const log = at("log"), scroll = at("scroll");
     Object.assign(this, { log, scroll, fields, isLoaded, onChange });
-    this.views = new WeakMap(); // of messages
+    this.views = new WeakMap(); // the view of each message
     this.runs = new Map(); // answers that are being written, by conversation
     scroll.addEventListener("scroll", () => (this.atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR_END_PX));
     new ResizeObserver(() => this.keepingScroll(log, () => {})).observe(scroll);

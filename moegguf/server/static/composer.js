@@ -59,7 +59,7 @@ export class Composer {
     if (event.type === "drop") this.attach([...event.dataTransfer.files], event);
   }
 
-  /** Reads files one after the other: those of PDF are work for the server. */
+  /** Reads files one after the other, because the server has to work for a PDF. */
   async attach(files, event) {
     if (!files.length) return;
     event?.preventDefault();

@@ -88,14 +88,14 @@ export async function list() {
   return heads.sort((a, b) => b.changed - a.changed);
 }
 
-/** What findWords finds in each conversation that has these words, by id. */
+/** Returns the places of these words by the id of the conversation (`findWords`). */
 export async function search(words) {
   const [bodies] = await transact("readonly", (_, messages) => [messages.getAll()]);
   const found = bodies.map(({ id, messages }) => [id, findWords(messages, words)]);
   return new Map(found.filter(([, place]) => place));
 }
 
-/** What was saved under `id`; null when there is nothing. */
+/** Returns the conversation that was saved under `id`, or null. */
 export async function load(id) {
   const [head, body] = await transact("readonly", (heads, messages) => [heads.get(id), messages.get(id)]);
   return head && body ? { ...head, ...body } : null;

@@ -50,7 +50,7 @@ export async function copy(text, { currentTarget: from }) {
     from.focus();
   }
   from.classList.add("done");
-  at("status").textContent = "Copied"; // for a screen reader
+  at("status").textContent = "Copied"; // a screen reader says it
   setTimeout(() => from.classList.remove("done"), 1500);
 }
 

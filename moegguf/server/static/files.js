@@ -8,8 +8,8 @@ const AS_THEY_ARE = ["image/png", "image/gif"]; // a JPEG may be turned, which o
 const MAX_TEXT_BYTES = 1e6;
 const MAX_PDF_BYTES = 16 * 2 ** 20;
 
-/** What a message has of a file: {image}, or {name, text, n_pages}. Throws an Error that names the file and the reason.
- *  `refusal` says why the model takes no pictures, or is "". */
+/** Reads a file as a part of a message: {image}, or {name, text, n_pages}. Throws an Error that names the file and the
+ *  reason. `refusal` says why the model takes no pictures, or is "". */
 export async function readFile(file, refusal) {
   const name = file.name || "This file";
   try {

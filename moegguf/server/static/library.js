@@ -118,7 +118,7 @@ class PullView {
   /** "3.42 of 8.10 GB · 52.0 MB/s · 1 min 30 s left" */
   show(done, all) {
     const now = performance.now() / 1000;
-    if (done && !this.begin) this.begin = { done, at: now }; // what an earlier pull received costs no time
+    if (done && !this.begin) this.begin = { done, at: now }; // bytes of an earlier pull cost no time
     const rate = this.begin && now > this.begin.at ? (done - this.begin.done) / (now - this.begin.at) : 0;
     const parts = [`${size(done)} of ${size(all)}`];
     if (this.files.size > 1) parts[0] += ` in ${count(this.files.size)} files`;

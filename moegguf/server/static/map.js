@@ -8,8 +8,8 @@ import { bytes } from "./api.js";
 export const ABSENT = 0, LOADING = 1, IN_RAM = 2, IN_VRAM = 3;
 
 const STATE_NAMES = ["on disk", "loading", "in RAM", "in VRAM"];
-const HIT = 0, LOAD = 1; // what the colour of a cell is for
-const DECAY_S = [0.45, 0.9]; // of each
+const HIT = 0, LOAD = 1; // the two colours of a cell
+const DECAY_S = [0.45, 0.9]; // decay of each colour
 const COLD = 0.012;
 const SHADES = 64;
 const FRAME_MS = 40; // leaves the processor to the model
@@ -38,7 +38,7 @@ export class ExpertMap {
     this.resize();
   }
 
-  /** How many cells there are, or how many in one state. */
+  /** Returns the number of cells, or the number of cells in one state. */
   count(wanted) {
     if (!this.layers) return 0;
     return wanted === undefined ? this.state.length : this.state.reduce((n, state) => n + (state === wanted), 0);

@@ -18,7 +18,7 @@ const TABLE_HEAD = /(?<!^\|.*\n)^\|.*(\n[-|: \t]*)?$(?![^])/m;
 const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?(\[[ xX]?\]?[ \t]*)?$/;
 const INLINE_MARKS = /(?<![*_`~[\\])[*_`~[\\]+$/;
 const LINK_ADDRESS = /!?\[([^[\]]*)\]\([^()\s]*$/;
-const OPEN = { open: true }; // of a block of code that may go on
+const OPEN = { open: true }; // marks a block of code that may go on
 const TASK = /^\[([ xX])\]\s/;
 const FENCES = /^[-+*>\d.) \t]*(```|~~~)/gm;
 
@@ -30,7 +30,7 @@ export class Markdown {
   }
 
   restart() {
-    this.nChars = this.nElements = 0; // of the blocks before the last one: further text does not change them
+    this.nChars = this.nElements = 0; // sizes of the blocks before the last one: further text does not change them
     this.references = {};
   }
 
@@ -60,10 +60,10 @@ function markTask(token, before) {
   token.children.unshift(Object.assign(new text.constructor("task", "input", 0), { info: mark[1] === " " ? "" : "done" }));
 }
 
-/** An unfinished text without the marks at its end that wait for what follows them, and with code and bold text closed:
- *  what is shown of it does not change its kind when the text goes on. */
+/** Returns an unfinished text without the marks at its end that wait for more text, and with code and bold text closed.
+ *  So the part that is shown does not change its kind when the text goes on. */
 function withoutOpenEnd(text) {
-  if (text.match(FENCES)?.length % 2) return text; // in a block of code
+  if (text.match(FENCES)?.length % 2) return text; // the end lies in a block of code
   text = withoutOpenFormula(text).replace(TABLE_HEAD, "");
   const start = text.lastIndexOf("\n") + 1;
   const line = text.slice(start).replace(INLINE_MARKS, "").replace(LINE_MARKS, "").replace(LINK_ADDRESS, "$1");
@@ -77,7 +77,7 @@ function build(tokens) {
   for (const token of tokens) {
     if (token.hidden) continue; // a paragraph in a list without empty lines
     if (token.nesting < 0) at = at.parentNode;
-    else if (token.children) at.append(build(token.children)); // of a picture: its description
+    else if (token.children) at.append(build(token.children)); // a picture's children are its description
     else {
       const node = nodeOf(token);
       at.append(node);

@@ -8,7 +8,7 @@ const LONGEST = 4000; // characters
 const BLANK_LINE = /\n[ \t]*\n/;
 const MAX_BLOCK_LINES = 100;
 const CODE_OR_MARK = /(`+)[^`]+(\1|$)|\\[^]|\$\$?/g;
-const MAX_DEPTH = 200; // of elements: a browser's layout has an end, and a formula of a book has 40
+const MAX_DEPTH = 200; // nested elements: a browser's layout has an end, and a formula of a book has 40
 const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 200 };
 
 /** The formula at a position: its source, its end, whether it stands apart, and the mark before it. Its end is undefined where the

@@ -9,7 +9,7 @@ const WINDOW = 8; // snapshots per point of a chart
 const PAUSE_MS = 1500;
 const CHART_LENGTH = 90; // the picture's width is one less, its height is 1
 const FOLDED = "moegguf.map"; // "folded" or "open", once it was chosen; else folded on a phone
-const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // of a model that was just loaded
+const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // counts just after a load
 
 export class Panel {
   /** `onLoaded(names, loading)` is called with the models in memory, and with the share that was read of those being loaded. */
@@ -80,7 +80,7 @@ export class Panel {
     const { hitRate, bytesPerToken } = figures(this.begin, stats);
     if (hitRate !== undefined) showValue("hit", percent(hitRate));
     if (bytesPerToken !== undefined) showValue("bytes", size(bytesPerToken));
-    // The speed while an answer is written, and then that of the whole answer, as /api/ps has it.
+    // The speed while an answer is written, and then the speed of the whole answer, as /api/ps has it.
     const { last_answer_tokens: tokens, last_answer_s: seconds, queue = 0 } = loaded ?? {};
     if (seconds && seconds !== this.last?.loaded?.last_answer_s) showValue("speed", `${digits(tokens / seconds)} t/s`);
     else if (busy && speed > 0) showValue("speed", `${digits(speed)} t/s`);
@@ -90,7 +90,7 @@ export class Panel {
     this.last = snapshot;
   }
 
-  /** How many experts are in VRAM, and in RAM only. */
+  /** Returns the number of experts in VRAM, and the number in RAM only. */
   where([first]) {
     const [all, inRam, inVram] = [undefined, IN_RAM, IN_VRAM].map((state) => count(this.map.count(state)));
     if (first?.name === "VRAM") return `${inVram} of ${all} in VRAM, ${inRam} in RAM only`;
@@ -157,7 +157,7 @@ function hits(stats) {
   return stats.hits_ready + stats.hits_late;
 }
 
-/** What was computed between two snapshots; without a figure where nothing was. */
+/** Returns the figures between two snapshots. A figure is missing where nothing was computed. */
 function figures(before, stats) {
   const lookups = stats.lookups - before.lookups, tokens = stats.tokens - before.tokens;
   return {
@@ -179,8 +179,8 @@ function fold(folded) {
   return now;
 }
 
-/** A line for each tier where layers compute in VRAM, and what prompts copied into staging tensors, part of its budget, and how
- *  much of it while layers computed. And what cells look like, also those of whole layers in VRAM. */
+/** Shows a line for each tier where layers compute in VRAM, and the legend of the cells. A further line has the bytes that
+ *  prompts copied into staging tensors, and the share of them that was copied while layers computed. */
 function showTiers(tiers, { staging_bytes: memory, bytes_staged: copied, staging_overlap: overlap }, anyInVram) {
   const inVram = tiers[0]?.name === "VRAM";
   at("tiers").hidden = !inVram;

@@ -17,7 +17,7 @@ export function lastSettings() {
   }
 }
 
-/** Their fields of a request to a model. */
+/** Returns the settings as fields of a request to a model. */
 export function requestFields(settings, models) {
   const numbers = NUMBERS.filter((name) => settings[name]).map((name) => [name, Number(settings[name])]);
   const fields = { options: Object.fromEntries(numbers) };
@@ -56,7 +56,7 @@ export class SettingsDialog {
   }
 }
 
-/** What is wrong with the text of the tools; "" for nothing. */
+/** Returns the fault in the text of the tools, or "". */
 function toolsFault(text) {
   if (!text.trim()) return "";
   try {

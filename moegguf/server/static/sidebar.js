@@ -69,7 +69,7 @@ export class Sidebar {
     if (!WIDE.matches) this.element.close();
   }
 
-  /** Reads the conversations, of which `current` is shown. `error`: why none are kept. */
+  /** Reads the conversations and shows `current`. `error` says why none are kept. */
   async refresh(current = this.current, error = undefined) {
     this.current = current;
     if (!this.element.open && !error) return;
@@ -122,7 +122,7 @@ export class Sidebar {
   }
 }
 
-/** What stands around words that were found. */
+/** Returns the text around words that were found. */
 function excerpt({ text, begin }, words) {
   const end = begin + words.length, before = text.slice(Math.max(0, begin - BEFORE), begin);
   const start = begin > BEFORE ? `…${before.replace(/^\S*\s/, "")}` : before;

@@ -1,5 +1,5 @@
-// What a conversation is made of on the page: questions and their pictures, answers, also while they are written, results of tools,
-// and the buttons below each.
+// The parts of a conversation on the page: questions and their pictures, answers, also while they are written, results of
+// tools, and the buttons below each.
 
 import { button, copy, count, digits, duration, grow, icon, iconButton, make, percent, size } from "./dom.js";
 import { factsOf } from "./files.js";

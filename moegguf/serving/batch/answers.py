@@ -48,7 +48,7 @@ Checked = TypeVar("Checked", bound="_Named")
 
 
 class LineError(Exception):
-    """Why a line is no request. `code` and `param` are OpenAI's."""
+    """A line that is no request. `code` and `param` are OpenAI's."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -226,7 +226,7 @@ def to_line(entry: Entry) -> bytes:
 
 
 def is_answer(entry: Entry) -> bool:
-    """Whether the request succeeded."""
+    """Returns whether the request succeeded."""
     return entry["error"] is None and entry["response"]["status_code"] == OK
 
 
@@ -416,7 +416,7 @@ def write_all(handle: int, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an endpoint answers: HTTP's status, and the JSON of its body."""
+    """An endpoint's answer: HTTP's status, and the JSON of its body."""
 
     status: int
     body: Any
@@ -429,10 +429,10 @@ Answer = Callable[[str, bytes], Awaitable[Reply]]
 async def answer_requests(
     requests: Requests, answers: Journal, answer: Answer, n_parallel: int, on_answer: Callable[[Entry], object]
 ) -> None:
-    """Adds the answers that are missing, `n_parallel` requests at a time; `on_answer` gets each.
+    """Adds the answers that are missing, `n_parallel` requests at a time. `on_answer` gets each answer.
 
-    Those that need the same loaded model are answered one after another, so that models are not swapped back and forth.
-    A busy server is asked again. When cancelled, requests that have not ended have no answer.
+    Requests that need one loaded model are answered one after another, so that models are not swapped back and forth.
+    A request that finds the server busy is sent again. When cancelled, requests that have not ended have no answer.
 
     Raises what `answer` and `answers.append` raise; the other requests are then cancelled.
     """

@@ -94,9 +94,9 @@ class Batches:
     def __post_init__(self) -> None:
         self._database: Database | None = None
         self._batches: dict[str, Batch] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # tasks of batches that have not ended
         self._begun: set[str] = set()  # batches whose task runs, or has run
-        self._turn = asyncio.Lock()  # of the one that is answered; others get it in the order in which they ask
+        self._turn = asyncio.Lock()  # held for the batch that is answered; batches get it in their order of arrival
         self._closing = False
 
     async def __aenter__(self) -> Batches:
@@ -153,7 +153,7 @@ class Batches:
             batch = _batch_of(json.loads(about))
             self._batches[batch.id] = batch
 
-    # What clients ask for.
+    # Calls of clients.
 
     def all(self) -> list[Batch]:
         """The owner's batches, newest first. Raises BusyError, StorageError."""
@@ -199,10 +199,10 @@ class Batches:
     def cancel(self, batch: Batch) -> None:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
         self._update(batch, status="cancelling", cancelling_at=int(self.now()))
-        if batch.id in self._begun:  # else it begins with that status
+        if batch.id in self._begun:  # a batch that has not begun begins with this status
             self._tasks[batch.id].cancel()
 
-    # How a batch goes on.
+    # The way of a batch.
 
     def _start(self, batch: Batch) -> None:
         if batch.status not in FINAL:
@@ -234,13 +234,13 @@ class Batches:
             except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
                 self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
-        with suppress(OSError):  # else they go when the folder is opened again
+        with suppress(OSError):  # files that remain are removed when the folder is opened again
             self._files.remove_unused(batch.input_file_id)
             await _in_thread(Journal(self._files.database, batch.id).remove)
             self._files.count_answers()
 
     async def _advance(self, batch: Batch) -> None:
-        """From one status to the next; cancelled where the status changes meanwhile."""
+        """Moves a batch from one status to the next. Is cancelled where the status changes meanwhile."""
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":
@@ -340,7 +340,7 @@ class Batches:
 
 
 async def _in_thread(call: Callable[[], Result]) -> Result:
-    """What `call` returns, on a thread, which has ended when this is cancelled."""
+    """Runs `call` on a thread and returns its value. A cancellation waits until that thread has ended."""
     running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(running)

@@ -26,7 +26,7 @@ SCHEMA = (
     "CREATE TABLE answer (batch TEXT, number INTEGER, requests TEXT, line BLOB, PRIMARY KEY (batch, number))",
     f"PRAGMA user_version = {VERSION}",
 )
-MAX_LOG_BYTES = 4 << 20  # of the log, where nothing waits in it to be written to the database
+MAX_LOG_BYTES = 4 << 20  # size that the log is cut to once the database has all of it
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 

@@ -22,7 +22,7 @@ from moegguf.serving.batch.database import Database, storing
 from moegguf.serving.clients import current_owner
 from moegguf.text import without_surrogates
 
-DESCRIPTION_BYTES = 4096  # what a file or a batch takes at least, so that empty files are not free
+DESCRIPTION_BYTES = 4096  # least size that a file or a batch is counted with, so that empty files are not free
 VISIBLE = "owner IN ('', ?) AND (expires_at IS NULL OR expires_at > ?)"
 
 
@@ -95,7 +95,7 @@ class FileStore:
 
     def _remove_expired(self) -> None:
         for (file_id,) in self.database.execute("SELECT id FROM file WHERE expires_at <= ?", self._now()):
-            with suppress(OSError):  # its contents go when the store is opened again
+            with suppress(OSError):  # contents that remain are removed when the store is opened again
                 self._remove(file_id)
 
     def remove_unused(self, file_id: str) -> None:

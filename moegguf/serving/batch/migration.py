@@ -38,7 +38,7 @@ def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any
     with storing(folder), open(lock, "rb") as locked:
         fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for journal in folder.glob("batch_*/answers.jsonl"):
-            with suppress(BatchFileError):  # these requests are answered again
+            with suppress(BatchFileError):  # requests of a damaged journal are answered again
                 take_old_journal(database, journal.parent.name, journal)
         with database.transaction():
             for row in _rows(files, _file_row):

@@ -1,8 +1,9 @@
-"""Models on several machines: a Ray Serve application of which each replica is a moegguf worker.
+"""Models on several machines: a Ray Serve application whose replicas are moegguf workers.
 
-Ray Serve starts, restarts, scales and addresses replicas; here is what a replica runs, and which replica a request
-prefers. Promises: an answer comes from one replica, whole or with an error at its end; a preference
-never keeps a request from a free replica. Does not know HTTP, and imports Ray only where a replica or a handle exists.
+Ray Serve starts, restarts, scales and addresses replicas. This package has the code that a replica runs, and decides
+which replica a request prefers. Promises: an answer comes from one replica, whole or with an error at its end. A
+preference never keeps a request from a free replica. Does not know HTTP, and imports Ray only where a replica or a
+handle exists.
 """
 
 from __future__ import annotations

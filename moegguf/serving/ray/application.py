@@ -39,9 +39,9 @@ from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, r
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import n_parallel, read_settings
 
-# By name, as Ray takes applications and routers: HTTP lies above this package, and only the ingress replica needs it.
+# Ray takes applications and routers by name. HTTP lies above this package, and only the ingress replica needs it.
 MAKE_HTTP = "moegguf.server.app:make_http"
-MAX_HTTP_REQUESTS = 4096  # at once, in the ingress replica, which only translates
+MAX_HTTP_REQUESTS = 4096  # most requests at once in the ingress replica, which only translates
 STATUS_PERIOD_S = 5.0
 STATUS_TIMEOUT_S = 5.0
 COUNTERS: Mapping[str, str] = {
@@ -303,7 +303,7 @@ class ConversationRouter(RequestRouter):
 
     def initialize_state(self) -> None:
         """Called by Ray Serve."""
-        self._went: dict[str, ReplicaID] = {}  # by conversation, that of the last request last
+        self._went: dict[str, ReplicaID] = {}  # each conversation's replica; the latest conversation comes last
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -1,4 +1,4 @@
-"""The `args` of the application in a config file of Ray Serve: models, their budgets, and what Ray is told of each.
+"""The `args` of the application in a config file of Ray Serve: models, their budgets, and Ray's options for each.
 
 models:
   NAME:                          # as clients ask for it
@@ -33,7 +33,7 @@ from moegguf.quantities import parse_expert_cache, parse_size
 
 MAX_THREADS = 1024
 MAX_REQUESTS = 1_000_000
-MIN_ONGOING = 8  # of a replica, where the config has no number
+MIN_ONGOING = 8  # least requests at once in a replica, where the config has no number
 
 
 def _budget(value: Any) -> str:
@@ -121,7 +121,7 @@ class ConfiguredCatalog(Catalog):
         self._files = Catalog()  # the config's author may name any file
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Those whose names start with `prefix`, in any case."""
+        """Returns the models whose names start with `prefix`, in any case."""
         return [entry for entry in self._models() if entry.name.lower().startswith(prefix.lower())]
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:

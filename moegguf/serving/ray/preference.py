@@ -1,5 +1,6 @@
-"""Which replica a request prefers: the one that its conversation went to, then the least loaded. Knows nothing of Ray:
-application.py asks it for the facts.
+"""The replica that a request prefers: the replica that its conversation went to, then the least loaded one.
+
+This module knows nothing of Ray: application.py asks Ray for the facts.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from moegguf.generate.request import Request
 from moegguf.serving.wire import encode
 
 DIGEST_BYTES = 8
-MAX_CONVERSATIONS = 4096  # whose replica is remembered
+MAX_CONVERSATIONS = 4096  # most conversations that are remembered with their replica
 BEGINNING = 256  # characters of a prompt, or tokens of a context, that tell one from another
 MAX_IMBALANCE = 4  # requests that a preferred replica may have more than the least loaded
 
 
 def conversation_of(request: Request) -> str:
-    """A hash that all turns of a conversation have in common: of whose it is, of what templates write before the first
-    message, and of the messages up to the user's first one. Raises OptionError for what JSON cannot hold."""
+    """Returns a hash that all turns of a conversation have in common.
+
+    The hash is made of the owner, the options that templates write before the first message, and the messages up to the
+    user's first one. Raises OptionError for values that JSON cannot hold.
+    """
     parts: dict[str, Any] = {
         "owner": request.owner,
         "template": request.template,
