@@ -24,10 +24,16 @@ Progress = Callable[[str, float], object]  # (current step, share done in [0, 1]
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's inputs.
-    temperature, seed: of sampling. All other options are those of `Llama`; with its `draft` passes have drafts, too,
-    and a simulation repeats them, with the tokens that were refused. most_tokens: no prompt begins after so many
-    tokens; 0: without a limit.
+    """Options of a recording. All other options are the options of `Llama`. With its `draft`,
+    passes have drafts, too: a simulation repeats them, with the tokens that were refused.
+
+    n_predict: tokens to generate for prompts without a number of their own.
+
+    inputs: True records the router's input vectors.
+
+    temperature, seed: options of sampling.
+
+    most_tokens: no prompt begins after this number of tokens; 0: without a limit.
     """
 
     n_predict: int = 128

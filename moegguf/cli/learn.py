@@ -31,7 +31,7 @@ SOURCES = {"prompts": "--prompts", "trace": "--trace", "from_server": "--from-se
 Model = Annotated[
     str, model_argument("A GGUF file (of a split model the first), `demo`, or a name that `moegguf list` shows.")
 ]
-FEW_TOKENS = 1000  # from which little is learned
+FEW_TOKENS = 1000  # fewer tokens than these teach little
 
 LEARN_FLAGS = (
     Flag("strategy", "--strategy", "NAMES", OFTEN,
@@ -83,12 +83,14 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
 
 
 def _limit_threads(n_threads: int | None) -> None:
-    """Limits the threads of numpy's matrix products, which is possible before numpy is imported
-    only."""
+    """Limits the threads of numpy's matrix products to `n_threads`, else to the processors that
+    other processes leave free: threads that wait for each other are slow beside other work. It
+    takes effect only before numpy is imported."""
     from moegguf.engine.machine import count_cpus
 
+    n_free = max(1, count_cpus() - round(os.getloadavg()[0]))
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, str(n_threads or count_cpus()))
+        os.environ.setdefault(name, str(n_threads or n_free))
 
 
 def _recorded(
@@ -99,8 +101,8 @@ def _recorded(
     chosen: Mapping[str, Any],
     progress: Progress,
 ) -> Learning:
-    """Returns the requests to learn from: those of a trace, or recorded now into a file that is
-    removed again."""
+    """Returns the requests to learn from. They come from a trace, or are recorded now into a file
+    that is removed again."""
     from moegguf.controller.artifacts import Artifacts
     from moegguf.learning.learn import TRACE_BYTES, Learning, most_tokens, needs_inputs
     from moegguf.settings import cache_folder
@@ -117,7 +119,9 @@ def _recorded(
     from moegguf.bench.record import RecordOptions, record
     from moegguf.settings import read_load_keywords
 
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # by which the bindings filter llama.cpp's log
+    logging.getLogger("llama-cpp-python").setLevel(
+        logging.CRITICAL
+    )  # the bindings filter llama.cpp's log by this level
     cache_folder().mkdir(parents=True, exist_ok=True)
     options = RecordOptions(chosen["max_tokens"], needs_inputs(strategies), seed=chosen["seed"], most_tokens=most)
     with tempfile.TemporaryDirectory(prefix="learn-", dir=cache_folder()) as folder:

@@ -13,9 +13,11 @@ SHOWN = ("tokens", "requests", "right")
 
 
 def learnt_facts(layout: ExpertLayout) -> list[dict[str, Any]]:
-    """Returns for each file its predictor, the strategy that uses it, its path, and from how many
-    tokens of how many requests it was learnt, with the share of held-out choices that its
-    strategy's predictor was right about; None where the file does not say."""
+    """Returns for each file its predictor, the strategy that uses it, and its path.
+
+    tokens and requests: the size of the training. right: the share of held-out choices that its
+    strategy's predictor was right about. Each is None where the file does not say it.
+    """
     artifacts = Artifacts(layout)
     found = []
     for name, strategy in LEARNT_FOR.items():

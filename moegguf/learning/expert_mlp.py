@@ -80,8 +80,8 @@ def states(popularity: Float32s, affinity: Float32s, expert_ids: Integers, rows:
     """Returns s_l = [h_l, p_l, a_{l-1,l}] (equation 5) of samples, (n, state_size).
 
     rows (n,): the number of the MoE layer that each sample is about, at least 1. expert_ids (n,
-    n_layer, n_expert_used): the choices in the router's order, of which those of the layers before
-    count.
+    n_layer, n_expert_used): the choices in the router's order. Only choices in the layers before
+    the sample's layer count.
     """
     n_layer, n_expert = popularity.shape
     n, _, k = expert_ids.shape

@@ -14,7 +14,7 @@ from moegguf.learning.fitting import Batch, Trainee, n_right
 from moegguf.learning.gradients import Floats, Node, add, product, relu, standardize, times
 
 NORM_EPS = 1e-5
-MOMENTUM = 0.1  # of a batch norm's running mean and variance
+MOMENTUM = 0.1  # weight of a batch in a batch norm's running mean and variance
 MOST_VALIDATION = 8192  # samples that validate; of more, an even selection does
 VALIDATION_BATCH = 2048
 
@@ -24,16 +24,22 @@ Loss = Callable[[Node, Floats], Batch]
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples by number. validation (n,): the ones that only decide when to stop. read: returns
-    inputs (m, n_in) and choices (m, n_expert) of 0 and 1 of the samples with these numbers."""
+    """Samples by number.
+
+    validation (n,): True for samples that only decide when to stop.
+    read: returns inputs (m, n_in) and choices (m, n_expert) of 0 and 1 of the numbered samples.
+    """
 
     validation: npt.NDArray[np.bool_]
     read: Callable[[Indices], tuple[Floats, Floats]]
 
 
 class FeedForward:
-    """Dense layers of these sizes, from the input to the logits. dropout: the share of hidden
-    values that a training step leaves out. norms: a batch norm follows each hidden layer."""
+    """Dense layers of these sizes, from the input to the logits.
+
+    dropout: the share of hidden values that a training step leaves out.
+    norms: True puts a batch norm behind each hidden layer.
+    """
 
     def __init__(
         self, sizes: Sequence[int], rng: np.random.Generator, dropout: float = 0.0, norms: bool = False

@@ -22,9 +22,9 @@ Choices = Floats | npt.NDArray[np.bool_]
 Report = Callable[[str, float], object]
 """Gets a step of a training in words, and the share of the training that is done."""
 
-WARM_SHARE = 0.1  # of all steps, over which the rate rises
-MOST_NORM = 1.0  # of the gradient of all parameters together; a larger one is scaled down
-BETAS = (0.9, 0.999)  # of Adam's two averages
+WARM_SHARE = 0.1  # share of the steps in which the rate rises
+MOST_NORM = 1.0  # largest norm of the gradient of all parameters together; a larger one is scaled down
+BETAS = (0.9, 0.999)  # decay of Adam's two averages
 EPS = 1e-8
 
 
@@ -164,7 +164,7 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
             losses.append(batch.loss)
         fitted.losses.append(float(np.mean(losses)))
         found = trainee.validate()
-        if found > fitted.best or found == 0:  # without requests that validate, the last epoch is kept
+        if found > fitted.best or found == 0:  # 0: no request validates, and the last epoch is kept
             best = trainee.state()
             best_epoch = epoch
         fitted.accuracies.append(found)

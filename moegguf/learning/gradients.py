@@ -19,10 +19,13 @@ Back = Callable[[Floats], tuple[Floats | None, ...]]
 class Node:
     """A value in a computation.
 
-    inputs: the nodes that the value was computed from. back: returns the gradients of the inputs,
-    from the gradient of the value. learns: a gradient is needed, as for every parameter and
-    everything that is computed from one. grad: the sum of gradients, once `backward` has been
-    called.
+    inputs: the nodes that the value was computed from.
+
+    back: returns the gradients of the inputs, from the gradient of the value.
+
+    learns: True where a gradient is needed: for parameters and everything computed from them.
+
+    grad: the sum of gradients, once `backward` has been called.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""Learns what strategies need from one trace of a model, judges it on requests that were left out,
-and saves it beside the model.
+"""Learns what strategies need from one trace of a model, and saves it beside the model.
 
-A strategy is judged by the replay of these requests in the simulator: by the share of the experts
-that its predictor named and the router chose, and by the hit rate, each beside that of what needs
-no training.
+Requests that were left out judge a strategy: the simulator replays them. Two figures come of it, and
+each stands beside the figure of a strategy without training. One is the share of the experts that
+the predictor named and the router chose. The other one is the hit rate.
 """
 
 from __future__ import annotations
@@ -53,21 +52,26 @@ BRIEF: dict[str, Any] = {
 EAMC = "eamc"
 LEAST_REQUESTS = 4
 HELD_OUT_SHARE = 0.2
-JUDGED_SHARE = 0.25  # of the experts, that fit in memory where strategies are judged
+JUDGED_SHARE = 0.25  # share of the experts that fit in memory where strategies are judged
 LAYER_US = 1000.0  # a layer's time on the modelled link
 LAYER_EXPERTS = 2  # experts that this link brings in the time of a layer
-TRACE_BYTES = 1 << 30  # of a trace that is learned from
-INPUT_BYTES = 768 << 20  # of router inputs in a trace that is learned from; a training holds them twice
+TRACE_BYTES = 1 << 30  # size of a trace that is learned from
+INPUT_BYTES = 768 << 20  # size of router inputs in such a trace; a training holds them twice
 
 
 @dataclass(frozen=True)
 class Learnt:
     """The outcome of learning for one strategy.
 
-    files: what was saved. validation: the accuracy of the strategy's network on requests that
-    decided when to stop, None where nothing is trained. right: the share of the experts named by
-    its predictor that the router chose, in held-out answers. popularity: the same of the experts
-    used most. hits and lru: hit rates of these answers.
+    files: the files that were saved.
+
+    validation: the accuracy of the strategy's network on requests that decided when to stop. It is
+    None where nothing is trained.
+
+    right: the share of the experts named by its predictor that the router chose, in held-out
+    answers. popularity: this share where the experts that are used most are named.
+
+    hits and lru: hit rates of these answers, with the strategy and with LRU alone.
     """
 
     strategy: str
@@ -83,8 +87,8 @@ class Learnt:
 
 
 def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: int) -> int:
-    """Returns how many tokens of a trace are learned from: at most so many that router inputs,
-    where a strategy needs them, have INPUT_BYTES."""
+    """Returns how many tokens of a trace are learned from. Where a strategy needs router inputs,
+    these have INPUT_BYTES at most."""
     if not needs_inputs(strategies):
         return wanted
     return max(1, min(wanted, INPUT_BYTES // (2 * n_layer * n_embd)))

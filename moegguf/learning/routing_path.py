@@ -1,13 +1,16 @@
 """Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the
-differentiable form of moegguf/controller/predictors/routing_path.py: the same arrays, the same
-sums.
+differentiable form of moegguf/controller/predictors/routing_path.py: equal arrays, equal sums.
 
-A sample is a chunk of a request and the window of tokens before it; the chunks of a request begin
-somewhere else in every epoch. Departures from the paper: a batch of 16 is 16 chunks, not 16
-requests; Adam's weight decay is decoupled (AdamW), for otherwise 0.01 wipes out the embeddings of
-rare tokens; and the network does not begin from nothing but from what each token id says by itself
-(`Samples.first_guess`), which from 33,000 tokens it would take long to find out. Only tokens that
-the trace has get an embedding in training; that of every other token is zero.
+A sample is a chunk of a request and the window of tokens before it. The chunks of a request begin
+at another place in every epoch.
+
+Three departures from the paper: A batch of 16 is 16 chunks, not 16 requests. Adam's weight decay is
+decoupled (AdamW), because coupled decay of 0.01 wipes out the embeddings of rare tokens. The
+network begins from what each token id says by itself (`Samples.first_guess`), because 33,000 tokens
+would take long to show it.
+
+Only tokens that the trace has get an embedding in training. The embedding of every other token is
+zero.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ from moegguf.trace.trace import Trace
 
 BLOCK_GAIN = 0.1  # blocks begin small beside the first guess
 POSITION_GAIN = 0.2
-MIN_SHARE = 1e-3  # of tokens using an expert, where its logit is taken
-PRIOR_TOKENS = 1.0  # how many tokens of mere popularity a token id's statistics begin with
+MIN_SHARE = 1e-3  # least share of tokens that use an expert, where its logit is taken
+PRIOR_TOKENS = 1.0  # tokens of mere popularity that a token id's statistics begin with
 N_POWER = 4  # iterations that find the largest singular vectors
 MASKED = np.float32(-1e9)  # the score of what an attention may not see
 VALIDATION_SHARE = 0.1
@@ -178,13 +181,16 @@ def logit(share: Floats) -> Floats:
 
 
 class Samples:
-    """The requests of a trace end to end, with the beginning's token before and behind each of
-    them.
+    """The requests of a trace end to end, with the beginning's token before and behind each.
+    Requests with unknown tokens are left out. Raises OptionError when none remains.
 
-    seen (n_seen,): the token ids that occur, in order, and n_vocab, the beginning's token. tokens
-    (n,): as indices of `seen`. paths (n, n_moe_layer, n_expert): the experts that a token used.
-    known (n, n_moe_layer): where a layer was computed. Requests with unknown tokens are left out.
-    Raises OptionError when none remains.
+    seen (n_seen,): the token ids that occur, in order, and n_vocab, the beginning's token.
+
+    tokens (n,): the tokens as indices of `seen`.
+
+    paths (n, n_moe_layer, n_expert): the experts that a token used.
+
+    known (n, n_moe_layer): True where a layer was computed.
     """
 
     def __init__(self, trace: Trace, window: int, chunk: int) -> None:
@@ -228,9 +234,11 @@ class Samples:
         return self.paths[places].sum(axis=0) / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
 
     def first_guess(self, places: Integers, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert) whose
-        product says, as well as n_embd numbers can, how a token id's log-odds of using an expert
-        differ from those of all tokens."""
+        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert).
+
+        Their product approximates the log-odds with which a token id uses an expert, less the
+        log-odds with which an average token does. Only tokens at `places` count.
+        """
         size = self.paths.shape[1:]
         uses = np.zeros((len(self.seen), *size), np.float32)
         count = np.zeros((len(self.seen), size[0], 1), np.float32)

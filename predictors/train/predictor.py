@@ -2,7 +2,7 @@
 
     python -m predictors.train.predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
 
-The trainings are those of `moegguf learn`, with the papers' sizes unless `--set` changes an option of the
+`moegguf learn` runs the same trainings. Here they have the papers' sizes, unless `--set` changes an option of the
 predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json with
 the figures of the card and a manifest: by what data, options, seeds and software it came about.
 """

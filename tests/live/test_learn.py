@@ -75,7 +75,7 @@ def test_what_was_learned_is_listed(learnt: tuple[Path, dict[str, Learnt]]) -> N
         (file.stem, name) for name, found in outcome.items() for file in found.files
     }
     for one in listed:
-        if one["predictor"] != "eamc":  # which grows while the model runs
+        if one["predictor"] != "eamc":  # this file grows while the model runs
             found = outcome[one["strategy"]]
             assert (one["tokens"], one["requests"], one["right"]) == (found.tokens, found.requests, found.right)
 

@@ -75,8 +75,9 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:
-    """Returns the name of the most accurate predictor to prefetch with: the learned one where this model has it, or
-    `skip`, also where `skip` was right more often on the requests that judged the learned one."""
+    """Returns the name of the predictor to prefetch with: the learned one where this model has it,
+    else `skip`. It is `skip`, too, where `skip` was right more often on the requests that judged
+    the learned one."""
     path = next(artifacts.find("mlp.safetensors"), None)
     if path is None:
         return SKIP
