@@ -20,7 +20,7 @@ from moegguf.learning.gradients import Floats
 from moegguf.learning.splitting import validation_tokens
 from moegguf.trace.trace import Trace
 
-SMALLEST_SPREAD = 1e-6
+LEAST_SPREAD = 0.3  # share of the mean spread: smaller ones would make weights that bytes cannot hold beside others
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def train_pair(
 ) -> tuple[dict[str, Floats], Fitted]:
     """Returns one MLP's arrays, and the course of its training."""
     mean = inputs.mean(axis=0)
-    spread = inputs.std(axis=0) + SMALLEST_SPREAD
+    spread = inputs.std(axis=0)
+    spread = np.maximum(spread, LEAST_SPREAD * spread.mean() + np.finfo(np.float32).tiny)
     scaled = (inputs - mean) / spread
     rng = np.random.default_rng(options.seed)
     network = FeedForward((inputs.shape[1], options.n_hidden, chosen.shape[1]), rng)

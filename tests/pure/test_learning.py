@@ -23,8 +23,9 @@ from moegguf.gguf.experts import read_layout
 from moegguf.learning import expert_mlp, mlp, routing_path
 from moegguf.learning.counts import collect
 from moegguf.learning.feed_forward import FeedForward, FeedForwardTrainee, Samples
-from moegguf.learning.fitting import Fitted, Schedule, cross_entropy, fit, rate_at
+from moegguf.learning.fitting import Fitted, Schedule, cross_entropy, fit, n_right, rate_at
 from moegguf.learning.learn import INPUT_BYTES, LEARNERS, Learning, check_strategies, most_tokens
+from moegguf.native.predictor import QuantizedMatrix
 from moegguf.trace.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("user")
@@ -84,6 +85,20 @@ def test_the_rate_rises_and_falls_to_nothing() -> None:
     rates = [rate_at(share) for share in np.linspace(0, 1, 21)]
     assert rates[0] == 0 and max(rates) == rates[2] == 1 and rates[-1] == pytest.approx(0)
     assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_an_mlp_of_inputs_that_hardly_change_keeps_its_accuracy_in_signed_bytes() -> None:
+    rng = np.random.default_rng(3)
+    inputs = rng.standard_normal((500, 24)).astype(np.float32)
+    scores = inputs @ rng.standard_normal((24, 6))
+    chosen = (scores >= np.sort(scores, axis=1)[:, -2:-1]).astype(np.float32)
+    inputs[:, :4] *= 1e-6
+    arrays, found = mlp.train_pair(inputs, chosen, np.arange(500) % 5 == 0, replace(SMALL["mlp"], epochs=20, lr=1e-2))
+    hidden, out = (QuantizedMatrix(arrays[f"{name}.weight"].astype(np.float32)) for name in ("hidden", "out"))
+    x = np.maximum(inputs @ (hidden.bytes * hidden.scale[:, None]).T + arrays["hidden.bias"], 0)
+    right, total = n_right(x @ (out.bytes * out.scale[:, None]).T + arrays["out.bias"], chosen)
+    assert found.best > 0.5
+    assert right / total > found.best - 0.05
 
 
 def test_a_routing_path_learns_what_tokens_say(trace: Trace) -> None:
