@@ -10,9 +10,9 @@ from moegguf.controller.predictors import LEARNED
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
+from moegguf.learning.counts import COUNTED
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.trace import Trace, TraceHeader
-from predictors.train.fit import COUNTED
 
 
 def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill: int = 0) -> Trace:
@@ -90,7 +90,7 @@ def routers_of(shape: MoeShape, matrices: Float32s) -> Routers:
 
 
 def counted(name: str, trace: Trace) -> Predictor:
-    """The predictor of this name, as predictors/train counts it."""
+    """The predictor of this name, as `moegguf.learning` counts it."""
     return LEARNED[name](trace.shape, COUNTED[name](trace))
 
 

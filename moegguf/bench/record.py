@@ -33,6 +33,7 @@ class RecordOptions:
     inputs: bool = False  # records the routers' inputs, too
     temperature: float = 0.8
     seed: int = 0
+    most_tokens: int = 0  # no prompt begins after this number of tokens; 0: without a limit
 
 
 def record(
@@ -58,6 +59,8 @@ def record(
             assert llm.recording is not None
             try:
                 for number, prompt in enumerate(prompts):
+                    if options.most_tokens and llm.stats().tokens >= options.most_tokens:
+                        break
                     progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
                     llm.recording.label(llm.context.next_request, prompt.label)
                     n_cut += _run(llm, prompt, options)

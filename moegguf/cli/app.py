@@ -16,6 +16,7 @@ from moegguf.cli import model_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
 from moegguf.cli.launch import launch
+from moegguf.cli.learn import learn
 from moegguf.cli.model_commands import contexts
 from moegguf.cli.options import Command
 from moegguf.cli.run import RunCommand, run
@@ -97,6 +98,7 @@ command(short_help="Watch the experts of loaded models.")(top)
 command(short_help="Estimate memory and speed before loading.")(model_commands.estimate)
 command(short_help="Print what a bug report needs.")(model_commands.doctor)
 command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
+command(short_help="Learn what the papers' strategies need.")(learn)
 app.add_typer(trace, short_help="Record a model's routing, and replay it.")
 app.add_typer(contexts, short_help="List or delete contexts that are kept on disk.")
 command("help", short_help="Print the help of a command.")(print_help)

@@ -68,6 +68,16 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
     write_atomically(path, data)
 
 
+def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the facts in a file's header; none of a file that cannot be read, about which `load` warns."""
+    try:
+        with safe_open(path, "numpy") as file:
+            facts = json.loads((file.metadata() or {})["moegguf"])["facts"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
 def load(
     path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, build: Callable[[Weights], T]
 ) -> T | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from moegguf.atomic_write import OWNER_ONLY
 from moegguf.errors import BusyError, MoeggufError, OptionError, UnknownIdError
+from moegguf.generate.images import text_of
 from moegguf.generate.request import Message
 from moegguf.serving.batch.database import Database, storing
 from moegguf.serving.clients import current_owner, is_visible
@@ -109,6 +110,14 @@ class ResponseStore:
                 )
             turns.append(json.loads(messages))
         return [message for messages_of_turn in reversed(turns) for message in messages_of_turn]
+
+    def turns(self) -> list[str]:
+        """Returns the texts of each stored turn that was sent without a key, the oldest first. Raises BusyError,
+        StorageError."""
+        if not self._path.exists():
+            return []
+        rows = self._open().execute("SELECT messages FROM response WHERE owner = '' ORDER BY rowid")
+        return ["\n\n".join(text_of(message["content"]) for message in json.loads(messages)) for (messages,) in rows]
 
     def _row(self, response_id: str) -> tuple[str | None, bytes, bytes]:
         """Returns the id of the response before, the messages and the object of a response. Raises as `get`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from moegguf.engine import machine
 from moegguf.engine.cost import CPU_GAIN, SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
+from moegguf.engine.learnt import learnt_facts
 from moegguf.engine.load import plan_here, read_model
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
@@ -215,6 +216,7 @@ def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
         "dense_bytes": layout.dense_bytes,
         "row_table_bytes": layout.row_table_bytes,
         **(_expert_facts(layout, _hit_rates(layout, is_here)) if layout.is_moe else {"experts": None, "budgets": []}),
+        "learnt": learnt_facts(layout) if is_here and layout.is_moe else [],
         "title": str(own_name) if entry.source == "path" else f"{entry.name} ({own_name})",
         "capabilities": list(known.capabilities),
         **{name: str(path) if path else None for name, path in beside.items()},

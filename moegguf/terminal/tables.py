@@ -170,6 +170,8 @@ def print_model(facts: Facts) -> None:
     _section("Capabilities", [(name, "") for name in facts["capabilities"]])
     if facts["experts"]:
         _section("Experts", _expert_rows(facts))
+    if facts["learnt"]:
+        _section("Learnt", map(_learnt_row, facts["learnt"]))
     for part in ("projector", "adapter", "draft"):
         if facts[part]:
             _section(part.capitalize(), [("path", facts[part])])
@@ -203,6 +205,13 @@ def _expert_rows(facts: Facts) -> Iterator[Row]:
         yield "read by row", f"{format_bytes(facts['row_table_bytes'])}, which stay in the file"
     if experts["unused_bytes"]:
         yield "not loaded", f"{format_bytes(experts['unused_bytes'])} of multi-token prediction"
+
+
+def _learnt_row(learnt: Facts) -> Row:
+    about = [] if learnt["tokens"] is None else [f"{learnt['tokens']:,} tokens"]
+    if learnt["right"] is not None:
+        about.append(f"{learnt['right']:.0%} right")
+    return learnt["predictor"], f"for {learnt['strategy']}", ", ".join(about)
 
 
 def _budget_rows(budgets: list[Facts]) -> Iterator[Row]:

@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.learning.counts import multi_hot
 from moegguf.native.events import Phase
 from moegguf.trace.trace import Trace
 
 Indices = npt.NDArray[np.int64]
-
-
-def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
-    """(..., n_expert): True for the ids (..., n_expert_used); negative ids are padding."""
-    hot = np.zeros((*expert_ids.shape[:-1], n_expert + 1), np.bool_)
-    np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), True, axis=-1)
-    return hot[..., :n_expert]
 
 
 def used_experts(trace: Trace, tokens: Indices | npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

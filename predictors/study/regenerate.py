@@ -143,7 +143,7 @@ def learned(bench: Bench) -> dict[str, Any]:
     """The validation of ProMoE's networks by epoch, the mean over networks, and their size."""
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
     shape = bench.reporting.trace.shape
-    curve = facts["validation"]
+    curve = facts["curve"]
     return {
         "weights": facts["n_hidden"] * (shape.n_embd + shape.n_expert),
         "epochs": facts["epochs"],

@@ -2,10 +2,9 @@
 
     python -m predictors.train.predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
 
-Needs the extra `lab` (torch) for mlp, expert-mlp and routing-path; the others only count. `--set` changes an option
-of the predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json
-with the figures of the card and a manifest: by what data, options, seeds and software it came about. On a machine with
-other load, OMP_WAIT_POLICY=passive in the environment makes torch much faster.
+`moegguf learn` runs the same trainings. Here they have the papers' sizes, unless `--set` changes an option of the
+predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json with
+the figures of the card and a manifest: by what data, options, seeds and software it came about.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from moegguf.controller.predictors import make_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.weights import Weights
 from moegguf.gguf.experts import read_layout
+from moegguf.learning.counts import COUNTED
+from moegguf.learning.learn import TRAINERS
+from moegguf.learning.splitting import held_out
 from moegguf.trace import format as trace_file
 from moegguf.trace.trace import Trace
 from predictors.study.asked import asked
 from predictors.study.scoring import ScoreTable, score
-from predictors.train import TRAINERS, trainer
-from predictors.train.fit import COUNTED
-from predictors.train.splitting import held_out
 
 DISTANCES = (1, 2, 4, 8)
 Figure = dict[str, dict[int, float | None]]
@@ -65,7 +64,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def options(predictor: str, settings: Sequence[str]) -> Any:
     """The predictor's `Options` with these settings, each of the type of its default; None for one that has none."""
-    kind = None if predictor in COUNTED else trainer(predictor).Options
+    kind = None if predictor in COUNTED else TRAINERS[predictor].Options
     defaults = {} if kind is None else asdict(kind())
     changed = dict(setting.partition("=")[::2] for setting in settings)
     for name in changed.keys() - defaults.keys():
@@ -94,16 +93,20 @@ def train(args: argparse.Namespace, training: Trace) -> Weights:
     chosen = options(args.predictor, args.set)
     count = COUNTED.get(args.predictor)
     start = time.monotonic()
-    weights: Weights = count(training) if count else trainer(args.predictor).train(training, chosen)
+    found = count(training) if count else TRAINERS[args.predictor].train(training, chosen, report_step)
     facts = {
-        **({} if chosen is None else asdict(chosen)),
-        **weights.facts,
+        **found.facts,
         "requests": len(training.sequences()),
         "tokens": training.n_tokens,
         "kinds": sorted(set(training.header.labels.values())),
         "minutes": round((time.monotonic() - start) / 60, 2),
     }
-    return Weights(weights.arrays, facts)
+    return Weights(found.arrays, facts)
+
+
+def report_step(step: str, share: float) -> None:
+    """Prints a step of a training: its validation curve."""
+    print(f"{share:4.0%} {step}", flush=True)
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[
         "options": options,
         "trained_on": data_of(args.trace, training),
         "scored_on": data_of(args.heldout_trace or args.trace, heldout),
-        "software": {name: _version(name) for name in ("numpy", "torch")},
+        "software": {name: _version(name) for name in ("numpy",)},
     }
 
 

@@ -11,13 +11,12 @@ import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor, StorePredictor
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.networks import state_size
 from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
+from moegguf.learning.expert_mlp import states
 from moegguf.native.events import Float32s, Int32s
 from predictors.study.controls import probabilities
-from predictors.train.states import states
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 Definition = Callable[["Sequence", int, int], Float32s | None]
@@ -137,9 +136,8 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         if distance != 1 or row < 1 or any(earlier not in seen.ids for earlier in range(row)):
             return None
-        ids = np.stack([seen.ids[earlier] for earlier in range(row)])[:, np.newaxis]
-        out = np.zeros((1, state_size(predictor.shape)), np.float32)
-        x = states(arrays["popularity"], arrays["affinity"], ids, row, out)[0]
+        ids = np.stack([seen.ids[earlier] for earlier in range(row)])[np.newaxis]
+        x = states(arrays["popularity"], arrays["affinity"], ids, np.array([row]))[0]
         for layer in range(last):
             x = np.maximum(multiplied(arrays, f"layers.{layer}", x), 0)
         return 1 / (1 + np.exp(-multiplied(arrays, f"layers.{last}", x)))

@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"native", "gguf"},
     "controller": {"native", "gguf"},
     "trace": {"controller", "native", "gguf"},
+    "learning": {"trace", "controller", "native", "gguf"},
     "models": {"gguf"},
     "engine": {"models", "trace", "controller", "native", "gguf"},
     "generate": {"engine", "native", "gguf"},
@@ -27,8 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "chat": {"terminal", "serving", "generate", "engine", "models", "gguf"},
     "server": {"serving", "generate", "engine", "models", "gguf"},
     "cli": {
-        "chat", "server", "terminal", "serving", "bench", "generate", "engine", "trace", "controller", "models",
-        "gguf",
+        "chat", "server", "terminal", "serving", "bench", "generate", "engine", "learning", "trace", "controller",
+        "models", "gguf",
     },
 }  # fmt: skip
 

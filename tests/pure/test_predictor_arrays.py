@@ -25,9 +25,9 @@ from moegguf.controller.predictors.networks import expert_mlp, mlp, state_size, 
 from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
+from moegguf.learning.counts import COUNTED, count_affinity, count_popularity, count_tokens
+from moegguf.learning.expert_mlp import states
 from moegguf.native.predictor import QuantizedMatrix
-from predictors.train.fit import COUNTED, count_affinity, count_popularity, count_tokens
-from predictors.train.states import states
 
 THREE = MoeShape(n_layer=3, n_expert=3, n_expert_used=2, layers=(0, 2), n_embd=8, n_vocab=6)
 FOUR = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=6)
@@ -76,13 +76,14 @@ AFFINITY = np.arange(32, dtype=np.float32).reshape(2, 4, 4) / 32
 
 
 def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() -> None:
-    ids = np.array([[[3, 0]], [[1, 2]], [[0, 0]]])
-    out = np.full((1, state_size(SPARSE)), np.nan, np.float32)
-    state = states(POPULARITY, AFFINITY, ids, 1, out)[0]
+    ids = np.array([[[3, 0], [1, 2], [0, 0]]] * 2)
+    both = states(POPULARITY, AFFINITY, ids, np.array([1, 2]))
+    assert both.shape == (2, state_size(SPARSE))
+    state = both[0]
     assert state[:4].tolist() == [1.0, 0.25, 0, 0]
     assert state[4:8] == pytest.approx(POPULARITY[1])
     assert state[8:] == pytest.approx(np.concatenate([AFFINITY[0, 3], AFFINITY[0, 0]]))
-    state = states(POPULARITY, AFFINITY, ids, 2, out)[0]
+    state = both[1]
     assert state[:4].tolist() == [1.0, 0.25, 0.5, 0.75]
     assert state[8:] == pytest.approx(np.concatenate([AFFINITY[1, 1], AFFINITY[1, 2]]))
 

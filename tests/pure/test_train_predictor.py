@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
-from dataclasses import asdict, replace
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,20 +18,21 @@ from moegguf.controller.predictors import LEARNED
 from moegguf.controller.predictors.counts import affinity
 from moegguf.controller.predictors.networks import expert_mlp, mlp
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import Weights
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.fingerprint import fingerprint
+from moegguf.learning import expert_mlp as expert_mlp_training
+from moegguf.learning import mlp as mlp_training
+from moegguf.learning.counts import COUNTED
+from moegguf.learning.feed_forward import FeedForward
+from moegguf.learning.learn import TRAINERS
+from moegguf.learning.splitting import held_out, validation_tokens
 from moegguf.trace import format as trace_file
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import shuffled
 from predictors.study.asked import asked
-from predictors.train import TRAINERS, trainer
-from predictors.train.fit import COUNTED
 from predictors.train.predictor import main, options, parse_setting
-from predictors.train.splitting import held_out, validation_tokens
 
 N_EMBD, N_EXPERT = 64, 8
-NO_TORCH = "training networks needs torch: pip install 'moegguf[lab]'"
 
 
 @pytest.fixture
@@ -70,7 +67,6 @@ def test_options_take_their_types_from_the_defaults_and_every_learned_predictor_
     with pytest.raises(SystemExit, match="popularity has no option 'lr'; it has none"):
         options("popularity", ["lr=1"])
     assert {*COUNTED, *TRAINERS} == set(LEARNED)
-    assert all(find_spec(f"predictors.train.{name.replace('-', '_')}") for name in TRAINERS)
 
 
 def test_a_counted_predictor_is_written_judged_and_loaded(
@@ -106,60 +102,45 @@ def test_a_trace_of_another_model_is_refused(tmp_path: Path, model: Path) -> Non
 
 
 def test_the_expert_mlp_is_trained_at_the_papers_width_and_to_the_end_of_its_schedule() -> None:
-    pytest.importorskip("torch", reason=NO_TORCH)
-    chosen = trainer("expert-mlp").Options()
+    chosen = expert_mlp_training.Options()
     assert (chosen.hidden, chosen.epochs, chosen.patience) == ((2048, 1024, 512, 256, 128, 64), 45, 0)
     trace, small = random_trace(n_sequences=4, n_decode=8), (16,) * 6
     for patience, runs in ((1, range(2, 30)), (0, range(30, 31))):
-        options = trainer("expert-mlp").Options(hidden=small, epochs=30, patience=patience, batch=32, lr=1e-6)
-        assert epochs_of(trace, options) in runs
+        options = expert_mlp_training.Options(hidden=small, epochs=30, patience=patience, batch=32, lr=1e-6)
+        assert expert_mlp_training.train(trace, options).facts["epochs_run"] in runs
 
 
-def epochs_of(trace: Trace, options: Any) -> int:
-    """How many epochs a training takes."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        trainer("expert-mlp").train(trace, options)
-    return int(printed.getvalue().split("after ")[1].split()[0])
-
-
-def test_what_is_trained_says_how_its_validation_went_epoch_by_epoch() -> None:
-    pytest.importorskip("torch", reason=NO_TORCH)
+def test_a_training_saves_its_validation_accuracy_after_each_epoch() -> None:
     trace = random_trace(n_sequences=8, n_decode=20, with_inputs=True)
-    for name, sizes in (("mlp", {"windows": (1,), "n_hidden": 8}), ("expert-mlp", {"hidden": (16,) * 6})):
-        module = trainer(name)
-        curve = module.train(trace, module.Options(epochs=3, batch=32, patience=0, **sizes)).facts["validation"]
+    for training, sizes in (
+        (mlp_training, {"windows": (1,), "n_hidden": 8}),
+        (expert_mlp_training, {"hidden": (16,) * 6}),
+    ):
+        curve = training.train(trace, training.Options(epochs=3, batch=32, patience=0, **sizes)).facts["curve"]
         assert len(curve) == 3 and all(0 < value <= 1 for value in curve)
 
 
 def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
-    pytest.importorskip("torch", reason=NO_TORCH)
     trace = random_trace(n_sequences=20, n_decode=60, with_inputs=True)
     seen, unseen = trace.select(range(16)), trace.select(range(16, 20))
-    module = trainer("mlp")
-    chosen = module.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
-    learned, control = (
-        mlp(trace.shape, Weights(module.train(taught, chosen).arrays, asdict(chosen)))
-        for taught in (seen, shuffled(seen, 0))
-    )
+    chosen = mlp_training.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
+    learned, control = (mlp(trace.shape, mlp_training.train(taught, chosen)) for taught in (seen, shuffled(seen, 0)))
     learned, control = (asked(lambda each=each: each) for each in (learned, control))
     assert accuracy(learned, unseen, 1) > accuracy(control, shuffled(unseen, 1), 1) + 0.1
 
 
-def test_a_taught_expert_mlp_is_its_torch_network_with_the_norms_folded_in() -> None:
-    torch = pytest.importorskip("torch", reason=NO_TORCH)
-    module = trainer("expert-mlp")
-    network = module.build(12, 5, module.Options(hidden=(32,) + (16,) * 5))
-    x = torch.randn(256, 12)
-    network(3 * x + 1)  # moves the norms' means and spreads
-    arrays = module.folded(network.eval())
-    y = x.numpy()
-    for i in range(7):
-        y = y @ arrays[f"layers.{i}.weight"].T.astype(np.float32) + arrays[f"layers.{i}.bias"]
+def test_a_taught_expert_mlp_has_its_batch_norms_folded_in() -> None:
+    rng = np.random.default_rng(0)
+    network = FeedForward((12, 32, *(16,) * 5, 5), rng, norms=True)
+    x = (3 * rng.standard_normal((4096, 12)) + 1).astype(np.float32)
+    for _ in range(200):  # moves the norms' running means and variances to those of x
+        expected = network.training_logits(x, rng).value
+    y = x
+    for i, (weight, bias) in enumerate(network.matrices()):
+        y = y @ weight.T + bias
         y = np.maximum(y, 0) if i < 6 else y
-    assert y == pytest.approx(network(x).detach().numpy(), abs=0.02)
+    assert y == pytest.approx(expected, abs=0.02)
     trace = random_trace(n_sequences=4, n_decode=8)
-    chosen = module.Options(hidden=(32,) + (16,) * 5, epochs=1, batch=32)
-    arrays = module.train(trace, chosen).arrays
-    taught = expert_mlp(trace.shape, Weights(arrays, {"hidden": list(chosen.hidden)}))
+    chosen = expert_mlp_training.Options(hidden=(32,) + (16,) * 5, epochs=1, batch=32)
+    taught = expert_mlp(trace.shape, expert_mlp_training.train(trace, chosen))
     assert 0 < accuracy(asked(lambda: taught), trace, 1) <= 1

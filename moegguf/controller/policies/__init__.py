@@ -87,7 +87,7 @@ def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
         static = artifacts.load("popularity", shape, lambda saved: Static(shape, saved.array("popularity", *size)))
     except FileNotFoundError as error:
         raise OptionError(
-            "the policy 'static' needs the model's popularity.safetensors (predictors/train/predictor.py, on a trace)."
+            "the policy 'static' needs the model's popularity.safetensors: `moegguf learn MODEL --strategy duoserve`."
         ) from error
     return LRU if static is None else static
 

@@ -13,7 +13,7 @@ from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.predictors.networks import MLP, SKIP, expert_mlp, mlp, skip
 from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import Weights
+from moegguf.controller.weights import Weights, read_facts
 from moegguf.errors import OptionError
 
 Make = Callable[[MoeShape, Artifacts], Predictor]
@@ -28,8 +28,8 @@ def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make
             found = artifacts.load(name, shape, partial(build, shape))
         except FileNotFoundError as error:
             raise OptionError(
-                f"the predictor {name!r} has to be trained for this model first, on a trace"
-                f" (predictors/train/predictor.py); these need no training: {', '.join(UNTRAINED)}."
+                f"the predictor {name!r} has to be trained for this model first: `moegguf learn MODEL --strategy"
+                f" {LEARNT_FOR[name]}`; these need no training: {', '.join(UNTRAINED)}."
             ) from error
         return NoPrediction(shape) if found is None else found
 
@@ -50,6 +50,16 @@ LEARNED: dict[str, Callable[[MoeShape, Weights], Predictor]] = {
     "expert-mlp": expert_mlp,
     "routing-path": routing_path,
 }
+LEARNT_FOR = {
+    MLP: "promoe",
+    "token-id": "promoe",
+    "routing-path": "expertflow",
+    "expert-mlp": "duoserve",
+    "affinity": "duoserve",
+    "popularity": "duoserve",
+    "eamc": "moe-infinity",
+}
+"""{the name of a file: the strategy for which `moegguf learn` makes it}."""
 PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for name, build in LEARNED.items()}}
 
 
@@ -77,6 +87,14 @@ def check_predictor(name: str) -> None:
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:
-    """The name of the most accurate predictor to prefetch with: the learned one where this model has it, or `skip`."""
-    trained = next(artifacts.find("mlp.safetensors"), None) is not None
-    return MLP if trained else SKIP
+    """Returns the name of the predictor to prefetch with: the learned one where this model has it,
+    else `skip`. It is `skip`, too, where `skip` was right more often on the requests that judged
+    the learned one."""
+    path = next(artifacts.find("mlp.safetensors"), None)
+    if path is None:
+        return SKIP
+    facts = read_facts(path)
+    match [facts.get(f"{name}_right") for name in (SKIP, MLP)]:
+        case [float(skip_right), float(mlp_right)] if skip_right > mlp_right:
+            return SKIP
+    return MLP

@@ -2,7 +2,7 @@
 
 A small T5, which the store computes: a bidirectional encoder over the `window` tokens before a chunk, a decoder over
 the chunk token by token with cross-attention to it, and one linear head per MoE layer for the experts of the token.
-predictors/train/routing_path.py trains it. Differences from T5, all to reduce the cost of one token: a chunk's encoder
+moegguf/learning/routing_path.py trains it. Differences from T5, all to reduce the cost of one token: a chunk's encoder
 states and the decoder's keys and values are cached, so that a token costs one decoder step and the encoder runs once
 per chunk; positions in window and chunk are learned vectors instead of relative biases, as both have fixed lengths; a
 window that begins before the request is filled with a learned token, so that only the causal mask is needed. Most of

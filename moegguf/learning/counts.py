@@ -1,4 +1,4 @@
-"""Predictors fitted to a recorded trace by counting: popularity, affinity, the token table."""
+"""Counts on a recorded trace: popularity, affinity, the token table, MoE-Infinity's collection."""
 
 from __future__ import annotations
 
@@ -6,31 +6,42 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
+from moegguf.controller.collection import Eamc
 from moegguf.controller.predictors.counts import MAX_COUNT
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
-from predictors.study.arrange import multi_hot
 
-MOST_TOKENS = 1 << 15  # of a token table
+MOST_TOKENS = 1 << 15  # entries of a token table
+
+
+def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
+    """Returns (..., n_expert): True for the ids (..., n_expert_used); negative ids are padding."""
+    hot = np.zeros((*expert_ids.shape[:-1], n_expert + 1), np.bool_)
+    np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), True, axis=-1)
+    return hot[..., :n_expert]
 
 
 def choices(trace: Trace, row: int) -> Float32s:
-    """(n_tokens, n_expert): 1 where a token's router in MoE layer number `row` chose the expert; 0 if not computed."""
+    """Returns (n_tokens, n_expert): 1 where a token's router in MoE layer number `row` chose the
+    expert; 0 for the others, and where the layer was not computed."""
     return multi_hot(trace.expert_ids[row], trace.shape.n_expert).astype(np.float32)
 
 
 def count_popularity(trace: Trace) -> Float32s:
-    """DuoServe-MoE, equation 2: P (n_moe_layer, n_expert), rows sum to 1; uniform for layers never computed."""
+    """Returns DuoServe-MoE's popularity P (n_moe_layer, n_expert) (equation 2). Rows sum to 1. A
+    layer that was never computed has a uniform row."""
     counts = np.stack([choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))])
     return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
 
 
 def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
-    """DuoServe-MoE, equation 3: A (n_moe_layer - 1, n_expert, n_expert): choices in layer l + 1 per expert of layer l.
+    """Returns DuoServe-MoE's affinity A (n_moe_layer - 1, n_expert, n_expert) (equation 3): the
+    choices in layer l + 1 per expert of layer l.
 
-    Rows sum to 1; that of an expert never chosen is the popularity of the next layer.
+    Rows sum to 1. The row of an expert that was never chosen is the popularity of the next layer.
     """
     hot = [choices(trace, row) for row in range(len(trace.shape.layers))]
     pairs = [here.T @ after for here, after in pairwise(hot)]
@@ -45,8 +56,9 @@ def _shares(counts: Float32s, default: Float32s) -> Float32s:
 
 
 def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
-    """ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry, n_moe_layer, n_expert) of the
-    choices made for each. Tokens without known id and experts are left out, and those above the first `most_tokens`.
+    """Returns ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry,
+    n_moe_layer, n_expert) of the choices made for each. Tokens without known id and experts are
+    left out, and so are tokens above the first `most_tokens`.
     """
     known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
     tokens = np.unique(trace.tokens[known])[:most_tokens]
@@ -66,3 +78,17 @@ COUNTED: dict[str, Callable[[Trace], Weights]] = {
     "affinity": lambda trace: Weights({"affinity": count_affinity(trace, count_popularity(trace))}),
 }
 """{predictor: its arrays, counted over all passes of a trace}"""
+
+
+def collect(trace: Trace, eamc: Eamc) -> None:
+    """Adds the requests of the trace to MoE-Infinity's collection, as if their answers had been
+    written here. A request that the collection has already is left out."""
+    rows = list(trace.shape.layers)
+    answers = trace.decode()
+    for sequence in answers.sequences():
+        ream = np.zeros(trace.shape.table, np.float32)
+        request = answers.select([sequence])
+        ream[rows] = [choices(request, row).sum(axis=0) for row in range(len(rows))]
+        known = eamc.state
+        if not (known == ream).all(axis=(1, 2)).any():
+            eamc.add(ream)

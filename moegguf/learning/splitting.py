@@ -9,18 +9,22 @@ from moegguf.trace.trace import Trace
 
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:
-    """Requests to leave out: this share of each kind of text, at least one where a kind has several."""
+    """Returns the requests to leave out: this share of each kind of text, at least one where a kind
+    has several. Where no kind has several, all requests count as one kind."""
     rng = np.random.default_rng(seed)
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
+    groups = list(kinds.values())
+    if all(len(sequences) == 1 for sequences in groups):
+        groups = [trace.sequences()]
     picked: list[int] = []
-    for sequences in kinds.values():
+    for sequences in groups:
         n = min(len(sequences) - 1, max(1, round(share * len(sequences))))
         picked += rng.permutation(sequences)[:n].tolist()
     return sorted(picked)
 
 
 def validation_tokens(trace: Trace, seed: int, share: float = 0.1) -> npt.NDArray[np.bool_]:
-    """(n_tokens,): tokens of requests that only decide when to stop."""
+    """Returns (n_tokens,): tokens of requests that only decide when to stop."""
     return np.isin(trace.sequence_of, held_out(trace, share, seed))

@@ -1,0 +1,206 @@
+"""`moegguf learn`: records a model's routing and trains what the papers' strategies need of it.
+
+Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record` and
+`learning`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from moegguf.cli.bench import split
+from moegguf.cli.options import OFTEN, AsJson, Flag, Given, flags, model_argument
+from moegguf.cli.trace import showing_progress
+from moegguf.errors import BusyError, OptionError
+from moegguf.terminal.messages import print_message
+
+if TYPE_CHECKING:
+    from moegguf.gguf.experts import ExpertLayout
+    from moegguf.learning.learn import Learning, Learnt
+    from moegguf.trace.analysis import Progress
+    from moegguf.trace.prompts import Prompt
+
+TEXTS = Path(__file__).parents[1] / "learning" / "texts.jsonl"
+SOURCES = {"prompts": "--prompts", "trace": "--trace", "from_server": "--from-server"}
+Model = Annotated[
+    str, model_argument("A GGUF file (of a split model the first), `demo`, or a name that `moegguf list` shows.")
+]
+FEW_TOKENS = 1000  # fewer tokens than these teach little
+
+LEARN_FLAGS = (
+    Flag("strategy", "--strategy", "NAMES", OFTEN,
+         "promoe, expertflow, duoserve, moe-infinity, separated by commas.  [default: all of them]", []),
+    Flag("prompts", "--prompts", "FILE", OFTEN,
+         "Your own texts: a .jsonl with a prompt per line, or text, one per paragraph.  [default: texts that come with"
+         " moegguf]", None, Path | None, {"exists": True, "dir_okay": False}),
+    Flag("from_server", "--from-server", None, OFTEN,
+         "Learn from the responses of /v1/responses that a server of yours has stored here, those without a key.",
+         False, bool),
+    Flag("trace", "--trace", "FILE", OFTEN, "Learn from a trace that is recorded already (`trace record --inputs`).",
+         None, Path | None, {"exists": True, "dir_okay": False}),
+    Flag("tokens", "--tokens", "N", OFTEN, "Begin no more texts after N tokens.", 8192, int, {"min": 1}),
+    Flag("max_tokens", "--max-tokens -n", "N", OFTEN, "Longest answer to a text, unless the text sets one.", 64, int,
+         {"min": 1}),
+    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context size: the longest text with its answer.", 1024, int, {"min": 1}),
+    Flag("seed", "--seed", "N", OFTEN, "Random seed, of answers and of training.", 0, int),
+)  # fmt: skip
+
+
+@flags("expert_cache", "n_threads", own=LEARN_FLAGS)
+def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
+    """Learn what the papers' strategies need to know of MODEL, and save it beside the model.
+
+    The model answers texts while its routing is recorded; then networks are trained, and tried on
+    texts that were held out. Ctrl-C leaves what was learned before as it was.
+    """
+    _limit_threads(given.get("n_threads"))
+    from moegguf.gguf.experts import read_layout
+    from moegguf.learning.learn import check_strategies
+    from moegguf.models.catalog import find_model
+    from moegguf.terminal.tables import print_json
+
+    strategies = check_strategies(split(chosen["strategy"]))
+    sources = [flag for name, flag in SOURCES.items() if chosen[name]]
+    if len(sources) > 1:
+        raise OptionError(f"{' and '.join(sources)} are both what is learned from; leave out one.")
+    path = find_model(model)
+    layout = read_layout(path)
+    if not layout.is_moe:
+        raise OptionError(f"{model} has no experts, of which something could be learned; name another model.")
+    with showing_progress() as progress:
+        learning = _recorded(path, layout, strategies, given, chosen, progress)
+        learnt = [learning.learn(name, _reporting(progress, name)) for name in strategies]
+    if as_json:
+        print_json([asdict(one) | {"files": [str(file) for file in one.files]} for one in learnt])
+        return
+    _print_learnt(model, learning, learnt)
+
+
+def _limit_threads(n_threads: int | None) -> None:
+    """Limits the threads of numpy's matrix products to `n_threads`, else to the processors that
+    other processes leave free: threads that wait for each other are slow beside other work. It
+    takes effect only before numpy is imported."""
+    from moegguf.engine.machine import count_cpus
+
+    n_free = max(1, count_cpus() - round(os.getloadavg()[0]))
+    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, str(n_threads or n_free))
+
+
+def _recorded(
+    path: Path,
+    layout: ExpertLayout,
+    strategies: Sequence[str],
+    given: Given,
+    chosen: Mapping[str, Any],
+    progress: Progress,
+) -> Learning:
+    """Returns the requests to learn from. They come from a trace, or are recorded now into a file
+    that is removed again."""
+    from moegguf.controller.artifacts import Artifacts
+    from moegguf.learning.learn import TRACE_BYTES, Learning, most_tokens, needs_inputs
+    from moegguf.settings import cache_folder
+    from moegguf.trace.format import read
+
+    artifacts = Artifacts(layout)
+    if chosen["trace"]:
+        return Learning(read(chosen["trace"], TRACE_BYTES), artifacts, seed=chosen["seed"])
+    prompts = _texts(chosen)
+    shape = len(layout.layers), layout.hparams.n_embd
+    most = most_tokens(*shape, strategies, chosen["tokens"])
+    if most < chosen["tokens"]:
+        print_message(f"of router inputs {most:,} tokens fit in the memory that training takes")
+    from moegguf.bench.record import RecordOptions, record
+    from moegguf.settings import read_load_keywords
+
+    logging.getLogger("llama-cpp-python").setLevel(
+        logging.CRITICAL
+    )  # the bindings filter llama.cpp's log by this level
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    options = RecordOptions(chosen["max_tokens"], needs_inputs(strategies), seed=chosen["seed"], most_tokens=most)
+    with tempfile.TemporaryDirectory(prefix="learn-", dir=cache_folder()) as folder:
+        out = Path(folder) / "routing.npz"
+        stats = record(
+            path,
+            prompts,
+            out,
+            options,
+            _reporting(progress, "recording"),
+            n_ctx=chosen["ctx"],
+            flash_attn=read_load_keywords(commands=True).get("flash_attn"),
+            verbose=False,
+            strategy="lru",
+            **given,
+        )
+        if stats.tokens < FEW_TOKENS:
+            print_message(f"warning: {stats.tokens:,} tokens are few; thousands predict better (--prompts, --tokens).")
+        return Learning(read(out), artifacts, seed=chosen["seed"])
+
+
+def _reporting(progress: Progress, stage: str) -> Progress:
+    """Returns a callback that reports the steps of a stage."""
+    return lambda step, share: progress(f"{stage}: {step}", share)
+
+
+def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
+    """Returns the texts to record. Raises OptionError."""
+    from moegguf.trace.prompts import Prompt, read_prompts
+
+    if not chosen["from_server"]:
+        return read_prompts(chosen["prompts"] or TEXTS)
+    from moegguf.serving.responses import ResponseStore
+    from moegguf.settings import data_folder, read_settings
+
+    store = ResponseStore(data_folder() / "responses", read_settings().responses_age_s)
+    if not store.stores:
+        raise OptionError(
+            "--from-server reads stored responses, but MOEGGUF_RESPONSES_AGE=0 stores none; change it, or give"
+            " --prompts."
+        )
+    try:
+        turns = store.turns()
+    except BusyError as error:
+        raise OptionError("--from-server: a running server has its stored responses open; stop it first.") from error
+    finally:
+        store.close()
+    found = [Prompt(text, "server") for text in turns if text.strip()]
+    if not found:
+        raise OptionError("--from-server: a server has stored no responses without a key here; give --prompts instead.")
+    return found
+
+
+def _print_learnt(model: str, learning: Learning, learnt: Sequence[Learnt]) -> None:
+    from moegguf.cli.trace_tables import print_notes, print_table
+    from moegguf.learning.learn import JUDGED_SHARE, LAYER_EXPERTS
+
+    names = ("strategy", "tokens", "seconds", "validation", "right", "popularity", "hits", "LRU")
+    lines = [
+        [one.strategy, f"{one.tokens:,}", f"{one.seconds:.1f}", _percent(one.validation),
+         *map(_percent, (one.right, one.popularity, one.hits, one.lru))]
+        for one in learnt
+    ]  # fmt: skip
+    print_table("Learned, and tried on texts that were held out", names, lines)
+    judged = learning.judged
+    tried = ",".join(one.strategy for one in learnt)
+    print_notes(
+        "",
+        f"tried on: {judged.decode().n_tokens:,} tokens of {len(judged.sequences())} answers",
+        "validation: experts that the network got right on texts that ended its training",
+        "right: of the experts that the predictor named, the share that the router chose;",
+        "  popularity: where the experts that are used most are named",
+        f"hits: with {JUDGED_SHARE:.0%} of the experts in memory, and a link that brings {LAYER_EXPERTS} experts",
+        "  in the time of a layer; LRU: without predictions",
+        f"saved in {learnt[0].files[0].parent}",
+        f"next: moegguf run {model} --strategy {learnt[0].strategy}",
+        f"      moegguf bench -m {model} --strategy moegguf,lru,{tried}",
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

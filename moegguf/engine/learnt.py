@@ -1,0 +1,30 @@
+"""The files of what was learnt of a model's routing, as `moegguf show` lists them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.predictors import LEARNT_FOR
+from moegguf.controller.weights import read_facts
+from moegguf.gguf.experts import ExpertLayout
+
+SHOWN = ("tokens", "requests", "right")
+
+
+def learnt_facts(layout: ExpertLayout) -> list[dict[str, Any]]:
+    """Returns for each file its predictor, the strategy that uses it, and its path.
+
+    tokens and requests: the size of the training. right: the share of held-out choices that its
+    strategy's predictor was right about. Each is None where the file does not say it.
+    """
+    artifacts = Artifacts(layout)
+    found = []
+    for name, strategy in LEARNT_FOR.items():
+        path = next(artifacts.find(f"{name}.safetensors"), None)
+        if path is not None:
+            facts = read_facts(path)
+            about = {key: facts.get(key) for key in SHOWN}
+            known = {key: value if isinstance(value, int | float) else None for key, value in about.items()}
+            found.append({"predictor": name, "strategy": strategy, "path": str(path), **known})
+    return found

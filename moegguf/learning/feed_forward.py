@@ -1,0 +1,157 @@
+"""Networks of dense layers with ReLUs between them, fitted to samples: ProMoE's and DuoServe-MoE's
+are such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.learning.fitting import Batch, Trainee, n_right
+from moegguf.learning.gradients import Floats, Node, add, product, relu, standardize, times
+
+NORM_EPS = 1e-5
+MOMENTUM = 0.1  # weight of a batch in a batch norm's running mean and variance
+MOST_VALIDATION = 8192  # samples that validate; of more, an even selection does
+VALIDATION_BATCH = 2048
+
+Indices = npt.NDArray[np.int64]
+Loss = Callable[[Node, Floats], Batch]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples by number.
+
+    validation (n,): True for samples that only decide when to stop.
+    read: returns inputs (m, n_in) and choices (m, n_expert) of 0 and 1 of the numbered samples.
+    """
+
+    validation: npt.NDArray[np.bool_]
+    read: Callable[[Indices], tuple[Floats, Floats]]
+
+
+class FeedForward:
+    """Dense layers of these sizes, from the input to the logits.
+
+    dropout: the share of hidden values that a training step leaves out.
+    norms: True puts a batch norm behind each hidden layer.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], rng: np.random.Generator, dropout: float = 0.0, norms: bool = False
+    ) -> None:
+        self.parameters: dict[str, Node] = {}
+        self.n_layers = len(sizes) - 1
+        self.dropout = dropout
+        self.running: dict[str, Floats] = {}  # the batch norms' means and variances
+        for i, (n_in, n_out) in enumerate(pairwise(sizes)):
+            most = 1 / np.sqrt(n_in)
+            for name, size in ((f"layers.{i}.weight", (n_in, n_out)), (f"layers.{i}.bias", (n_out,))):
+                self.parameters[name] = Node(rng.uniform(-most, most, size).astype(np.float32), learns=True)
+            if norms and i < self.n_layers - 1:
+                self.parameters[f"norms.{i}.gain"] = Node(np.ones(n_out, np.float32), learns=True)
+                self.parameters[f"norms.{i}.bias"] = Node(np.zeros(n_out, np.float32), learns=True)
+                self.running[f"norms.{i}.mean"] = np.zeros(n_out, np.float32)
+                self.running[f"norms.{i}.variance"] = np.ones(n_out, np.float32)
+
+    def training_logits(self, inputs: Floats, rng: np.random.Generator) -> Node:
+        """Returns the logits (n, n_expert) of a training step, whose batch norms take their means
+        from these inputs."""
+        x = Node(inputs)
+        for i in range(self.n_layers):
+            x = add(product(x, self.parameters[f"layers.{i}.weight"]), self.parameters[f"layers.{i}.bias"])
+            if i < self.n_layers - 1:
+                x = relu(self._normed(i, x))
+                if self.dropout:
+                    x = times(x, Node(dropped(x.value.shape, self.dropout, rng)))
+        return x
+
+    def _normed(self, i: int, x: Node) -> Node:
+        gain = self.parameters.get(f"norms.{i}.gain")
+        if gain is None:
+            return x
+        n = len(x.value)
+        found = {"mean": x.value.mean(axis=0), "variance": x.value.var(axis=0) * (n / max(1, n - 1))}
+        for name, values in found.items():
+            running = self.running[f"norms.{i}.{name}"]
+            self.running[f"norms.{i}.{name}"] = running + np.float32(MOMENTUM) * (values - running)
+        return add(times(standardize(x, NORM_EPS), gain), self.parameters[f"norms.{i}.bias"])
+
+    def matrices(self) -> list[tuple[Floats, Floats]]:
+        """Returns each layer's W (n_out, n_in) and bias, with the batch norm that follows it folded
+        in."""
+        found = []
+        for i in range(self.n_layers):
+            weight = self.parameters[f"layers.{i}.weight"].value.T
+            bias = self.parameters[f"layers.{i}.bias"].value
+            if f"norms.{i}.gain" in self.parameters:
+                variance = self.running[f"norms.{i}.variance"]
+                gain = self.parameters[f"norms.{i}.gain"].value / np.sqrt(variance + NORM_EPS)
+                weight = weight * gain[:, np.newaxis]
+                bias = (bias - self.running[f"norms.{i}.mean"]) * gain + self.parameters[f"norms.{i}.bias"].value
+            found.append((weight, bias))
+        return found
+
+
+def dropped(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> Floats:
+    """Returns factors that leave out this share of values, and scale the others so that their mean
+    stays."""
+    return (rng.random(shape, np.float32) >= share) / np.float32(1 - share)
+
+
+class FeedForwardTrainee(Trainee):
+    """A feed-forward network with its samples. most: samples in an epoch, drawn anew for each; 0:
+    all of them."""
+
+    def __init__(
+        self, network: FeedForward, samples: Samples, loss: Loss, batch: int, most: int, rng: np.random.Generator
+    ) -> None:
+        self.network = network
+        self.parameters = network.parameters
+        self._samples = samples
+        self._loss = loss
+        self._train = np.flatnonzero(~samples.validation)
+        validation = np.flatnonzero(samples.validation)
+        self._validation = validation[:: max(1, -(-len(validation) // MOST_VALIDATION))]
+        self._most = min(most or len(self._train), len(self._train))
+        self._batch = max(1, min(batch, self._most))
+        self._rng = rng
+
+    @property
+    def n_batches(self) -> int:
+        """The batches of an epoch, all of one size."""
+        return self._most // self._batch
+
+    def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
+        """Yields batches of samples in random order."""
+        order = rng.permutation(self._train)[: self.n_batches * self._batch]
+        for part in order.reshape(self.n_batches, self._batch):
+            inputs, chosen = self._samples.read(part)
+            yield self._loss(self.network.training_logits(inputs, self._rng), chosen)
+
+    def validate(self) -> float:
+        """Returns the accuracy on the validation samples; 0 without any."""
+        matrices = self.network.matrices()
+        right = total = 0
+        for start in range(0, len(self._validation), VALIDATION_BATCH):
+            x, chosen = self._samples.read(self._validation[start : start + VALIDATION_BATCH])
+            for i, (weight, bias) in enumerate(matrices):
+                x = x @ weight.T + bias
+                x = np.maximum(x, 0) if i < len(matrices) - 1 else x
+            n, of = n_right(x, chosen)
+            right += n
+            total += of
+        return right / max(1, total)
+
+    def state(self) -> dict[str, Floats]:
+        """Returns a copy of the parameters and of the batch norms' means and variances."""
+        return super().state() | dict(self.network.running)
+
+    def restore(self, state: dict[str, Floats]) -> None:
+        """Returns to an earlier state."""
+        super().restore(state)
+        self.network.running = {name: state[name] for name in self.network.running}

@@ -1,0 +1,213 @@
+"""One way to fit a network to choices of experts: AdamW, batches in random order, an end when it no
+longer helps.
+
+It knows networks and samples, not traces.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.learning.gradients import Floats, Node, backward, shares_of
+
+Choices = Floats | npt.NDArray[np.bool_]
+"""1 or True for the experts that a router chose."""
+
+Report = Callable[[str, float], object]
+"""Gets a step of a training in words, and the share of the training that is done."""
+
+WARM_SHARE = 0.1  # share of the steps in which the rate rises
+MOST_NORM = 1.0  # largest norm of the gradient of all parameters together; a larger one is scaled down
+BETAS = (0.9, 0.999)  # decay of Adam's two averages
+EPS = 1e-8
+
+
+def no_report(step: str, share: float) -> None:
+    """Ignores a report."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The length and speed of a training; the rate is annealed over all epochs.
+
+    patience: epochs without a better validation accuracy before the training ends; 0: all epochs
+    are run.
+    """
+
+    epochs: int = 12
+    batch: int = 512
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    patience: int = 3
+    seed: int = 0
+
+
+class Batch(NamedTuple):
+    """A batch's logits, with the loss and its gradient by the logits."""
+
+    logits: Node
+    loss: float
+    gradient: Floats
+
+
+class Trainee(ABC):
+    """A network with the samples that it is fitted to. `parameters`: by name, as `fit` changes
+    them."""
+
+    parameters: dict[str, Node]
+
+    @property
+    @abstractmethod
+    def n_batches(self) -> int:
+        """The most batches in an epoch."""
+
+    @abstractmethod
+    def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
+        """Yields the batches of an epoch; each is computed when it is reached, with the parameters
+        of then."""
+
+    @abstractmethod
+    def validate(self) -> float:
+        """Returns the accuracy on requests that only decide when to stop."""
+
+    def state(self) -> dict[str, Floats]:
+        """Returns a copy of what a training changes."""
+        return {name: node.value.copy() for name, node in self.parameters.items()}
+
+    def restore(self, state: dict[str, Floats]) -> None:
+        """Returns to an earlier state."""
+        for name, node in self.parameters.items():
+            node.value = state[name]
+
+
+@dataclass
+class Fitted:
+    """The course of a training: for each epoch the mean loss and the validation accuracy."""
+
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        """The validation accuracy of the epoch that was kept."""
+        return max(self.accuracies, default=0.0)
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs that were run."""
+        return len(self.accuracies)
+
+
+class AdamW:
+    """Adam with decoupled weight decay, over these parameters."""
+
+    def __init__(self, parameters: Iterable[Node], weight_decay: float) -> None:
+        self._parameters = list(parameters)
+        self._means = [np.zeros_like(node.value) for node in self._parameters]
+        self._squares = [np.zeros_like(node.value) for node in self._parameters]
+        self._weight_decay = weight_decay
+        self._n_steps = 0
+
+    def step(self, rate: float) -> None:
+        """Changes each parameter against its gradient, which is then cleared."""
+        self._n_steps += 1
+        first, second = BETAS
+        rise = rate / (1 - first**self._n_steps)
+        unbias = 1 / (1 - second**self._n_steps)
+        scale = self._clipping()
+        for node, mean, square in zip(self._parameters, self._means, self._squares, strict=True):
+            if node.grad is None:
+                continue
+            gradient = node.grad * scale
+            mean += (1 - first) * (gradient - mean)
+            gradient *= gradient
+            square += (1 - second) * (gradient - square)
+            node.value *= 1 - rate * self._weight_decay
+            node.value -= rise * mean / (np.sqrt(square * unbias) + EPS)
+            node.grad = None
+
+    def _clipping(self) -> np.float32:
+        """Returns the factor that makes the norm of all gradients MOST_NORM at most."""
+        squares = sum(float(np.vdot(node.grad, node.grad)) for node in self._parameters if node.grad is not None)
+        return np.float32(min(1.0, MOST_NORM / max(squares**0.5, EPS)))
+
+
+def rate_at(share: float) -> float:
+    """Returns the share of the learning rate that is used when this share of all steps is done: it
+    rises over the first tenth and falls along half a cosine."""
+    if share < WARM_SHARE:
+        return share / WARM_SHARE
+    return 0.5 + 0.5 * float(np.cos(np.pi * (share - WARM_SHARE) / (1 - WARM_SHARE)))
+
+
+def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fitted:
+    """Trains the network in place and leaves it in the state of its best epoch."""
+    rng = np.random.default_rng(schedule.seed)
+    optimizer = AdamW(trainee.parameters.values(), schedule.weight_decay)
+    n_steps = schedule.epochs * trainee.n_batches
+    fitted = Fitted()
+    best = trainee.state()
+    best_epoch = 0
+    done = 0
+    for epoch in range(schedule.epochs if trainee.n_batches else 0):
+        losses = []
+        for batch in trainee.batches(rng):
+            backward(batch.logits, batch.gradient)
+            done += 1
+            optimizer.step(schedule.lr * rate_at(done / n_steps))
+            losses.append(batch.loss)
+        fitted.losses.append(float(np.mean(losses)))
+        found = trainee.validate()
+        if found > fitted.best or found == 0:  # 0: no request validates, and the last epoch is kept
+            best = trainee.state()
+            best_epoch = epoch
+        fitted.accuracies.append(found)
+        report(f"epoch {epoch + 1}, {found:.1%} right on validation", (epoch + 1) / schedule.epochs)
+        if schedule.patience and epoch - best_epoch >= schedule.patience:
+            break
+    trainee.restore(best)
+    return fitted
+
+
+def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
+    """Returns how many of the most probable experts are right, of how many: ProMoE's ACCURACY
+    (section 4.1) takes as many as a token uses. scores and chosen: (n, n_expert)."""
+    total = int(chosen.sum())
+    if total == 0:
+        return 0, 0
+    k = int(chosen.sum(axis=-1).max())
+    picked = np.argpartition(scores, -k, axis=-1)[..., -k:]
+    return int(np.take_along_axis(chosen, picked, axis=-1).sum()), total
+
+
+def cross_entropy(logits: Node, chosen: Floats) -> Batch:
+    """The loss of softmax with the choices as equal shares, the mean over samples.
+
+    On two pairs of layers of a small model its accuracy was 1 to 2 points above KL on the router's
+    probabilities, and 2 to 4 above BCE (one seed).
+    """
+    wanted = chosen / chosen.sum(axis=1, keepdims=True)
+    shares = shares_of(logits.value)
+    loss = -(wanted * np.log(shares + 1e-12)).sum(axis=1).mean()
+    return Batch(logits, float(loss), (shares - wanted) / np.float32(len(chosen)))
+
+
+def binary_cross_entropy(logits: Node, chosen: Choices, known: npt.NDArray[np.bool_] | None = None) -> Batch:
+    """The loss of a sigmoid for each expert, the mean over experts; of rows that are `known` where
+    this is given."""
+    x = logits.value
+    decay = np.exp(-np.abs(x))
+    losses = np.maximum(x, 0) - x * chosen + np.log1p(decay)
+    gradient = np.where(x >= 0, 1, decay) / (1 + decay) - chosen
+    n = x.size
+    if known is not None:
+        losses *= known[..., np.newaxis]
+        gradient *= known[..., np.newaxis]
+        n = max(1, int(known.sum())) * x.shape[-1]
+    return Batch(logits, float(losses.sum() / n), (gradient / np.float32(n)).astype(x.dtype))

@@ -1,0 +1,231 @@
+"""Learns what strategies need from one trace of a model, and saves it beside the model.
+
+Requests that were left out judge a strategy: the simulator replays them. Two figures come of it, and
+each stands beside the figure of a strategy without training. One is the share of the experts that
+the predictor named and the router chose. The other one is the hit rate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from moegguf.controller import weights as weights_file
+from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.collection import Eamc
+from moegguf.controller.policies import make_policy
+from moegguf.controller.predictors import LEARNED, LEARNT_FOR, UNTRAINED
+from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.predictors.networks import MLP, SKIP
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.strategies import Strategy, find_strategy
+from moegguf.controller.weights import Weights
+from moegguf.errors import ModelFormatError, OptionError, StorageError
+from moegguf.learning import expert_mlp, mlp, routing_path
+from moegguf.learning.counts import COUNTED, collect
+from moegguf.learning.fitting import Report, no_report
+from moegguf.learning.splitting import held_out
+from moegguf.trace.simulate import SimOptions, SimResult, Simulation, slots_of
+from moegguf.trace.trace import Trace
+
+LEARNERS = tuple(dict.fromkeys(LEARNT_FOR.values()))
+"""The strategies that can be learned."""
+
+TRAINERS: dict[str, ModuleType] = {MLP: mlp, "expert-mlp": expert_mlp, "routing-path": routing_path}
+"""{predictor: the module that trains it: `Options`, whose fields go into the saved facts, and
+`train`}."""
+
+BRIEF: dict[str, Any] = {
+    MLP: mlp.Options(windows=(1, 2, 4), n_hidden=256, epochs=10, batch=128),
+    "expert-mlp": expert_mlp.Options(
+        hidden=(512, 256, 128, 64, 32, 16), epochs=20, batch=128, lr=3e-3, patience=4, most_samples=1 << 15
+    ),
+    "routing-path": routing_path.Options(epochs=24, patience=3),
+}  # fmt: skip
+"""Options with which a few thousand tokens are learned in minutes on two processors."""
+
+EAMC = "eamc"
+LEAST_REQUESTS = 4
+HELD_OUT_SHARE = 0.2
+JUDGED_SHARE = 0.25  # share of the experts that fit in memory where strategies are judged
+LAYER_US = 1000.0  # a layer's time on the modelled link
+LAYER_EXPERTS = 2  # experts that this link brings in the time of a layer
+TRACE_BYTES = 1 << 30  # size of a trace that is learned from
+INPUT_BYTES = 768 << 20  # size of router inputs in such a trace; a training holds them twice
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The outcome of learning for one strategy.
+
+    files: the files that were saved.
+
+    validation: the accuracy of the strategy's network on requests that decided when to stop. It is
+    None where nothing is trained.
+
+    right: the share of the experts named by its predictor that the router chose, in held-out
+    answers. popularity: this share where the experts that are used most are named.
+
+    hits and lru: hit rates of these answers, with the strategy and with LRU alone.
+    """
+
+    strategy: str
+    files: tuple[Path, ...]
+    tokens: int
+    requests: int
+    seconds: float
+    validation: float | None
+    right: float
+    popularity: float
+    hits: float
+    lru: float
+
+
+def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: int) -> int:
+    """Returns how many tokens of a trace are learned from. Where a strategy needs router inputs,
+    these have INPUT_BYTES at most."""
+    if not needs_inputs(strategies):
+        return wanted
+    return max(1, min(wanted, INPUT_BYTES // (2 * n_layer * n_embd)))
+
+
+def needs_inputs(strategies: Iterable[str]) -> bool:
+    """Returns whether one of these strategies is learned from the routers' inputs."""
+    return any(find_strategy(name).predictor == MLP for name in strategies)
+
+
+def check_strategies(names: Sequence[str]) -> list[str]:
+    """Returns the names; all of LEARNERS for none. Raises OptionError for another one."""
+    for name in names:
+        if find_strategy(name).name not in LEARNERS:
+            raise OptionError(f"the strategy {name!r} needs nothing learned; these do: {', '.join(LEARNERS)}.")
+    return list(dict.fromkeys(names)) or list(LEARNERS)
+
+
+class Learning:
+    """The requests of a trace, split into those that are learned from and those that judge.
+
+    options: of trainings, by predictor, in place of BRIEF. Raises OptionError for a trace of
+    another model, and for one of too few requests or without answers.
+    """
+
+    def __init__(
+        self, trace: Trace, artifacts: Artifacts, options: Mapping[str, Any] | None = None, seed: int = 0
+    ) -> None:
+        if artifacts.fingerprint != trace.header.fingerprint:
+            raise OptionError(
+                f"the trace was recorded from another model ({trace.header.model or 'unnamed'}); name that model, or"
+                " record this one."
+            )
+        requests = trace.sequences()
+        if len(requests) < LEAST_REQUESTS:
+            raise OptionError(
+                f"learning takes at least {LEAST_REQUESTS} requests, of which one judges, but there are"
+                f" {len(requests)}; give more texts (--prompts)."
+            )
+        judging = held_out(trace, HELD_OUT_SHARE, seed)
+        self.artifacts = artifacts
+        self.judged = trace.select(judging)
+        if not self.judged.decode().n_tokens:
+            raise OptionError("what is learned is judged on answers, but the trace has none; use --max-tokens above 0.")
+        self.training = trace.select(set(requests) - set(judging))
+        self._options = {**BRIEF, **(options or {})}
+        self._lru: float | None = None
+        self._popularity = COUNTED["popularity"](self.training)
+
+    def learn(self, name: str, report: Report = no_report) -> Learnt:
+        """Learns and judges one strategy, then saves it. Raises OptionError, and StorageError where
+        a file cannot be written. Interrupted before the end, the old files stay."""
+        start = time.monotonic()
+        strategy = find_strategy(name)
+        learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
+        report("judging on held-out requests", 1.0)
+        facts = self._judge(strategy, learned)
+        folder = self.artifacts.writable_folder()
+        paths = []
+        for file, of_file in learned.items():
+            path = folder / f"{file}.safetensors"
+            saved = Weights(of_file.arrays, {**of_file.facts, **facts})
+            try:
+                weights_file.save(path, file, self.artifacts.fingerprint, self.training.shape, saved)
+            except OSError as error:
+                raise StorageError(
+                    f"{path} cannot be written ({error.strerror}); make room, or its folder writable."
+                ) from error
+            paths.append(path)
+        own = learned[str(strategy.predictor)].facts
+        shown = {key: facts[key] for key in ("tokens", "requests", "right", "popularity", "hits", "lru")}
+        return Learnt(name, tuple(paths), seconds=time.monotonic() - start, validation=own.get("validation"), **shown)
+
+    def _train(self, file: str, report: Report) -> Weights:
+        if file == EAMC:
+            return self._collected()
+        if file in COUNTED:
+            return COUNTED[file](self.training)
+        found: Weights = TRAINERS[file].train(self.training, self._options[file], report)
+        return found
+
+    def _collected(self) -> Weights:
+        """Returns MoE-Infinity's collection of this model with the requests added."""
+        shape = self.training.shape
+        eamc = self.artifacts.collection(shape) or Eamc(*shape.table)
+        collect(self.training, eamc)
+        return eamc.weights()
+
+    def _judge(self, strategy: Strategy, learned: Mapping[str, Weights]) -> dict[str, Any]:
+        """Returns what held-out requests say of a strategy, as facts for its files."""
+        own = str(strategy.predictor)
+        shape = self.training.shape
+        found = self._replay(strategy, self._predictor(own, learned[own]))
+        by_popularity = self._replay(strategy, LEARNED["popularity"](shape, self._popularity))
+        if self._lru is None:
+            self._lru = self._replay(find_strategy("lru"), NoPrediction(shape)).decode_hit_rate
+        facts = {
+            "strategy": strategy.name,
+            "requests": len(self.training.sequences()),
+            "tokens": self.training.n_tokens,
+            "right": _right(found),
+            "popularity": _right(by_popularity),
+            "hits": round(found.decode_hit_rate, 4),
+            "lru": round(self._lru, 4),
+        }
+        return facts | (self._beside_skip(learned[own]) if own == MLP else {})
+
+    def _beside_skip(self, learned: Weights) -> dict[str, float]:
+        """Returns how often the networks and the model's own routers are right as the default
+        strategy uses them: it takes the better ones (`prefetch_predictor`)."""
+        default = Strategy("", "", "lru", prefetch=PrefetchOptions(watchdog=False))
+        shape = self.training.shape
+        try:
+            skip = UNTRAINED[SKIP](shape, self.artifacts)
+        except (ModelFormatError, OptionError):  # routers that only llama.cpp can read, or a trace alone
+            return {}
+        predictors = {MLP: self._predictor(MLP, learned), SKIP: skip}
+        return {f"{name}_right": _right(self._replay(default, each)) for name, each in predictors.items()}
+
+    def _predictor(self, name: str, learned: Weights) -> Predictor:
+        shape = self.training.shape
+        if name == EAMC:
+            return EamcPredictor(shape, Eamc.from_weights(shape, learned))
+        return LEARNED[name](shape, learned)
+
+    def _replay(self, strategy: Strategy, predictor: Predictor) -> SimResult:
+        shape = self.judged.shape
+        options = SimOptions(
+            strategy.prefetch if isinstance(strategy.prefetch, PrefetchOptions) else None,
+            link_bytes_per_s=LAYER_EXPERTS * shape.expert_bytes / (LAYER_US / 1e6),
+            layer_compute_us=LAYER_US,
+            store=strategy.store,
+        )
+        policy = make_policy(strategy.policy, shape, self.artifacts)
+        return Simulation(self.judged, policy, predictor, slots_of(shape, JUDGED_SHARE), options).run()
+
+
+def _right(result: SimResult) -> float:
+    """Returns the share of the experts named that the router chose."""
+    return round(result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4)

@@ -1,0 +1,93 @@
+"""Trains ProMoE's two-layer MLPs (section 4.3), one per pair of layers that the windows need.
+
+Inputs are standardised for training, and that is folded into the first matrix afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.predictors.networks import window_pairs
+from moegguf.controller.weights import Weights
+from moegguf.errors import OptionError
+from moegguf.learning.counts import choices
+from moegguf.learning.feed_forward import FeedForward, FeedForwardTrainee, Samples
+from moegguf.learning.fitting import Fitted, Report, Schedule, cross_entropy, fit, no_report
+from moegguf.learning.gradients import Floats
+from moegguf.learning.splitting import validation_tokens
+from moegguf.trace.trace import Trace
+
+LEAST_SPREAD = 0.3  # share of the mean spread: smaller ones would make weights that bytes cannot hold beside others
+
+
+@dataclass(frozen=True)
+class Options(Schedule):
+    """windows: distances k. n_hidden: 970 makes 2 million weights of 2048 inputs and 60 experts, as
+    in the paper."""
+
+    lr: float = 3e-3
+    windows: tuple[int, ...] = (1, 2, 4, 8)
+    n_hidden: int = 512
+
+
+def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
+    """Returns the arrays `<source>.<target>.{hidden,out}.{weight,bias}`. Raises OptionError where
+    the trace has no inputs."""
+    options = options or Options()
+    if trace.inputs is None:
+        raise OptionError("the trace must hold the routers' inputs, but does not; record it with inputs.")
+    validation = validation_tokens(trace, options.seed)
+    row_of = trace.shape.row_of
+    pairs = window_pairs(trace.shape, options.windows)
+    arrays: dict[str, Floats] = {}
+    courses: list[Fitted] = []
+    for number, (source, target) in enumerate(pairs):
+        name = f"{source}.{target}"
+
+        def report_epoch(step: str, share: float, pair: str = f"{source} to {target}", before: int = number) -> None:
+            report(f"layer {pair}, {step}", (before + share) / len(pairs))
+
+        computed = trace.expert_ids[[row_of[source], row_of[target]], :, 0] >= 0
+        known = np.flatnonzero(computed.all(axis=0))
+        inputs = trace.inputs[row_of[source], known].astype(np.float32)
+        chosen = choices(trace, row_of[target])[known]
+        pair, fitted = train_pair(inputs, chosen, validation[known], options, report_epoch)
+        courses.append(fitted)
+        arrays |= {f"{name}.{part}": array for part, array in pair.items()}
+    best = float(np.mean([course.best for course in courses])) if courses else 0.0
+    return Weights(arrays, asdict(options) | {"validation": round(best, 4), "curve": _mean_curve(courses)})
+
+
+def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
+    """Returns the mean validation accuracy after each epoch. A network that stopped earlier keeps its last one."""
+    longest = max((course.epochs for course in courses), default=0)
+    rows = [[*course.accuracies, *course.accuracies[-1:] * (longest - course.epochs)] for course in courses]
+    return [round(float(mean), 4) for mean in np.mean(rows, axis=0)] if longest else []
+
+
+def train_pair(
+    inputs: Floats, chosen: Floats, validation: npt.NDArray[np.bool_], options: Options, report: Report = no_report
+) -> tuple[dict[str, Floats], Fitted]:
+    """Returns one MLP's arrays, and the course of its training."""
+    mean = inputs.mean(axis=0)
+    spread = inputs.std(axis=0)
+    spread = np.maximum(spread, LEAST_SPREAD * spread.mean() + np.finfo(np.float32).tiny)
+    scaled = (inputs - mean) / spread
+    rng = np.random.default_rng(options.seed)
+    network = FeedForward((inputs.shape[1], options.n_hidden, chosen.shape[1]), rng)
+    samples = Samples(validation, lambda numbers: (scaled[numbers], chosen[numbers]))
+    trainee = FeedForwardTrainee(network, samples, cross_entropy, options.batch, 0, rng)
+    fitted = fit(trainee, options, report)
+    (hidden, hidden_bias), (out, out_bias) = network.matrices()
+    hidden = hidden / spread
+    arrays = {
+        "hidden.weight": hidden,
+        "hidden.bias": hidden_bias - hidden @ mean,
+        "out.weight": out,
+        "out.bias": out_bias,
+    }
+    return {name: array.astype(np.float16) for name, array in arrays.items()}, fitted
