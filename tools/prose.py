@@ -30,7 +30,7 @@ MOST_FIELDS = 4
 IN_ORDER = (
     *(
         f"moegguf/{name}"
-        for name in "bench chat cli generate gguf models server serving terminal testing trace".split()
+        for name in "bench chat cli engine generate gguf learning models server serving terminal testing trace".split()
     ),
     *(f"tools/{name}" for name in "gpu models mutants fault_check.py load_test.py prose.py size.py".split()),
 )

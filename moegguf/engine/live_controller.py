@@ -36,14 +36,18 @@ from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
 
 CHECKPOINT_REQUESTS = 8
-MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
+MOST_INPUT_TOKENS = 16  # largest pass that is predicted from router inputs; larger ones use most experts
 
 
 @dataclass(frozen=True)
 class ControllerOptions:
-    """What a user chooses, as `Llama` documents it. "auto": what was measured to be best for this model, else next-use,
-    with prefetching by `skip` for one sequence and while that pays. predictor None: what the policy was measured with,
-    and with `prefetch` the best there is. prefetch None: where it was measured to pay, or nothing was measured."""
+    """The user's choices, as `Llama` documents them.
+
+    The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use,
+    with prefetching by `skip` for one sequence and while that pays. The predictor None is the predictor that the policy
+    was measured with, or with `prefetch` the best predictor. Prefetching with None is on if it was measured to pay, or
+    if nothing was measured.
+    """
 
     policy: str | Policy = AUTO
     predictor: str | Predictor | None = None
@@ -70,8 +74,12 @@ class ControllerOptions:
 
 
 class LiveController:
-    """One model's controller. `controller` is None where the store decides by itself, by `native_policy`;
-    `policy_below` is that of slots in RAM, where a device computes. n_sequences: of the context."""
+    """One model's controller. `controller` is None if the store decides by itself, by `native_policy`.
+
+    `policy_below` is the policy of slots in RAM below a device's slots.
+
+    n_sequences: sequences of the context.
+    """
 
     def __init__(self, session: Session, artifacts: Artifacts, options: ControllerOptions, n_sequences: int) -> None:
         self.session, self.artifacts, self.options, self.n_sequences = session, artifacts, options, n_sequences
@@ -134,7 +142,7 @@ class LiveController:
         )  # fmt: skip
 
     def _choose_tiers(self) -> None:
-        """Sets the policy of slots in RAM below a device; `options` are then those of the tier that computes."""
+        """Sets the policy of slots in RAM below a device. `options` then have the policy of the tier that computes."""
         text = self.options.policy
         if not isinstance(text, str):
             return
@@ -148,8 +156,10 @@ class LiveController:
         self.options = replace(self.options, policy=device_policy(text, tiers[0]))
 
     def _choose(self, plain: bool = False) -> ControllerChoice:
-        """The names to use; those of objects given by the user do not matter. plain: where something that the user has
-        not named cannot be had, it is LRU in place of a measured policy, and no predictions."""
+        """Returns the names to use. Names of objects that the user has given do not matter.
+
+        plain: LRU replaces a measured policy, and nothing predicts, if the user has named neither.
+        """
         options, auto = self.options, self.options.policy == AUTO
         measured = self._measured = self._measured if plain else self.artifacts.measured()
         if measured and auto and not plain:
@@ -189,8 +199,7 @@ class LiveController:
 
     @property
     def _keeps(self) -> bool:
-        """Whether what is learned is kept: what is known of all layers is not replaced by that of some, whose experts
-        alone have slots."""
+        """True if learned facts are kept. Facts about some layers must not replace facts about all layers."""
         layout = self.artifacts.layout
         return layout is None or self.session.layout.layers == layout.layers
 
@@ -208,8 +217,10 @@ class LiveController:
         self._listening = needed
 
     def figures(self) -> dict[str, Any]:
-        """Policy, predictor, prefetch ("off", also where every expert is in memory, "on", "measuring": on and off in
-        turns, "paused": it did not pay, or a device's link was not busy), and the controller's cost.
+        """Returns the policy, the predictor, the state of prefetching, and the controller's cost.
+
+        Prefetching is "off" (also if every expert is in memory), "on", "measuring" (on and off in turns) or "paused"
+        (it did not pay, or a device's link was not busy).
         """
         controller = self.controller
         name = self.native_policy

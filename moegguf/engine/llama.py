@@ -180,7 +180,7 @@ class Llama(UpstreamLlama):
             **own, **vars(chosen), **given,
         )  # fmt: skip
         if draft is None and (trace or lockstep):
-            own["draft"] = "off"  # what is recorded or repeated is the routing of the text's own tokens
+            own["draft"] = "off"  # the routing of the text's own tokens is recorded or repeated
         kept_bytes = store_limit(0 if trace or lockstep or given.get("vocab_only") else context_store)
         self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
         load_plan = prepare(model_path, own, given, plan)
@@ -240,7 +240,7 @@ class Llama(UpstreamLlama):
 
     @functools.cached_property
     def batch_invariant(self) -> bool:
-        """Whether a token has the same bits in any pass and beside any sequences (engine/sequences.py)."""
+        """True if a token has the same bits in any pass and beside any sequences (engine/sequences.py)."""
         return is_batch_invariant(self, self.layout, self.plan)
 
     def n_ctx(self) -> int:
@@ -318,7 +318,7 @@ class Llama(UpstreamLlama):
                 cache.store(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
 
     def stats(self) -> Stats:
-        """Counters since the model was loaded; subtract earlier ones for those of a request."""
+        """Returns the counters since the model was loaded. Subtract earlier counters to get a request's counters."""
         return self.context.stats()
 
     def decisions(self) -> dict[str, Any]:
@@ -331,14 +331,18 @@ class Llama(UpstreamLlama):
         self.set_budget(expert_cache=expert_cache)
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
-        """Changes the budget in RAM, the one on the GPU, or both, up to those at load; freed memory returns to the
-        system, and to the device. None: as it is. vram_cache holds what prompts are staged in, too, which stays; so do
-        experts of whole layers, which are in no budget. No token changes; but where a device had a slot for every
-        expert, prompts are read in shorter passes from then on, with a warning.
+        """Changes the budget for experts in RAM, on the GPU, or both, up to the budgets at the load.
 
-        At once while the model is idle; while another thread evaluates tokens, between two passes. A model without
-        experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with
-        nothing changed, AllocationError where a device refuses more: that tier then has what it had.
+        None leaves a budget as it is. Freed memory returns to the system, and to the device. No token changes. The
+        change happens at once while the model is idle, and between two passes while another thread evaluates tokens.
+
+        vram_cache also holds the buffers in which prompts are staged. They stay, and so do experts of whole layers,
+        which are in no budget. If a device had a slot for every expert, prompts are read in shorter passes from then
+        on, with a warning.
+
+        A model without experts has no budget. Raises BudgetError below the minimum and for a tier that the model does
+        not have; nothing is changed then. Raises AllocationError when a device refuses more; the tier then keeps its
+        slots.
         """
         set_budget(self, self.context, self.session, expert_cache, vram_cache)
 

@@ -37,14 +37,14 @@ class LoadSpec:
     n_batch: int | None = None  # None: a pass, at least 512, or a whole text where texts are pooled
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
-    kv_tokens: int | None = None  # of all sequences together; None: chosen
+    kv_tokens: int | None = None  # tokens of all sequences together; None: chosen
     type_k: int = F16  # ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: where the devices that compute have it
     logits_all: bool = False  # every token has logits
     embedding: bool | None = False  # None: where the file's header says that texts are pooled
     expert_cache: ExpertCache = AUTO
-    vram_cache: tuple[ExpertCache, ...] = (AUTO,)  # of all GPUs together, or of each
+    vram_cache: tuple[ExpertCache, ...] = (AUTO,)  # one budget for all GPUs together, or one for each
     placement: str = "auto"
     draft: str = "auto"
     projector: ProjectorHeader | None = None

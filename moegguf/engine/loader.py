@@ -44,8 +44,12 @@ ADVICE_BYTES = 4 << 20
 
 
 class Loader:
-    """One load by this plan. options: those of the plan, as the user gave them. progress: gets llama.cpp's, and ends
-    the load with False or an exception. `n_seq_max`: sequences of the context. Raises what `Llama` raises."""
+    """One load by this plan. `n_seq_max` is the number of sequences of the context. Raises `Llama`'s errors.
+
+    options: the plan's options, as the user gave them.
+
+    progress: called with llama.cpp's progress. It ends the load with False or an exception.
+    """
 
     def __init__(
         self, load_plan: LoadPlan, options: dict[str, Any], store: StoreOptions, progress: Progress | None
@@ -77,7 +81,7 @@ class Loader:
 
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
-            self._ended_by = error  # before the first weight is read
+            self._ended_by = error  # ends the load before the first weight is read
             return False
         try:
             if self._progress is not None and self._progress(share) is False:
@@ -197,7 +201,7 @@ class Loader:
             )
 
     def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
-        """What was asked for beside the model."""
+        """Starts the controller, the warm start and the recording of a trace."""
         session = self.session
         if trace and session is None:
             raise OptionError(

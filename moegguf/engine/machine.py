@@ -22,12 +22,12 @@ from moegguf.errors import ModelNotFoundError
 
 ROOT = Path("/")
 MACHINE = "the machine"
-MARGIN_BYTES = 256 << 20  # of RAM, that stay free at least
-VRAM_MARGIN_BYTES = 1 << 30  # of a device that others use, too: displays and other programs take some at any time
-OWN_MARGIN_BYTES = 384 << 20  # of a device that nothing else uses: libraries' workspaces and captured graphs
-IDLE_BYTES = 768 << 20  # in use at most where nothing else uses a device: its driver and this process's context
+MARGIN_BYTES = 256 << 20  # least bytes of RAM that stay free
+VRAM_MARGIN_BYTES = 1 << 30  # free bytes of a shared device: displays and other programs take some at any time
+OWN_MARGIN_BYTES = 384 << 20  # free bytes of a device of our own: libraries' workspaces and captured graphs
+IDLE_BYTES = 768 << 20  # most bytes in use on a device of our own: its driver and this process's context
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
-BUSY_SHARE = 0.25  # of the processors, by the load of the last minute, from which speeds are too low
+BUSY_SHARE = 0.25  # measured speeds are too low above this load of the last minute per processor
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times
 _DISK_THREADS = 4
 _DISK_BLOCK_BYTES = 2 << 20
@@ -40,9 +40,9 @@ class Memory:
     """A memory that weights, contexts and slots may lie in."""
 
     total_bytes: int
-    available_bytes: int  # that this process may still take
+    available_bytes: int  # bytes that this process may still take
     limited_by: str  # "the machine", a cgroup, a device or a budget, for messages
-    margin_bytes: int | None = None  # that stay free with a budget "auto"; None: `margin_bytes` of what is free
+    margin_bytes: int | None = None  # bytes that stay free with a budget "auto"; None: `margin_bytes` of the free bytes
 
     @property
     def margin(self) -> int:
@@ -73,7 +73,7 @@ class Device:
     total_bytes: int
     description: str = ""
     handle: int = 0
-    margin_bytes: int | None = None  # that stay free with a budget "auto"; None: by what else uses the device
+    margin_bytes: int | None = None  # bytes that stay free with a budget "auto"; None: depends on the device's users
 
     @property
     def margin(self) -> int:

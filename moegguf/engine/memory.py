@@ -37,22 +37,22 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.quantities import MIB, ExpertCache, format_bytes
 from moegguf.settings import read_environment
 
-ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and the one that switches it on again
+ROUTER_COPIES = 2  # the predictor `skip` has two copies in signed bytes: the store's, and one to switch it on again
 FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, buffers of the threads that read the model's own file
 READ_BYTES = 4 * MIB  # the largest buffer of a thread that reads (piece_bytes in native/pool.cpp)
 VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with its merges
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
-MOST_UBATCH_TOKENS = 4096  # of a pass that is chosen
-LOGITS_BYTES = 64 * MIB  # of a pass: logits of more tokens take several passes
+MOST_UBATCH_TOKENS = 4096  # largest pass that is chosen
+LOGITS_BYTES = 64 * MIB  # logits of a pass: logits of more tokens take several passes
 LEAST_LOGITS = 64
-POOLED_BATCH_TOKENS = 2048  # of a batch and of a pass, at most, where a pooled text has to be in one pass
-HEADS_UBATCH_TOKENS = 32  # of a pass of the heads that draft
+POOLED_BATCH_TOKENS = 2048  # largest batch and pass, if a pooled text has to be in one pass
+HEADS_UBATCH_TOKENS = 32  # pass of the heads that draft
 SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
 LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
-DRAFT_TOKENS = (8, 4)  # of the longest draft where each drafted token takes a snapshot of a state, to choose from
+DRAFT_TOKENS = (8, 4)  # longest drafts to choose from, if each drafted token takes a snapshot of a state
 SNAPSHOT_SHARE = 16  # one part in 16 of the free memory is for all snapshots at most
 NEVER_FUSED = ("grok",)  # architectures whose attention llama.cpp computes without flash attention
 
@@ -139,7 +139,7 @@ def pass_bytes(
     experts = k * max(4 * n_ff_exp, n_ff_exp + 2 * hp.n_embd) + 2 * layout.n_expert
     dense = 3 * max(hp.n_ff)
     mask = masks * n_tokens // 2 if flash_attn else (masks + 1) * n_tokens  # fused: in 16 bits
-    quantized = max(n_wide, k * n_ff_exp, *hp.n_ff) // 3  # what a product multiplies with
+    quantized = max(n_wide, k * n_ff_exp, *hp.n_ff) // 3  # the quantised factor of a product
     lasting = 6 * hp.n_embd + mask + quantized
 
     def buffers(n: int, n_rows: int) -> int:
@@ -172,17 +172,17 @@ class Sizes:
     n_batch: int | None = None  # None: a pass, at least DEFAULT_UBATCH_TOKENS, or a whole text where texts are pooled
     n_seq_max: int = 1
     n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; before a choice, the most that are wanted
-    kv_tokens: int | None = None  # of all sequences that the context holds; None: chosen
-    type_k: int = F16  # of the KV cache, ggml's numbers
+    kv_tokens: int | None = None  # tokens of all sequences that the context holds; None: chosen
+    type_k: int = F16  # types of the KV cache, ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: where it can be
-    projector: ProjectorHeader | None = None  # of a model that reads images, too
-    adapter_bytes: int = 0  # of a LoRA adapter
+    projector: ProjectorHeader | None = None  # projector of a model that reads images
+    adapter_bytes: int = 0  # bytes of a LoRA adapter
     reader_bytes: int = 0  # buffers of threads that read mirrors
     pools: bool = False  # texts are pooled, each in one pass
     logits_all: bool = False  # every token of a pass has logits
-    on_device: bool = False  # what lies in RAM beside a device does not count
-    reasons: tuple[str, ...] = ()  # of what was chosen
+    on_device: bool = False  # memory in RAM beside a device does not count
+    reasons: tuple[str, ...] = ()  # sentences about the choices
 
     @classmethod
     def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
@@ -271,17 +271,18 @@ def is_embedding(metadata: Mapping[str, Any]) -> bool:
 
 
 def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: ExpertCache = AUTO) -> Sizes:
-    """Returns the sizes with a context and a KV cache, chosen for `free_bytes` of memory. Experts get `cache` of it
-    ("auto": what is left).
+    """Returns the sizes with a context and a KV cache, chosen for `free_bytes` of memory.
 
-    A context that is not given is the largest, up to the model's own, in a tenth of the free memory, or in a quarter
-    where every expert fits beside it; beside a `cache` that is given, at most in a quarter of that. A context of up to
-    4,096 tokens may take more, but never more than it leaves to experts, or than a given `cache` leaves to the context.
+    Experts get `cache` of the memory ("auto": the rest of it).
 
-    A KV cache that is not given has all tokens that its sequences can have together, less by the same rule, and at
-    least the tokens of one sequence: answers are rarely as long as their context can be, and memory for experts makes
-    each answer faster. A given KV cache stays between these two sizes. A warning says when it was made larger: without
-    the tokens of one sequence the longest answer cannot end.
+    A context that is not given takes a tenth of the free memory, or a quarter if every expert fits beside it. It takes
+    at most a quarter of a given `cache`, and is at most the model's own. A context of up to 4,096 tokens may take more.
+    But it never takes more than it leaves to experts, or more than a given `cache` leaves to the context.
+
+    A KV cache that is not given has all tokens that its sequences can have together. The rule for contexts limits it,
+    too, but it has at least the tokens of one sequence. Answers are rarely as long as their context can be, and memory
+    for experts makes each answer faster. A given KV cache stays between these two sizes. A warning says when it was
+    made larger: without the tokens of one sequence the longest answer cannot end.
 
     Raises OptionError for a context that cannot be.
     """
@@ -295,7 +296,7 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     dense_bytes += row_pages_bytes(layout)
     rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1) - fixed_bytes(layout)
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
-    if pool_bytes:  # who names a budget does not expect a context that is larger
+    if pool_bytes:  # a user who names a budget does not expect a larger context
         modest_bytes = min(modest_bytes, pool_bytes // 4)
 
     def is_modest(n_tokens: int) -> bool:

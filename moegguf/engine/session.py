@@ -92,16 +92,19 @@ def open_store(
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Staging tensors of each pool of a device that has so many: one at least, where there are any."""
+    """Returns the staging tensors of each pool of a device with `n_staging` of them: at least one, if there are any."""
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
 def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int = 0) -> list[MemoryPlan]:
-    """A device's part as one pool, or as several, each for some of its layers, where one would be larger than the
-    device's buffers or kernels take. needed: slots that a pass uses in a layer. n_staging: staging tensors of the
-    device; where each pool has one and there were fewer, the others take the memory of slots.
+    """Returns a device's part as one pool, or as several pools, each for some of its layers.
 
-    With fewer slots, and a warning, where the pools would have too few for a pass.
+    There are several if one would be larger than the device's buffers or kernels take. The pools have fewer slots,
+    with a warning, if they would have too few for a pass.
+
+    needed: slots that a pass uses in a layer.
+
+    n_staging: staging tensors of the device. If this is less than one for each pool, the others take memory of slots.
     """
     most = most_slots(layout, part.name, part.n_slots)
     if most >= part.n_slots:
@@ -128,7 +131,7 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int
 
 
 class Place(enum.IntEnum):
-    """Where an expert is: in the file alone, on its way to a slot, or in a slot."""
+    """The place of an expert: in the file alone, on its way to a slot, or in a slot."""
 
     DISK = 0
     LOADING = 1
@@ -136,7 +139,7 @@ class Place(enum.IntEnum):
     VRAM = 3
 
 
-# Of `moegguf_tier_info`: figures of a tier that are the sum of its devices'.
+# Figures of `moegguf_tier_info` that add up over the devices of a tier.
 _TIER_SUMS = (
     "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched", "stall_ns",
     "stream_waits", "copy_ns", "slots_used", "slots_pinned", "pool_bytes", "n_slots", "n_slots_usable",
@@ -148,7 +151,7 @@ class RoutingListener(Protocol):
 
     @property
     def listen_options(self) -> ListenOptions:
-        """What the store has to send."""
+        """The events and arrays that the store has to send."""
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are about to be evaluated."""
@@ -245,12 +248,16 @@ class Session:
         params.cb_eval_user_data = self.store.handle
         params.abort_callback = self._bindings.ggml_abort_callback(self.store.context.abort_callback())
         params.abort_callback_data = self.store.handle
-        # With a pool in host memory and layers on a GPU this would copy whole arenas to the GPU.
+        # op_offload would copy whole arenas to the GPU if a pool is in host memory and layers are on a GPU.
         params.op_offload = False
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
-        """Leaves half of the slots' memory on a device to what did not fit beside them, of which `unload` frees a part;
-        False where there is none."""
+        """Gives half of the slots' memory on a device back, because something did not fit beside them.
+
+        Returns False if no slots can be given back.
+
+        unload: frees the parts that did fit.
+        """
         least = sum(device.pass_slots for device in self.store.devices)
         n_slots = self.store.info()["n_slots_usable"]
         if self.plan.device is None or n_slots <= least:
@@ -267,7 +274,7 @@ class Session:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child process of the one that opened the store."""
+        """True in a child process of the process that opened the store."""
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
@@ -346,10 +353,11 @@ class Session:
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Every figure of each tier, the nearest to the layers first: "VRAM" and "RAM", or "RAM" alone; then "CPU",
-        where a device leaves layers to it, which it computes with slots in RAM of its own.
+        """Returns every figure of each tier, the nearest to the layers first, with times in ns.
 
-        Times in ns. VRAM's look-ups are those of the layers there, and RAM's those that VRAM missed.
+        The tiers are "VRAM" and "RAM", or "RAM" alone. "CPU" follows if a device leaves layers to the CPU, which
+        computes them with slots in RAM of its own. VRAM counts the look-ups of its layers, RAM the look-ups that VRAM
+        missed.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
         found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
@@ -363,12 +371,12 @@ class Session:
 
     @property
     def _on_device(self) -> bool:
-        """Whether layers compute with slots in a device's memory."""
+        """True if layers compute with slots in a device's memory."""
         return any(device.name not in (None, CPU) for device in self.store.devices)
 
     @property
     def _cpu_slots(self) -> list[DeviceSlots]:
-        """Those of the CPU beside devices, if it has any."""
+        """Slots of the CPU beside devices, if it has any."""
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:

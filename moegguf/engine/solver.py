@@ -1,13 +1,16 @@
 """The one solver: which memory has which experts, context and buffers, within the budgets of a load.
 
-In the order of reading: `make_plan` plans each placement that is allowed and fits, and takes the fastest (`_choose`).
-A placement is a plan of one kind: the CPU computes everything (`_plan_cpu`), a device everything but the experts of
-some layers (`plan_layers`), or devices compute from slots (`plan_slots`), with slots of RAM below theirs and layers
-left to the CPU. Each kind is the same question about a memory, answered by `Pool`: how many slots, and how many tokens
-of a pass, beside everything else that lies there. Buffers of a pass grow with its tokens. Fewer tokens leave room for
-more slots, which saves reading while answering; but every pass of a prompt fetches most experts again.
+`make_plan` plans each placement that is allowed and fits, and takes the fastest (`_choose`). A placement is a plan of
+one kind:
+- The CPU computes everything (`_plan_cpu`).
+- A device computes everything but the experts of some layers (`plan_layers`).
+- Devices compute from slots (`plan_slots`), with slots of RAM below and layers left to the CPU.
 
-Reads no weights, measures nothing and allocates nothing: the same arguments, the same plan.
+`Pool` decides for each memory how many slots it has, and how many tokens a pass has, beside everything else that lies
+there. Buffers of a pass grow with its tokens. Fewer tokens leave room for more slots, which saves reads of answers. But
+every pass of a prompt fetches most experts again.
+
+The solver reads no weights, measures nothing and allocates nothing: equal arguments give equal plans.
 """
 
 from __future__ import annotations
@@ -127,7 +130,7 @@ class Task:
 
     @property
     def device_sizes(self) -> Sizes:
-        """The sizes of what lies on devices. Nothing is drafted there unless drafts are asked for."""
+        """The sizes of everything on devices. Nothing is drafted there unless the user chose drafts."""
         n_rs_seq = 0 if self.spec.draft == "auto" else self.sizes.n_rs_seq
         return replace(self.sizes, on_device=True, n_rs_seq=n_rs_seq)
 
@@ -249,12 +252,12 @@ class Pool:
     layout: ExpertLayout
     cache: ExpertCache  # the budget
     memory: Memory
-    sizes: Sizes  # what is not given is chosen here
+    sizes: Sizes  # sizes that are not given are chosen here
     streams: bool = False  # experts without a slot are streamed or staged
-    option: str = "expert_cache"  # by which the budget was given
-    staging_bytes: int = 0  # of tensors in which prompts are staged
-    staging_within: bool = True  # a budget that is given holds these, too
-    slot_tokens: int = NO_LIMIT  # of a pass that is not staged (`plan.allowed_ubatch`)
+    option: str = "expert_cache"  # name of the option with the budget
+    staging_bytes: int = 0  # bytes of tensors in which prompts are staged
+    staging_within: bool = True  # a given budget holds these tensors, too
+    slot_tokens: int = NO_LIMIT  # most tokens of a pass that is not staged (`plan.allowed_ubatch`)
 
     def __post_init__(self) -> None:
         """Raises OptionError for a context that cannot be."""
@@ -266,8 +269,9 @@ class Pool:
     def fit(self) -> Fit:
         """Returns the slots and the tokens of a pass.
 
-        Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) is too small for the
-        experts that one token uses in one layer, or for the experts of an image that has to be read in one pass."""
+        Raises BudgetError with the minimum when the budget (or, for "auto", the free memory) is too small. It has to
+        hold the experts that one token uses in one layer, and the experts of an image that has to be read in one pass.
+        """
         layout = self.layout
         if not layout.is_moe:
             self.reasons.append("the model has no experts, so it runs as plain llama.cpp")
@@ -472,7 +476,7 @@ def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Itera
 
 
 def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
-    """A sentence where so much of a memory is not free; where: " of RAM"."""
+    """Yields a sentence if `n_bytes` of a memory are not free. where: words such as " of RAM"."""
     if n_bytes > memory.available_bytes:
         yield (
             f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
@@ -619,8 +623,11 @@ def count_layers(layout: ExpertLayout) -> int:
 
 
 def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
-    """`total` slots of several devices in proportion to `shares`, none with more than its `most`, and none with fewer
-    than `least`, where it can have as many and there are; what is over goes to the others."""
+    """Divides `total` slots over several devices in proportion to `shares`.
+
+    No device gets more than its `most`; the others get its rest. No device gets fewer than `least`, if it can have this
+    number and there are enough slots.
+    """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
     given = [min(of, least) for of in most]
     while (left := total - sum(given)) > 0 and (free := [d for d in range(len(most)) if given[d] < most[d]]):
@@ -650,7 +657,7 @@ def plan_slots(task: Task) -> Plan:
     refused: BudgetError | None = None
     try:
         without = _SlotsPlanner(task, 0).plan()
-    except BudgetError as error:  # without staging also where an image takes a pass of more tokens than have slots
+    except BudgetError as error:  # also raised if an image takes a pass of more tokens than have slots
         refused = error
     tensors = range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
     for n in tensors if without is None or without.n_ram_slots else ():  # some expert has no slot on a device
@@ -673,9 +680,10 @@ def plan_slots(task: Task) -> Plan:
 def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> bool:
     """Returns whether staging prompts in `n` tensors pays.
 
-    Several tensors pay within STAGING_SHARE of the memory for experts. One pays where a typical request then moves
-    fewer bytes than with prompts in short passes, for which slots are exact, and where slots still hold one token's
-    experts over all layers if they do so without staging."""
+    Several tensors pay within STAGING_SHARE of the memory for experts. One tensor pays if a typical request then moves
+    fewer bytes than with prompts in short passes, for which slots are exact. If slots hold one token's experts over all
+    layers without staging, they must also hold them with it.
+    """
     if staged.total_bytes > staged.available_bytes:
         return False
     if n > 1:
@@ -708,7 +716,7 @@ class _SlotsPlanner:
         self._split = None if self._is_alone else task.spec.tensor_split
         self._check_numbers()
         self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"  # a budget for all devices together
-        self._staging_bytes = staging_bytes(self._layout, n_staging)  # of each device
+        self._staging_bytes = staging_bytes(self._layout, n_staging)  # bytes on each device
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
         total, free = (sum(getattr(d, name) for d in self._devices) for name in ("total_bytes", "free_bytes"))
         where = f"the device{'s' * (n_devices > 1)} {self._names}"
@@ -721,7 +729,7 @@ class _SlotsPlanner:
             "vram_cache",
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
-            self._slot_tokens if self._is_alone else NO_LIMIT,  # of several: `_allowed`
+            self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits several devices
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)

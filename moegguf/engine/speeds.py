@@ -1,7 +1,7 @@
 """Speeds of this machine with a model's own experts, by which its placements are compared: measured once, and kept.
 
-The CPU's, a device's, and those of the link between them are measured in place, by the native library. They are kept
-(`known_facts`) for the device, the number of threads and the file system that the model lies on.
+The native library measures the CPU, a device, and the link between them in place. The speeds are kept (`known_facts`)
+for the device, the number of threads and the file system that the model lies on.
 """
 
 from __future__ import annotations
@@ -33,27 +33,30 @@ from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
-SECONDS = 0.06  # for each figure, in all turns together
-TURNS = 3  # spread over the measuring: what else the machine does takes some time at once, and only makes slower
-DENSE_BYTES = 4 * MIB  # of a matrix that stands for those of no expert
-LEAST_SHARE = 0.05  # of the weights that are no experts, of a type that is measured
-POOL_BYTES = 96 * MIB  # of slots that take turns in each memory: beyond the caches of devices
-CACHES = 4  # times the CPU's last cache, which is faster, have its slots at least
+SECONDS = 0.06  # time for each figure, in all turns together
+TURNS = 3  # spread over the measurement: other work of the machine comes in bursts, and only makes figures worse
+DENSE_BYTES = 4 * MIB  # matrix that stands for all weights that are no experts
+LEAST_SHARE = 0.05  # types with a smaller share of the weights that are no experts are not measured
+POOL_BYTES = 96 * MIB  # slots that take turns in each memory: more than the caches of devices
+CACHES = 4  # the CPU's slots have at least this number of times the bytes of its last cache, which is faster
 MOST_SLOTS = 1024
 LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # "32768K"
-GRAPH_SHARE = 0.85  # of the speed of experts' kernels alone that all of a model's kernels reach, by turns
+GRAPH_SHARE = 0.85  # share of the speed of experts' kernels alone that all of a model's kernels reach
 DISK_S = 0.15
-MEASURING_S = 120  # at most, of a process that does nothing else
+MEASURING_S = 120  # most seconds of a process that only measures
 MOST_BLOCK_BYTES = 8 << 20
-SUPPOSED_LINK = Link(12e9)  # of a device that could not be measured: half of PCIe 4 x16
-SUPPOSED_MEMORY_BYTES_PER_S = 270e9  # the slowest card of those that were published
-MOST_READ_THREADS = 16  # of the memory read to suppose a speed
-BLOCK_BYTES = 512  # of st_blocks
+SUPPOSED_LINK = Link(12e9)  # link of a device that could not be measured: half of PCIe 4 x16
+SUPPOSED_MEMORY_BYTES_PER_S = 270e9  # the slowest published card
+MOST_READ_THREADS = 16  # threads that read memory to suppose a speed
+BLOCK_BYTES = 512  # unit of st_blocks
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OSError, OptionError)
 
 
 class KnownSpeeds:
-    """The speeds of devices, and of the CPU with so many threads, with one model. repack: of the CPU's slots."""
+    """The speeds of devices, and of the CPU with `n_threads` threads, for one model.
+
+    repack: whether the CPU's slots are interleaved.
+    """
 
     def __init__(self, layout: ExpertLayout, n_threads: int, repack: bool = True) -> None:
         self._layout, self._n_threads, self._repack = layout, n_threads, repack
@@ -100,7 +103,7 @@ class KnownSpeeds:
 
     def _fact(self, device: Device) -> KnownFact:
         file_system = 0
-        with suppress(OSError):  # of a model of which only the headers are here
+        with suppress(OSError):  # only the headers of the model may be here
             file_system = self._layout.shards[0].path.stat().st_dev
         about = [device.name, device.description, device.total_bytes, file_system, self._n_threads, self._repack]
         return KnownFact("placements", self._layout, about)
@@ -140,16 +143,17 @@ def expert_read_speed(
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:
-    """From what `asdict` gave. Raises one of DAMAGED."""
+    """Makes speeds of the dictionary that `asdict` returned. Raises one of DAMAGED."""
     return Speeds(**facts | {"copies": Link(**facts["copies"])})
 
 
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
     """Measures with copies of an expert of the model's largest layer; device: ggml's name.
 
-    Every figure is measured in TURNS, and is the best of them. Takes a few seconds, POOL_BYTES of the device, and as
-    many of RAM or CACHES times the CPU's last cache, or a token's experts of one layer where these are more. Raises
-    AllocationError, ExpertIOError, OptionError where the device has no kernel for these experts.
+    Every figure is measured in TURNS, and is the best of them. The measurement takes a few seconds and POOL_BYTES of
+    the device. It takes the largest of POOL_BYTES, CACHES times the CPU's last cache, and a token's experts of one
+    layer from RAM. Raises AllocationError, ExpertIOError, and OptionError if the device has no kernel for these
+    experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), SECONDS / TURNS
@@ -184,7 +188,7 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
         of_type = best_of(of_turns, token_bytes)
         cpu_ns += dense[number] / of_type.cpu_bytes_per_ns
         device_ns += dense[number] / of_type.device_bytes_per_ns
-    n_dense, share = sum(dense[number] for number in dense_turns), GRAPH_SHARE * 1e9  # of bytes per ns
+    n_dense, share = sum(dense[number] for number in dense_turns), GRAPH_SHARE * 1e9  # bytes per s of bytes per ns
     return Speeds(
         device_bytes_per_s=share * speeds.device_bytes_per_ns,
         copies=Link(speeds.copy_bytes_per_ns * 1e9, speeds.copy_ns / 1e9),
@@ -210,8 +214,10 @@ def cpu_pool_bytes(usable_bytes: int) -> int:
 
 
 def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
-    """The best of every figure in some structs moegguf_speeds. Bandwidth and latency of copies belong together: those
-    with which so many bytes come soonest."""
+    """Returns the best of every figure in some structs moegguf_speeds.
+
+    Bandwidth and latency of copies belong together: the best pair copies `token_bytes` soonest.
+    """
     best = abi.Speeds()
     for name in ("cpu_bytes_per_ns", "device_bytes_per_ns"):
         setattr(best, name, max(getattr(turn, name) for turn in turns))
@@ -258,7 +264,7 @@ def _measure(
     return speeds
 
 
-if __name__ == "__main__":  # for `speeds_apart`
+if __name__ == "__main__":  # `speeds_apart` starts this process
     _path, _device, _n_threads, _repack = json.loads(sys.argv[1])
     try:
         _answer = asdict(KnownSpeeds(read_layout(_path), _n_threads, _repack).speeds(Device(**_device)))

@@ -1,4 +1,4 @@
-"""Counters and times of one model, cumulative: `later - earlier` gives those of a request."""
+"""Counters and times of one model, cumulative: `later - earlier` has the counters of a request."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Lookups:
 
 @dataclass(frozen=True)
 class TierStats(Lookups):
-    """Figures of one tier: slots in the memory of a device (`name` "VRAM") or of the host ("RAM"), also those with
-    which the CPU computes the layers that a device leaves to it ("CPU").
+    """Figures of one tier. `name` is "VRAM" for slots of a device and "RAM" for slots of the host.
 
-    `device`: ggml's name of what computes with the slots, or copies from them. Below another tier, a lookup is one that
-    missed there, and `stall_s` the time in which something was still to be read from the file.
+    "CPU" has the slots with which the CPU computes the layers that a device leaves to it. `device` is ggml's name of
+    the device that computes with the slots, or copies from them. A tier below another one counts the lookups that
+    missed there, and `stall_s` is the time in which a matrix was still to be read from the file.
     """
 
     name: str
@@ -60,7 +60,7 @@ class TierStats(Lookups):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What the figures of two times are of the same tier by."""
+        """The name and the device, which are equal for figures of one tier at different times."""
         return self.name, self.device
 
 
@@ -83,17 +83,19 @@ class DriveStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(Lookups):
-    """Cumulative figures of one model, in seconds and bytes; `n_slots`, `slots_used`, `pool_bytes`, `n_experts`,
-    `staging_bytes` and `n_threads`, those that compute, are present values. A lookup is one distinct (layer, expert) in
-    one pass; while every expert is in memory, choices are not looked at, and those of several tokens count as distinct.
-    `hit_rate`: the share of lookups that found their expert there, or on its way.
+    """Cumulative figures of one model, in seconds and bytes.
 
-    Where layers compute on a device, look-ups and slots are those of its tier; `tiers` has the figures of each, the
-    nearest to the layers first. Prompts there are staged: `bytes_staged` were copied into tensors of `staging_bytes` in
-    `staging_copy_s`, of which layers waited `staging_stall_s`, that for reads behind the copies included.
-    `draft_passes`: evaluations of a sequence with a draft; `drafted_tokens`: their tokens, of which `accepted_tokens`
-    were sampled, too. A prefetched expert that was looked up counts as useful where all of it was there, and as late
-    where some was still to come.
+    `n_slots`, `slots_used`, `pool_bytes`, `n_experts`, `staging_bytes` and `n_threads` are present values. A lookup is
+    one distinct (layer, expert) in one pass. While every expert is in memory, ids are not read, and the choices of
+    several tokens count as distinct. `hit_rate` is the share of lookups that found their expert there, or on its way.
+
+    If layers compute on a device, lookups and slots are its tier's. `tiers` has the figures of each tier, the nearest
+    to the layers first. Prompts are staged there: `bytes_staged` were copied into tensors of `staging_bytes` in
+    `staging_copy_s`. Layers waited `staging_stall_s` for these copies and the reads before them.
+
+    `draft_passes` counts evaluations of a sequence with a draft, `drafted_tokens` their tokens, and `accepted_tokens`
+    the tokens among them that were sampled, too. A prefetched expert that was looked up counts as useful if all of it
+    was there, and as late if some of it was still to come.
     """
 
     tokens: int = 0
@@ -122,7 +124,7 @@ class Stats(Lookups):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     tiers: tuple[TierStats, ...] = ()
-    drives: tuple[DriveStats, ...] = ()  # of a model with mirrors
+    drives: tuple[DriveStats, ...] = ()  # figures of each copy, if the model has mirrors
 
     def __add__(self, later: Stats) -> Stats:
         added = _combined(later, self, add)
@@ -138,7 +140,7 @@ class Stats(Lookups):
 
     @property
     def in_vram(self) -> bool:
-        """Whether layers compute with slots in a device's memory."""
+        """True if layers compute with slots in a device's memory."""
         return bool(self.tiers) and self.tiers[0].name == VRAM
 
     @property

@@ -73,7 +73,7 @@ TIER_COUNTS = (
     CounterSpec("tier_stall_seconds", "Time that computation waited; below VRAM for the disk.", {"": "stall_s"}),
 )  # fmt: skip
 TIER_LABELS = ("tier", "device")
-# Of `DriveStats`: per model and copy of its files, "file" or "mirror 1".
+# Counts of `DriveStats` per model and copy of its files, "file" or "mirror 1".
 DRIVE_COUNTS = (
     CounterSpec("drive_read_bytes", "Bytes of experts read from a copy of the model's files.", {"": "bytes_read"}),
     CounterSpec("drive_reads", "Reads from it.", {"": "reads"}),
