@@ -1,5 +1,5 @@
-// drives.cpp: reads of some files take as long as those of a drive. The first such file puts a table in which reads
-// wait in the place of the one before (os.h).
+// drives.cpp: makes reads of some files as slow as a drive. The first such file replaces the table of system calls by a
+// table whose reads wait (os.h).
 #include "api.h"
 #include "file_id.h"
 #include "os.h"
@@ -20,7 +20,7 @@ struct Drive {
     FileId file;
     double bytes_per_ns;
     double latency_ns;
-    Clock::time_point free_at; // its bandwidth serves one read after another
+    Clock::time_point free_at; // time at which the drive can begin the next read
 };
 
 constexpr size_t most_drives = 8;
