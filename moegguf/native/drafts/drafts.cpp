@@ -8,7 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
-// The next functions replace common/log.cpp, which has a thread and needs a JSON library. llama.cpp's own log has errors.
+// The next functions replace common/log.cpp, which has a thread and needs a JSON library. llama.cpp's own log has
+// errors.
 int common_log_get_verbosity_thold() { return -1; }
 common_log * common_log_main() { return nullptr; }
 void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
