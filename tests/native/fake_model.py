@@ -17,10 +17,11 @@ from moegguf.native import library
 from moegguf.native.store import Store, StoreContext
 
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, I32, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 26, 39
+Q4_1, Q5_0, Q5_1, Q2_K, Q3_K = 3, 6, 7, 10, 11
 NB2 = 64  # of struct ggml_tensor: where the bytes from one matrix to the next are
 BLOCKS = {
     F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210), IQ4_NL: (32, 18),
-    MXFP4: (32, 17),
+    MXFP4: (32, 17), Q4_1: (32, 20), Q5_0: (32, 22), Q5_1: (32, 24), Q2_K: (256, 84), Q3_K: (256, 110),
 }  # fmt: skip
 
 Types = dict[Kind, int]
@@ -148,11 +149,12 @@ def make_model(
     gap: int = 32,
     seed: int = 0,
     dense_layers: Sequence[int] = (),
+    weights: Callable[[ExpertMatrix], bytes] | None = None,
 ) -> FakeModel:
     """Writes the shards and returns the model; layer il has the types `types[il % len(types)]`.
 
     Matrices are dealt to the shards in turn, `gap` bytes apart (a multiple of 32, as GGUF aligns); the last one of a
-    shard ends where the file ends.
+    shard ends where the file ends. weights: returns the bytes of all experts of a matrix; random bytes by default.
     """
     rng = np.random.default_rng(seed)
     ends, layers = [gap] * n_shards, []
@@ -170,7 +172,12 @@ def make_model(
     shards, contents = [], []
     for shard, end in enumerate(ends):
         path = folder / f"fake-{shard}.bin"
-        contents.append(rng.bytes(end))
+        content = bytearray(rng.bytes(end))
+        for layer in layers if weights else ():
+            for m in layer.matrices:
+                if m.shard == shard:
+                    content[m.offset : m.offset + n_expert * m.expert_bytes] = weights(m)
+        contents.append(bytes(content))
         path.write_bytes(contents[-1])
         stat = os.stat(path)
         shards.append(Shard(path, end, stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))

@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from fake_model import F16, IQ4_NL, MXFP4, Q4_0, Q8_0, Open, Types, make_model
+from fake_model import F16, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, FakeModel, Open, Types, make_model
 from product import N_THREADS, Product
 
+from moegguf.gguf.experts import ExpertMatrix
 from tools.width_check import Ggml
 
 TYPES = {"q4_0": Q4_0, "q8_0": Q8_0, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}
+PLAIN = {"q8_0": Q8_0, "q5_0": Q5_0, "q5_1": Q5_1, "q4_1": Q4_1, "q2_K": Q2_K, "q3_K": Q3_K}
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -48,6 +50,40 @@ def test_an_expert_that_a_token_chose_many_times_has_more_rows_than_there_are_to
         products.append(Product(store, context, fake, np.full((n_tokens, n_times), 7), x))
     many, once = (np.frombuffer(product.compute(), np.uint32).reshape(n_tokens, -1, 96) for product in products)
     assert (many == once).all()
+
+
+def quantized(m: ExpertMatrix) -> bytes:
+    """Normal weights of all experts."""
+    values = np.random.default_rng(m.ggml_type).standard_normal((m.n_expert, m.ne1, m.ne0))
+    return Ggml(1).quantized(m.ggml_type, values)
+
+
+def resident(fake: FakeModel, ids: npt.NDArray[np.int32], x: npt.NDArray[np.float32]) -> bytes:
+    """ggml's product with the first matrix of all experts in plain memory: the bits."""
+    m = fake.layout.matrices[0]
+    data = b"".join(fake.matrix_bytes(0, expert) for expert in range(m.n_expert))
+    graph = Ggml(N_THREADS).graph()
+    weights = graph.input(m.ggml_type, (m.n_expert, m.ne1, m.ne0), data, is_weight=True)
+    node = graph.op("mul_mat_id", weights, graph.array(x[:, None, :]), graph.array(ids))
+    out = graph.compute(node, (*ids.shape, m.ne1))
+    graph.close()
+    return out.tobytes()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 37])
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_slots_have_the_bits_of_resident_experts(
+    tmp_path: Path, open_store: Open, products: list[Product], name: str, n_tokens: int
+) -> None:
+    types: Types = {"gate": PLAIN[name], "up": PLAIN[name], "down": F16}
+    fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=75, types=(types,), weights=quantized)
+    store, context = open_store(fake, 8, repack=True)
+    store.drain(10)
+    rng = np.random.default_rng(n_tokens)
+    x = rng.standard_normal((n_tokens, 256)).astype(np.float32)
+    ids = np.column_stack([np.full(n_tokens, 5), rng.integers(0, 5, n_tokens)]).astype(np.int32)
+    products.append(Product(store, context, fake, ids, x))
+    assert products[-1].compute() == resident(fake, ids, x)
 
 
 OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}

@@ -19,6 +19,7 @@ WIDTHS = (1, 2, 3, 7, 8, 17)
 N_ROWS, N_IN, N_OUT = 17, 512, 40  # five groups of 8 columns, while kernels take two at once
 N_FLOATS = 37  # values of a row of floats, which kernels take by 16
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
+PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K")  # as they lie in a file, by kernels of ours
 FLOATS = ("f32", "f16", "bf16")
 SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")  # to quantise; their products go as those of iq3_s
 
@@ -31,10 +32,11 @@ sys.stdout.buffer.write(products().tobytes())
 
 
 def products() -> Array:
-    """Products of each interleaved type and of floats: [n_types, N_ROWS, N_OUT]."""
+    """Products of each type: [n_types, N_ROWS, N_OUT]."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]
+    made += [width_check.product(ggml, ggml.types[name], x, N_OUT, None) for name in PLAIN]
     made += [width_check.product(ggml, ggml.types[name], x[:, :N_FLOATS], N_OUT, None) for name in FLOATS]
     return np.stack([compute(range(N_ROWS)) for compute in made if compute])
 
@@ -76,6 +78,52 @@ def test_a_row_of_a_product_with_floats_has_the_same_bits_at_any_width(name: str
 
 def test_processors_with_and_without_avx512_compute_the_same_bits() -> None:
     assert products_by("avx2").tobytes() == products_by("").tobytes()
+
+
+def rounded(x: Array, n: int) -> Array:
+    """Activations as kernels read them: n values share a scale, of 16 bits for n = 32."""
+    blocks = x.reshape(len(x), -1, n)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    scale = largest / np.float32(127)
+    codes = np.rint(blocks * (np.float32(127) / largest))
+    kept = scale.astype(np.float16) if n == 32 else scale
+    return (codes * kept.astype(np.float64)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_product_with_plain_weights_is_theirs_with_rounded_activations(name: str) -> None:
+    """Columns that fill no vector are those of a wider matrix; one row goes another way than many."""
+    ggml = Ggml()
+    x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
+    whole, few = (width_check.product(ggml, ggml.types[name], x, n_out, None) for n_out in (N_OUT, 11))
+    assert whole is not None
+    assert few is not None
+    exact = rounded(x, 256 if name.endswith("_K") else 32) @ weights(ggml, ggml.types[name]).T
+    for rows in ([0], range(2), range(N_ROWS)):
+        computed = whole(rows)
+        assert np.abs(computed - exact[list(rows)]).max() < 1e-5 * np.abs(exact).max()
+        assert few(rows).tobytes() == computed[:, :11].tobytes()
+
+
+@pytest.mark.parametrize("n_rows", [1, 7])
+@pytest.mark.parametrize("name", PLAIN)
+def test_each_matrix_of_several_is_multiplied_with_the_rows_of_its_plane(name: str, n_rows: int) -> None:
+    """Two planes of rows share a matrix, as heads share keys."""
+    ggml = Ggml()
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((3, 24, 256))
+    x = rng.standard_normal((6, n_rows, 256)).astype(np.float32)
+
+    def product(first: int, last: int) -> Array:
+        graph = ggml.graph()
+        data = ggml.quantized(ggml.types[name], values[first:last])
+        w = graph.input(ggml.types[name], (last - first, 24, 256), data, is_weight=True)
+        rows = x[2 * first : 2 * last]
+        out = graph.compute(graph.op("mul_mat", w, graph.array(rows)), (len(rows), n_rows, 24))
+        graph.close()
+        return out
+
+    assert product(0, 3).tobytes() == b"".join(product(i, i + 1).tobytes() for i in range(3))
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)

@@ -2,8 +2,9 @@
 #include "isa_avx512.h"
 
 #include "attention.h"
+#include "plain.h"
 #include "tile.h"
 
 namespace moegguf::kernels {
-const Kernels avx512 = {find<Avx512>, find_floats<Avx512>, &attention_kernels<Avx512>};
+const Kernels avx512 = {find<Avx512>, find_plain<Avx512>, find_floats<Avx512>, &attention_kernels<Avx512>};
 } // namespace moegguf::kernels

@@ -27,7 +27,14 @@ struct Avx2 {
     }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
-    static void store(float * out, F x, int) { _mm256_storeu_ps(out, x); }
+    static void store(float * out, F x, int n) { // the first n results
+        if (n == 8) {
+            _mm256_storeu_ps(out, x);
+        } else {
+            const I lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            _mm256_maskstore_ps(out, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane), x);
+        }
+    }
 
     static I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
     static I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
@@ -74,13 +81,24 @@ struct Avx2 {
     static I add_pairs(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 
     // The 16 products of a column lie in two sums of 16 bits, which fit: with an offset the codes count as signed.
-    template <int, bool has_offset>
+    // n_minus: of the numbers that stand for the offset in these 16 values.
+    template <int, int n_minus>
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
-        I part = has_offset ? _mm256_add_epi16(broadcast(minus), broadcast(minus + 1)) : I{};
+        I part = {};
+        if constexpr (n_minus > 0) { part = broadcast(minus); }
+        if constexpr (n_minus > 1) { part = _mm256_add_epi16(part, broadcast(minus + 1)); }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) { part = _mm256_add_epi16(part, _mm256_maddubs_epi16(w[i], broadcast(x + 4 * i))); }
         return add_pairs(sum, part, scale);
     }
+
+    // The same for signed codes, whose products do not fit.
+    static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t *, I scale) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) { sum = add_pairs(sum, signed_pairs(w[i], broadcast(x + 4 * i)), scale); }
+        return sum;
+    }
+    static I signed_pairs(I w, I x) { return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)); }
 
     // n_dots: of how many vectors the products fit 16 bits together. Signed codes lend their sign to x.
     template <int n_dots, bool is_signed>
@@ -92,8 +110,7 @@ struct Avx2 {
 #pragma GCC unroll 8
             for (int j = i; j < i + n_dots; j++) {
                 const I four = broadcast(x + 4 * j);
-                const I products = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(four, w[j]))
-                                             : _mm256_maddubs_epi16(w[j], four);
+                const I products = is_signed ? signed_pairs(w[j], four) : _mm256_maddubs_epi16(w[j], four);
                 part = _mm256_add_epi16(part, products);
             }
             sum = add_pairs(sum, part, _mm256_set1_epi16(1));
@@ -105,6 +122,52 @@ struct Avx2 {
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_mullo_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi16(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    }
+    // Likewise of 16 values: of pairs 0, 2, 4 and 6, 1, 3, 5 and 7.
+    static __m256i minus_16(__m256i pairs, int offset) {
+        const __m256i eights = minus_8(pairs, offset);
+        return _mm256_add_epi16(eights, _mm256_shuffle_epi32(eights, 0x4e));
+    }
+
+    // ---- for plain.h ----
+
+    static I load_codes(const uint8_t * x) { return _mm256_loadu_si256((const I *)x); }
+    static void store_codes(uint8_t * out, I x) { _mm256_storeu_si256((I *)out, x); }
+
+    // 16 bytes of column `i` of each four columns
+    template <class At>
+    static MOEGGUF_INLINE I load_lanes(At at, int i) {
+        const auto part = [at](int column) { return _mm_loadu_si128((const __m128i *)at(column)); };
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(part(i)), part(i + 4), 1);
+    }
+    static F gather_halves(const uint8_t * const * columns, int64_t at) {
+        const auto half = [columns, at](int i) {
+            int16_t x;
+            memcpy(&x, columns[i] + at, sizeof(x));
+            return x;
+        };
+        return _mm256_cvtph_ps(_mm_setr_epi16(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7)));
+    }
+    // Byte `i` of each lane, of the form that scaled_sum or wide_sum takes.
+    template <bool>
+    static I scale_of(I x, int i) {
+        const I byte = _mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * i), 24);
+        return twice(_mm256_and_si256(byte, _mm256_set1_epi32(0xffff)));
+    }
+    static I even_bytes(I x) { return _mm256_and_si256(x, _mm256_set1_epi16(0xff)); }
+    static I odd_bytes(I x) { return _mm256_srli_epi16(x, 8); }
+
+    // Four products of each lane.
+    template <bool is_signed>
+    static I fours(I w, I x) {
+        return _mm256_madd_epi16(is_signed ? signed_pairs(w, x) : _mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
+    }
+    // A byte for each bit: 0 or `value`.
+    static __m256i spread_bits(uint32_t bits, char value) {
+        const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+        const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)bits), byte), bit);
+        return _mm256_and_si256(_mm256_cmpeq_epi8(found, bit), _mm256_set1_epi8(value));
     }
 
     // ---- for attention.h ----

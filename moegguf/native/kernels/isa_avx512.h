@@ -21,8 +21,8 @@ struct Columns16 {
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
 
-    // 8 or 16 results
-    static void store(float * out, F x, int n) { _mm512_mask_storeu_ps(out, n < 16 ? 0xff : 0xffff, x); }
+    // the first n results
+    static void store(float * out, F x, int n) { _mm512_mask_storeu_ps(out, (__mmask16)((1 << n) - 1), x); }
 
     static I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
     static I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
@@ -77,6 +77,30 @@ struct Columns16 {
     }
     static I add_pairs(I sum, I a, I b) { return _mm512_dpwssd_epi32(sum, a, b); }
     static I add_fours(I sum, I a, I b) { return _mm512_dpbusd_epi32(sum, a, b); }
+    static I multiply_add(I sum, I a, I b) { return _mm512_add_epi32(sum, _mm512_mullo_epi32(a, b)); }
+
+    // ---- for plain.h ----
+
+    static I load_codes(const uint8_t * x) { return _mm512_loadu_si512(x); }
+    static void store_codes(uint8_t * out, I x) { _mm512_storeu_si512(out, x); }
+    template <class At>
+    static MOEGGUF_INLINE I load_lanes(At at, int i) {
+        const auto part = [at](int column) { return _mm_loadu_si128((const __m128i *)at(column)); };
+        const I x = _mm512_inserti32x4(_mm512_castsi128_si512(part(i)), part(i + 4), 1);
+        return _mm512_inserti32x4(_mm512_inserti32x4(x, part(i + 8), 2), part(i + 12), 3);
+    }
+    static F gather_halves(const uint8_t * const * columns, int64_t at) {
+        const __m256 a = Avx2::gather_halves(columns, at), b = Avx2::gather_halves(columns + 8, at);
+        return _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
+    }
+    template <bool is_wide>
+    static I scale_of(I x, int i) {
+        const I byte = _mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * i), 24);
+        return is_wide ? byte : _mm512_and_si512(byte, _mm512_set1_epi32(0xffff));
+    }
+    static I even_bytes(I x) { return _mm512_and_si512(x, _mm512_set1_epi16(0xff)); }
+    static I odd_bytes(I x) { return _mm512_srli_epi16(x, 8); }
+    static __m256i spread_bits(uint32_t bits, char value) { return _mm256_maskz_set1_epi8(bits, value); }
 
     // ---- for attention.h ----
 
@@ -144,6 +168,12 @@ struct Columns8 : Avx2 {
     }
     static I add_pairs(I sum, I a, I b) { return _mm256_dpwssd_epi32(sum, a, b); }
     static I add_fours(I sum, I a, I b) { return _mm256_dpbusd_epi32(sum, a, b); }
+    static I multiply_add(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, b)); }
+    template <bool>
+    static I fours(I w, I x) {
+        return add_fours(I{}, w, x);
+    }
+    static __m256i spread_bits(uint32_t bits, char value) { return _mm256_maskz_set1_epi8(bits, value); }
 };
 
 template <class Width>
@@ -153,16 +183,25 @@ struct Vnni : Width {
 
     // sum + scale * (w . x) for 16 values of each column, exactly: partial sums of 4 * n_dots products fit 16 bits,
     // which dpwssd multiplies with the scale.
-    template <int n_dots, bool has_offset>
+    template <int n_dots, int n_minus>
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
+        static_assert(n_minus == 0 || n_dots * n_minus == 4);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i += n_dots) {
-            I part = has_offset ? Width::broadcast(minus + i / 2) : I{};
+            I part = n_minus > 0 ? Width::broadcast(minus + i / n_dots) : I{};
 #pragma GCC unroll 4
             for (int j = i; j < i + n_dots; j++) { part = Width::add_fours(part, w[j], Width::broadcast(x + 4 * j)); }
             sum = Width::add_pairs(sum, part, scale);
         }
         return sum;
+    }
+
+    // The same where partial sums do not fit.
+    static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
+        I part = Width::broadcast(minus);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) { part = Width::add_fours(part, w[i], Width::broadcast(x + 4 * i)); }
+        return Width::multiply_add(sum, part, scale);
     }
 
     // w . x for 32 values of each column, less offset times the sum of x.
@@ -178,6 +217,10 @@ struct Vnni : Width {
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    }
+    static __m256i minus_16(__m256i pairs, int offset) {
+        const __m256i eights = minus_8(pairs, offset);
+        return _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
     }
 };
 

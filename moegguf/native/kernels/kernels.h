@@ -11,6 +11,8 @@
 
 namespace moegguf::kernels {
 
+struct Panels;
+
 // A row of activations becomes blocks; rows that are multiplied together, a tile, lie block by block.
 struct Kernel {
     int block_values;
@@ -23,9 +25,19 @@ struct Kernel {
     // A tile from rows that lie each by itself.
     void (*gather)(const char * const * rows, int n_rows, int64_t n, char * tile);
 
-    // out[r][0, n_cols) = a tile of rows times weights. n_cols is a multiple of 8, row_bytes are those of n weights.
+    // out[r][0, n_cols) = a tile of rows times weights. n_cols is a multiple of 8 where weights are interleaved,
+    // row_bytes are those of n weights.
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
                      float * const * out);
+
+    const Panels * panels; // what multiplies more than max_rows rows with weights that are not interleaved
+};
+
+// Weights that are unpacked, in groups of columns, to be multiplied with many rows.
+struct Panels {
+    const Kernel * kernel; // row_bytes: those of a block here, times the number of blocks
+    size_t block_bytes;    // of a column's block of kernel->block_values weights
+    void (*unpack)(const char * weights, size_t row_bytes, int64_t n_cols, int64_t n, char * panel);
 };
 
 // out[r][0, n_cols) = n_rows rows of n floats times n_cols rows of weights, `stride` bytes apart.
@@ -100,6 +112,7 @@ struct AttentionKernels {
 
 struct Kernels {
     const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 rows, as upstream's repack.cpp lays them out
+    const Kernel * (*of_plain)(ggml_type type);       // as they lie in a file
     MultiplyFloats (*of_floats)(ggml_type type);      // each nullptr for other types
     const AttentionKernels * attention;
 };

@@ -1,5 +1,5 @@
-// multiply.cpp: MUL_MAT and MUL_MAT_ID with interleaved weights, divided among threads. Activations are quantized row
-// by row, and rows are multiplied in tiles; neither changes the bits of a row.
+// multiply.cpp: MUL_MAT and MUL_MAT_ID with quantised weights and floats, divided among threads. Activations are
+// quantised row by row, and rows are multiplied in tiles; neither changes the bits of a row.
 #include "multiply.h"
 
 #include "ggml-cpu-impl.h"
@@ -29,13 +29,29 @@ const Kernels * detect() {
 constexpr int max_tile = 16;
 constexpr int64_t part_bytes = 256 << 10; // of weights that are multiplied with all rows before the next ones
 
-const Kernel * kernel_of(ggml_type type) {
+const Kernel * kernel_of_interleaved(ggml_type type) {
     const Kernels * kernels = processor_kernels();
     return kernels ? kernels->of_interleaved(type) : nullptr;
 }
 
-const Kernel * kernel_of(const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes) {
-    return n_cols == 8 && interleaved_bytes == 8 ? kernel_of(op->src[0]->type) : nullptr;
+const Kernel * kernel_of_interleaved(const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes) {
+    return n_cols == 8 && interleaved_bytes == 8 ? kernel_of_interleaved(op->src[0]->type) : nullptr;
+}
+
+const Kernel * kernel_of_plain(const ggml_tensor * op) {
+    const ggml_tensor *w = op->src[0], *x = op->src[1];
+    const Kernels * kernels = processor_kernels();
+    const bool is_plain = x->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) &&
+                          w->nb[0] == ggml_type_size(w->type) && w->ne[3] == x->ne[3];
+    return kernels && is_plain ? kernels->of_plain(w->type) : nullptr;
+}
+
+MultiplyFloats kernel_of_floats(const ggml_tensor * op) {
+    const ggml_tensor *w = op->src[0], *x = op->src[1];
+    const Kernels * kernels = processor_kernels();
+    const bool is_plain = op->op == GGML_OP_MUL_MAT && x->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) &&
+                          w->nb[0] == ggml_type_size(w->type);
+    return kernels && is_plain ? kernels->of_floats(w->type) : nullptr;
 }
 
 // How many of n_left rows the next tile has. It may be filled up with the last row.
@@ -45,18 +61,75 @@ int next_tile(int64_t n_left, int max_rows) {
     return 4 * n_left < 3 * n ? n / 2 : n;
 }
 
+// The rows of tiles for n_rows rows, with those that only fill them up.
+int64_t tiled_rows(int64_t n_rows, int max_rows) {
+    int64_t n_tiled = 0;
+    for (int64_t row = 0; row < n_rows;) {
+        const int n_tile = next_tile(n_rows - row, max_rows);
+        row += n_tile, n_tiled += n_tile;
+    }
+    return n_tiled;
+}
+
+size_t quantized_bytes(const Kernel * kernel, int64_t n) { return n / kernel->block_values * kernel->block_bytes; }
+
+// The columns of a panel, whose bytes stay in the second cache.
+struct PanelSize {
+    size_t column_bytes;
+    int64_t n_cols;
+
+    PanelSize(const Panels & panels, int64_t n)
+        : column_bytes(n / panels.kernel->block_values * panels.block_bytes),
+          n_cols(std::max<int64_t>(16, part_bytes / column_bytes / 16 * 16)) {}
+};
+
+size_t panel_bytes(const Kernel * kernel, int64_t n) {
+    if (!kernel->panels) { return 0; }
+    const PanelSize size(*kernel->panels, n);
+    return GGML_PAD(size.n_cols * size.column_bytes, 64);
+}
+
+// Columns that are multiplied together with all rows.
+struct Columns {
+    const Kernel * kernel;
+    const char * weights;
+    size_t row_bytes; // of weights
+    int64_t n;        // values of a row
+    int64_t first, n_cols;
+
+    // out: of each row, the result of the first column
+    void multiply(const char * tile, int n_rows, float * const * out) const {
+        kernel->multiply(weights, row_bytes, n_cols, tile, n_rows, n, out);
+    }
+};
+
 // One matrix of weights, and what it is multiplied with.
 struct Product {
+    const Panels * panels; // nullptr: weights are multiplied as they lie
     const Kernel * kernel;
     const char * weights;
     size_t row_bytes; // of weights
     int64_t n;        // values of a row
 
-    size_t quantized() const { return n / kernel->block_values * kernel->block_bytes; } // bytes of a row of activations
+    Product(const Kernel * of_weights, const ggml_tensor * w, int64_t n_rows)
+        : panels(n_rows > of_weights->max_rows ? of_weights->panels : nullptr),
+          kernel(panels ? panels->kernel : of_weights),
+          weights((const char *)w->data),
+          row_bytes(w->nb[1]),
+          n(w->ne[0]) {}
 
-    // Columns [first, last) of a tile. out: of each row, the first
-    void multiply(int64_t first, int64_t last, const char * tile, int n_rows, float * const * out) const {
-        kernel->multiply(weights + first * row_bytes, row_bytes, last - first, tile, n_rows, n, out);
+    size_t quantized() const { return quantized_bytes(kernel, n); } // bytes of a row of activations
+
+    // Columns [first, last), or parts of them one after the other. panel: memory for weights that are unpacked
+    template <class Visit>
+    void for_each_part(int64_t first, int64_t last, char * panel, Visit visit) const {
+        if (!panels) { return visit(Columns{kernel, weights + first * row_bytes, row_bytes, n, first, last - first}); }
+        const PanelSize size(*panels, n);
+        for (int64_t col = first; col < last; col += size.n_cols) {
+            const int64_t n_cols = std::min(size.n_cols, last - col);
+            panels->unpack(weights + col * row_bytes, row_bytes, n_cols, n, panel);
+            visit(Columns{kernel, panel, size.column_bytes, n, col, n_cols});
+        }
     }
 };
 
@@ -83,48 +156,84 @@ struct Shares {
     }
 };
 
-size_t shares_bytes(int n_threads) { return GGML_PAD(n_threads * sizeof(int64_t), 64); }
-
 // ---- MUL_MAT ----
 
 // Rows of all planes one after the other.
 float * row_of(const ggml_tensor * t, int64_t i) {
-    return (float *)((char *)t->data + i % t->ne[1] * t->nb[1] + i / t->ne[1] * t->nb[2]);
+    const int64_t plane = i / t->ne[1];
+    return (float *)((char *)t->data + i % t->ne[1] * t->nb[1] + plane % t->ne[2] * t->nb[2] +
+                     plane / t->ne[2] * t->nb[3]);
 }
 
-void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, char * tiles) {
-    const int64_t n_rows = ggml_nrows(x);
-    for (int64_t row = 0, tile = 0; row < n_rows;) {
+// The matrices of weights, each of which is multiplied with n_rows successive rows; and work memory.
+struct Matrices {
+    int64_t n_matrices, n_rows;
+    int64_t * taken; // [n_matrices][n_threads], of `Shares`
+    char * panels;   // [n_threads]
+    char * tiles;    // [n_matrices]
+    size_t taken_bytes, tiles_bytes, size;
+
+    Matrices(const ggml_tensor * op, const Kernel * kernel, int n_threads, void * memory) {
+        const ggml_tensor * w = op->src[0];
+        n_matrices = w->ne[2] * w->ne[3], n_rows = ggml_nrows(op->src[1]) / n_matrices;
+        taken_bytes = GGML_PAD(n_matrices * n_threads * sizeof(int64_t), 64);
+        tiles_bytes =
+            tiled_rows(n_rows, Product(kernel, w, n_rows).kernel->max_rows) * quantized_bytes(kernel, w->ne[0]);
+        taken = (int64_t *)memory;
+        panels = (char *)memory + taken_bytes;
+        tiles = panels + n_threads * panel_bytes(kernel, w->ne[0]);
+        size = tiles + n_matrices * tiles_bytes - (char *)memory;
+    }
+};
+
+// Rows from `first` on.
+void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, int64_t first,
+                    int64_t n_rows, char * tiles) {
+    for (int64_t row = 0, tile = first; row < n_rows;) {
         const int n_tile = next_tile(n_rows - row, p.kernel->max_rows);
         for (int r = 0; r < n_tile; r++) {
             if ((tile + r) % params->nth == params->ith) {
-                p.kernel->quantize(row_of(x, std::min(row + r, n_rows - 1)), p.n, tiles + r * p.kernel->block_bytes,
-                                   n_tile * p.kernel->block_bytes);
+                p.kernel->quantize(row_of(x, first + std::min(row + r, n_rows - 1)), p.n,
+                                   tiles + r * p.kernel->block_bytes, n_tile * p.kernel->block_bytes);
             }
         }
         row += n_tile, tile += n_tile, tiles += n_tile * p.quantized();
     }
 }
 
-void mul_mat(ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
+// Columns of n_rows rows, which lie in tiles, from `first_row` on.
+void multiply_tiles(ggml_tensor * op, const Columns & columns, const char * tile, int64_t first_row, int64_t n_rows) {
+    for (int64_t row = 0; row < n_rows;) {
+        const int n_tile = next_tile(n_rows - row, columns.kernel->max_rows);
+        float * out[max_tile];
+        for (int r = 0; r < n_tile; r++) {
+            out[r] = row_of(op, first_row + std::min(row + r, n_rows - 1)) + columns.first;
+        }
+        columns.multiply(tile, n_tile, out);
+        row += n_tile, tile += n_tile * quantized_bytes(columns.kernel, columns.n);
+    }
+}
+
+void mul_mat(const ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
     const ggml_tensor * w = op->src[0];
-    const Product p = {kernel, (const char *)w->data, w->nb[1], w->ne[0]};
-    const int64_t n_rows = ggml_nrows(op);
-    const int64_t n_parts = std::max<int64_t>(4, w->ne[1] * p.row_bytes / part_bytes / params->nth);
-    const Shares shares = {(int64_t *)params->wdata, params->nth, n_parts, w->ne[1]};
-    char * const tiles = (char *)params->wdata + shares_bytes(params->nth);
-    quantize_tiles(params, op->src[1], p, tiles);
-    if (params->ith == 0) { memset(shares.taken, 0, shares_bytes(params->nth)); }
+    const Matrices m(op, kernel, params->nth, params->wdata);
+    GGML_ASSERT(params->wsize >= m.size);
+    Product p(kernel, w, m.n_rows);
+    for (int64_t i = 0; i < m.n_matrices; i++) {
+        quantize_tiles(params, op->src[1], p, i * m.n_rows, m.n_rows, m.tiles + i * m.tiles_bytes);
+    }
+    if (params->ith == 0) { memset(m.taken, 0, m.taken_bytes); }
     ggml_barrier(params->threadpool);
 
-    for (int64_t first, last; shares.next(params->ith, first, last);) {
-        const char * tile = tiles;
-        for (int64_t row = 0; row < n_rows;) {
-            const int n_tile = next_tile(n_rows - row, kernel->max_rows);
-            float * out[max_tile];
-            for (int r = 0; r < n_tile; r++) { out[r] = row_of(op, std::min(row + r, n_rows - 1)) + first; }
-            p.multiply(first, last, tile, n_tile, out);
-            row += n_tile, tile += n_tile * p.quantized();
+    char * panel = m.panels + params->ith * panel_bytes(kernel, p.n);
+    const int64_t n_parts = std::max<int64_t>(4, w->ne[1] * p.row_bytes / part_bytes / params->nth);
+    for (int64_t i = 0; i < m.n_matrices; i++) {
+        p.weights = (const char *)w->data + i % w->ne[2] * w->nb[2] + i / w->ne[2] * w->nb[3];
+        const Shares shares = {m.taken + i * params->nth, params->nth, n_parts, w->ne[1]};
+        for (int64_t first, last; shares.next(params->ith, first, last);) {
+            p.for_each_part(first, last, panel, [&](const Columns & columns) {
+                multiply_tiles(op, columns, m.tiles + i * m.tiles_bytes, i * m.n_rows, m.n_rows);
+            });
         }
     }
 }
@@ -167,10 +276,11 @@ struct Choice {
     int32_t i, token; // the expert is the token's i-th
 };
 
-// Work memory: activations, a tile for each thread, and which rows each expert has.
+// Work memory: activations, a tile and a panel for each thread, and which rows each expert has.
 struct Work {
     char * rows;
     char * tiles;
+    char * panels;
     int64_t * n_rows; // [n_expert]
     int64_t * taken;  // [n_expert][n_threads], of `Shares`
     int64_t * end;    // [n_expert]: of its `choices`
@@ -179,7 +289,7 @@ struct Work {
 
     Work(const ggml_tensor * op, const Kernel * kernel, int n_threads, void * memory) {
         const ggml_tensor * x = op->src[1];
-        const size_t row = x->ne[0] / kernel->block_values * kernel->block_bytes;
+        const size_t row = quantized_bytes(kernel, x->ne[0]);
         char * at = (char *)memory;
         const auto take = [&at](size_t n) {
             char * begin = at;
@@ -188,6 +298,7 @@ struct Work {
         };
         rows = take(ggml_nrows(x) * row);
         tiles = take(n_threads * max_tile * row);
+        panels = take(n_threads * panel_bytes(kernel, x->ne[0]));
         const int64_t n_expert = op->src[0]->ne[2];
         n_rows = (int64_t *)take(n_expert * sizeof(int64_t));
         taken = (int64_t *)take(n_expert * n_threads * sizeof(int64_t));
@@ -219,32 +330,33 @@ void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
     for_each_choice(op->src[2], [&](int32_t expert, Choice choice) { work.choices[work.end[expert]++] = choice; });
 }
 
-// Columns [first, last) of all rows of an expert.
-void multiply_expert(ggml_tensor * op, const Product & p, const Work & work, char * tile, const Choice * choices,
-                     int64_t n_rows, int64_t first, int64_t last) {
+// Columns of all rows of an expert.
+void multiply_expert(ggml_tensor * op, const Columns & columns, const Work & work, char * tile, const Choice * choices,
+                     int64_t n_rows) {
     const ggml_tensor * x = op->src[1];
+    const Kernel * kernel = columns.kernel;
     for (int64_t row = 0; row < n_rows;) {
-        const int n_tile = next_tile(n_rows - row, p.kernel->max_rows);
+        const int n_tile = next_tile(n_rows - row, kernel->max_rows);
         const char * rows[max_tile];
         float * out[max_tile];
         for (int r = 0; r < n_tile; r++) {
             const Choice c = choices[std::min(row + r, n_rows - 1)];
-            rows[r] = work.rows + (c.i % x->ne[1] + c.token * x->ne[1]) * p.quantized();
-            out[r] = row_of(op, c.i + c.token * op->ne[1]) + first;
+            rows[r] = work.rows + (c.i % x->ne[1] + c.token * x->ne[1]) * quantized_bytes(kernel, columns.n);
+            out[r] = row_of(op, c.i + c.token * op->ne[1]) + columns.first;
         }
-        if (n_tile > 1) { p.kernel->gather(rows, n_tile, p.n, tile); }
-        p.multiply(first, last, n_tile > 1 ? tile : rows[0], n_tile, out);
+        if (n_tile > 1) { kernel->gather(rows, n_tile, columns.n, tile); }
+        columns.multiply(n_tile > 1 ? tile : rows[0], n_tile, out);
         row += n_tile;
     }
 }
 
-void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
+void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
     const ggml_tensor * w = op->src[0];
     const Work work(op, kernel, params->nth, params->wdata);
     GGML_ASSERT(params->wsize >= work.size);
-    Product p = {kernel, nullptr, w->nb[1], w->ne[0]};
+    const size_t row = quantized_bytes(kernel, w->ne[0]);
     for (int64_t i = params->ith; i < ggml_nrows(op->src[1]); i += params->nth) {
-        kernel->quantize(row_of(op->src[1], i), p.n, work.rows + i * p.quantized(), kernel->block_bytes);
+        kernel->quantize(row_of(op->src[1], i), w->ne[0], work.rows + i * row, kernel->block_bytes);
     }
     if (params->ith == 0) { sort_choices(op, work, params->nth); }
     ggml_barrier(params->threadpool);
@@ -252,12 +364,16 @@ void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * k
     ggml_mul_mat_id_order order;
     ggml_mul_mat_id_begin(&order, op, params->nth);
     for (int expert; (expert = ggml_mul_mat_id_next(&order, work.n_rows, (int)w->ne[2], params->ith)) >= 0;) {
-        p.weights = (const char *)w->data + order.at * w->nb[2];
         const int64_t n_rows = work.n_rows[expert], n_parts = n_rows < 4 ? 4 : 1;
+        Product p(kernel, w, n_rows);
+        p.weights += order.at * w->nb[2];
         const Shares shares = {work.taken + expert * params->nth, params->nth, n_parts, w->ne[1]};
         for (int64_t first, last; shares.next(params->ith, first, last);) {
-            char * tile = work.tiles + params->ith * max_tile * p.quantized();
-            multiply_expert(op, p, work, tile, work.choices + work.end[expert] - n_rows, n_rows, first, last);
+            char * panel = work.panels + params->ith * panel_bytes(kernel, p.n);
+            p.for_each_part(first, last, panel, [&](const Columns & columns) {
+                char * tile = work.tiles + params->ith * max_tile * row;
+                multiply_expert(op, columns, work, tile, work.choices + work.end[expert] - n_rows, n_rows);
+            });
         }
     }
 }
@@ -269,39 +385,45 @@ const Kernels * processor_kernels() {
     return found;
 }
 
-bool has_kernels(ggml_type type) { return kernel_of(type) != nullptr; }
+bool has_kernels(ggml_type type) { return kernel_of_interleaved(type) != nullptr; }
+
+static size_t work_size(int n_threads, const ggml_tensor * op, const Kernel * kernel) {
+    return op->op == GGML_OP_MUL_MAT ? Matrices(op, kernel, n_threads, nullptr).size
+                                     : Work(op, kernel, n_threads, nullptr).size;
+}
+
+static void multiply(const ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
+    (op->op == GGML_OP_MUL_MAT ? mul_mat : mul_mat_id)(params, op, kernel);
+}
 
 bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes, size_t & size) {
-    const Kernel * kernel = kernel_of(op, n_cols, interleaved_bytes);
-    if (!kernel) { return false; }
-    const ggml_tensor * x = op->src[1];
-    const size_t row = x->ne[0] / kernel->block_values * kernel->block_bytes;
-    size = op->op == GGML_OP_MUL_MAT ? shares_bytes(n_threads) + (ggml_nrows(x) + max_tile) * row
-                                     : Work(op, kernel, n_threads, nullptr).size;
-    return true;
+    const Kernel * kernel = kernel_of_interleaved(op, n_cols, interleaved_bytes);
+    if (kernel) { size = work_size(n_threads, op, kernel); }
+    return kernel != nullptr;
 }
 
 bool multiply(ggml_compute_params * params, ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes) {
-    const Kernel * kernel = kernel_of(op, n_cols, interleaved_bytes);
-    if (kernel && op->op == GGML_OP_MUL_MAT) {
-        mul_mat(params, op, kernel);
-    } else if (kernel) {
-        mul_mat_id(params, op, kernel);
-    }
+    const Kernel * kernel = kernel_of_interleaved(op, n_cols, interleaved_bytes);
+    if (kernel) { multiply(params, op, kernel); }
     return kernel != nullptr;
 }
 
 } // namespace moegguf::kernels
 
-bool moegguf_multiply_floats(const ggml_compute_params * params, ggml_tensor * op) {
+size_t moegguf_multiply_work_size(const ggml_tensor * op, int n_threads) {
     using namespace moegguf::kernels;
-    const ggml_tensor *w = op->src[0], *x = op->src[1];
-    const Kernels * kernels = processor_kernels();
-    const MultiplyFloats kernel = kernels ? kernels->of_floats(w->type) : nullptr;
-    if (!kernel || params->use_ref || x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) ||
-        w->nb[0] != ggml_type_size(w->type)) {
-        return false;
+    const Kernel * kernel = kernel_of_plain(op);
+    return kernel ? work_size(n_threads, op, kernel) : 0;
+}
+
+bool moegguf_multiply(const ggml_compute_params * params, ggml_tensor * op) {
+    using namespace moegguf::kernels;
+    if (params->use_ref) { return false; }
+    if (const Kernel * kernel = kernel_of_plain(op)) {
+        multiply(params, op, kernel);
+        return true;
     }
-    mul_mat_floats(params, op, kernel);
-    return true;
+    const MultiplyFloats of_floats = kernel_of_floats(op);
+    if (of_floats) { mul_mat_floats(params, op, of_floats); }
+    return of_floats != nullptr;
 }

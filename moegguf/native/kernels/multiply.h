@@ -11,8 +11,12 @@ struct ggml_compute_params;
 extern "C" {
 #endif
 
-// MUL_MAT with weights that are floats: computes this thread's share. False: upstream's kernels do it.
-bool moegguf_multiply_floats(const struct ggml_compute_params * params, struct ggml_tensor * op);
+// MUL_MAT and MUL_MAT_ID with weights as they lie in a file, and MUL_MAT with floats: computes this thread's share.
+// False: upstream's kernels do it.
+bool moegguf_multiply(const struct ggml_compute_params * params, struct ggml_tensor * op);
+
+// The bytes of work memory that it needs.
+size_t moegguf_multiply_work_size(const struct ggml_tensor * op, int n_threads);
 
 // FLASH_ATTN_EXT: computes this thread's share. False: upstream's kernels do it.
 bool moegguf_attention(const struct ggml_compute_params * params, struct ggml_tensor * op);

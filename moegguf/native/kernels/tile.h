@@ -3,7 +3,10 @@
 #pragma once
 
 #include "kernels.h"
+#include "plain_types.h"
 #include "types.h"
+
+#include <type_traits>
 
 namespace moegguf::kernels {
 namespace {
@@ -36,12 +39,23 @@ float largest(const float * x, int n) {
     return Isa::greatest(max);
 }
 
-// A scale of 16 bits, as quantize_row_q8_0 has it.
-template <class Isa, class T>
-void quantize_block(const float * x, Row32 & row) {
+// A scale of 16 bits, as quantize_row_q8_0 has it. Returns the sum of the values.
+template <class Isa, class Row>
+int32_t quantize_32(const float * x, Row & row) {
     const float max = largest<Isa>(x, 32);
     row.d = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph(_mm_set_ss(max / 127.0f), _MM_FROUND_TO_NEAREST_INT)));
-    row.minus = -T::template offset<Isa> * sum_of_pairs(round_32(x, max > 0 ? 127.0f / max : 0.0f, row.qs));
+    return sum_of_pairs(round_32(x, max > 0 ? 127.0f / max : 0.0f, row.qs));
+}
+
+template <class Isa, class T>
+void quantize_block(const float * x, Row32 & row) {
+    row.minus = -T::template offset<Isa> * quantize_32<Isa>(x, row);
+}
+
+template <class Isa, class T>
+void quantize_block(const float * x, RowSum & row) {
+    const int32_t sum = quantize_32<Isa>(x, row);
+    row.sum = (float)sum * row.d;
 }
 
 // The scale of quantize_row_q8_K, which may change the sign of values and scale together.
@@ -70,6 +84,22 @@ void quantize_block(const float * x, RowOffset & row) {
 }
 
 template <class Isa, class T>
+void quantize_block(const float * x, RowPlain & row) {
+    const float inverse = scale_of<Isa>(x, row);
+    for (int i = 0; i < 8; i++) {
+        const __m256i pairs = round_32(x + 32 * i, inverse, row.qs + 32 * i);
+        const __m256i sums = Isa::minus_16(pairs, T::template offset<Isa>);
+        row.minus[2 * i] = _mm256_extract_epi32(sums, 0);
+        row.minus[2 * i + 1] = _mm256_extract_epi32(sums, 4);
+        const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
+        const __m256i sixteens = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
+        row.sums[i] = (int16_t)_mm256_extract_epi32(sixteens, 0);
+        row.sums[8 + i] = (int16_t)_mm256_extract_epi32(sixteens, 4);
+    }
+}
+
+template <class Isa, class T>
 void quantize(const float * x, int64_t n, char * blocks, size_t stride) {
     for (int64_t i = 0; i < n; i += T::n_values, blocks += stride) {
         quantize_block<Isa, T>(x + i, *(typename T::Row *)blocks);
@@ -86,17 +116,27 @@ struct Tile {
     using F = typename Isa::F;
     using Row = typename T::Row;
     using Groups = const uint8_t * [Isa::n_groups]; // of 8 columns
+    using OneRow = std::conditional_t<T::is_streamed, typename Isa::OneRow, Isa>;
+
+    static constexpr int32_t no_minus = 0;
 
     // Weights of 32 values with a scale: one block of n_rows rows.
     template <int n_rows>
-    static MOEGGUF_INLINE void add_32(const Groups & block, const Row32 * rows, F * sums, F *) {
+    static MOEGGUF_INLINE void add_32(const Groups & block, const Row * rows, F * sums, F *) {
         I w[8];
         T::template codes<Isa>(block, w);
         const F scale = T::template scale<Isa>(block);
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
-            const I sum = Isa::template sum_32<T::n_dots, T::template is_signed<Isa>>(w, rows[r].qs, &rows[r].minus);
+            const int32_t * minus = &no_minus;
+            if constexpr (!T::adds_min) { minus = &rows[r].minus; }
+            const I sum = Isa::template sum_32<T::n_dots, T::template is_signed<Isa>>(w, rows[r].qs, minus);
             sums[r] = Isa::fma(Isa::to_float(sum), scale * Isa::broadcast(rows[r].d), sums[r]);
+        }
+        if constexpr (T::adds_min) {
+            const F min = T::template min<Isa>(block);
+#pragma GCC unroll 16
+            for (int r = 0; r < n_rows; r++) { sums[r] = Isa::fma(min, Isa::broadcast(rows[r].sum), sums[r]); }
         }
     }
 
@@ -110,8 +150,12 @@ struct Tile {
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
             const int32_t * minus = nullptr;
-            if constexpr (T::offset != 0) { minus = rows[r].minus + at / 8; }
-            sums[r] = Isa::template scaled_sum<T::n_dots, T::offset != 0>(sums[r], w, rows[r].qs + at, minus, scale);
+            if constexpr (T::n_minus > 0) { minus = rows[r].minus + at * T::n_minus / 16; }
+            if constexpr (T::is_wide) {
+                sums[r] = Isa::wide_sum(sums[r], w, rows[r].qs + at, minus, scale);
+            } else {
+                sums[r] = Isa::template scaled_sum<T::n_dots, T::n_minus>(sums[r], w, rows[r].qs + at, minus, scale);
+            }
         }
     }
 
@@ -137,12 +181,13 @@ struct Tile {
             sums[r] = Isa::fma(Isa::to_float(exact[r]), scale * Isa::broadcast(rows[r].d), sums[r]);
         }
         if constexpr (T::has_mins) {
-            const I pairs[4] = {block.mins(0), block.mins(1), block.mins(2), block.mins(3)};
+            I pairs[T::n_pairs];
+            for (int i = 0; i < T::n_pairs; i++) { pairs[i] = block.mins(i); }
             const F min = block.min();
 #pragma GCC unroll 16
             for (int r = 0; r < n_rows; r++) {
                 I sum = {};
-                for (int i = 0; i < 4; i++) {
+                for (int i = 0; i < T::n_pairs; i++) {
                     sum = Isa::add_pairs(sum, pairs[i], Isa::broadcast(rows[r].sums + 2 * i));
                 }
                 mins[r] = Isa::fma(Isa::to_float(sum), min * Isa::broadcast(rows[r].d), mins[r]);
@@ -159,7 +204,7 @@ struct Tile {
         for (int64_t b = 0; b < n_blocks; b++, rows += n_rows) {
             const Parts<Isa> block(weights, b * T::bytes);
 #pragma GCC unroll 64
-            for (int at = 0; at < Isa::n_groups * T::bytes; at += 64) { // in the order of their addresses
+            for (int at = 0; T::is_streamed && at < Isa::n_groups * T::bytes; at += 64) { // in the order of addresses
                 __builtin_prefetch(weights[0] + b * Isa::n_groups * T::bytes + at + prefetch_ahead_bytes, 0, 2);
             }
             if constexpr (T::n_values == 32) {
@@ -191,7 +236,7 @@ struct Tile {
         const auto * rows = (const Row *)tile;
         switch (n_rows) {
             case 1:
-                return Tile<typename Isa::OneRow, T>::template all_columns<1>(w, row_bytes, n_cols, rows, n, out);
+                return Tile<OneRow, T>::template all_columns<1>(w, row_bytes, n_cols, rows, n, out);
             case 2:
                 return all_columns<2>(w, row_bytes, n_cols, rows, n, out);
             case 4:
@@ -213,8 +258,8 @@ struct Tile {
 };
 
 template <class Isa, class T>
-constexpr Kernel kernel = {T::n_values,      sizeof(typename T::Row), Isa::max_rows,
-                           quantize<Isa, T>, Tile<Isa, T>::gather,    Tile<Isa, T>::multiply};
+constexpr Kernel kernel = {T::n_values,          sizeof(typename T::Row), Isa::max_rows, quantize<Isa, T>,
+                           Tile<Isa, T>::gather, Tile<Isa, T>::multiply,  nullptr};
 
 template <class Isa>
 const Kernel * find(ggml_type type) {

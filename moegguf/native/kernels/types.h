@@ -34,6 +34,9 @@ struct RowOffset {
 
 namespace {
 
+const int8_t iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+const int8_t mxfp4_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // and 12
+
 // Where blocks, or parts of them, begin: of each group of columns.
 template <class Isa>
 struct Parts {
@@ -50,7 +53,7 @@ struct Parts {
 template <int scale_bytes>
 struct NibblesX8 {
     static constexpr int n_values = 32, bytes = 8 * scale_bytes + 128;
-    static constexpr bool has_mins = false;
+    static constexpr bool has_mins = false, adds_min = false, is_streamed = true;
     using Row = Row32;
 
     template <class Isa>
@@ -96,9 +99,8 @@ struct Iq4NlX8 : NibblesX8<2> {
 
     template <class Isa>
     static void codes(const uint8_t * const (&blocks)[Isa::n_groups], typename Isa::I * w) {
-        static const int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
         nibbles<Isa>(blocks, 0, w);
-        for (int i = 0; i < 8; i++) { w[i] = Isa::flip(Isa::look_up(w[i], values), is_signed<Isa> ? 0 : 0x80); }
+        for (int i = 0; i < 8; i++) { w[i] = Isa::flip(Isa::look_up(w[i], iq4_nl_values), is_signed<Isa> ? 0 : 0x80); }
     }
 };
 
@@ -111,9 +113,8 @@ struct Mxfp4X8 : NibblesX8<1> {
 
     template <class Isa>
     static void codes(const uint8_t * const (&blocks)[Isa::n_groups], typename Isa::I * w) {
-        static const int8_t values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // and 12
         nibbles<Isa>(blocks, 0, w);
-        for (int i = 0; i < 8; i++) { w[i] = Isa::look_up(w[i], values); }
+        for (int i = 0; i < 8; i++) { w[i] = Isa::look_up(w[i], mxfp4_values); }
     }
 
     // Half of 2^(e - 127), as the values are doubled.
@@ -180,8 +181,8 @@ struct Scales6 {
 template <bool has_fifth_bit>
 struct Q45KX8 {
     static constexpr int n_values = 256, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;
-    static constexpr int n_steps = 8, n_codes = 2, n_dots = has_fifth_bit ? 2 : 4, offset = 0;
-    static constexpr bool has_mins = true;
+    static constexpr int n_steps = 8, n_codes = 2, n_dots = has_fifth_bit ? 2 : 4, n_minus = 0, n_pairs = 4;
+    static constexpr bool has_mins = true, is_wide = false, is_streamed = true;
     using Row = RowMins;
 
     template <class Isa>
@@ -231,8 +232,8 @@ using Q5KX8 = Q45KX8<true>;
 // signed scale for each 16.
 struct Q6KX8 {
     static constexpr int n_values = 256, bytes = 16 + 128 + 1024 + 512;
-    static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32;
-    static constexpr bool has_mins = false;
+    static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32, n_minus = 2;
+    static constexpr bool has_mins = false, is_wide = false, is_streamed = true;
     using Row = RowOffset;
 
     template <class Isa>

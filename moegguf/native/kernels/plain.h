@@ -1,0 +1,322 @@
+// plain.h: weights as they lie in a file, row by row ("columns" here, as they are those of the result). One row of
+// activations is multiplied with 8 columns at once. For more rows, columns are unpacked once into a panel, which
+// tile.h multiplies with all of them: codes of 8 bits, four successive values of each column in a vector, and scales.
+// Both add products of a block exactly, as integers, and blocks one after the other with fma, so bits are the same.
+//
+// How a type is added (its unpacking is all that is written):
+// 1. Write a struct in plain_types.h. There are two kinds:
+//    - a scale in floating point for each 32 values: derive from `Scaled`, as PlainQ8_0 and PlainMxfp4 do, or from
+//      `ScaledWithMin`, as PlainQ5_1 does. `codes` returns the 32 codes of a block.
+//    - blocks of 256 values with integer scales of 8 bits for each 16 values: derive from `Superblock`, as PlainQ2K and
+//      PlainQ3K do. `unpack` fills an `Unpacked` with codes, scales, and d. A scale for 32 values is written twice.
+// 2. Choose its codes: `Unsigned<zero, fit>` where all are from 0 to 32 and `zero` stands for 0, which is the fastest,
+// or
+//    `Signed` for those from -127 to 127.
+// 3. Add it to `find_plain` below, and its name to PLAIN in tests/native/test_width_check.py.
+#pragma once
+
+#include "kernels.h"
+#include "plain_types.h"
+#include "tile.h"
+
+#include <algorithm>
+
+namespace moegguf::kernels {
+namespace {
+
+// ---- panels: unpacked weights of Isa::n_cols columns, block by block ----
+
+// Weights of 32 values with a scale: 8 vectors of codes, scales, minima.
+template <class Isa, class T>
+struct ScaledPanel {
+    static constexpr int n_values = 32, n_dots = T::n_dots;
+    static constexpr int bytes = Isa::n_cols * (32 + 4 + (T::adds_min ? 4 : 0));
+    static constexpr bool has_mins = false, adds_min = T::adds_min, is_streamed = false;
+    template <class>
+    static constexpr bool is_signed = T::template is_signed<Isa>;
+    using Row = typename T::Row;
+    using From = const uint8_t * const (&)[Isa::n_groups];
+
+    template <class>
+    static void codes(From block, typename Isa::I * w) {
+        for (int i = 0; i < 8; i++) { w[i] = Isa::load_codes(block[0] + i * sizeof(*w)); }
+    }
+    template <class>
+    static typename Isa::F scale(From block) {
+        return Isa::load((const float *)(block[0] + 32 * Isa::n_cols));
+    }
+    template <class>
+    static typename Isa::F min(From block) {
+        return Isa::load((const float *)(block[0] + 36 * Isa::n_cols));
+    }
+};
+
+// Weights of 256 values with integer scales: 64 vectors of codes, 16 of scales, 8 of pairs of minima, d and its
+// minimum.
+template <class Isa, class T>
+struct SuperblockPanel {
+    static constexpr int n_values = 256, n_steps = 8, n_codes = 2, n_dots = T::n_dots, n_pairs = 8;
+    static constexpr int n_minus = T::has_sign || T::zero != 0;
+    static constexpr int scales_at = 256 * Isa::n_cols, d_at = scales_at + 64 * Isa::n_cols;
+    static constexpr int mins_at = d_at + 4 * Isa::n_cols, min_at = mins_at + 32 * Isa::n_cols;
+    static constexpr bool has_mins = T::has_mins, is_wide = T::is_wide, is_streamed = false;
+    static constexpr int bytes = has_mins ? min_at + 4 * Isa::n_cols : mins_at;
+    using Row = RowPlain;
+
+    template <class>
+    struct Block {
+        using I = typename Isa::I;
+        using F = typename Isa::F;
+        const uint8_t * const from;
+
+        explicit Block(const uint8_t * const (&groups)[Isa::n_groups]) : from(groups[0]) {}
+
+        F scale() const { return Isa::load((const float *)(from + d_at)); }
+        F min() const { return Isa::load((const float *)(from + min_at)); }
+        I mins(int i) const { return Isa::load_codes(from + mins_at + i * sizeof(I)); }
+        I scales(int step, int i) const { return Isa::load_codes(from + scales_at + (2 * step + i) * sizeof(I)); }
+        static int first_value(int step, int i) { return 32 * step + 16 * i; }
+        template <int>
+        void load() {}
+        template <int step, int i>
+        void codes(I * w) const {
+            for (int j = 0; j < 4; j++) { w[j] = Isa::load_codes(from + ((2 * step + i) * 4 + j) * sizeof(I)); }
+        }
+    };
+};
+
+// 16 bytes of each column: four vectors, each with four successive bytes of all columns.
+template <class Isa, class At>
+MOEGGUF_INLINE void load_columns(At at, typename Isa::I * out) {
+    typename Isa::I x[4];
+    for (int i = 0; i < 4; i++) { x[i] = Isa::load_lanes(at, i); }
+    const auto a = Isa::low_32(x[0], x[1]), b = Isa::high_32(x[0], x[1]);
+    const auto c = Isa::low_32(x[2], x[3]), d = Isa::high_32(x[2], x[3]);
+    out[0] = Isa::low_64(a, c), out[1] = Isa::high_64(a, c);
+    out[2] = Isa::low_64(b, d), out[3] = Isa::high_64(b, d);
+}
+
+// Where n columns begin. The last of n_cols columns stands for those that are missing.
+template <int n>
+struct Columns {
+    const uint8_t * of[n];
+
+    Columns(const uint8_t * weights, size_t row_bytes, int64_t n_cols) {
+        for (int i = 0; i < n; i++) { of[i] = weights + std::min<int64_t>(i, n_cols - 1) * row_bytes; }
+    }
+};
+
+// Unpacks a block of each column. Returns the end.
+template <class Isa, class T>
+MOEGGUF_INLINE uint8_t * unpack_scaled(const Columns<Isa::n_cols> & columns, int64_t at, uint8_t * out) {
+    using I = typename Isa::I;
+    alignas(64) uint8_t codes[Isa::n_cols][32];
+    for (int c = 0; c < Isa::n_cols; c++) {
+        _mm256_store_si256((__m256i *)codes[c], T::template codes<Isa>(columns.of[c] + at));
+    }
+    for (int half = 0; half < 2; half++) {
+        I w[4];
+        load_columns<Isa>([&](int c) { return codes[c] + 16 * half; }, w);
+        for (int i = 0; i < 4; i++, out += sizeof(I)) { Isa::store_codes(out, T::template to_multiply<Isa>(w[i])); }
+    }
+    Isa::store((float *)out, T::template scales<Isa>(columns.of, at));
+    out += 4 * Isa::n_cols;
+    if constexpr (T::adds_min) {
+        Isa::store((float *)out, Isa::gather_halves(columns.of, at + 2));
+        out += 4 * Isa::n_cols;
+    }
+    return out;
+}
+
+template <class Isa, class T>
+MOEGGUF_INLINE uint8_t * unpack_superblock(const Columns<Isa::n_cols> & columns, int64_t at, uint8_t * out) {
+    using I = typename Isa::I;
+    constexpr int n_cols = Isa::n_cols;
+    alignas(64) uint8_t codes[n_cols][256], scales[n_cols][16], mins[n_cols][16];
+    float d[n_cols], min[n_cols];
+    for (int c = 0; c < n_cols; c++) {
+        Unpacked block;
+        T::template unpack<Isa>(columns.of[c] + at, block);
+        for (int i = 0; i < 8; i++) { _mm256_store_si256((__m256i *)codes[c] + i, block.codes[i]); }
+        _mm_store_si128((__m128i *)scales[c], block.scales);
+        d[c] = block.d;
+        if constexpr (T::has_mins) {
+            _mm_store_si128((__m128i *)mins[c], block.mins);
+            min[c] = block.min;
+        }
+    }
+    const auto store = [&out](I x) {
+        Isa::store_codes(out, x);
+        out += sizeof(I);
+    };
+    I x[4];
+    for (int i = 0; i < 16; i++) {
+        load_columns<Isa>([&](int c) { return codes[c] + 16 * i; }, x);
+        for (int j = 0; j < 4; j++) { store(T::template to_multiply<Isa>(x[j])); }
+    }
+    load_columns<Isa>([&](int c) { return scales[c]; }, x);
+    for (int i = 0; i < 16; i++) { store(Isa::template scale_of<T::is_wide>(x[i / 4], i % 4)); }
+    Isa::store((float *)out, Isa::load(d));
+    out += sizeof(d);
+    if constexpr (T::has_mins) {
+        load_columns<Isa>([&](int c) { return mins[c]; }, x);
+        for (int i = 0; i < 8; i++) { store(i < 4 ? Isa::even_bytes(x[i]) : Isa::odd_bytes(x[i - 4])); }
+        Isa::store((float *)out, Isa::load(min));
+        out += sizeof(min);
+    }
+    return out;
+}
+
+template <class Isa, class T>
+void unpack_columns(const char * weights, size_t row_bytes, int64_t n_cols, int64_t n, char * panel) {
+    auto * out = (uint8_t *)panel;
+    for (int64_t col = 0; col < n_cols; col += Isa::n_cols) {
+        const Columns<Isa::n_cols> columns((const uint8_t *)weights + col * row_bytes, row_bytes, n_cols - col);
+        for (int64_t b = 0; b < n / T::n_values; b++) {
+            if constexpr (T::n_values == 32) {
+                out = unpack_scaled<Isa, T>(columns, b * T::bytes, out);
+            } else {
+                out = unpack_superblock<Isa, T>(columns, b * T::bytes, out);
+            }
+        }
+    }
+}
+
+// ---- one row of activations ----
+
+// The sums of the lanes of 8 vectors.
+MOEGGUF_INLINE __m256i sums_of(const __m256i * x) {
+    const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
+    const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+// Signed bytes as 16 bits: those of even places, then those of odd ones.
+MOEGGUF_INLINE __m256i even_then_odd(__m128i x) {
+    return _mm256_cvtepi8_epi16(
+        _mm_shuffle_epi8(x, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
+}
+
+// Of 8 columns (Isa: with vectors of 8 lanes).
+template <class Isa, class T>
+struct OneRow {
+    static constexpr bool is_signed = T::template is_signed<Isa>;
+    using Row = typename T::Row;
+    using At = const Columns<8> &;
+
+    static MOEGGUF_INLINE void add_scaled(At columns, int64_t at, const Row & row, __m256 & sums, __m256 &) {
+        const __m256i x = _mm256_loadu_si256((const __m256i *)row.qs);
+        __m256i products[8];
+#pragma GCC unroll 8
+        for (int c = 0; c < 8; c++) {
+            const __m256i w = T::template codes<Isa>(columns.of[c] + at);
+            products[c] = Isa::template fours<is_signed>(T::template to_multiply<Isa>(w), x);
+        }
+        __m256i sum = sums_of(products);
+        if constexpr (!T::adds_min) { sum = _mm256_add_epi32(sum, Isa::broadcast(&row.minus)); }
+        const __m256 scale = T::template scales<Isa>(columns.of, at);
+        sums = Isa::fma(Isa::to_float(sum), scale * Isa::broadcast(row.d), sums);
+        if constexpr (T::adds_min) {
+            sums = Isa::fma(Isa::gather_halves(columns.of, at + 2), Isa::broadcast(row.sum), sums);
+        }
+    }
+
+    static MOEGGUF_INLINE void add_superblock(At columns, int64_t at, const Row & row, __m256 & sums, __m256 & mins) {
+        alignas(32) float d[8], min[8];
+        __m256i of_codes[8], of_mins[8];
+        const __m256i row_sums = _mm256_loadu_si256((const __m256i *)row.sums);
+        for (int c = 0; c < 8; c++) {
+            Unpacked block;
+            T::template unpack<Isa>(columns.of[c] + at, block);
+            of_codes[c] = products_of(block, row, row_sums);
+            d[c] = block.d;
+            if constexpr (T::has_mins) {
+                of_mins[c] = _mm256_madd_epi16(even_then_odd(block.mins), row_sums);
+                min[c] = block.min;
+            }
+        }
+        const __m256 row_d = Isa::broadcast(row.d);
+        sums = Isa::fma(Isa::to_float(sums_of(of_codes)), _mm256_load_ps(d) * row_d, sums);
+        if constexpr (T::has_mins) {
+            mins = Isa::fma(Isa::to_float(sums_of(of_mins)), _mm256_load_ps(min) * row_d, mins);
+        }
+    }
+
+    // Parts of the sum of scales times codes less the offset, times the row.
+    static MOEGGUF_INLINE __m256i products_of(const Unpacked & block, const Row & row, __m256i row_sums) {
+        const __m256i scales = even_then_odd(block.scales);
+        __m256i sum = {};
+        if constexpr (!T::has_sign && T::zero != 0) {
+            const __m256i minus = _mm256_mullo_epi16(scales, _mm256_set1_epi16((short)-T::zero));
+            sum = _mm256_madd_epi16(minus, row_sums);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const __m256i x = _mm256_loadu_si256((const __m256i *)row.qs + i);
+            const __m256i w = block.codes[i], both = _mm256_set1_epi16((short)(0x100 * (2 * i + 1) + 2 * i));
+            const __m256i pairs = T::has_sign ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+                                              : _mm256_maddubs_epi16(w, x);
+            sum = Isa::add_pairs(sum, pairs, _mm256_shuffle_epi8(scales, both));
+        }
+        return sum;
+    }
+
+    static void multiply(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int, int64_t n,
+                         float * const * out) {
+        const auto * rows = (const Row *)tile;
+        for (int64_t col = 0; col < n_cols; col += 8) {
+            const auto * first = (const uint8_t *)weights + col * row_bytes;
+            const Columns<8> columns(first, row_bytes, n_cols - col);
+            __m256 sums = {}, mins = {};
+            for (int64_t b = 0; b < n / T::n_values; b++) {
+#pragma GCC unroll 64
+                for (int i = 0; i < 8 * T::bytes; i += 64) { // in the order of their addresses
+                    __builtin_prefetch(first + b * 8 * T::bytes + i + prefetch_ahead_bytes, 0, 2);
+                }
+                if constexpr (T::n_values == 32) {
+                    add_scaled(columns, b * T::bytes, rows[b], sums, mins);
+                } else {
+                    add_superblock(columns, b * T::bytes, rows[b], sums, mins);
+                }
+            }
+            Avx2::store(out[0] + col, T::has_mins ? sums - mins : sums, (int)std::min<int64_t>(8, n_cols - col));
+        }
+    }
+};
+
+template <class Isa, class T>
+using Panel = std::conditional_t<T::n_values == 32, ScaledPanel<Isa, T>, SuperblockPanel<Isa, T>>;
+
+template <class Isa, class T>
+constexpr Kernel panel_kernel = {T::n_values,      sizeof(typename T::Row),          Isa::max_rows,
+                                 quantize<Isa, T>, Tile<Isa, Panel<Isa, T>>::gather, Tile<Isa, Panel<Isa, T>>::multiply,
+                                 nullptr};
+
+template <class Isa, class T>
+constexpr Panels panels = {&panel_kernel<Isa, T>, Panel<Isa, T>::bytes / Isa::n_cols, unpack_columns<Isa, T>};
+
+template <class Isa, class T>
+constexpr Kernel plain_kernel = {
+    T::n_values,      sizeof(typename T::Row),          1,
+    quantize<Isa, T>, Tile<Isa, Panel<Isa, T>>::gather, OneRow<typename Isa::OneRow, T>::multiply,
+    &panels<Isa, T>};
+
+template <class Isa>
+const Kernel * find_plain(ggml_type type) {
+    return type == GGML_TYPE_Q8_0     ? &plain_kernel<Isa, PlainQ8_0>
+           : type == GGML_TYPE_Q5_0   ? &plain_kernel<Isa, PlainQ5_0>
+           : type == GGML_TYPE_Q5_1   ? &plain_kernel<Isa, PlainQ5_1>
+           : type == GGML_TYPE_Q4_1   ? &plain_kernel<Isa, PlainQ4_1>
+           : type == GGML_TYPE_Q2_K   ? &plain_kernel<Isa, PlainQ2K>
+           : type == GGML_TYPE_Q3_K   ? &plain_kernel<Isa, PlainQ3K>
+           : type == GGML_TYPE_Q4_0   ? &plain_kernel<Isa, PlainQ4_0>
+           : type == GGML_TYPE_IQ4_NL ? &plain_kernel<Isa, PlainIq4Nl>
+           : type == GGML_TYPE_MXFP4  ? &plain_kernel<Isa, PlainMxfp4>
+           : type == GGML_TYPE_Q4_K   ? &plain_kernel<Isa, PlainQ45K<false>>
+           : type == GGML_TYPE_Q5_K   ? &plain_kernel<Isa, PlainQ45K<true>>
+           : type == GGML_TYPE_Q6_K   ? &plain_kernel<Isa, PlainQ6K>
+                                      : nullptr;
+}
+
+} // namespace
+} // namespace moegguf::kernels

@@ -1,0 +1,283 @@
+// plain_types.h: how each type of weights that lie row by row is unpacked; plain.h says how a type is added.
+#pragma once
+
+#include "isa_avx2.h"
+#include "types.h"
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace moegguf::kernels {
+
+// ---- rows of activations ----
+
+// 32 values with a scale, for weights with minima.
+struct RowSum {
+    int8_t qs[32];
+    float sum, d; // sum: of the values times d
+};
+
+// 256 values with a scale, for weights with integer scales for each 16 values.
+struct RowPlain {
+    int8_t qs[256];
+    int16_t sums[16];  // of each 16 values: those of even places, then those of odd ones
+    int32_t minus[16]; // of each 16 values: their sum times -T::offset, as Isa::minus_16 has it
+    float d;
+};
+
+namespace {
+
+inline float half_at(const uint8_t * from) {
+    uint16_t x;
+    memcpy(&x, from, sizeof(x));
+    return _cvtsh_ss(x);
+}
+
+inline __m128i load_16(const uint8_t * from) { return _mm_loadu_si128((const __m128i *)from); }
+inline __m256i load_32(const uint8_t * from) { return _mm256_loadu_si256((const __m256i *)from); }
+
+// ---- codes ----
+
+// From -127 to 127. Where products of unsigned codes are added to 32 bits, codes are multiplied as unsigned ones.
+struct Signed {
+    static constexpr bool has_sign = true, is_wide = true;
+    static constexpr int n_dots = 1, zero = 0;
+    template <class Isa>
+    static constexpr bool is_signed = Isa::signed_codes;
+    template <class Isa>
+    static constexpr int offset = is_signed<Isa> ? 0 : 128;
+    template <class Isa>
+    static typename Isa::I to_multiply(typename Isa::I x) {
+        return is_signed<Isa> ? x : Isa::flip(x, 0x80);
+    }
+};
+
+// From 0 on: `zero_` stands for 0. fit: the sum of the products of that many vectors fits 16 bits.
+template <int zero_, int fit>
+struct Unsigned {
+    static constexpr bool has_sign = false, is_wide = false;
+    static constexpr int n_dots = fit, zero = zero_;
+    template <class Isa>
+    static constexpr bool is_signed = false;
+    template <class Isa>
+    static constexpr int offset = zero_;
+    template <class Isa>
+    static typename Isa::I to_multiply(typename Isa::I x) {
+        return x;
+    }
+};
+
+// ---- 32 values with a scale ----
+
+// A block begins with its scale, a half, and where `adds_min` a half that is added to every value.
+template <class Codes>
+struct Scaled : Codes {
+    static constexpr int n_values = 32;
+    static constexpr bool has_mins = false, adds_min = false;
+    using Row = Row32;
+
+    // Of the blocks at `at` in each column.
+    template <class Isa>
+    static typename Isa::F scales(const uint8_t * const * columns, int64_t at) {
+        return Isa::gather_halves(columns, at);
+    }
+};
+
+template <class Codes>
+struct ScaledWithMin : Scaled<Codes> {
+    static constexpr bool adds_min = true;
+    using Row = RowSum;
+};
+
+// 16 low nibbles, then 16 high ones.
+inline __m256i nibbles_of(const uint8_t * from) {
+    const __m128i x = load_16(from);
+    return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(x, 4), x), _mm256_set1_epi8(15));
+}
+
+template <class Isa>
+__m256i five_bits(const uint8_t * high, const uint8_t * nibbles) {
+    uint32_t bits;
+    memcpy(&bits, high, sizeof(bits));
+    return _mm256_or_si256(nibbles_of(nibbles), Isa::spread_bits(bits, 16));
+}
+
+struct PlainQ8_0 : Scaled<Signed> {
+    static constexpr int bytes = 34;
+    template <class Isa>
+    static __m256i codes(const uint8_t * block) {
+        return load_32(block + 2);
+    }
+};
+
+struct PlainQ5_0 : Scaled<Unsigned<16, 4>> {
+    static constexpr int bytes = 22;
+    template <class Isa>
+    static __m256i codes(const uint8_t * block) {
+        return five_bits<Isa>(block + 2, block + 6);
+    }
+};
+
+struct PlainQ5_1 : ScaledWithMin<Unsigned<0, 4>> {
+    static constexpr int bytes = 24;
+    template <class Isa>
+    static __m256i codes(const uint8_t * block) {
+        return five_bits<Isa>(block + 4, block + 8);
+    }
+};
+
+struct PlainQ4_1 : ScaledWithMin<Unsigned<0, 8>> {
+    static constexpr int bytes = 20;
+    template <class Isa>
+    static __m256i codes(const uint8_t * block) {
+        return nibbles_of(block + 4);
+    }
+};
+
+struct PlainQ4_0 : Scaled<Unsigned<8, 8>> {
+    static constexpr int bytes = 18;
+    template <class Isa>
+    static __m256i codes(const uint8_t * block) {
+        return nibbles_of(block + 2);
+    }
+};
+
+struct PlainIq4Nl : Scaled<Signed> {
+    static constexpr int bytes = 18;
+    template <class Isa>
+    static __m256i codes(const uint8_t * block) {
+        return Avx2::look_up(nibbles_of(block + 2), iq4_nl_values);
+    }
+};
+
+struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
+    static constexpr int bytes = 17;
+    template <class Isa>
+    static __m256i codes(const uint8_t * block) {
+        return Avx2::look_up(nibbles_of(block + 1), mxfp4_values);
+    }
+    template <class Isa>
+    static typename Isa::F scales(const uint8_t * const * columns, int64_t at) {
+        uint8_t powers[Isa::n_cols];
+        for (int i = 0; i < Isa::n_cols; i++) { powers[i] = columns[i][at]; }
+        const uint8_t * groups[Isa::n_groups];
+        for (int i = 0; i < Isa::n_groups; i++) { groups[i] = powers + 8 * i; }
+        return Isa::half_powers(groups);
+    }
+};
+
+// ---- 256 values with integer scales ----
+
+template <class Codes>
+struct Superblock : Codes {
+    static constexpr int n_values = 256;
+    static constexpr bool has_mins = false;
+    using Row = RowPlain;
+};
+
+template <class Codes>
+struct SuperblockWithMins : Superblock<Codes> {
+    static constexpr bool has_mins = true;
+};
+
+// A block of one column. Bytes of scales and minima, for 16 values each, are signed.
+struct Unpacked {
+    __m256i codes[8];
+    __m128i scales, mins;
+    float d, min; // what scales, and what minima are multiplied with
+};
+
+// Halves of 128 values: 32 in bits 0 and 1 of 32 bytes, 32 in bits 2 and 3, and so on.
+inline void two_bits(const uint8_t * from, __m256i * out) {
+    for (int half = 0; half < 2; half++) {
+        const __m256i x = load_32(from + 32 * half);
+        for (int i = 0; i < 4; i++) {
+            out[4 * half + i] = _mm256_and_si256(_mm256_srli_epi16(x, 2 * i), _mm256_set1_epi8(3));
+        }
+    }
+}
+
+struct PlainQ2K : SuperblockWithMins<Unsigned<0, 4>> {
+    static constexpr int bytes = 84;
+    template <class Isa>
+    static void unpack(const uint8_t * block, Unpacked & out) {
+        two_bits(block + 16, out.codes);
+        const __m128i both = load_16(block), low = _mm_set1_epi8(15);
+        out.scales = _mm_and_si128(both, low);
+        out.mins = _mm_and_si128(_mm_srli_epi16(both, 4), low);
+        out.d = half_at(block + 80);
+        out.min = half_at(block + 82);
+    }
+};
+
+// A third bit of each value in 32 bytes: of the first 32 values in bit 0 and so on. Scales of 6 bits, less 32: the low
+// nibbles in 8 bytes, the other bits in 4.
+struct PlainQ3K : Superblock<Unsigned<4, 4>> {
+    static constexpr int bytes = 110;
+    template <class Isa>
+    static void unpack(const uint8_t * block, Unpacked & out) {
+        two_bits(block + 32, out.codes);
+        const __m256i high = load_32(block);
+        for (int i = 0; i < 8; i++) {
+            const __m256i moved = i < 2 ? _mm256_slli_epi16(high, 2 - i) : _mm256_srli_epi16(high, i - 2);
+            out.codes[i] = _mm256_or_si256(out.codes[i], _mm256_and_si256(moved, _mm256_set1_epi8(4)));
+        }
+        const __m128i low = _mm_loadl_epi64((const __m128i *)(block + 96));
+        const __m128i four = _mm_and_si128(_mm_unpacklo_epi64(low, _mm_srli_epi16(low, 4)), _mm_set1_epi8(15));
+        int32_t others;
+        memcpy(&others, block + 104, sizeof(others));
+        const __m128i two =
+            _mm_and_si128(_mm_srlv_epi32(_mm_set1_epi32(others), _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
+        out.scales = _mm_sub_epi8(_mm_or_si128(four, _mm_slli_epi16(two, 4)), _mm_set1_epi8(32));
+        out.d = half_at(block + 108);
+    }
+};
+
+// Scales and minima of 6 bits for 32 values, in 12 bytes; parts of 64 values, the first 32 in low nibbles.
+template <bool has_fifth_bit>
+struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {
+    static constexpr int bytes = has_fifth_bit ? 176 : 144;
+    template <class Isa>
+    static void unpack(const uint8_t * block, Unpacked & out) {
+        for (int i = 0; i < 4; i++) {
+            const __m256i x = load_32(block + bytes - 128 + 32 * i);
+            out.codes[2 * i] = Avx2::low_nibbles(x), out.codes[2 * i + 1] = Avx2::high_nibbles(x);
+        }
+        for (int i = 0; has_fifth_bit && i < 8; i++) {
+            const __m256i x = load_32(block + 16);
+            const __m256i moved = i < 4 ? _mm256_slli_epi16(x, 4 - i) : _mm256_srli_epi16(x, i - 4);
+            out.codes[i] = _mm256_or_si256(out.codes[i], _mm256_and_si256(moved, _mm256_set1_epi8(16)));
+        }
+        uint32_t s, m, high;
+        memcpy(&s, block + 4, 4), memcpy(&m, block + 8, 4), memcpy(&high, block + 12, 4);
+        const uint32_t six = 0x3f3f3f3f, four = 0x0f0f0f0f, two = 0x30303030;
+        const __m128i all =
+            _mm_setr_epi32(s & six, (high & four) | (s >> 2 & two), m & six, (high >> 4 & four) | (m >> 2 & two));
+        out.scales = _mm_unpacklo_epi8(all, all), out.mins = _mm_unpackhi_epi8(all, all);
+        out.d = half_at(block);
+        out.min = half_at(block + 2);
+    }
+};
+
+// Halves of 128 values: 32 in each of low and high nibbles of 64 bytes, two more bits of each in 32 bytes.
+struct PlainQ6K : Superblock<Signed> {
+    static constexpr int bytes = 210;
+    template <class Isa>
+    static void unpack(const uint8_t * block, Unpacked & out) {
+        for (int i = 0; i < 8; i++) {
+            const __m256i low = load_32(block + i / 4 * 64 + i % 2 * 32), high = load_32(block + 128 + i / 4 * 32);
+            const __m256i nibbles = i % 4 < 2 ? Avx2::low_nibbles(low) : Avx2::high_nibbles(low);
+            const int shift = 2 * (i % 4);
+            const __m256i moved = shift < 4 ? _mm256_slli_epi16(high, 4 - shift) : _mm256_srli_epi16(high, shift - 4);
+            const __m256i two = _mm256_and_si256(moved, _mm256_set1_epi8(0x30));
+            out.codes[i] = _mm256_sub_epi8(_mm256_or_si256(nibbles, two), _mm256_set1_epi8(32));
+        }
+        out.scales = load_16(block + 192);
+        out.d = half_at(block + 208);
+    }
+};
+
+} // namespace
+} // namespace moegguf::kernels
