@@ -1,6 +1,6 @@
 """Prints which share of the bytes of widely used Mixture-of-Experts GGUFs each type of tensors has.
 
-Usage: python tools/type_shares.py [--files]
+Usage: python -m tools.type_shares [--files]
 A file whose header is public is counted as its header says. Any other one is computed from the published shape of its
 model by the quantiser of the pinned llama.cpp, which also decides what replaces a type whose blocks do not divide a
 row. `--files` prints a line for each file with its source in place of the table of types.
@@ -256,14 +256,9 @@ def main() -> int:
             parts = ", ".join(f"{name.upper()} {n / total:.0%}" for name, n in found.most_common() if n > 0.005 * total)
             print(f"| {file.name} | {total / 1e9:.1f} GB | {parts} | {file.source} |")
         return 0
-    shares: Counter[str] = Counter()
-    n_files: Counter[str] = Counter()
-    for found in bytes_of.values():
-        for name, n in found.items():
-            shares[name] += n / found.total() / len(FILES)
-            n_files[name] += 1
-    for name, share in shares.most_common():
-        print(f"| {name.upper()} | {share:.1%} | {n_files[name]} |")
+    shares = {name: [found[name] / found.total() for found in bytes_of.values()] for name in quantiser.ggml.types}
+    for name, of_files in sorted(shares.items(), key=lambda item: -sum(item[1])):
+        print(f"| {name.upper()} | {sum(of_files) / len(FILES):.1%} | {sum(share > 0 for share in of_files)} |")
     return 0
 
 
