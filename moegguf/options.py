@@ -186,7 +186,7 @@ _TABLE = (
     Option("log", "load", OUTPUT, "debug prints on stderr why moegguf decided what it did: see decisions.md.",
            variable="LOG", kind="choice", default="off", choices=("off", "debug")),
     Option("hooks", "load", RESEARCH, "0 runs plain llama.cpp.", variable="HOOKS", kind="switch", default="1"),
-    Option("kernels", "load", RESEARCH, "The CPU's kernels for interleaved weights, to compare.", variable="KERNELS",
+    Option("kernels", "load", RESEARCH, "The CPU's kernels for products and attention, to compare.", variable="KERNELS",
            kind="choice", default="the fastest that the processor has", choices=KERNELS),
     Option("host", "server", SERVER, "Where to listen, and where clients look for the server.", ("--host",),
            "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True),

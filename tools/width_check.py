@@ -257,16 +257,31 @@ class Graph:
             allocate = self._base.ggml_backend_alloc_ctx_tensors_from_buft
             self._allocated = [Ggml._pointer(allocate, context, buffer_type) for context, buffer_type in pairs]
 
-    def compute(self, node: c.c_void_p, shape: Sequence[int], dtype: type = np.float32) -> Array:
-        """The node's values [shape], of contiguous memory."""
+    def set(self, tensor: c.c_void_p, values: Array) -> None:
+        """Replaces the values of an input in plain memory, once that is allocated."""
+        data = np.ascontiguousarray(values)
+        self._base.ggml_backend_tensor_set(
+            tensor, data.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(data.nbytes)
+        )
+
+    def prepare(self, node: c.c_void_p) -> Callable[[], None]:
+        """Returns what computes the node, as often as it is called. The inputs have their values."""
         self._base.ggml_new_graph.restype = c.c_void_p
         graph = c.c_void_p(self._base.ggml_new_graph(self._contexts[0]))
         self._base.ggml_build_forward_expand(graph, node)
         self._allocate()
         for tensor, values in self._values:
             self._base.ggml_backend_tensor_set(tensor, values, c.c_size_t(0), c.c_size_t(len(values)))
-        status = self._base.ggml_backend_graph_compute(self._backend, graph)
-        assert status == 0, f"ggml_backend_graph_compute: status {status}"
+
+        def compute() -> None:
+            status = self._base.ggml_backend_graph_compute(self._backend, graph)
+            assert status == 0, f"ggml_backend_graph_compute: status {status}"
+
+        return compute
+
+    def compute(self, node: c.c_void_p, shape: Sequence[int], dtype: type = np.float32) -> Array:
+        """The node's values [shape], of contiguous memory."""
+        self.prepare(node)()
         out: Array = np.empty(shape, dtype)
         self._base.ggml_backend_tensor_get(node, out.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(out.nbytes))
         return out

@@ -26,9 +26,9 @@ struct Kernel {
     void (*gather)(const char * const * rows, int n_rows, int64_t n, char * tile);
 
     // out[r][0, n_cols) = a tile of rows times weights. n_cols is a multiple of 8 where weights are interleaved,
-    // row_bytes are those of n weights.
+    // row_bytes are those of n weights. soon: weights to prefetch while panels are multiplied; nullptr: none.
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
-                     float * const * out);
+                     float * const * out, const char * soon);
 
     const Panels * panels; // what multiplies more than max_rows rows with weights that are not interleaved
 };

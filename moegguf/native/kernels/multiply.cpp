@@ -96,10 +96,11 @@ struct Columns {
     size_t row_bytes; // of weights
     int64_t n;        // values of a row
     int64_t first, n_cols;
+    const char * soon; // what is unpacked next
 
     // out: of each row, the result of the first column
-    void multiply(const char * tile, int n_rows, float * const * out) const {
-        kernel->multiply(weights, row_bytes, n_cols, tile, n_rows, n, out);
+    void multiply(const char * tile, int n_rows, float * const * out, bool is_first) const {
+        kernel->multiply(weights, row_bytes, n_cols, tile, n_rows, n, out, is_first ? soon : nullptr);
     }
 };
 
@@ -123,12 +124,14 @@ struct Product {
     // Columns [first, last), or parts of them one after the other. panel: memory for weights that are unpacked
     template <class Visit>
     void for_each_part(int64_t first, int64_t last, char * panel, Visit visit) const {
-        if (!panels) { return visit(Columns{kernel, weights + first * row_bytes, row_bytes, n, first, last - first}); }
+        if (!panels) {
+            return visit(Columns{kernel, weights + first * row_bytes, row_bytes, n, first, last - first, nullptr});
+        }
         const PanelSize size(*panels, n);
         for (int64_t col = first; col < last; col += size.n_cols) {
             const int64_t n_cols = std::min(size.n_cols, last - col);
             panels->unpack(weights + col * row_bytes, row_bytes, n_cols, n, panel);
-            visit(Columns{kernel, panel, size.column_bytes, n, col, n_cols});
+            visit(Columns{kernel, panel, size.column_bytes, n, col, n_cols, weights + (col + n_cols) * row_bytes});
         }
     }
 };
@@ -209,7 +212,7 @@ void multiply_tiles(ggml_tensor * op, const Columns & columns, const char * tile
         for (int r = 0; r < n_tile; r++) {
             out[r] = row_of(op, first_row + std::min(row + r, n_rows - 1)) + columns.first;
         }
-        columns.multiply(tile, n_tile, out);
+        columns.multiply(tile, n_tile, out, row == 0);
         row += n_tile, tile += n_tile * quantized_bytes(columns.kernel, columns.n);
     }
 }
@@ -345,7 +348,7 @@ void multiply_expert(ggml_tensor * op, const Columns & columns, const Work & wor
             out[r] = row_of(op, c.i + c.token * op->ne[1]) + columns.first;
         }
         if (n_tile > 1) { kernel->gather(rows, n_tile, columns.n, tile); }
-        columns.multiply(n_tile > 1 ? tile : rows[0], n_tile, out);
+        columns.multiply(n_tile > 1 ? tile : rows[0], n_tile, out, row == 0);
         row += n_tile;
     }
 }

@@ -35,6 +35,8 @@ struct ScaledPanel {
     static constexpr int bytes = Isa::n_cols * (32 + 4 + (T::adds_min ? 4 : 0));
     static constexpr bool has_mins = false, adds_min = T::adds_min, is_streamed = false;
     template <class>
+    static constexpr int read_bytes = Isa::n_cols * T::bytes;
+    template <class>
     static constexpr bool is_signed = T::template is_signed<Isa>;
     using Row = typename T::Row;
     using From = const uint8_t * const (&)[Isa::n_groups];
@@ -61,7 +63,9 @@ struct SuperblockPanel {
     static constexpr int n_minus = T::has_sign || T::zero != 0;
     static constexpr int scales_at = 256 * Isa::n_cols, d_at = scales_at + 64 * Isa::n_cols;
     static constexpr int mins_at = d_at + 4 * Isa::n_cols, min_at = mins_at + 32 * Isa::n_cols;
-    static constexpr bool has_mins = T::has_mins, is_wide = T::is_wide, is_streamed = false;
+    static constexpr bool has_mins = T::has_mins, is_wide = T::template is_wide<Isa>, is_streamed = false;
+    template <class>
+    static constexpr int read_bytes = Isa::n_cols * T::bytes;
     static constexpr int bytes = has_mins ? min_at + 4 * Isa::n_cols : mins_at;
     using Row = RowPlain;
 
@@ -178,7 +182,7 @@ MOEGGUF_INLINE uint8_t * unpack_superblock(const Columns<Isa::n_cols> & columns,
         for (int j = 0; j < 4; j++) { store(T::template to_multiply<Isa>(x[j])); }
     }
     load_columns<Isa>([&](int c) { return scales[c]; }, x);
-    for (int i = 0; i < 16; i++) { store(Isa::template scale_of<T::is_wide>(x[i / 4], i % 4)); }
+    for (int i = 0; i < 16; i++) { store(Isa::template scale_of<T::template is_wide<Isa>>(x[i / 4], i % 4)); }
     Isa::store((float *)out, Isa::load(d));
     out += sizeof(d);
     if constexpr (T::has_mins) {
@@ -286,7 +290,7 @@ struct OneRow {
     }
 
     static void multiply(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int, int64_t n,
-                         float * const * out) {
+                         float * const * out, const char *) {
         const auto * rows = (const Row *)tile;
         for (int64_t col = 0; col < n_cols; col += 8) {
             const auto * first = (const uint8_t *)weights + col * row_bytes;
@@ -312,7 +316,7 @@ template <class Isa, class T>
 using Panel = std::conditional_t<T::n_values == 32, ScaledPanel<Isa, T>, SuperblockPanel<Isa, T>>;
 
 template <class Isa, class T>
-constexpr Kernel panel_kernel = {T::n_values,      sizeof(typename T::Row),          Isa::max_rows,
+constexpr Kernel panel_kernel = {T::n_values,      sizeof(typename T::Row),          Tile<Isa, Panel<Isa, T>>::max_rows,
                                  quantize<Isa, T>, Tile<Isa, Panel<Isa, T>>::gather, Tile<Isa, Panel<Isa, T>>::multiply,
                                  nullptr};
 

@@ -42,8 +42,10 @@ inline __m256i load_32(const uint8_t * from) { return _mm256_loadu_si256((const 
 
 // From -127 to 127. Where products of unsigned codes are added to 32 bits, codes are multiplied as unsigned ones.
 struct Signed {
-    static constexpr bool has_sign = true, is_wide = true;
+    static constexpr bool has_sign = true;
     static constexpr int n_dots = 1, zero = 0;
+    template <class>
+    static constexpr bool is_wide = true;
     template <class Isa>
     static constexpr bool is_signed = Isa::signed_codes;
     template <class Isa>
@@ -57,8 +59,10 @@ struct Signed {
 // From 0 on: `zero_` stands for 0. fit: the sum of the products of that many vectors fits 16 bits.
 template <int zero_, int fit>
 struct Unsigned {
-    static constexpr bool has_sign = false, is_wide = false;
+    static constexpr bool has_sign = false;
     static constexpr int n_dots = fit, zero = zero_;
+    template <class Isa>
+    static constexpr bool is_wide = !Isa::signed_codes && zero != 0 && fit < 4; // 16 products take 32 bits
     template <class Isa>
     static constexpr bool is_signed = false;
     template <class Isa>
@@ -194,8 +198,10 @@ struct Unpacked {
 
 // Halves of 128 values: 32 in bits 0 and 1 of 32 bytes, 32 in bits 2 and 3, and so on.
 inline void two_bits(const uint8_t * from, __m256i * out) {
+#pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         const __m256i x = load_32(from + 32 * half);
+#pragma GCC unroll 8
         for (int i = 0; i < 4; i++) {
             out[4 * half + i] = _mm256_and_si256(_mm256_srli_epi16(x, 2 * i), _mm256_set1_epi8(3));
         }
@@ -223,6 +229,7 @@ struct PlainQ3K : Superblock<Unsigned<4, 4>> {
     static void unpack(const uint8_t * block, Unpacked & out) {
         two_bits(block + 32, out.codes);
         const __m256i high = load_32(block);
+#pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             const __m256i moved = i < 2 ? _mm256_slli_epi16(high, 2 - i) : _mm256_srli_epi16(high, i - 2);
             out.codes[i] = _mm256_or_si256(out.codes[i], _mm256_and_si256(moved, _mm256_set1_epi8(4)));
@@ -244,11 +251,13 @@ struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {
     static constexpr int bytes = has_fifth_bit ? 176 : 144;
     template <class Isa>
     static void unpack(const uint8_t * block, Unpacked & out) {
+#pragma GCC unroll 8
         for (int i = 0; i < 4; i++) {
             const __m256i x = load_32(block + bytes - 128 + 32 * i);
             out.codes[2 * i] = Avx2::low_nibbles(x), out.codes[2 * i + 1] = Avx2::high_nibbles(x);
         }
-        for (int i = 0; has_fifth_bit && i < 8; i++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < (has_fifth_bit ? 8 : 0); i++) {
             const __m256i x = load_32(block + 16);
             const __m256i moved = i < 4 ? _mm256_slli_epi16(x, 4 - i) : _mm256_srli_epi16(x, i - 4);
             out.codes[i] = _mm256_or_si256(out.codes[i], _mm256_and_si256(moved, _mm256_set1_epi8(16)));
@@ -265,17 +274,17 @@ struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {
 };
 
 // Halves of 128 values: 32 in each of low and high nibbles of 64 bytes, two more bits of each in 32 bytes.
-struct PlainQ6K : Superblock<Signed> {
+struct PlainQ6K : Superblock<Unsigned<32, 2>> {
     static constexpr int bytes = 210;
     template <class Isa>
     static void unpack(const uint8_t * block, Unpacked & out) {
+#pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             const __m256i low = load_32(block + i / 4 * 64 + i % 2 * 32), high = load_32(block + 128 + i / 4 * 32);
             const __m256i nibbles = i % 4 < 2 ? Avx2::low_nibbles(low) : Avx2::high_nibbles(low);
             const int shift = 2 * (i % 4);
             const __m256i moved = shift < 4 ? _mm256_slli_epi16(high, 4 - shift) : _mm256_srli_epi16(high, shift - 4);
-            const __m256i two = _mm256_and_si256(moved, _mm256_set1_epi8(0x30));
-            out.codes[i] = _mm256_sub_epi8(_mm256_or_si256(nibbles, two), _mm256_set1_epi8(32));
+            out.codes[i] = _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
         }
         out.scales = load_16(block + 192);
         out.d = half_at(block + 208);

@@ -120,6 +120,7 @@ struct Tile {
     using OneRow = std::conditional_t<T::is_streamed, typename Isa::OneRow, Isa>;
 
     static constexpr int32_t no_minus = 0;
+    static constexpr int max_rows = Isa::max_rows < 8 && T::n_values == 256 && !T::is_streamed ? 8 : Isa::max_rows;
 
     // Weights of 32 values with a scale: one block of n_rows rows.
     template <int n_rows>
@@ -199,15 +200,17 @@ struct Tile {
 
     template <int n_rows>
     static void columns(const Groups & weights, const Row * rows, int64_t n_blocks, float * const * out, int64_t col,
-                        int n_out) {
+                        int n_out, const uint8_t * soon) {
         F sums[n_rows], mins[n_rows];
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) { sums[r] = mins[r] = F{}; }
         for (int64_t b = 0; b < n_blocks; b++, rows += n_rows) {
             const Parts<Isa> block(weights, b * T::bytes);
+            if (soon) {
 #pragma GCC unroll 64
-            for (int at = 0; T::is_streamed && at < Isa::n_groups * T::bytes; at += 64) { // in the order of addresses
-                __builtin_prefetch(weights[0] + b * Isa::n_groups * T::bytes + at + prefetch_ahead_bytes, 0, 2);
+                for (int at = 0; at < T::template read_bytes<Isa>; at += 64) { // in the order of their addresses
+                    __builtin_prefetch(soon + b * T::template read_bytes<Isa> + at, 0, 2);
+                }
             }
             if constexpr (T::n_values == 32) {
                 add_32<n_rows>(block.of, rows, sums, mins);
@@ -221,32 +224,34 @@ struct Tile {
 
     template <int n_rows>
     static void all_columns(const uint8_t * weights, size_t row_bytes, int64_t n_cols, const Row * rows, int64_t n,
-                            float * const * out) {
+                            float * const * out, const uint8_t * soon) {
         for (int64_t col = 0; col < n_cols; col += Isa::n_cols) {
             const int n_out = n_cols - col < Isa::n_cols ? (int)(n_cols - col) : Isa::n_cols;
             Groups groups; // the last 8 columns stand for 16
             for (int i = 0; i < Isa::n_groups; i++) {
                 groups[i] = weights + (col + (8 * i < n_out ? 8 * i : 0)) * row_bytes;
             }
-            columns<n_rows>(groups, rows, n / T::n_values, out, col, n_out);
+            if (T::is_streamed) { soon = groups[0] + prefetch_ahead_bytes; }
+            columns<n_rows>(groups, rows, n / T::n_values, out, col, n_out, soon);
+            if (soon) { soon += n / T::n_values * T::template read_bytes<Isa>; }
         }
     }
 
     static void multiply(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows,
-                         int64_t n, float * const * out) {
-        const auto * w = (const uint8_t *)weights;
+                         int64_t n, float * const * out, const char * soon) {
+        const auto *w = (const uint8_t *)weights, *next = (const uint8_t *)soon;
         const auto * rows = (const Row *)tile;
         switch (n_rows) {
             case 1:
-                return Tile<OneRow, T>::template all_columns<1>(w, row_bytes, n_cols, rows, n, out);
+                return Tile<OneRow, T>::template all_columns<1>(w, row_bytes, n_cols, rows, n, out, next);
             case 2:
-                return all_columns<2>(w, row_bytes, n_cols, rows, n, out);
+                return all_columns<2>(w, row_bytes, n_cols, rows, n, out, next);
             case 4:
-                return all_columns<4>(w, row_bytes, n_cols, rows, n, out);
+                return all_columns<4>(w, row_bytes, n_cols, rows, n, out, next);
             case 8:
-                return all_columns<(Isa::max_rows < 8 ? 1 : 8)>(w, row_bytes, n_cols, rows, n, out);
+                return all_columns<(max_rows < 8 ? 1 : 8)>(w, row_bytes, n_cols, rows, n, out, next);
             case 16:
-                return all_columns<(Isa::max_rows < 16 ? 1 : 16)>(w, row_bytes, n_cols, rows, n, out);
+                return all_columns<(max_rows < 16 ? 1 : 16)>(w, row_bytes, n_cols, rows, n, out, next);
         }
     }
 
@@ -260,8 +265,9 @@ struct Tile {
 };
 
 template <class Isa, class T>
-constexpr Kernel kernel = {T::n_values,          sizeof(typename T::Row), Isa::max_rows, quantize<Isa, T>,
-                           Tile<Isa, T>::gather, Tile<Isa, T>::multiply,  nullptr};
+constexpr Kernel kernel = {T::n_values,      sizeof(typename T::Row), Tile<Isa, T>::max_rows,
+                           quantize<Isa, T>, Tile<Isa, T>::gather,    Tile<Isa, T>::multiply,
+                           nullptr};
 
 template <class Isa>
 const Kernel * find(ggml_type type) {

@@ -54,6 +54,8 @@ template <int scale_bytes>
 struct NibblesX8 {
     static constexpr int n_values = 32, bytes = 8 * scale_bytes + 128;
     static constexpr bool has_mins = false, adds_min = false, is_streamed = true;
+    template <class Isa>
+    static constexpr int read_bytes = Isa::n_groups * bytes;
     using Row = Row32;
 
     template <class Isa>
@@ -183,6 +185,8 @@ struct Q45KX8 {
     static constexpr int n_values = 256, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;
     static constexpr int n_steps = 8, n_codes = 2, n_dots = has_fifth_bit ? 2 : 4, n_minus = 0, n_pairs = 4;
     static constexpr bool has_mins = true, is_wide = false, is_streamed = true;
+    template <class Isa>
+    static constexpr int read_bytes = Isa::n_groups * bytes;
     using Row = RowMins;
 
     template <class Isa>
@@ -234,6 +238,8 @@ struct Q6KX8 {
     static constexpr int n_values = 256, bytes = 16 + 128 + 1024 + 512;
     static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32, n_minus = 2;
     static constexpr bool has_mins = false, is_wide = false, is_streamed = true;
+    template <class Isa>
+    static constexpr int read_bytes = Isa::n_groups * bytes;
     using Row = RowOffset;
 
     template <class Isa>

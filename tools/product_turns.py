@@ -1,0 +1,122 @@
+"""Compares moegguf's kernels with llama.cpp's by the processor time of one product of experts, in turns.
+
+Three processes with one thread each stay loaded: with llama.cpp's kernels of the same build (MOEGGUF_KERNELS=upstream),
+with the fastest of moegguf's, and with those for processors without AVX-512. A prompt has 512 tokens, and a token of
+decoding other experts each time, so that weights come from memory: 128 experts of 768 x 2048, of which a token uses 8.
+
+Usage: python tools/product_turns.py [TYPE ...] [--rounds N] [--interleaved]
+Prints for each type the ratio of times of prompts and of decoding: the median, and in brackets the least and the
+greatest. The types are ggml's names; without any, all that ggml can make quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.width_check import Ggml, silence
+
+N_IN, N_OUT, N_EXPERT, N_USED = 2048, 768, 128, 8
+KERNELS = {"llama.cpp": "upstream", "AVX-512": "", "AVX2": "avx2"}
+PASSES = {"prompt": (512, 1), "decode": (1, 30)}  # tokens, and passes of a turn
+TYPES = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", "q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
+
+
+def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_passes: int) -> Iterator[float]:
+    """Yields the seconds of processor time of a pass, again and again."""
+    random = np.random.default_rng(1)
+    one = ggml.quantized(ggml_type, random.standard_normal((N_OUT, N_IN)))
+    graph = ggml.graph(ggml.interleaved if is_interleaved else None)
+    weights = graph.input(ggml_type, (N_EXPERT, N_OUT, N_IN), one * N_EXPERT, is_weight=True)
+    x = graph.array(random.standard_normal((n_tokens, 1, N_IN)).astype(np.float32))
+    chosen = random.random((n_passes, n_tokens, N_EXPERT)).argsort(axis=2)[:, :, :N_USED].astype(np.int32)
+    ids = graph.array(chosen[0])
+    compute = graph.prepare(graph.op("mul_mat_id", weights, x, ids))
+    while True:
+        seconds = 0.0
+        for choice in chosen:
+            graph.set(ids, choice)
+            began = time.process_time()
+            compute()
+            seconds += time.process_time() - began
+        yield seconds / n_passes
+
+
+def work(name: str, is_interleaved: bool) -> None:
+    """Answers each line on the input, the name of a kind of pass, with the time of a turn."""
+    silence()
+    ggml = Ggml(1)
+    started = {
+        kind: turns(ggml, ggml.types[name], is_interleaved, n_tokens, n_passes)
+        for kind, (n_tokens, n_passes) in PASSES.items()
+    }
+    for line in sys.stdin:
+        print(next(started[line.strip()]), flush=True)
+
+
+class Worker:
+    """A process that computes with some kernels."""
+
+    def __init__(self, kernels: str, name: str, is_interleaved: bool) -> None:
+        command = [sys.executable, __file__, name, "--work", *["--interleaved"][: int(is_interleaved)]]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"MOEGGUF_KERNELS": kernels},
+        )  # fmt: skip
+
+    def turn(self, kind: str) -> float:
+        """The seconds of a pass of that kind."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{kind}\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+
+def compare(name: str, n_rounds: int, is_interleaved: bool) -> str:
+    """A row of the table."""
+    workers = {kernels: Worker(value, name, is_interleaved) for kernels, value in KERNELS.items()}
+    cells = [name]
+    for kind in PASSES:
+        for worker in workers.values():
+            worker.turn(kind)  # loads
+        times = [{kernels: worker.turn(kind) for kernels, worker in workers.items()} for _ in range(n_rounds)]
+        for kernels in ("AVX-512", "AVX2"):
+            ratios = [seconds["llama.cpp"] / seconds[kernels] for seconds in times]
+            cells.append(f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)")
+    for worker in workers.values():
+        worker.close()
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("types", nargs="*", metavar="TYPE", default=TYPES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--interleaved", action="store_true", help="weights in the layout of interleaved rows")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        return work(options.types[0], options.interleaved)
+    print("| type | prompt, AVX-512 | prompt, AVX2 | decode, AVX-512 | decode, AVX2 |\n|---|---|---|---|---|")
+    for name in options.types:
+        print(compare(name, options.rounds, options.interleaved), flush=True)
+
+
+if __name__ == "__main__":
+    main()
