@@ -200,9 +200,6 @@ void unpack_columns(const char * weights, size_t row_bytes, int64_t n_cols, int6
     for (int64_t col = 0; col < n_cols; col += Isa::n_cols) {
         const Columns<Isa::n_cols> columns((const uint8_t *)weights + col * row_bytes, row_bytes, n_cols - col);
         for (int64_t b = 0; b < n / T::n_values; b++) {
-            for (int i = 0; i < Isa::n_cols * T::bytes; i += 64) { // in the order of their addresses
-                __builtin_prefetch(columns.of[0] + b * Isa::n_cols * T::bytes + i + prefetch_ahead_bytes, 0, 2);
-            }
             if constexpr (T::n_values == 32) {
                 out = unpack_scaled<Isa, T>(columns, b * T::bytes, out);
             } else {

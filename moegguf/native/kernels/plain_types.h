@@ -175,11 +175,11 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 
 // ---- 256 values with integer scales ----
 
-// scale_values_: how many values have a scale, 16 or 32.
+// scale_values_: how many values have a scale, 16 or, of signed codes, 32.
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
     struct Prepared {}; // grids.h has types that find indices before codes
-    static constexpr int n_values = 256, scale_values = Codes::is_wide ? scale_values_ : 16;
+    static constexpr int n_values = 256, scale_values = scale_values_;
     static constexpr bool has_mins = false;
     using Row = RowPlain;
 };
