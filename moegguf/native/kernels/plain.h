@@ -227,7 +227,6 @@ MOEGGUF_INLINE __m256i even_then_odd(__m128i x) {
 // Of 8 columns (Isa: with vectors of 8 lanes).
 template <class Isa, class T>
 struct OneRow {
-    static constexpr bool is_signed = T::template is_signed<Isa>;
     using Row = typename T::Row;
     using At = const Columns<8> &;
 
@@ -236,11 +235,10 @@ struct OneRow {
         __m256i products[8];
 #pragma GCC unroll 8
         for (int c = 0; c < 8; c++) {
-            const __m256i w = T::template codes<Isa>(columns.of[c] + at);
-            products[c] = Isa::template fours<is_signed>(T::template to_multiply<Isa>(w), x);
+            products[c] = Isa::template fours<T::has_sign>(T::template codes<Isa>(columns.of[c] + at), x);
         }
         __m256i sum = sums_of(products);
-        if constexpr (!T::adds_min) { sum = _mm256_add_epi32(sum, Isa::broadcast(&row.minus)); }
+        if constexpr (T::zero != 0) { sum = _mm256_add_epi32(sum, Isa::broadcast(&row.minus)); }
         const __m256 scale = T::template scales<Isa>(columns.of, at);
         sums = Isa::fma(Isa::to_float(sum), scale * Isa::broadcast(row.d), sums);
         if constexpr (T::adds_min) {
