@@ -190,13 +190,16 @@ class Ggml:
         self._base.ggml_op_desc.restype = c.c_char_p
         return str(self._base.ggml_op_desc(c.c_void_p(node)).decode())
 
+    def row_bytes(self, ggml_type: int, n: int) -> int:
+        """The bytes of n values of that type."""
+        self._base.ggml_row_size.restype = c.c_size_t
+        return int(self._base.ggml_row_size(ggml_type, c.c_int64(n)))
+
     def quantized(self, ggml_type: int, values: Array) -> bytes:
         """float32 values [..., n] as ggml stores them in that type."""
         flat = np.ascontiguousarray(values, np.float32)
         n = flat.shape[-1]
-        self._base.ggml_row_size.restype = c.c_size_t
-        row_bytes = self._base.ggml_row_size(ggml_type, c.c_int64(n))
-        out = np.zeros((flat.size // n, row_bytes), np.uint8)
+        out = np.zeros((flat.size // n, self.row_bytes(ggml_type, n)), np.uint8)
         importance = np.ones(n, np.float32)
         self._base.ggml_quantize_chunk.restype = c.c_size_t
         self._base.ggml_quantize_chunk(

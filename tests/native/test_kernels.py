@@ -7,14 +7,42 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from fake_model import F16, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, FakeModel, Open, Types, make_model
+from fake_model import (
+    F16,
+    IQ1_M,
+    IQ1_S,
+    IQ2_S,
+    IQ2_XS,
+    IQ2_XXS,
+    IQ3_S,
+    IQ3_XXS,
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
+    Q2_K,
+    Q3_K,
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    FakeModel,
+    Open,
+    Types,
+    make_model,
+)
+from grid_blocks import GridBlocks
 from product import N_THREADS, Product
 
 from moegguf.gguf.experts import ExpertMatrix
 from tools.width_check import Ggml
 
 TYPES = {"q4_0": Q4_0, "q8_0": Q8_0, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}
-PLAIN = {"q8_0": Q8_0, "q5_0": Q5_0, "q5_1": Q5_1, "q4_1": Q4_1, "q2_K": Q2_K, "q3_K": Q3_K}
+PLAIN = {
+    "q8_0": Q8_0, "q5_0": Q5_0, "q5_1": Q5_1, "q4_1": Q4_1, "q2_K": Q2_K, "q3_K": Q3_K, "iq4_xs": IQ4_XS,
+    "iq3_s": IQ3_S, "iq3_xxs": IQ3_XXS, "iq2_s": IQ2_S, "iq2_xs": IQ2_XS, "iq2_xxs": IQ2_XXS, "iq1_s": IQ1_S,
+    "iq1_m": IQ1_M,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -55,7 +83,7 @@ def test_an_expert_that_a_token_chose_many_times_has_more_rows_than_there_are_to
 def quantized(m: ExpertMatrix) -> bytes:
     """Normal weights of all experts."""
     values = np.random.default_rng(m.ggml_type).standard_normal((m.n_expert, m.ne1, m.ne0))
-    return Ggml(1).quantized(m.ggml_type, values)
+    return GridBlocks(1).quantized(m.ggml_type, values)
 
 
 def resident(fake: FakeModel, ids: npt.NDArray[np.int32], x: npt.NDArray[np.float32]) -> bytes:

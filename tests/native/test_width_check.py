@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from grid_blocks import GRIDS, GridBlocks
 
 from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
@@ -19,7 +20,7 @@ WIDTHS = (1, 2, 3, 7, 8, 17)
 N_ROWS, N_IN, N_OUT = 17, 512, 40  # five groups of 8 columns, while kernels take two at once
 N_FLOATS = 37  # values of a row of floats, which kernels take by 16
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
-PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K")  # as they lie in a file, by kernels of ours
+PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)  # as they lie in a file, by kernels of ours
 FLOATS = ("f32", "f16", "bf16")
 SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")  # to quantise; their products go as those of iq3_s
 
@@ -33,7 +34,7 @@ sys.stdout.buffer.write(products().tobytes())
 
 def products() -> Array:
     """Products of each type: [n_types, N_ROWS, N_OUT]."""
-    ggml = Ggml()
+    ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]
     made += [width_check.product(ggml, ggml.types[name], x, N_OUT, None) for name in PLAIN]
@@ -76,6 +77,16 @@ def test_a_row_of_a_product_with_floats_has_the_same_bits_at_any_width(name: str
     assert np.abs(compute(range(N_ROWS)) - exact).max() < 1e-4
 
 
+@pytest.mark.parametrize("name", GRIDS)
+def test_no_row_of_a_product_with_a_grid_changes_with_the_width(name: str) -> None:
+    ggml = GridBlocks()
+    x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
+    for make in (width_check.product, width_check.expert_product):
+        compute = make(ggml, ggml.types[name], x, N_OUT, None)
+        assert compute is not None
+        assert Case(name, compute).changed(WIDTHS) == {}
+
+
 def test_processors_with_and_without_avx512_compute_the_same_bits() -> None:
     assert products_by("avx2").tobytes() == products_by("").tobytes()
 
@@ -93,12 +104,12 @@ def rounded(x: Array, n: int) -> Array:
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
 def test_a_product_with_plain_weights_is_theirs_with_rounded_activations(name: str) -> None:
     """Columns that fill no vector are those of a wider matrix; one row goes another way than many."""
-    ggml = Ggml()
+    ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     whole, few = (width_check.product(ggml, ggml.types[name], x, n_out, None) for n_out in (N_OUT, 11))
     assert whole is not None
     assert few is not None
-    exact = rounded(x, 256 if name.endswith("_K") else 32) @ weights(ggml, ggml.types[name]).T
+    exact = rounded(x, 256 if name in GRIDS or name.endswith("_K") else 32) @ weights(ggml, ggml.types[name]).T
     for rows in ([0], range(2), range(N_ROWS)):
         computed = whole(rows)
         assert np.abs(computed - exact[list(rows)]).max() < 1e-5 * np.abs(exact).max()
@@ -109,7 +120,7 @@ def test_a_product_with_plain_weights_is_theirs_with_rounded_activations(name: s
 @pytest.mark.parametrize("name", PLAIN)
 def test_each_matrix_of_several_is_multiplied_with_the_rows_of_its_plane(name: str, n_rows: int) -> None:
     """Two planes of rows share a matrix, as heads share keys."""
-    ggml = Ggml()
+    ggml = GridBlocks()
     rng = np.random.default_rng(0)
     values = rng.standard_normal((3, 24, 256))
     x = rng.standard_normal((6, n_rows, 256)).astype(np.float32)

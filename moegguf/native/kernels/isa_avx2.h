@@ -93,9 +93,10 @@ struct Avx2 {
     }
 
     // The same for signed codes, whose products do not fit.
+    template <int n_vectors>
     static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t *, I scale) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) { sum = add_pairs(sum, signed_pairs(w[i], broadcast(x + 4 * i)), scale); }
+#pragma GCC unroll 8
+        for (int i = 0; i < n_vectors; i++) { sum = add_pairs(sum, signed_pairs(w[i], broadcast(x + 4 * i)), scale); }
         return sum;
     }
     static I signed_pairs(I w, I x) { return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)); }
@@ -168,6 +169,12 @@ struct Avx2 {
         const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
         const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)bits), byte), bit);
         return _mm256_and_si256(_mm256_cmpeq_epi8(found, bit), _mm256_set1_epi8(value));
+    }
+
+    // x + sizes, or x - sizes where a bit is set
+    static __m256i plus_or_minus(__m256i x, __m256i sizes, uint32_t minus) {
+        const __m256i mask = spread_bits(minus, (char)0xff);
+        return _mm256_add_epi8(x, _mm256_sub_epi8(_mm256_xor_si256(sizes, mask), mask));
     }
 
     // ---- for attention.h ----

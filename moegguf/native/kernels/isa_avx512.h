@@ -101,6 +101,9 @@ struct Columns16 {
     static I even_bytes(I x) { return _mm512_and_si512(x, _mm512_set1_epi16(0xff)); }
     static I odd_bytes(I x) { return _mm512_srli_epi16(x, 8); }
     static __m256i spread_bits(uint32_t bits, char value) { return _mm256_maskz_set1_epi8(bits, value); }
+    static __m256i plus_or_minus(__m256i x, __m256i sizes, uint32_t minus) {
+        return _mm256_mask_sub_epi8(_mm256_add_epi8(x, sizes), minus, x, sizes);
+    }
 
     // ---- for attention.h ----
 
@@ -174,6 +177,9 @@ struct Columns8 : Avx2 {
         return is_signed ? Avx2::fours<true>(w, x) : add_fours(I{}, w, x);
     }
     static __m256i spread_bits(uint32_t bits, char value) { return _mm256_maskz_set1_epi8(bits, value); }
+    static __m256i plus_or_minus(__m256i x, __m256i sizes, uint32_t minus) {
+        return _mm256_mask_sub_epi8(_mm256_add_epi8(x, sizes), minus, x, sizes);
+    }
 };
 
 template <class Width>
@@ -197,10 +203,11 @@ struct Vnni : Width {
     }
 
     // The same where partial sums do not fit.
+    template <int n_vectors>
     static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
         I part = Width::broadcast(minus);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) { part = Width::add_fours(part, w[i], Width::broadcast(x + 4 * i)); }
+#pragma GCC unroll 8
+        for (int i = 0; i < n_vectors; i++) { part = Width::add_fours(part, w[i], Width::broadcast(x + 4 * i)); }
         return Width::multiply_add(sum, part, scale);
     }
 

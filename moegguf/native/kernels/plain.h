@@ -9,12 +9,14 @@
 //      `ScaledWithMin`, as PlainQ5_1 does. `codes` returns the 32 codes of a block.
 //    - blocks of 256 values with integer scales of 8 bits for each 16 values: derive from `Superblock`, as PlainQ2K and
 //      PlainQ3K do. `unpack` fills an `Unpacked` with codes, scales, and d. A scale for 32 values is written twice.
+//    Where codes come from tables, derive from `Grid` in grids.h: `prepare` finds what the tables' indices are.
 // 2. Choose its codes: `Unsigned<zero, fit>` where all are from 0 to 32 and `zero` stands for 0, which is the fastest,
 // or
 //    `Signed` for those from -127 to 127.
 // 3. Add it to `find_plain` below, and its name to PLAIN in tests/native/test_width_check.py.
 #pragma once
 
+#include "grids.h"
 #include "kernels.h"
 #include "plain_types.h"
 #include "tile.h"
@@ -57,7 +59,7 @@ struct ScaledPanel {
 // minimum.
 template <class Isa, class T>
 struct SuperblockPanel {
-    static constexpr int n_values = 256, n_steps = 8, n_codes = 2, n_dots = T::n_dots, n_pairs = 8;
+    static constexpr int n_values = 256, n_steps = 8, n_codes = 32 / T::scale_values, n_dots = T::n_dots, n_pairs = 8;
     static constexpr int n_minus = T::has_sign || T::zero != 0;
     static constexpr int scales_at = 256 * Isa::n_cols, d_at = scales_at + 64 * Isa::n_cols;
     static constexpr int mins_at = d_at + 4 * Isa::n_cols, min_at = mins_at + 32 * Isa::n_cols;
@@ -84,7 +86,10 @@ struct SuperblockPanel {
         void load() {}
         template <int step, int i>
         void codes(I * w) const {
-            for (int j = 0; j < 4; j++) { w[j] = Isa::load_codes(from + ((2 * step + i) * 4 + j) * sizeof(I)); }
+            constexpr int n_vectors = 8 / n_codes;
+            for (int j = 0; j < n_vectors; j++) {
+                w[j] = Isa::load_codes(from + (8 * step + n_vectors * i + j) * sizeof(I));
+            }
         }
     };
 };
@@ -132,15 +137,33 @@ MOEGGUF_INLINE uint8_t * unpack_scaled(const Columns<Isa::n_cols> & columns, int
     return out;
 }
 
+// Unpacks a block of each column, and calls visit with the column's number and the block.
+template <class Isa, class T, int n, class Visit>
+MOEGGUF_INLINE void unpack_each(const Columns<n> & columns, int64_t at, Visit visit) {
+    if constexpr (std::is_empty_v<typename T::Prepared>) {
+        for (int c = 0; c < n; c++) {
+            Unpacked block;
+            T::template unpack<Isa>(columns.of[c] + at, block);
+            visit(c, block);
+        }
+    } else {
+        typename T::Prepared prepared[n];
+        for (int c = 0; c < n; c++) { T::template prepare<Isa>(columns.of[c] + at, prepared[c]); }
+        for (int c = 0; c < n; c++) {
+            Unpacked block;
+            T::template unpack<Isa>(columns.of[c] + at, prepared[c], block);
+            visit(c, block);
+        }
+    }
+}
+
 template <class Isa, class T>
 MOEGGUF_INLINE uint8_t * unpack_superblock(const Columns<Isa::n_cols> & columns, int64_t at, uint8_t * out) {
     using I = typename Isa::I;
     constexpr int n_cols = Isa::n_cols;
     alignas(64) uint8_t codes[n_cols][256], scales[n_cols][16], mins[n_cols][16];
     float d[n_cols], min[n_cols];
-    for (int c = 0; c < n_cols; c++) {
-        Unpacked block;
-        T::template unpack<Isa>(columns.of[c] + at, block);
+    unpack_each<Isa, T>(columns, at, [&](int c, const Unpacked & block) __attribute__((always_inline)) {
         for (int i = 0; i < 8; i++) { _mm256_store_si256((__m256i *)codes[c] + i, block.codes[i]); }
         _mm_store_si128((__m128i *)scales[c], block.scales);
         d[c] = block.d;
@@ -148,7 +171,7 @@ MOEGGUF_INLINE uint8_t * unpack_superblock(const Columns<Isa::n_cols> & columns,
             _mm_store_si128((__m128i *)mins[c], block.mins);
             min[c] = block.min;
         }
-    }
+    });
     const auto store = [&out](I x) {
         Isa::store_codes(out, x);
         out += sizeof(I);
@@ -227,16 +250,14 @@ struct OneRow {
         alignas(32) float d[8], min[8];
         __m256i of_codes[8], of_mins[8];
         const __m256i row_sums = _mm256_loadu_si256((const __m256i *)row.sums);
-        for (int c = 0; c < 8; c++) {
-            Unpacked block;
-            T::template unpack<Isa>(columns.of[c] + at, block);
+        unpack_each<Isa, T>(columns, at, [&](int c, const Unpacked & block) __attribute__((always_inline)) {
             of_codes[c] = products_of(block, row, row_sums);
             d[c] = block.d;
             if constexpr (T::has_mins) {
                 of_mins[c] = _mm256_madd_epi16(even_then_odd(block.mins), row_sums);
                 min[c] = block.min;
             }
-        }
+        });
         const __m256 row_d = Isa::broadcast(row.d);
         sums = Isa::fma(Isa::to_float(sums_of(of_codes)), _mm256_load_ps(d) * row_d, sums);
         if constexpr (T::has_mins) {
@@ -305,19 +326,27 @@ constexpr Kernel plain_kernel = {
 
 template <class Isa>
 const Kernel * find_plain(ggml_type type) {
-    return type == GGML_TYPE_Q8_0     ? &plain_kernel<Isa, PlainQ8_0>
-           : type == GGML_TYPE_Q5_0   ? &plain_kernel<Isa, PlainQ5_0>
-           : type == GGML_TYPE_Q5_1   ? &plain_kernel<Isa, PlainQ5_1>
-           : type == GGML_TYPE_Q4_1   ? &plain_kernel<Isa, PlainQ4_1>
-           : type == GGML_TYPE_Q2_K   ? &plain_kernel<Isa, PlainQ2K>
-           : type == GGML_TYPE_Q3_K   ? &plain_kernel<Isa, PlainQ3K>
-           : type == GGML_TYPE_Q4_0   ? &plain_kernel<Isa, PlainQ4_0>
-           : type == GGML_TYPE_IQ4_NL ? &plain_kernel<Isa, PlainIq4Nl>
-           : type == GGML_TYPE_MXFP4  ? &plain_kernel<Isa, PlainMxfp4>
-           : type == GGML_TYPE_Q4_K   ? &plain_kernel<Isa, PlainQ45K<false>>
-           : type == GGML_TYPE_Q5_K   ? &plain_kernel<Isa, PlainQ45K<true>>
-           : type == GGML_TYPE_Q6_K   ? &plain_kernel<Isa, PlainQ6K>
-                                      : nullptr;
+    return type == GGML_TYPE_Q8_0      ? &plain_kernel<Isa, PlainQ8_0>
+           : type == GGML_TYPE_Q5_0    ? &plain_kernel<Isa, PlainQ5_0>
+           : type == GGML_TYPE_Q5_1    ? &plain_kernel<Isa, PlainQ5_1>
+           : type == GGML_TYPE_Q4_1    ? &plain_kernel<Isa, PlainQ4_1>
+           : type == GGML_TYPE_Q2_K    ? &plain_kernel<Isa, PlainQ2K>
+           : type == GGML_TYPE_Q3_K    ? &plain_kernel<Isa, PlainQ3K>
+           : type == GGML_TYPE_IQ4_XS  ? &plain_kernel<Isa, PlainIq4Xs>
+           : type == GGML_TYPE_IQ3_S   ? &plain_kernel<Isa, PlainIq3S>
+           : type == GGML_TYPE_IQ3_XXS ? &plain_kernel<Isa, PlainIq3Xxs>
+           : type == GGML_TYPE_IQ2_S   ? &plain_kernel<Isa, PlainIq2S>
+           : type == GGML_TYPE_IQ2_XS  ? &plain_kernel<Isa, PlainIq2Xs>
+           : type == GGML_TYPE_IQ2_XXS ? &plain_kernel<Isa, PlainIq2Xxs>
+           : type == GGML_TYPE_IQ1_S   ? &plain_kernel<Isa, PlainIq1S>
+           : type == GGML_TYPE_IQ1_M   ? &plain_kernel<Isa, PlainIq1M>
+           : type == GGML_TYPE_Q4_0    ? &plain_kernel<Isa, PlainQ4_0>
+           : type == GGML_TYPE_IQ4_NL  ? &plain_kernel<Isa, PlainIq4Nl>
+           : type == GGML_TYPE_MXFP4   ? &plain_kernel<Isa, PlainMxfp4>
+           : type == GGML_TYPE_Q4_K    ? &plain_kernel<Isa, PlainQ45K<false>>
+           : type == GGML_TYPE_Q5_K    ? &plain_kernel<Isa, PlainQ45K<true>>
+           : type == GGML_TYPE_Q6_K    ? &plain_kernel<Isa, PlainQ6K>
+                                       : nullptr;
 }
 
 } // namespace

@@ -97,8 +97,9 @@ struct ScaledWithMin : Scaled<Codes> {
 
 // 16 low nibbles, then 16 high ones.
 inline __m256i nibbles_of(const uint8_t * from) {
-    const __m128i x = load_16(from);
-    return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(x, 4), x), _mm256_set1_epi8(15));
+    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    const __m256i moved = _mm256_srlv_epi32(_mm256_broadcastsi128_si256(load_16(from)), shifts);
+    return _mm256_and_si256(moved, _mm256_set1_epi8(15));
 }
 
 template <class Isa>
@@ -174,9 +175,11 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 
 // ---- 256 values with integer scales ----
 
-template <class Codes>
+// scale_values_: how many values have a scale, 16 or, of signed codes, 32.
+template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
-    static constexpr int n_values = 256;
+    struct Prepared {}; // grids.h has types that find indices before codes
+    static constexpr int n_values = 256, scale_values = scale_values_;
     static constexpr bool has_mins = false;
     using Row = RowPlain;
 };

@@ -91,6 +91,7 @@ void quantize_block(const float * x, RowPlain & row) {
         const __m256i sums = Isa::minus_16(pairs, T::template offset<Isa>);
         row.minus[2 * i] = _mm256_extract_epi32(sums, 0);
         row.minus[2 * i + 1] = _mm256_extract_epi32(sums, 4);
+        if (T::scale_values == 32) { row.minus[2 * i] += row.minus[2 * i + 1]; }
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
         const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
         const __m256i sixteens = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
@@ -141,10 +142,11 @@ struct Tile {
         }
     }
 
-    // 16 values of each column with their scale.
+    // 16 or 32 values of each column with their scale.
     template <int n_rows, int step, int i, class Block>
     static MOEGGUF_INLINE void add_codes(const Block & block, const Row * rows, I * sums) {
-        I w[4];
+        constexpr int n_vectors = 8 / T::n_codes;
+        I w[n_vectors];
         block.template codes<step, i>(w);
         const I scale = block.scales(step, i);
         const int at = block.first_value(step, i);
@@ -153,7 +155,7 @@ struct Tile {
             const int32_t * minus = nullptr;
             if constexpr (T::n_minus > 0) { minus = rows[r].minus + at * T::n_minus / 16; }
             if constexpr (T::is_wide) {
-                sums[r] = Isa::wide_sum(sums[r], w, rows[r].qs + at, minus, scale);
+                sums[r] = Isa::template wide_sum<n_vectors>(sums[r], w, rows[r].qs + at, minus, scale);
             } else {
                 sums[r] = Isa::template scaled_sum<T::n_dots, T::n_minus>(sums[r], w, rows[r].qs + at, minus, scale);
             }
@@ -164,7 +166,7 @@ struct Tile {
     static MOEGGUF_INLINE void add_steps(Block & block, const Row * rows, I * sums) {
         block.template load<step>();
         add_codes<n_rows, step, 0>(block, rows, sums);
-        add_codes<n_rows, step, 1>(block, rows, sums);
+        if constexpr (T::n_codes > 1) { add_codes<n_rows, step, 1>(block, rows, sums); }
         if constexpr (step + 1 < T::n_steps) { add_steps<n_rows, step + 1>(block, rows, sums); }
     }
 

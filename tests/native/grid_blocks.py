@@ -1,0 +1,32 @@
+"""Weights of the types whose quantiser takes seconds to begin: random codes with one scale."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from tools.width_check import Array, Ggml
+
+GRIDS = ("iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s", "iq1_m")
+D = 0x2C00  # a half: 1/16
+
+
+class GridBlocks(Ggml):
+    """ggml, but a type of GRIDS gets random blocks in place of quantised values: the same ones for the same rows."""
+
+    def quantized(self, ggml_type: int, values: Array) -> bytes:
+        """The bytes of weights in the shape of `values` [..., n]."""
+        name = self.type_name(ggml_type)
+        if name not in GRIDS:
+            return super().quantized(ggml_type, values)
+        rows = np.asarray(values, np.float32).reshape(-1, values.shape[-1])
+        n_bytes = self.row_bytes(ggml_type, rows.shape[1])
+        content = b"".join(np.random.default_rng(zlib.crc32(row.tobytes())).bytes(n_bytes) for row in rows)
+        blocks = np.frombuffer(bytearray(content), np.uint8).reshape(-1, self.row_bytes(ggml_type, 256))
+        if name == "iq1_m":  # a nibble of d at the end of each 16 bits of scales
+            nibbles = D >> np.array([0, 4, 8, 12]) & 15
+            blocks[:, 49::2] = blocks[:, 49::2] & 15 | nibbles << 4
+        else:
+            blocks[:, :2] = D & 255, D >> 8
+        return blocks.tobytes()
