@@ -1,17 +1,40 @@
-"""Calls in a process of their own: a device that ggml has been told of stays known, and models loaded later use it."""
+"""Calls in a process of their own: a device that ggml has been told of stays known, and models loaded later use it.
 
+These processes are made by fork, from one that has imported what they need and has loaded the library, but no model:
+imports would take most of a small test's time.
+"""
+
+import functools
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import ParamSpec, TypeVar
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext, ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any, ParamSpec, TypeVar
+from unittest.mock import patch
 
+from moegguf.child import child_environment
 from moegguf.quantities import Link
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 LONGEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120")) * 3 // 4  # before the test itself is ended
+# Modules of a room that is not on the path are passed over.
+IMPORTED = ["pytest", "moegguf.generate.engine", "moegguf.testing.link_device", "tools.models", "rpc_device", "running",
+            "answering"]  # fmt: skip
+
+
+@functools.cache
+def fork_context() -> ForkServerContext:
+    """Starts the process whose children are asked for. It has one thread, so that all of it is there after a fork."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with patch.dict(os.environ, child_environment(OPENBLAS_NUM_THREADS="1")):
+        forkserver.ensure_running()
+    return context
 
 
 def suppose_speeds() -> None:
@@ -33,16 +56,37 @@ def measure_small_pools() -> None:
 
 def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
     """The result of a function of a module, or its exception. Speeds of devices are supposed there."""
-    return _in_process(suppose_speeds, call, *arguments, **options)
+    return _in_process(fork_context(), suppose_speeds, call, *arguments, **options)
+
+
+def in_new_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
+    """The same in a process that loads the library itself, which reads some variables of the environment then."""
+    return _in_process(multiprocessing.get_context("spawn"), suppose_speeds, call, *arguments, **options)
 
 
 def in_measuring_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
     """The same where speeds of devices are measured."""
-    return _in_process(measure_small_pools, call, *arguments, **options)
+    return _in_process(fork_context(), measure_small_pools, call, *arguments, **options)
+
+
+def started_process(call: Callable[..., object], *arguments: Any) -> BaseProcess:
+    """A process that has begun a call with this process's environment. It ends with this process at the latest."""
+    process = fork_context().Process(target=_with_environment, args=(dict(os.environ), call, *arguments), daemon=True)
+    process.start()
+    return process
 
 
 def _in_process(
-    first: Callable[[], None], call: Callable[P, Result], *arguments: P.args, **options: P.kwargs
+    context: BaseContext, first: Callable[[], None], call: Callable[P, Result], *arguments: P.args, **options: P.kwargs
 ) -> Result:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), first) as pool:
+    begin = (dict(os.environ), first)
+    with ProcessPoolExecutor(1, context, _with_environment, begin) as pool:
         return pool.submit(call, *arguments, **options).result(LONGEST_S)
+
+
+def _with_environment(environment: Mapping[str, str], call: Callable[..., object], *arguments: Any) -> None:
+    """Calls with an environment: a fork has what was there when its parent began."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ |= environment
+    call(*arguments)

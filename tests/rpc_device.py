@@ -9,7 +9,6 @@ import ctypes as c
 import functools
 import importlib
 import itertools
-import multiprocessing
 import os
 import shutil
 import socket
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_process import LONGEST_S, in_own_process
+from own_process import LONGEST_S, in_own_process, started_process
 from waiting import until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,8 +95,7 @@ def server() -> Iterator[tuple[Path, int]]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(rpc, port), daemon=True)
-    process.start()
+    process = started_process(_serve, rpc, port)
     try:
         until(lambda: _listens(port) or not process.is_alive(), START_S)
         assert process.is_alive(), "the RPC server died"

@@ -47,11 +47,11 @@ def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> 
     assert process.poll() is None, process.communicate()
 
 
-def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:
+def test_a_file_alone(here: Command, tmp_path: Path) -> None:
     lines = [question(0, model=None), question(1), b"nonsense\n", question(2, model="nothing"),
              request("e", url="/v1/completions", prompt="moegguf is", max_tokens=4)]  # fmt: skip
     path = written(tmp_path, lines)
-    done = moegguf("batch", path, "-m", "demo", **ALONE)
+    done = here("batch", path, "-m", "demo", **ALONE)
     assert (done.returncode, done.stdout) == (1, "")
     found = entries(tmp_path / "requests.answers.jsonl")
     assert [entry["custom_id"] for entry in found] == ["q0", "q1", None, "q2", "e"]
@@ -62,24 +62,24 @@ def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:
     before = (tmp_path / "requests.answers.jsonl").read_bytes()
     partial = tmp_path / "requests.answers.jsonl.partial"
     partial.write_bytes(before)  # of an older version that was killed between its last two steps
-    again = moegguf("batch", path, "-m", "demo", **ALONE)
+    again = here("batch", path, "-m", "demo", **ALONE)
     assert again.returncode == 1 and "nothing to do" in again.stderr
     assert (tmp_path / "requests.answers.jsonl").read_bytes() == before and not partial.exists()
-    other = moegguf("batch", path, "-m", "other", **ALONE)
+    other = here("batch", path, "-m", "other", **ALONE)
     assert other.returncode == 1 and "is not the answers to these requests" in other.stderr
 
 
-def test_a_server_answers_and_it_is_the_same(moegguf: Command, server: Server, tmp_path: Path) -> None:
+def test_a_server_answers_and_it_is_the_same(here: Command, server: Server, tmp_path: Path) -> None:
     path = written(tmp_path, [question(i, model="demo") for i in range(6)])
-    served = moegguf("batch", path, "-o", tmp_path / "served", "--parallel", 3, MOEGGUF_HOST=server.url)
+    served = here("batch", path, "-o", tmp_path / "served", "--parallel", 3, MOEGGUF_HOST=server.url)
     assert served.returncode == 0, served.stderr
     assert "demo:latest" in server.loaded()
     server.call("/api/generate", {"model": "demo", "keep_alive": 0})
-    here = moegguf("batch", path, "-o", tmp_path / "here", "--local", MOEGGUF_HOST=server.url)
-    assert here.returncode == 0 and "demo:latest" not in server.loaded()
+    alone = here("batch", path, "-o", tmp_path / "here", "--local", MOEGGUF_HOST=server.url)
+    assert alone.returncode == 0 and "demo:latest" not in server.loaded()
     assert texts(entries(tmp_path / "served")) == texts(entries(tmp_path / "here"))
     bad = question(1, max_tokens="many")
-    done = moegguf("batch", written(tmp_path, [bad]), "-o", "-", MOEGGUF_HOST=server.url)
+    done = here("batch", written(tmp_path, [bad]), "-o", "-", MOEGGUF_HOST=server.url)
     (entry,) = entries(done.stdout.encode())
     assert (done.returncode, entry["response"]["body"]) == (1, server.call(CHAT, bad["body"]).json)
 
@@ -93,12 +93,12 @@ def test_stdin_and_stdout(moegguf: Command, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "") and len(entries(tmp_path / "answers")) == 3
 
 
-def test_a_model_with_a_path_that_is_not_utf8(moegguf: Command, tmp_path: Path, tiny: TinyModel) -> None:
+def test_a_model_with_a_path_that_is_not_utf8(here: Command, tmp_path: Path, tiny: TinyModel) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     (folder / "m.gguf").symlink_to(tiny())
     path = written(folder, [question(0, model=None)])
-    done = moegguf("batch", path, "-m", folder / "m.gguf", **ALONE)
+    done = here("batch", path, "-m", folder / "m.gguf", **ALONE)
     assert done.returncode == 0, done.stderr
     assert texts(entries(folder / "requests.answers.jsonl"))
 

@@ -15,6 +15,7 @@ from fake_hub import FakeHub, running_hub
 from servers import ROOT, Command, Server, TinyModel, completed, serving
 
 import moegguf
+from moegguf.models import hub as downloads
 from moegguf.models.catalog import Catalog
 from moegguf.native.abi import ABI_VERSION
 
@@ -388,7 +389,10 @@ SECRET = "http://me:hush@127.0.0.1:9"
         f"HF_ENDPOINT={SECRET} pull user/some-gguf", f"OLLAMA_HOST={SECRET} ps", "batch TMP/one.jsonl",
     ],
 )  # fmt: skip
-def test_no_password_of_an_address_is_printed(mine: Mine, tmp_path: Path, command: str) -> None:
+def test_no_password_of_an_address_is_printed(
+    mine: Mine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(downloads, "WAIT_S", 0.01)
     (tmp_path / "one.jsonl").write_bytes(jsonl([request("a")]))
     words = command.replace("TMP", str(tmp_path)).split()
     extra = dict(word.split("=") for word in words if "=" in word)

@@ -26,7 +26,7 @@ Load = Callable[..., Llama]
 Reference = Callable[..., Logits]
 Own = Callable[..., Path]
 
-N_PROMPT, N_NEW = 200, 32
+N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):

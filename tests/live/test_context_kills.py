@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from answering import DEMO
+from own_process import fork_context
 from running import TinyModel
 
 from moegguf.engine.kv_block_store import KvBlockStore, stored_blocks
@@ -28,7 +29,6 @@ N_PROMPTS, N_NEW = 16, 6
 STORES = {"demo": "24MiB", "tiny-qwen35moe": "3MiB"}  # hold some of the prompts' blocks, so that others leave
 QUICK_KILLS = 3
 LONGEST_S = 0.5  # from a first answer to the kill
-SPAWN = multiprocessing.get_context("forkserver")
 
 
 def prompts(n_vocab: int) -> list[list[int]]:
@@ -64,8 +64,8 @@ def received(reads: Connection) -> Iterator[tuple[int, str]]:
 def started(
     model: Path, folder: Path, store: str, order: list[int]
 ) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    reads, writes = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=answer, args=(str(model), str(folder), store, order, writes))
+    reads, writes = fork_context().Pipe(duplex=False)
+    process = fork_context().Process(target=answer, args=(str(model), str(folder), store, order, writes))
     process.start()
     writes.close()
     return process, reads
@@ -84,7 +84,6 @@ class Killed:
 
 @pytest.fixture(scope="module", params=STORES)
 def killed(request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    SPAWN.set_forkserver_preload(["moegguf.generate.engine"])
     model = DEMO if request.param == "demo" else tiny(request.param)
     folder = tmp_path_factory.mktemp("home")
     process, reads = started(model, folder, "0", list(range(N_PROMPTS)))

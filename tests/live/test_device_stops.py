@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_process import in_own_process
+from own_process import in_new_process
 from rpc_device import on_servers
 from running import Llama, Logits, TinyModel, greedy_logits, hooks_off, share_for, write_adapter
 
@@ -120,7 +120,7 @@ def logits_with_slots(path: Path, vram: int, ram: int) -> list[Logits]:
 def without_remedies(tiny: TinyModel) -> list[Logits]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEGGUF_SWITCHES", "0")
-        return in_own_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
+        return in_new_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
 
 
 @pytest.mark.parametrize("letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdef"])
@@ -128,7 +128,7 @@ def test_a_remedy_changes_no_bit(
     tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters)))
-    found = in_own_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
+    found = in_new_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
     for logits, without in zip(found, without_remedies, strict=True):
         assert np.isfinite(logits).all()
         assert np.array_equal(logits, without)

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -78,26 +78,50 @@ async def generate(manager: ModelManager, name: str, request: Request, overrides
         return "".join([event.text async for event in lease.answer(request) if isinstance(event, Delta)])
 
 
-async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(files: Files, tmp_path: Path) -> None:
-    before, after, served = files.paths["a"], tmp_path / "after.gguf", tmp_path / "served.gguf"
+@dataclass(frozen=True)
+class Versions:
+    """Two files of one size, and the same answer's text of both, with these options."""
+
+    before: Path
+    after: Path
+    options: LoadOverrides
+    old: str
+    new: str
+
+
+@pytest.fixture(scope="module", params=["40%", "100%"])
+def versions(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Versions:
+    before, after = tiny("tiny-qwen2moe"), tmp_path_factory.mktemp("versions") / "after.gguf"
     write_model(after, PRESETS["tiny-qwen2moe"], seed=1)
     assert after.stat().st_size == before.stat().st_size
-    few = replace(ONE_THREAD, expert_cache=parse_expert_cache("40%"))
-    shutil.copy(before, served)
-    files.paths = {"before": before, "after": after, "served": served}
-    async with running_manager(files) as manager:
-        old, new = [await generate(manager, name, story(3), few) for name in ("before", "after")]
-        assert old != new
-        assert await generate(manager, "served", story(3), few) == old
-        async with manager.lease("served", few) as lease:
+    options = replace(ONE_THREAD, expert_cache=parse_expert_cache(request.param))
+
+    async def texts() -> list[str]:
+        async with running_manager(Files(before=before, after=after)) as manager:
+            return [await generate(manager, name, story(3), options) for name in ("before", "after")]
+
+    old, new = asyncio.run(texts())
+    assert old != new
+    return Versions(before, after, options, old, new)
+
+
+@pytest.mark.parametrize("versions", ["40%"], indirect=True)
+async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(
+    versions: Versions, tmp_path: Path
+) -> None:
+    served, options = tmp_path / "served.gguf", versions.options
+    shutil.copy(versions.before, served)
+    async with running_manager(Files(served=served)) as manager:
+        assert await generate(manager, "served", story(3), options) == versions.old
+        async with manager.lease("served", options) as lease:
             answer = lease.answer(ENDLESS)
             await anext(answer)
-            shutil.copy(after, served)  # in place
+            shutil.copy(versions.after, served)  # in place
             with pytest.raises(ExpertIOError, match=r"served\.gguf' was written to after the model was loaded"):
                 _ = [event async for event in answer]
-        assert await generate(manager, "served", story(3), few) == new
-        shutil.copy(before, served)
-        assert await generate(manager, "served", story(3), few) == old
+        assert await generate(manager, "served", story(3), options) == versions.new
+        shutil.copy(versions.before, served)
+        assert await generate(manager, "served", story(3), options) == versions.old
 
 
 def overwrite_and_hide(served: Path, after: Path) -> None:
@@ -120,24 +144,18 @@ def replace_and_hide(served: Path, after: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite_and_hide, overwrite_and_link, replace_and_hide])
-@pytest.mark.parametrize("cache", ["40%", "100%"])
 async def test_a_file_that_is_another_one_under_its_old_size_and_time_is_loaded_anew(
-    files: Files, tmp_path: Path, change: Callable[[Path, Path], None], cache: str
+    versions: Versions, tmp_path: Path, change: Callable[[Path, Path], None]
 ) -> None:
-    before, after, served = files.paths["a"], tmp_path / "after.gguf", tmp_path / "served.gguf"
-    write_model(after, PRESETS["tiny-qwen2moe"], seed=1)
-    shutil.copy(before, served)
-    files.paths = {"before": before, "after": after, "served": served}
-    options = replace(ONE_THREAD, expert_cache=parse_expert_cache(cache))
-    async with running_manager(files) as manager:
-        old, new = [await generate(manager, name, story(3), options) for name in ("before", "after")]
-        assert old != new
-        assert await generate(manager, "served", story(3), options) == old
-        change(served, after)
-        assert await generate(manager, "served", story(3), options) == new
+    served, options = tmp_path / "served.gguf", versions.options
+    shutil.copy(versions.before, served)
+    async with running_manager(Files(served=served)) as manager:
+        assert await generate(manager, "served", story(3), options) == versions.old
+        change(served, versions.after)
+        assert await generate(manager, "served", story(3), options) == versions.new
         served.rename(served.with_suffix(".gone"))  # the catalog knows it by its path
         served.with_suffix(".gone").rename(served)
-        assert await generate(manager, "served", story(3), options) == new
+        assert await generate(manager, "served", story(3), options) == versions.new
 
 
 async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_text(files: Files) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from eager import Eager
 from rpc_device import in_child
-from running import Llama, Load, Own, Reference, TinyModel, greedy_logits, random_prompt, share_for
+from running import N_NEW, N_PROMPT, Llama, Load, Own, Reference, TinyModel, greedy_logits, random_prompt, share_for
 
 from moegguf.bench.record import RecordOptions, record
 from moegguf.controller.artifacts import Artifacts
@@ -246,7 +246,7 @@ def test_recording_changes_no_bit_and_includes_resident_models(
     llm = load(tiny(), trace=tmp_path / "t", expert_cache="100%", n_ubatch=512)
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
     llm.close()
-    assert read(tmp_path / "t").n_tokens == 232
+    assert read(tmp_path / "t").n_tokens == N_PROMPT + N_NEW
     assert llm.plan.resident
 
 

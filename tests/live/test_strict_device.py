@@ -142,7 +142,7 @@ class Batches:
         return [(each.text, each.logprobs) for each in received]
 
 
-@pytest.mark.parametrize("n", [3, 6, 9])
+@pytest.mark.parametrize("n", [3, pytest.param(6, marks=pytest.mark.slow), 9])
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-mix"])
 def test_sequences_that_join_and_leave(tiny: TinyModel, preset: str, n: int) -> None:
     in_own_process(compare, tiny(preset, "q4_k_m"), Batches(n), n_seq_max=n, flash_attn=None)

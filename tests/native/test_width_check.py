@@ -150,13 +150,15 @@ def test_products_are_as_exact_as_those_with_plain_weights(name: str) -> None:
     assert errors[0] < 1.001 * errors[1]
 
 
-def test_products_with_plain_weights_are_those_of_the_weights_but_for_rounding_activations() -> None:
+@pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_products_with_plain_weights_are_those_of_the_weights_but_for_rounding_activations(is_slow: bool) -> None:
     """One row goes through vec_dot, all of them through tiles, where upstream has them."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     quantised = [name for name in ggml.types if name.startswith(("q", "iq", "mxfp4")) and name not in ("q8_1", "q8_K")]
     assert len(quantised) > 18
-    for name in quantised:
+    assert set(SLOW) < set(quantised)
+    for name in [name for name in quantised if (name in SLOW) == is_slow]:
         compute = width_check.product(ggml, ggml.types[name], x, 4, None)
         assert compute is not None, name
         exact = x.astype(np.float64) @ weights(ggml, ggml.types[name], n_out=4).T
