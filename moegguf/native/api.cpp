@@ -58,8 +58,8 @@ void check_failure(const Context & context) {
     }
 }
 
-// What is n in all for tiers with so many slots: what a pass needs of each at least, and of the rest in proportion to
-// what it has above that.
+// Divides n slots over tiers. Each tier gets at least the slots that a pass needs. The rest is divided in proportion to
+// the slots that each tier has above this number.
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
     for (const Tier * tier : tiers) {
@@ -82,7 +82,7 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     return shares;
 }
 
-// Behind what is there already, with a comma between.
+// Appends a text, with a comma before it.
 template <size_t n>
 void append(char (&text)[n], const std::string & more) {
     const size_t used = strlen(text);
@@ -96,7 +96,7 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
-        return; // its layers are in several pools
+        return; // the device's layers are in several pools
     }
     append(out.device, device);
     append(out.note, pool.memory().note);
@@ -109,7 +109,7 @@ void check_table(const Store & s, size_t n, const char * what) {
     }
 }
 
-// Those that share out a number of slots: the CPU's beside devices are in RAM, and keep theirs.
+// Returns the tiers that share out a number of slots. The CPU's slots beside devices are in RAM, and stay.
 std::vector<Tier *> resized_at(Store & s, int index) {
     std::vector<Tier *> found = s.tiers_at(index);
     const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
@@ -194,7 +194,7 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
         if (!config || config->abi != MOEGGUF_ABI_VERSION) {
             throw Error(MOEGGUF_INVALID, "the library has ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
-        moegguf_store *& opened = given(store); // before there is anything to lose
+        moegguf_store *& opened = given(store); // checked before there is anything to lose
         static std::once_flag once;
         std::call_once(once, [] { next_callback = ggml_set_abort_callback(report_failure); });
         opened = new moegguf_store(*config);
@@ -202,7 +202,7 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
 }
 
 void moegguf_store_close(moegguf_store * store) {
-    if (store && !store->store.shared.forked()) { // in a child the locks and threads are the parent's: leave them
+    if (store && !store->store.shared.forked()) { // a child must not touch the parent's locks and threads
         delete store;
     }
 }
@@ -294,7 +294,7 @@ int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * n
         for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name), own)); }
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < of.size(); i++) { of[i]->residency.exchange_policy(next[i]); }
-        lock.unlock(); // those before are destroyed without it
+        lock.unlock(); // the earlier policies are destroyed without the lock
     });
 }
 

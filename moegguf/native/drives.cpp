@@ -9,7 +9,7 @@
 namespace moegguf {
 namespace {
 
-// Until a drive had so many reads it counts as faster than any drive: one read alone may have been an exception.
+// A drive with fewer reads than this counts as faster than any other: a single read may have been an exception.
 constexpr uint64_t first_reads = 8;
 constexpr float unmeasured_ns_per_byte = 1e-4f;
 

@@ -30,14 +30,14 @@ class Drives {
         uint64_t under_way = 0; // bytes
         uint64_t silent_ns = 0; // since when nothing came of them
         float ns_per_byte = 0;  // a moving average; 0: not measured yet
-        std::string dropped;    // why; empty: it is read
+        std::string dropped;    // the reason why the drive is not read any more; empty: it is read
 
         float expected_ns(size_t n, uint64_t now) const; // until n more bytes would be there
     };
     struct Turn { // a read that has begun
         Drive & drive;
         uint64_t begun_ns;
-        uint64_t under_way; // bytes of the drive then, with those of this read
+        uint64_t under_way; // bytes under way on the drive at that time, with the bytes of this read
     };
 
     Turn begin(size_t n);

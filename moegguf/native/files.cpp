@@ -164,7 +164,7 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
             return false;
         }
         if (done + got >= needed) { return true; }
-        // After a short read the next one must start on a block again.
+        // The read after a short one must start on a block again.
         const size_t next = aligned ? down(done + got) : done + got;
         if (next == done) {
             error = ENODATA;
@@ -182,7 +182,7 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
         const uint64_t begin = direct ? down(offset) : offset;
         const uint64_t end = direct ? up(offset + n) : offset + n;
         if (fill(direct ? direct_.fd : buffered_.fd, buffer.data(), begin, end - begin, offset + n - begin, error)) {
-            check_unchanged(); // after the bytes were read: a write that changed them is seen
+            check_unchanged(); // comes after the read, so that a write that changed the bytes is seen
             return buffer.data() + (offset - begin);
         }
         if (direct && error == EINVAL) {

@@ -57,8 +57,8 @@ class Shard {
   public:
     Shard(const std::string & path, bool direct, std::vector<Span> sampled); // Throws Error(IO).
 
-    // Compares size and sampled bytes of `copy` with those of this shard. Throws Error(INVALID) where `copy` is this
-    // very file or differs, and Error(IO) where its samples cannot be read.
+    // Compares the size and sampled bytes of `copy` with this shard. Throws Error(INVALID) if `copy` is this very file
+    // or differs, and Error(IO) if its samples cannot be read.
     void check_copy(const Shard & copy) const;
 
     // n bytes at offset. Throws Error(IO): the file was written to since it was opened, or twice the same system error.
@@ -70,9 +70,9 @@ class Shard {
     static constexpr uint64_t alignment = 4096;
 
   private:
-    struct Sample { // of a span
+    struct Sample { // the sample of a span
         uint64_t digest;
-        int error; // why its bytes cannot be read; 0: they can
+        int error; // errno of a span that cannot be read; 0: it can
         bool operator==(const Sample & other) const { return digest == other.digest && error == other.error; }
     };
 
@@ -87,16 +87,16 @@ class Shard {
     Descriptor buffered_;
     Descriptor direct_;
     struct stat opened_;
-    std::vector<Sample> sample_;              // when it was opened
-    mutable std::mutex checking_;             // of checked_
+    std::vector<Sample> sample_;              // samples at the time when the file was opened
+    mutable std::mutex checking_;             // guards checked_
     mutable struct stat checked_;             // the last status that was accepted
-    mutable std::atomic<int64_t> changed_ns_; // st_ctim of it
+    mutable std::atomic<int64_t> changed_ns_; // st_ctim of checked_
     mutable std::atomic<bool> use_direct_{false};
 };
 
 using Shards = std::vector<std::unique_ptr<const Shard>>;
 
-// paths: the model's own, or those of a copy. Throws Error(IO).
+// paths: the model's own shards, or the shards of a copy. Throws Error(IO).
 Shards open_shards(const Layout & layout, const std::vector<std::string> & paths, bool direct);
 
 } // namespace moegguf

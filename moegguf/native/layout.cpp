@@ -12,7 +12,7 @@ namespace {
 constexpr int max_layers = 4096, max_experts = 65536;
 constexpr int64_t max_width = INT32_MAX;
 
-// Where the last expert of a matrix ends in its file, or 0 when no file is that long or the sizes disagree.
+// Returns the end of a matrix's last expert in its file, or 0 when no file is that long or the sizes disagree.
 uint64_t end_in_file(const moegguf_matrix & m) {
     uint64_t expert = 0, all = 0, end = 0;
     const bool overflows =

@@ -37,7 +37,7 @@ struct Matrix {
     int shard = 0;
     uint64_t offset = 0;
     uint64_t expert_bytes = 0;
-    uint64_t padding_bytes = 0; // behind it in a slot, zero
+    uint64_t padding_bytes = 0; // zero bytes after an expert in a slot
 };
 
 struct Layer {
@@ -47,12 +47,12 @@ struct Layer {
     uint8_t chunks = 0;                               // bit per kind present
 };
 
-bool is_matrix(const moegguf_matrix & m); // of a known type, in rows of whole blocks
+bool is_matrix(const moegguf_matrix & m); // true for a known type with rows of whole blocks
 
-// From one slot to the next in the arena of each kind: the largest expert of that kind with its padding, rounded up to
-// a multiple of every block size used there.
+// The distance of slots in the arena of each kind: the largest expert of that kind with its padding, rounded up to a
+// multiple of every block size used there.
 struct Strides {
-    static constexpr uint64_t guard_bytes = 4096; // behind the last slot, for kernels that read on where none is padded
+    static constexpr uint64_t guard_bytes = 4096; // bytes after the last slot, because kernels may read beyond it
 
     uint64_t of_kind[MOEGGUF_MAX_KINDS] = {}; // 0: no such matrices
 
@@ -72,8 +72,8 @@ struct Layout {
     int n_expert_max = 0;
     int n_experts = 0; // over all layers
     int n_moe_layers = 0;
-    std::vector<int> moe_layers; // those with experts, in order
-    std::vector<int> row_of;     // [n_layer], where in moe_layers; -1: a layer without experts
+    std::vector<int> moe_layers; // il of the layers with experts, in order
+    std::vector<int> row_of;     // [n_layer] index in moe_layers; -1: a layer without experts
 
     // Throws Error(INVALID) on any inconsistency.
     explicit Layout(const moegguf_config & config);
@@ -82,7 +82,7 @@ struct Layout {
     bool has_expert(int il, int expert) const { return has_experts(il) && expert >= 0 && expert < layers[il].n_expert; }
     int key(int il, int expert) const { return il * n_expert_max + expert; }
     size_t n_keys() const { return layers.size() * n_expert_max; }
-    uint64_t bytes(int il, uint8_t kinds) const { // of these matrices of an expert, those that the layer has
+    uint64_t bytes(int il, uint8_t kinds) const { // bytes of an expert's matrices of these kinds
         uint64_t n = 0;
         for (kinds &= layers[il].chunks; kinds; kinds &= kinds - 1) {
             n += matrices[layers[il].matrix[__builtin_ctz(kinds)]].expert_bytes;
@@ -96,14 +96,14 @@ struct Layout {
 
 // The layers with experts that one tier is for.
 struct LayerSet {
-    std::vector<int> moe_layers; // in order
+    std::vector<int> moe_layers; // il of the layers, in order
     std::vector<uint8_t> has;    // [n_layer]
-    int n_experts = 0;           // over these layers, as the figures below
+    int n_experts = 0;           // experts of these layers
     int n_chunks = 0;            // matrices of all experts
     int token_cycle = 0;         // slots one token touches
     int n_used_max = 0;          // the most experts that a token uses in a layer
 
-    // Those with experts for which holds(il).
+    // The layers with experts for which holds(il) is true.
     template <typename Holds>
     LayerSet(const Layout & layout, Holds holds) : has(layout.layers.size(), 0) {
         for (int il : layout.moe_layers) {
@@ -125,8 +125,8 @@ struct Window {
 // slot ids equal expert ids. Otherwise its layers share one window of all slots. Layers of other tiers have none.
 class Numbering {
   public:
-    // n_tensors, not 0: slots for experts that are staged (staged_supply.cpp). Layers take so many windows in turn,
-    // each with a slot for every expert of a layer, so that slot ids equal expert ids.
+    // n_tensors, not 0: the slots are for staged experts (staged_supply.cpp). Layers take this number of windows in
+    // turn. Each window has a slot for every expert of a layer, so that slot ids equal expert ids.
     Numbering(const Layout & layout, const LayerSet & layers, int n_slots, int n_tensors = 0)
         : n_slots_(n_tensors ? n_tensors * layout.n_expert_max : std::min(n_slots, layers.n_experts)),
           resident_(n_tensors || n_slots >= layers.n_experts),
@@ -145,7 +145,7 @@ class Numbering {
     Window window(int il) const { return windows_[il]; }
     int own_slot(int il, int expert) const { return windows_[il].first_slot + expert; } // while resident
 
-    // For a pool that shrinks below one slot per expert; it never becomes resident again.
+    // Lets all layers share all slots, for a pool that shrinks below one slot per expert. It never gets resident again.
     void share_all_slots() {
         resident_ = false;
         for (Window & window : windows_) { window = {0, window.n_slots > 0 ? n_slots_ : 0}; }

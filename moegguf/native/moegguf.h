@@ -6,7 +6,7 @@
 //
 //     arena of a kind   | slot 0 | slot 1 | ... | slot S-1 | guard |        one arena per matrix kind
 //     slot stride       = the largest expert of that kind and the padding that kernels of the store's devices read
-//                         behind it, rounded up to a multiple of every block size used
+//                         after it, rounded up to a multiple of every block size used
 //     pool tensor       = [ne0, ne1, count] over a layer's window of the arena, nb[2] = slot stride
 //
 //   When every expert has a slot ("resident"), layer il owns the window of its n_expert slots and slot ids
@@ -24,19 +24,19 @@
 //      generation; every change of owner bumps the generation, and happens under the store's lock.
 //   3. A compute thread multiplies from a slot only after its context has pinned it under the store's lock, and
 //      after the thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on
-//      other devices. Pins keep what it saw true until the context's next routing event.
+//      other devices. The pin keeps the slot's expert until the context's next routing event.
 //      On devices with events the thread only sees that the copy was queued, and lets its stream wait for it.
-//   4. A slot that another is to be filled from is pinned until that has every matrix, or gives up.
+//   4. A slot that fills another slot is pinned until the other slot has every matrix, or gives up.
 //   5. A place in a staging tensor changes its expert only while it is not pinned and nothing is on its way there.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices
 //   (arrivals.cpp).
-//                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
-//                      and not for a layer of a resident pool or for matrices that are there.
+//                      They allocate nothing once warm. They take the store's lock briefly to pin slots or to wait
+//                      for them, but not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into read buffers, write into slots. Never call out.
 //   copy threads     : one per device: copies from slots in RAM to it. Never calls out.
-//   predictor thread : takes what compute threads leave, predicts, asks for prefetches under the store's lock.
+//   predictor thread : takes the records of compute threads, predicts, requests prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
 //                      of an event under way may be of before and after it.
@@ -77,17 +77,18 @@ enum moegguf_status {
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
 
 enum moegguf_flag {
-    MOEGGUF_REPACK = 1 << 0,       // slots in the CPU's interleaved layout where its kernels support the type
-    MOEGGUF_DIRECT = 1 << 1,       // O_DIRECT where the file system proves it reads the same bytes
-    MOEGGUF_CHUNKED = 1 << 2,      // a prefetch goes matrix by matrix, so that a miss waits for one at most
-    MOEGGUF_PREEMPT = 1 << 3,      // a routing event drops the prefetches of its layer that were not needed
-    MOEGGUF_OVERLAP = 1 << 4,      // a layer's computing begins before all of its matrices are there
-    MOEGGUF_SWEEP = 1 << 5,        // a prompt's pass fetches the next layer while this one computes; passes
-                                   // whose experts do not fit evict what is needed last
+    MOEGGUF_REPACK = 1 << 0,  // slots in the CPU's interleaved layout where its kernels support the type
+    MOEGGUF_DIRECT = 1 << 1,  // O_DIRECT where the file system proves it reads the same bytes
+    MOEGGUF_CHUNKED = 1 << 2, // a prefetch goes matrix by matrix, so that a miss waits for one at most
+    MOEGGUF_PREEMPT = 1 << 3, // a routing event drops the prefetches of its layer that were not needed
+    MOEGGUF_OVERLAP = 1 << 4, // a layer's computing begins before all of its matrices are there
+    // A prompt's pass fetches the next layer while this one computes. Passes whose experts do not fit evict the experts
+    // that are needed last.
+    MOEGGUF_SWEEP = 1 << 5,
     MOEGGUF_FILL = 1 << 6,         // when resident: read every expert in the background
     MOEGGUF_SIMULATE = 1 << 7,     // no file, no memory: transfers cost modelled time only
     MOEGGUF_STREAM = 1 << 8,       // a prompt's experts pass through a few slots, also where each could have its own
-    MOEGGUF_DEMAND_FIRST = 1 << 9, // what a layer waits for is read before all prefetches; else behind those asked for
+    MOEGGUF_DEMAND_FIRST = 1 << 9, // a layer's demands are read before all prefetches, else after earlier requests
 };
 
 // One expert tensor of the file. `offset` is absolute within its shard.
@@ -100,7 +101,7 @@ struct moegguf_matrix {
     int64_t ne0;
     int64_t ne1;
     int32_t shard;
-    int32_t padding_bytes; // zero, behind each expert in a slot: moegguf_pad
+    int32_t padding_bytes; // zero bytes after each expert in a slot: moegguf_pad
     uint64_t offset;
     uint64_t expert_bytes;
 };
@@ -109,9 +110,9 @@ struct moegguf_matrix {
 struct moegguf_device {
     const char * name; // ggml's; NULL is the CPU
     int32_t n_slots;
-    int32_t through_ram;       // what is missed here comes through slots in RAM
-    int32_t n_staging_tensors; // of a layer's full shape, for prompts; up to 2; 0: passes must fit the slots
-    int32_t n_pass_slots;      // that a pass may need here at once, of any layer, where it is not staged; 0: a token's
+    int32_t through_ram;          // 1: misses here come through slots in RAM
+    int32_t n_staging_tensors;    // tensors of a layer's full shape, for prompts; up to 2; 0: passes must fit the slots
+    int32_t n_pass_slots;         // slots that a pass may need at once if it is not staged; 0: the slots of one token
     double sim_copy_bytes_per_ns; // simulation: the link from the tier below, 0 = free
     double sim_copy_latency_ns;   // simulation: per copy
 };
@@ -123,24 +124,24 @@ struct moegguf_config {
     int32_t n_matrices;
     int32_t n_shards;
     int32_t n_devices;
-    int32_t n_readers;   // of each copy of the shards
-    int32_t n_ram_slots; // in host memory, below those of devices that have it; 0: no such tier
+    int32_t n_readers;   // threads that read each copy of the shards
+    int32_t n_ram_slots; // slots in host memory, below the slots of devices; 0: no such tier
     int32_t n_mirrors;   // copies of the shards on other drives
     const struct moegguf_matrix * matrices;
     const char * const * shard_paths;      // [1 + n_mirrors][n_shards], the model's own first
     const int32_t * n_expert_used;         // [n_layer], 0 where a layer has no experts
     const struct moegguf_device * devices; // [n_devices]
-    const int32_t * device_of_layer;       // [n_layer], which of them computes it; NULL: the first computes all
+    const int32_t * device_of_layer;       // [n_layer] index of the device that computes it; NULL: the first one
     double sim_bytes_per_ns;               // simulation: bandwidth of the file's link, 0 = free
     double sim_latency_ns;                 // simulation: per transfer
 };
 
-// COMPUTE is what layers compute on: of all devices together where a call says nothing else. STAGING: the tensors that
-// prompts are staged in, of all devices. DEVICE + i: the slots of device i alone.
+// COMPUTE: the slots that layers compute with, of all devices together unless a call says something else. STAGING: the
+// tensors of all devices in which prompts are staged. DEVICE + i: the slots of device i alone.
 enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
 
-// Counted where it happens; cumulative since the store was opened. Reads, and bytes of all causes, are those of the
-// file.
+// Counters since the store was opened. They are incremented where the events happen. Reads and bytes are reads and
+// bytes of the file.
 struct moegguf_counters {
     uint64_t passes;
     uint64_t tokens; // tokens of all passes
@@ -157,12 +158,12 @@ struct moegguf_counters {
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched and then looked up before eviction, when all of it was there
-    uint64_t prefetch_late;    // likewise, but some of it was still to come
+    uint64_t prefetch_late;    // prefetched and then looked up when some of it was still to come
     uint64_t prefetch_dropped; // never started: stale, resident already, no free space
     uint64_t events_dropped;   // the listener was too slow
-    uint64_t forecast_picks;   // native prediction: the most probable experts of a layer, as many as a token uses
-    uint64_t forecast_right;   // of these, chosen by the router
-    uint64_t forecast_ns;      // time of the thread that predicts
+    uint64_t forecast_picks;   // native prediction: the most probable experts of a layer, up to a token's number
+    uint64_t forecast_right;   // picks that the router chose
+    uint64_t forecast_ns;      // time of the predictor thread
     // gauges
     uint64_t chunks_reading;
     uint64_t queue_needed;
@@ -170,51 +171,51 @@ struct moegguf_counters {
     uint64_t sim_clock_ns;
 };
 
-// One tier: what was counted there since the store was opened, and from pool_bytes on what it is. A lookup is one
-// distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. The tier below is looked up once for
-// each miss above it.
+// The counters of one tier since the store was opened, and from pool_bytes on its present state. A lookup is one
+// distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Each miss in a tier is one lookup in
+// the tier below.
 struct moegguf_tier_info {
     uint64_t lookups;
     uint64_t hits_ready; // every matrix was there
-    uint64_t hits_late;  // on its way: queued or being read by a prefetch
+    uint64_t hits_late;  // a prefetch of the expert was queued or under way
     uint64_t misses;
     uint64_t evictions;
     uint64_t prefetch_wasted;  // prefetched and evicted unused
-    uint64_t bytes_missed;     // that came into its slots, from wherever, because a pass needed them
-    uint64_t bytes_prefetched; // likewise, early
-    uint64_t stall_ns;         // compute threads waiting; below: while something was still to be read from the file
-    uint64_t stream_waits;     // for copies, by the stream that computes in place of a thread
-    uint64_t copy_ns;          // of the threads that copy into its slots
+    uint64_t bytes_missed;     // bytes that came into its slots, from any source, because a pass needed them
+    uint64_t bytes_prefetched; // bytes that came into its slots early
+    uint64_t stall_ns;         // compute threads waiting; in RAM: while a matrix was still to be read from the file
+    uint64_t stream_waits;     // waits for copies by the stream that computes, in place of a thread
+    uint64_t copy_ns;          // time of the threads that copy into its slots
     uint64_t slots_used;       // now
     uint64_t slots_pinned;     // now
     uint64_t pool_bytes;
-    uint64_t slot_bytes; // one expert over all arenas, as what follows of the whole store
-    uint64_t read_buffer_bytes;
-    int32_t direct;     // shards read with O_DIRECT
-    int32_t n_experts;  // of all layers
-    int32_t n_repacked; // matrices whose slots here are interleaved
-    int32_t n_uncached; // of these, those that are written past the cache
+    uint64_t slot_bytes;        // one expert over all arenas
+    uint64_t read_buffer_bytes; // read buffers of the whole store
+    int32_t direct;             // shards read with O_DIRECT
+    int32_t n_experts;          // experts of all layers
+    int32_t n_repacked;         // matrices whose slots here are interleaved
+    int32_t n_uncached;         // interleaved matrices that are written past the cache
     int32_t n_slots;
-    int32_t n_slots_usable; // after moegguf_store_resize
+    int32_t n_slots_usable; // moegguf_store_resize changes it
     int32_t resident;       // every expert has a slot of its own
     int32_t pinned_memory;  // host memory that the device copies from by itself
-    char device[64];        // computes with its slots, or copies from them
-    char note[192];         // why its memory is not pinned; empty: it is, or need not be
+    char device[64];        // the device that computes with its slots, or copies from them
+    char note[192];         // the reason why its memory is not pinned; empty: it is, or need not be
 };
 
 // One copy of the shards, on a drive of its own. Each read goes to the copy that is expected to have it first.
 struct moegguf_drive_info {
     uint64_t reads;
     uint64_t bytes;
-    uint64_t bytes_per_s; // with the reads that were under way at once; 0: not measured yet
+    uint64_t bytes_per_s; // speed of all reads that were under way at once; 0: not measured yet
     int32_t dropped;      // it failed, and is not read any more
-    char note[256];       // why it was dropped
+    char note[256];       // reason why it was dropped
 };
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
 
-// A predictor by name, computed by the store itself, and what it was trained to. Which there are is said by
-// the error for another name and, in moegguf/native/predictors, by each one's own file, with the arrays it needs.
+// A predictor by name, which the store itself computes, with its trained arrays. The error for an unknown name lists
+// the names. Each predictor's file in moegguf/native/predictors lists the arrays that it needs.
 enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 = 2, MOEGGUF_INT32 = 3 };
 
 struct moegguf_array {
@@ -227,8 +228,7 @@ struct moegguf_array {
 enum moegguf_predict_flag {
     MOEGGUF_PREDICT_ONCE = 1 << 0,         // a layer is predicted when it comes into the window, and not again
     MOEGGUF_PREDICT_LOCKSTEP = 1 << 1,     // acquire waits until everything was predicted: slow, and reproducible
-    MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2, // probable experts of near layers are fetched first, of whatever layer; else
-                                           // the nearest layer's
+    MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2, // fetches by probability times layer proximity; else the nearest layer first
 };
 
 struct moegguf_predictor {
@@ -237,24 +237,23 @@ struct moegguf_predictor {
     uint32_t flags; // enum moegguf_predict_flag
     const struct moegguf_array * arrays;
     int32_t window;          // layers with experts ahead that are predicted
-    int32_t most_prefetches; // experts started in a pass; 0: predictions only protect what is there
-    float waste_weight;      // what a prefetch in vain costs, as a share of the stall that one in time saves; 0: costs
-                             // do not count
+    int32_t most_prefetches; // experts started in a pass; 0: predictions only protect resident experts
+    float waste_weight;      // cost of a prefetch in vain, as a share of the stall that a useful one saves; 0: no cost
 };
 
-// What slots take. Every arena has a guard behind its last slot.
+// The sizes of slots. Every arena has a guard after its last slot.
 struct moegguf_sizes {
-    uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // from slot to slot in the arena of a kind; 0: no such matrices
+    uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // distance of slots in the arena of a kind; 0: no such matrices
     uint64_t slot_bytes;                      // one expert over all arenas
     uint64_t pool_bytes;                      // all arenas, guards included
-    uint64_t streams; // in a pool of the CPU's a pass may use more experts of a layer than there are slots
+    uint64_t streams; // 1: on the CPU a pass may use more experts of a layer than there are slots
 };
 
 // Routing events to be replayed one after another. Their expert ids lie one after another, [n_tokens][n_expert_used]
-// of each.
+// for each event.
 struct moegguf_routing {
     int64_t n_events;
-    int64_t n_ids;                 // of all events
+    int64_t n_ids;                 // ids of all events
     const int32_t * il;            // [n_events]
     const int32_t * n_tokens;      // [n_events]
     const int32_t * n_expert_used; // [n_events]
@@ -262,34 +261,34 @@ struct moegguf_routing {
     const uint64_t * compute_ns;   // [n_events], modelled time that passes after each; NULL: none
 };
 
-// Tokens about to be evaluated, in that order. Pointers in events are valid during the callback only. Tokens of several
-// sequences have all three arrays [n_tokens] behind `tokens`, others none.
+// Tokens that are about to be evaluated, in this order. Pointers in events are valid during the callback only. Tokens
+// of several sequences have all three arrays [n_tokens] after `tokens`, others have none.
 struct moegguf_tokens_event {
-    int32_t sequence; // counts requests; of a batch: of its first token
-    int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where some of its tokens decode
+    int32_t sequence; // number of the request; in a batch: of its first token
+    int32_t phase;    // enum moegguf_phase; in a batch: MOEGGUF_DECODE if some of its tokens decode
     int32_t n_tokens;
     const int32_t * tokens;    // [n_tokens]
-    const int32_t * sequences; // NULL: all of `sequence`
-    const int32_t * phases;    // NULL: all of `phase`
-    const int32_t * outputs;   // 1: its logits are wanted; llama.cpp computes the last layer for these alone
+    const int32_t * sequences; // NULL: all tokens have `sequence`
+    const int32_t * phases;    // NULL: all tokens have `phase`
+    const int32_t * outputs;   // 1: the token gets logits; llama.cpp computes the last layer only for such tokens
 };
 
-// What the router chose at one layer in one pass.
+// The choice of the router at one layer in one pass.
 struct moegguf_routing_event {
     uint64_t pass;
     uint64_t time_ns;
     int32_t il;
     int32_t n_tokens;
     int32_t n_expert_used;
-    int32_t sequence; // as announced
+    int32_t sequence; // sequence of the announcement
     int32_t phase;
-    int32_t first_token; // of the pass, within its announcement; -1: never announced
+    int32_t first_token; // index of the pass's first token in its announcement; -1: never announced
     int32_t n_embd;
     const int32_t * expert_ids; // [n_tokens][n_expert_used]
     const float * weights;      // [n_tokens][n_expert_used], or NULL
-    const float * inputs;       // what entered the router, [n_tokens][n_embd], or NULL
-    const int32_t * sequences;  // [n_tokens] as announced, NULL: all of `sequence`
-    const int32_t * phases;     // likewise
+    const float * inputs;       // [n_tokens][n_embd] vectors that entered the router, or NULL
+    const int32_t * sequences;  // [n_tokens] as announced, NULL: all tokens have `sequence`
+    const int32_t * phases;     // [n_tokens] as announced, NULL: all tokens have `phase`
 };
 
 enum moegguf_listen_flag {
@@ -313,25 +312,25 @@ struct moegguf_failure {
     char message[256];
 };
 
-// How fast the CPU, a device and the link between them are with one layer's experts of a model.
+// The speeds of the CPU, a device and the link between them with the experts of one layer.
 struct moegguf_speeds {
-    double cpu_bytes_per_ns;    // of experts that it multiplies with, one token at a time
-    double cpu_op_ns;           // of each node of a graph besides
-    double device_bytes_per_ns; // the same of the device
-    double device_op_ns;
-    double copy_bytes_per_ns; // from slots in host memory to slots on the device, as misses are copied
-    double copy_ns;           // of a layer's misses together, besides their bytes
-    double stop_ns;           // of a stop at a layer: computing ends, ids are read and written
-    double cpu_layer_ns;      // of a layer whose experts the CPU multiplies with: activations go there and back
+    double cpu_bytes_per_ns;    // experts that the CPU multiplies with, one token at a time
+    double cpu_op_ns;           // time of each further node of a graph on the CPU
+    double device_bytes_per_ns; // experts that the device multiplies with, one token at a time
+    double device_op_ns;        // time of each further node of a graph on the device
+    double copy_bytes_per_ns;   // copies of misses from slots in host memory to slots on the device
+    double copy_ns;             // time of a layer's misses together, without their bytes
+    double stop_ns;             // a stop at a layer: computing ends, ids are read and written
+    double cpu_layer_ns;        // a layer whose experts the CPU multiplies with: activations go there and back
 };
 
 typedef struct moegguf_store moegguf_store;
 typedef struct moegguf_kv_blocks moegguf_kv_blocks;
 
-// Functions. Unless a function says otherwise: any thread may call it; it returns an enum moegguf_status and leaves the
-// reason of a failure in moegguf_last_error(); a NULL store or a NULL pointer is INVALID; a store in a child process is
-// FORKED. A table is [n_layer][most experts of a layer], one row after another, and n is the number of its entries;
-// another n is INVALID.
+// Any thread may call a function unless its comment says otherwise. It returns an enum moegguf_status
+// and leaves the reason of a failure in moegguf_last_error(). A NULL store or a NULL pointer is INVALID. A store in a
+// child process is FORKED. A table is [n_layer][most experts of a layer], one row after another. n is the number of its
+// entries; another n is INVALID.
 
 // Returns MOEGGUF_ABI_VERSION of the library.
 MOEGGUF_API uint32_t moegguf_abi_version(void);
@@ -347,24 +346,24 @@ MOEGGUF_API const char * moegguf_last_error(void);
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
                                    struct moegguf_sizes * sizes);
 
-// Raises the padding of these matrices, in bytes, to what the memory of a device (ggml's name; NULL: the CPU) has
-// behind each, because kernels read on there. A device that ggml does not know has none.
+// Raises the padding of these matrices to the bytes that a device's memory (ggml's name; NULL: the CPU) has after each,
+// because kernels read them. A device that ggml does not know has no padding.
 MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
-// Writes how many of n_slots slots one pool of these matrices can have on a device (NULL: the CPU), whose kernels and
-// buffers have a largest size. INVALID: there is no such device.
+// Writes the number of slots, up to n_slots, that one pool of these matrices can have on a device (NULL: the CPU). The
+// device's kernels and buffers have a largest size. INVALID: there is no such device.
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);
 
-// Returns the most tokens of a pass that a device's kernels compute, to the last bit, as if every expert were resident,
-// however many slots there are. device: ggml's name; NULL: the CPU, where any number is.
+// Returns the largest number of tokens in a pass that a device's kernels compute as if every expert were resident. The
+// bits are then equal for any number of slots. device: ggml's name; NULL: the CPU, which has no limit.
 MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
 
-// Measures how fast the CPU, in n_ram_slots slots, and the config's one device, in its n_slots, are with copies of the
-// first expert of one layer; with the CPU for a device, the device's figures are 0. Without shards (MOEGGUF_SIMULATE)
-// the experts are zeros. Each figure takes about `seconds` (at most 60), with n_threads threads; nothing else should
-// compute meanwhile. The slots are freed again. INVALID: the config has several devices or layers; MEMORY: a device
-// refuses the slots.
+// Measures the speeds of the CPU, with n_ram_slots slots, and of the config's one device, with its n_slots. The slots
+// have copies of the first expert of one layer, or zeros without shards (MOEGGUF_SIMULATE). If the device is the CPU,
+// the device's figures are 0. Each figure takes about `seconds` (at most 60), with n_threads threads; nothing else
+// should compute meanwhile. The slots are freed again. INVALID: the config has several devices or layers; MEMORY: a
+// device refuses the slots.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 
@@ -383,11 +382,11 @@ MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store)
 // Writes the store's counters, without the lock.
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 
-// Writes what one tier (enum moegguf_tier) counted and is. INVALID: the store has no such tier.
+// Writes the counters and the state of one tier (enum moegguf_tier). INVALID: the store has no such tier.
 MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
 
-// Writes what was read from a copy of the shards: 0 is the model's own, mirrors follow. INVALID: there is no such copy,
-// as in a simulation.
+// Writes the reads of one copy of the shards: 0 is the model's own, mirrors follow. INVALID: there is no such copy, as
+// in a simulation.
 MOEGGUF_API int moegguf_store_drive(moegguf_store * store, int32_t index, struct moegguf_drive_info * info);
 
 // Writes a table of the experts in a tier: 0 absent, 1 on its way, 2 there.
@@ -405,39 +404,40 @@ MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
                                          size_t n);
 
-// Returns the name of the policy with this index, NULL behind the last one. Writes 1 to takes_forecast (NULL: nothing
-// is written) where the policy makes use of moegguf_store_set_forecast.
+// Returns the name of the policy with this index, NULL after the last one. Writes 1 to takes_forecast (NULL: nothing is
+// written) if the policy makes use of moegguf_store_set_forecast.
 MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast);
 
 // Sets a table of scores that comes before the policy on every device: the lowest score goes first, and of equals the
 // least recently used expert. NULL: the policy decides again.
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 
-// Gives policies a table of the probabilities that experts are used when their layer comes next. known [n_layer]: not 0
-// where the table says something. NULL: nothing is known. A layer's part ends when the layer is routed.
+// Sets a table of the probabilities that experts are used when their layer comes next, for policies. known [n_layer]:
+// not 0 for layers with probabilities. NULL: nothing is known. A layer's part ends when the layer is routed.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
 
-// Starts a thread that predicts with this predictor, in passes in which each of up to 64 sequences decodes one token,
-// and prefetches what pays. An expert's probability is that any of them uses it; of more than eight, eight are
-// predicted and the others count as their average. Its arrays are used in place until the call for another predictor
-// returns. NULL: no predictor. INVALID: an unknown name, a missing array, or a limit out of range; the predictor before
-// stays.
+// Starts a thread that predicts with this predictor and prefetches experts that pay. It predicts passes in which each
+// of up to 64 sequences decodes one token. An expert's probability is the probability that any sequence uses it. If
+// there are more than eight sequences, eight are predicted and each other one counts as their average. The arrays are
+// used in place until the call for another predictor returns. NULL: no predictor. INVALID: an unknown name, a missing
+// array, or a limit out of range; the earlier predictor stays.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 
-// Off: the predictor's forecasts protect what is there, and nothing is prefetched for them. On until switched off.
+// Switches prefetching for the predictor's forecasts on or off. While it is off, forecasts only protect resident
+// experts. It is on until switched off.
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 
 // Writes the store's own forecast: a table of probabilities, and known [n_layer], 1 for layers that are predicted and
 // not routed yet.
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 
-// Requests experts (il[i], experts[i]) [n] early, in this order, behind those requested before. Unknown and resident
-// experts are dropped and counted. warm: the experts fill free slots only, in place of those given for that before.
+// Requests experts (il[i], experts[i]) [n] early, in this order, after earlier requests. Unknown and resident experts
+// are dropped and counted. warm: the experts fill free slots only, and replace earlier experts of this kind.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                    int warm);
 
-// While on, free slots are not filled with what nothing waits for: something else needs the processor and the disk.
+// While it is on, free slots are not filled in the background, because something else needs the processor and the disk.
 MOEGGUF_API int moegguf_store_pause_fill(moegguf_store * store, int on);
 
 // Calls the listener's functions on the event thread from now on. NULL: stops, and returns after the last call.
@@ -446,11 +446,11 @@ MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf
 // While on, passes under way and to come end as CANCELLED.
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
-// Uses n_slots slots of a tier, up to those that it was opened with, while no pass is under way. Memory of the others
-// goes back where it is pageable host memory, and is allocated anew elsewhere; slots are emptied first where there is
-// too little for both. COMPUTE shares n_slots out over the devices, without the CPU's beside other devices. INVALID:
-// the tier cannot have n_slots; MEMORY: the device refuses, and the slots are as before; IO: reads did not end in a
-// minute.
+// Uses n_slots slots of a tier, up to the number that it was opened with, while no pass is under way. The memory of the
+// other slots goes back to the system if it is pageable host memory. Elsewhere the pool is allocated anew; slots are
+// emptied first if there is too little memory for both. COMPUTE shares n_slots out over the devices, without the CPU
+// beside other devices. INVALID: the tier cannot have n_slots; MEMORY: the device refuses, and the slots are as before;
+// IO: reads did not end in a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
 // Waits until nothing is queued, being read or left to fill, and checks as moegguf_store_check does. CANCELLED: it
@@ -476,9 +476,9 @@ MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const
 // Acquires many routing events, one after another, until one fails. Writes how many are done, with the one that fails.
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 
-// Forgets the tokens announced last: others come next, the first of them of this sequence and phase. Returns 1 where
-// they have to be announced, and 0 while every expert has a slot and nothing listens or predicts. No lock; store: not
-// NULL.
+// Forgets the tokens announced last, because other tokens come next. The first of them has this sequence and phase.
+// Returns 1 if they have to be announced, and 0 while every expert has a slot and nothing listens or predicts. No lock;
+// store: not NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
 
 // Announces the tokens that are evaluated next, to the listener, the predictor and later routing events. INVALID: a
@@ -489,8 +489,8 @@ MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moe
 // not be called. No lock; store: not NULL.
 MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
 
-// Writes why the last pass failed (status OK: it did not), and unpins its slots. clear: the next pass starts without
-// it.
+// Writes the reason why the last pass failed (status OK: it did not), and unpins its slots. clear: the next pass starts
+// without a failure.
 MOEGGUF_API int moegguf_context_failure(moegguf_store * store, struct moegguf_failure * failure, int clear);
 
 // The callback for llama_context_params.cb_eval, with the store as user data. Returns, for ask, whether the scheduler
@@ -503,45 +503,45 @@ MOEGGUF_API bool moegguf_abort(void * store);
 
 // The rest is called by the patched llama.cpp. These functions have no status.
 
-// Notes which scheduler computes for the store's context, where the callback is moegguf_eval: its streams then wait for
-// copies to the device, where it has events, instead of the thread that computes.
+// Notes which scheduler computes for the store's context, if the callback is moegguf_eval. If the device has events,
+// the scheduler's streams then wait for copies to the device instead of the thread that computes.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
-// Returns whether the graph that moegguf_set_scheduler was called for still finds experts where they are. The next one
-// is built otherwise, and moegguf_set_scheduler called for it. True for another callback.
+// Returns whether the graph of the last moegguf_set_scheduler call still finds experts where they are. If not, the
+// caller builds a new graph and calls moegguf_set_scheduler for it. True for another callback.
 MOEGGUF_API bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store);
 
 // Returns true for a tensor whose experts a store keeps.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 
-// Returns the buffer type for an adapter's matrices on `w`: of the device that computes the layer where `w` is
-// reserved, and of w itself where not.
+// Returns the buffer type for an adapter's matrices on `w`. If `w` is reserved, it is a type of the device that
+// computes the layer; otherwise it is the type of `w` itself.
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_adapter_buft(const struct ggml_tensor * w);
 
-// Returns what to multiply with in place of `w`, by the router's ids: by their number of tokens a pool tensor or, of a
-// prompt, a staging tensor; w itself when it is not reserved.
+// Returns the tensor to multiply with in place of `w`, by the router's ids. Depending on the number of tokens this is a
+// pool tensor or a prompt's staging tensor. It is w itself when w is not reserved.
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);
 
-// Returns a node for a layer's slot ids where `w` is reserved: the hook stops there, has the experts fetched and writes
-// slot ids over the expert ids. The node keeps the router's weights and input in memory until then. NULL: multiply by
-// expert_ids, because w is not reserved, or every expert of the layer is in a slot of its own.
+// Returns a node for a layer's slot ids if `w` is reserved. The hook stops at this node, acquires the experts and
+// writes slot ids over the expert ids. The node keeps the router's weights and input in memory until then. NULL:
+// multiply by expert_ids, because w is not reserved, or every expert of the layer is in a slot of its own.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, int il);
 
-// Returns a node with the same ids for the multiplications: the hook waits there where kernels cannot.
+// Returns a node with these ids for the multiplications. The hook waits at this node if kernels cannot wait.
 MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, struct ggml_tensor * slot_ids, int il);
 
-// Moves nodes that do not depend on experts before those that do, within each layer that may have to wait for some, so
-// that they are computed meanwhile. Every node finds the memory that it reads as before.
+// Moves nodes that do not depend on experts before nodes that do, within each layer that may have to wait for experts,
+// so that they are computed meanwhile. Every node finds the memory that it reads as before.
 MOEGGUF_API void moegguf_order_nodes(struct ggml_cgraph * graph);
 
 // Copies n bytes of a sequence's state from an address of moegguf_kv_blocks_add to `to`. Returns false where `at` is no
 // such address.
 MOEGGUF_API bool moegguf_state_read(void * to, const void * at, size_t n);
 
-// Notes that n bytes of the state belong at `offset` of a tensor, which moegguf_kv_blocks_fill writes. Returns false
-// where `at` is no such address.
+// Notes that n bytes of the state belong at `offset` of a tensor. moegguf_kv_blocks_fill writes them. Returns false if
+// `at` is no such address.
 MOEGGUF_API bool moegguf_state_put(struct ggml_tensor * tensor, size_t offset, const void * at, size_t n);
 
 // Blocks of KV cache that are read together. They need no store, and belong to one thread.
@@ -549,7 +549,7 @@ MOEGGUF_API bool moegguf_state_put(struct ggml_tensor * tensor, size_t offset, c
 // A state of a sequence in a file, and the XXH3 digest (128 bits, canonical) of `prefix` and all of the state.
 struct moegguf_kv_block {
     const char * path;
-    uint64_t begin; // of the state in the file
+    uint64_t begin; // place of the state in the file
     uint64_t n_bytes;
     const void * prefix;
     size_t n_prefix;
@@ -567,8 +567,8 @@ MOEGGUF_API void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks);
 MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct moegguf_kv_block * block,
                                       const void ** state);
 
-// Reads the blocks, and writes what moegguf_state_put has noted of them into tensors. Writes how many of the first
-// blocks have their digest; the parts of others are zero then.
+// Reads the blocks, and writes the parts that moegguf_state_put has noted into tensors. Writes the number of first
+// blocks that have their digest; the parts of the others are zero then.
 MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
 #ifdef __cplusplus

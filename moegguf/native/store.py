@@ -29,33 +29,27 @@ from moegguf.quantities import Link
 
 
 class Tier(enum.IntEnum):
-    """Where slots are: in the memory that layers compute with, of all devices, or in RAM below that."""
+    """The place of slots: the memory of all devices that layers compute with, or RAM below it."""
 
     COMPUTE = abi.COMPUTE_TIER
     RAM = abi.RAM_TIER
 
 
 STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
-STAGING_SHARE = 0.25  # of the device's memory for experts, at most, that more than one takes: they cost answers slots
+STAGING_SHARE = 0.25  # largest share of the device's memory for experts for several tensors: they cost answers slots
 
 
 @dataclass(frozen=True)
 class DeviceSlots:
-    """A device that computes layers, by ggml's name (None: the CPU), and the slots there for their experts.
+    """A device that computes layers, and the slots there for their experts."""
 
-    layers: those with experts among them count. through_ram: what is missed comes through slots in RAM, where the store
-    has some. staging: tensors of a layer's full shape that prompts are staged in. pass_slots: those that a pass may
-    need there at once where it is not staged, which resizing leaves; 0: those of a token. link: from RAM to the device,
-    of a simulation; None: as the store's options say.
-    """
-
-    name: str | None
+    name: str | None  # ggml's name; None: the CPU
     n_slots: int
-    layers: Collection[int]
-    through_ram: bool = False
-    staging: int = 0
-    pass_slots: int = 0
-    link: Link | None = None
+    layers: Collection[int]  # il of its layers; layers without experts do not count
+    through_ram: bool = False  # misses come through slots in RAM, if the store has some
+    staging: int = 0  # tensors of a layer's full shape in which prompts are staged
+    pass_slots: int = 0  # slots that a pass may need at once if it is not staged; 0: the slots of a token
+    link: Link | None = None  # simulated link from RAM to the device; None: the store's options have it
 
 
 UInt64s = npt.NDArray[np.uint64]
@@ -67,63 +61,50 @@ _COUNTED_BY_TIER = (
 
 
 def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
-    """The bits of an enum of flags whose names are fields that are True."""
+    """Returns the bits of an enum of flags whose names are fields that are True."""
     return sum(bit for name, bit in abi.enum(enum).items() if getattr(options, name))
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How the store moves experts. The defaults are what was measured to be best; tests and ablations turn things off.
+    """The ways in which the store moves experts. The defaults were measured; tests and ablations turn parts off."""
 
-    readers: threads that read each copy of the file. repack: slots in the layout of the CPU's fastest kernels. direct:
-    O_DIRECT. chunked: prefetch matrix by matrix. preempt: a routing event drops stale prefetches of its layer.
-    demand_first: what a layer waits for is read before all prefetches, else behind those asked for. overlap: a layer's
-    computing begins before all of its matrices are there, with those that are. sweep: a prompt's pass fetches the next
-    layer ahead, and passes of several tokens whose experts do not fit evict what is needed last. stream: the experts of
-    a prompt's layer pass through a few slots, each read once, also where each could have a slot of its own. fill: when
-    every expert has a slot, read them all in the background. staging: tensors of a device that prompts are staged in,
-    up to STAGING_TENSORS; None: as many as are planned. device: ggml device of the slots, None for the CPU.
-    """
-
-    readers: int = 4
-    repack: bool = True
-    direct: bool = True
-    chunked: bool = True
-    preempt: bool = True
-    demand_first: bool = True
-    overlap: bool = True
+    readers: int = 4  # threads that read each copy of the file
+    repack: bool = True  # slots have the layout of the CPU's fastest kernels
+    direct: bool = True  # O_DIRECT
+    chunked: bool = True  # prefetches go matrix by matrix
+    preempt: bool = True  # a routing event drops stale prefetches of its layer
+    demand_first: bool = True  # demands are read before all prefetches, else after earlier requests
+    overlap: bool = True  # a layer's computing begins before all of its matrices are there
+    # A prompt's pass fetches the next layer ahead. Passes of several tokens whose experts do not fit evict the experts
+    # that are needed last.
     sweep: bool = True
+    # The experts of a prompt's layer pass through a few slots, each read once, also if each could have its own slot.
     stream: bool = False
-    fill: bool = True
-    staging: int | None = None
+    fill: bool = True  # reads all experts in the background if every expert has a slot
+    staging: int | None = None  # staging tensors of a device, up to STAGING_TENSORS; None: the planned number
     simulate: bool = False
-    device: str | None = None
+    device: str | None = None  # ggml device of the slots, None for the CPU
     link_bytes_per_s: float = 0.0  # simulation only; 0: transfers are free
     link_latency_s: float = 0.0
-    copy_bytes_per_s: float = 0.0  # the same of the link from RAM to the device
+    copy_bytes_per_s: float = 0.0  # simulated link from RAM to the device; 0: copies are free
     copy_latency_s: float = 0.0
 
     @property
     def can_stream(self) -> bool:
-        """Whether experts may be streamed, where kernels can (`SlotSizes.streams`)."""
+        """True if experts may be streamed, if kernels can do it (`SlotSizes.streams`)."""
         return self.overlap and self.device is None
 
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """What a listener gets besides expert ids, and what it may cost.
+    """The data that a listener gets beside expert ids, and the cost that it may have."""
 
-    weights, inputs: also the router's weights and input vectors, these for passes of at most `max_input_tokens`.
-    everything: compute threads wait for a slow listener instead of dropping events. lockstep: each routing event waits
-    until all earlier ones were delivered, so that what the listener does acts at a fixed place; slow, and reproducible.
-    lazy: many events at a time, up to 0.1 s late, which disturbs the model less.
-    """
-
-    weights: bool = False
-    inputs: bool = False
-    everything: bool = False
-    lockstep: bool = False
-    lazy: bool = False
+    weights: bool = False  # the router's weights
+    inputs: bool = False  # the router's input vectors, for passes of at most `max_input_tokens`
+    everything: bool = False  # compute threads wait for a slow listener instead of dropping events
+    lockstep: bool = False  # each event waits until earlier ones were delivered: slow, and reproducible
+    lazy: bool = False  # many events at a time, up to 0.1 s late, which disturbs the model less
     max_input_tokens: int = 1
 
 
@@ -177,18 +158,22 @@ def native_policies() -> Mapping[str, NativePolicy]:
 
 
 class Store:
-    """n_slots experts of `layout` in the memory of the device that computes, and n_ram_slots below it in RAM.
+    """A cache of n_slots experts of `layout` in the memory of the device that computes, and n_ram_slots below it in
+    RAM.
 
-    With n_ram_slots = 0 there is one tier. With two, what is missed on the device is copied from RAM, and read from
-    the file into RAM first where it is not there. `tiers`: those that there are. n_slots may be the slots of several
-    devices instead, which every layer with experts is on one of; `options.device` then says nothing. What they miss
-    comes through the same slots in RAM. mirrors: copies of the layout's shards on other drives, from which experts are
-    read, too.
+    With n_ram_slots = 0 there is one tier. With two tiers a miss on the device is copied from RAM; an expert that RAM
+    does not have is read from the file into RAM first. `tiers` lists the tiers that exist. `context` has the calls for
+    the llama_context that uses the store.
 
-    Raises AllocationError when the device has no free memory, ExpertIOError when a shard cannot be opened, OptionError
-    for an option out of range, and for a mirror that differs from the shards. Close it after the model and the
-    llama_context that use it. Every method raises ClosedError after close(), and ForkError in a child process. context:
-    what that llama_context asks of it.
+    n_slots: a number, or the slots of several devices. Then every layer with experts is on one of the devices, and
+    `options.device` has no effect. Their misses come through shared slots in RAM.
+
+    mirrors: copies of the layout's shards on other drives, from which experts are read, too.
+
+    Raises AllocationError when the device has no free memory, and ExpertIOError when a shard cannot be opened. Raises
+    OptionError for an option out of range, and for a mirror that differs from the shards. Close the store after the
+    model and the llama_context that use it. Every method raises ClosedError after close(), and ForkError in a child
+    process.
     """
 
     def __init__(
@@ -203,8 +188,8 @@ class Store:
         self._handle: int | None = None
         self._listener: Any = None  # struct moegguf_listener: what C calls must not be collected
         self._callback_error: BaseException | None = None
-        self._callback_thread = 0  # that a callback runs on now
-        self._predictor: NativePredictor | None = None  # its arrays are in use
+        self._callback_thread = 0  # the thread on which a callback runs now
+        self._predictor: NativePredictor | None = None  # kept because its arrays are in use
         self.layout = layout
         self.options = options
         self.tiers = (Tier.COMPUTE, Tier.RAM) if n_ram_slots else (Tier.COMPUTE,)
@@ -255,7 +240,7 @@ class Store:
         )
 
     def device_of(self, il: int) -> int:
-        """Which of `devices` computes a layer; -1: none."""
+        """Returns the index of the device that computes a layer; -1: none."""
         return next((index for index, device in enumerate(self.devices) if il in device.layers), -1)
 
     @property
@@ -296,7 +281,7 @@ class Store:
         return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), tier)
 
     def device(self, index: int) -> dict[str, Any]:
-        """Those figures of the slots of one of `devices`. Raises OptionError where there is no such device."""
+        """Returns the figures of the slots of one of `devices`. Raises OptionError if there is no such device."""
         return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.DEVICE_TIER + index)
 
     def drives(self) -> list[dict[str, Any]]:
@@ -306,10 +291,11 @@ class Store:
         return [self._figures(call, abi.DriveInfo(), index) for index in range(self._n_copies)]
 
     def staging(self) -> dict[str, Any]:
-        """Those figures of the tensors that prompts are staged in, of all devices; empty without any.
+        """Returns the figures of the tensors of all devices in which prompts are staged; empty without any.
 
-        Look-ups are those of experts of prompts: a hit had been copied ahead, or its copy had begun. bytes_prefetched
-        were copied ahead, bytes_missed while a layer waited; copy_ns were spent on both, stall_ns of it waited for.
+        Look-ups count experts of prompts: a hit had been copied ahead, or its copy had begun. bytes_prefetched were
+        copied ahead, bytes_missed while a layer waited. copy_ns is the time of both, stall_ns the part that layers
+        waited.
         """
         figures = self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}
@@ -345,10 +331,12 @@ class Store:
         self._library.moegguf_store_set_scores(self.handle, table.ctypes.data, table.size)
 
     def set_forecast(self, probabilities: npt.ArrayLike | None, known: Sequence[int] = ()) -> None:
-        """What a predictor expects, for policies that take it: replaces the forecast before.
+        """Replaces the forecast that policies read.
 
-        probabilities: (n_layer, n_expert), of each expert to be used when its layer comes next. known: the layers that
-        they are about. None: nothing is known.
+        probabilities: (n_layer, n_expert) probability that an expert is used when its layer comes next; None: nothing
+        is known.
+
+        known: the layers with a forecast.
         """
         if probabilities is None:
             self._library.moegguf_store_set_forecast(self.handle, None, None, 0)
@@ -381,7 +369,7 @@ class Store:
         self._predictor = predictor
 
     def act_on_forecasts(self, on: bool) -> None:
-        """Whether the store prefetches what its predictor expects. On until switched off."""
+        """Switches prefetching for the store's own forecasts on or off. It is on until switched off."""
         self._library.moegguf_store_prefetch(self.handle, on)
 
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
@@ -451,7 +439,7 @@ class Store:
 
     @property
     def calls_back(self) -> bool:
-        """Whether the calling thread is in a callback of `listen`."""
+        """True if the calling thread is in a callback of `listen`."""
         return self._callback_thread == threading.get_ident()
 
     def raise_callback_error(self) -> None:
@@ -467,13 +455,16 @@ class Store:
         self._library.moegguf_store_cancel(self.handle, on)
 
     def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
-        """Uses n_slots slots of a tier, up to those it was opened with; while no pass is under way.
+        """Uses n_slots slots of a tier, up to the number that it was opened with, while no pass is under way.
 
-        Memory of the others goes back to the system where it is pageable host memory; elsewhere it is allocated anew,
-        and slots are emptied first where there is too little for both. device: of this one of `devices` alone; without
-        it, slots that several have are shared out in proportion to what they were opened with, and those that the CPU
-        has beside devices stay as they are. Raises AllocationError where the device refuses more, and there are as many
-        slots as before; OptionError for a number that there cannot be.
+        The memory of the other slots goes back to the system if it is pageable host memory. Elsewhere the pool is
+        allocated anew; slots are emptied first if there is too little memory for both.
+
+        device: index of the one device that is resized. Without it, several devices share the slots in proportion to
+        the numbers that they were opened with. Slots of the CPU beside devices stay as they are.
+
+        Raises AllocationError when the device refuses more; the slots are then as before. Raises OptionError for a
+        number that is not possible.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
         self._library.moegguf_store_resize(self.handle, index, n_slots)
@@ -534,10 +525,11 @@ class StoreContext:
     def replay(
         self, il: Int32s, n_tokens: Int32s, n_expert_used: Int32s, expert_ids: Int32s, compute_ns: UInt64s | None = None
     ) -> None:
-        """Many routing events one after another, as `acquire` does each.
+        """Acquires the experts of many routing events one after another (`acquire`).
 
-        il, n_tokens, n_expert_used (n_events,); expert_ids: those of all events, one after another. compute_ns
-        (n_events,): modelled time that passes after each. Ends at the first event that fails, with its error.
+        il, n_tokens and n_expert_used are (n_events,). expert_ids has the ids of all events, one after another.
+        compute_ns (n_events,) is the modelled time that passes after each event. The call ends at the first event that
+        fails, with its error.
         """
         columns = [np.ascontiguousarray(column, np.int32) for column in (il, n_tokens, n_expert_used, expert_ids)]
         if compute_ns is not None:
@@ -578,7 +570,7 @@ class StoreContext:
         self._library.moegguf_context_announce(self.handle, c.byref(event))
 
     def take_failure(self) -> Any:
-        """Why the last pass failed, once: a struct moegguf_failure, or None. For the thread that computes."""
+        """Returns the failure of the last pass once (struct moegguf_failure), or None. For the thread that computes."""
         if self._library.moegguf_context_is_clear(self.handle):
             return None
         failure = abi.Failure()

@@ -117,7 +117,7 @@ void Transfers::read(const Job & job, const ReadBuffer & buffer) {
     }
 }
 
-// What layers need.
+// Demands of layers.
 
 void Transfers::demand(Tier & tier, const std::vector<int> & slots, bool submits) {
     if (tier.ram()) { find_sources(tier, slots); }
@@ -140,7 +140,8 @@ void Transfers::copy(Tier & to, int s, bool demand) {
     to.copies->wake();
 }
 
-// From another tier where that has a slot with it, once the bytes are there; else from the file.
+// Queues a copy from another tier if that has a slot with the expert, once the bytes are there; else a read from the
+// file.
 void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
     const int r = to.source(s);
     if (r < 0) {
@@ -163,7 +164,8 @@ void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
     }
 }
 
-// Where the experts that slots were taken for come from. What RAM has is kept before any of it makes room.
+// Finds the sources of the experts that slots were assigned to. Experts in RAM are pinned before any of them makes
+// room.
 void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     LookUps in_ram(*to.ram());
     looked_up_.clear();
@@ -171,7 +173,7 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
         if (look_up_source(to, s, in_ram)) { looked_up_.push_back(to.residency.slot(s).expert); }
     }
     if (looked_up_.empty()) { return; }
-    const int il = to.residency.slot(slots[0]).il; // of all
+    const int il = to.residency.slot(slots[0]).il; // layer of all slots
     to.ram()->residency.on_routing(il, looked_up_.data(), (int)looked_up_.size(), 1);
     for (int expert : looked_up_) {
         const int s = to.residency.find(il, expert);
@@ -187,7 +189,7 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Tier * slots = looks_up ? to.staged_for : nullptr;
     if (const int r = slots ? slots->residency.find(slot.il, slot.expert) : -1;
         r >= 0 && slots->residency.complete(r)) {
-        to.borrow(s, *to.staged_for, r, false); // from the same device
+        to.borrow(s, *to.staged_for, r, false); // a slot on the same device
         return false;
     }
     if (looks_up) {
@@ -195,7 +197,7 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     }
     if (const int r = to.source(s); r >= 0) {
         to.source_tier(s).residency.request(r);
-        to.source_tier(s).residency.clear_failed(r); // that was for passes that have ended
+        to.source_tier(s).residency.clear_failed(r); // the failure was for passes that have ended
     }
     return looks_up;
 }
@@ -210,7 +212,7 @@ void Transfers::take_source(Tier & to, int s, const Worth & worth) {
     }
 }
 
-// What is worth having early.
+// Prefetches.
 
 void Transfers::want(const Want & want) {
     const bool counts = want.cause != Cause::warm_start;
@@ -289,8 +291,8 @@ bool Transfers::start_prefetch(const Want & want) {
     return true;
 }
 
-// The policy's score has no say in what is forecast: an expert that is used makes room by it anyway once it is missed,
-// so only the chance of that counts. Where costs do not count (an infinite value), the score decides alone.
+// The policy's score does not count for a forecast. An expert that is used makes room by its score anyway once it is
+// missed, so only the chance of a use counts. If costs do not count (an infinite value), the score decides alone.
 Worth Transfers::worth(const Want & want, const Residency & residency) const {
     if (want.cause == Cause::forecast && want.value < INFINITY) { return {INFINITY, want.value}; }
     return {residency.ordered(now_) ? residency.score(want.il, want.expert, now_) : INFINITY, INFINITY};
@@ -327,8 +329,8 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
     return false;
 }
 
-// What fills free slots while there is nothing else to do: what was asked for, each as near to the layers as there is
-// space; then every expert, where a pool has a slot for each.
+// Takes the next expert for a free slot while there is nothing else to do. Requested experts come first, as near to the
+// layers as there is space. Then every expert follows, if a pool has a slot for each.
 bool Transfers::next_fill(Job & job) {
     while (filling() && !paused_ && !fill_paused_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {
@@ -361,7 +363,7 @@ bool Transfers::fill(Tier & to, int il, int expert) {
 }
 
 void Transfers::wake_all(const Tier & to) {
-    wake_readers(); // for the matrices that this reader does not take
+    wake_readers(); // other readers take the matrices that this reader does not take
     if (to.copies) { to.copies->wake(); }
 }
 
@@ -371,7 +373,7 @@ bool Transfers::idle() const {
     return n_queued(true) + n_queued(false) + n_wanted() == 0 && !copying && !reading() && !filling();
 }
 
-// How fast the link is beside the layers.
+// The speed of the link beside the layers.
 
 void Transfers::set_step(const LayerStep & now) {
     const uint64_t computed_ns = shared_.clock->now_ns() - get(shared_.counters.stall_ns);
@@ -408,9 +410,9 @@ void Transfers::finish(const Job & job, const std::string & why) {
     }
     to.settle(job.destination.slot);
     if (arrived && job.streamed >= 0) {
-        streamed_->arrived(job); // after which the slot may have its last expert, whole
+        streamed_->arrived(job); // afterwards the slot may have its last expert, whole
     }
-    if (arrived) { // what has arrived in RAM goes on to slots that wait for it
+    if (arrived) { // bytes in RAM go on to slots that wait for them
         for_slots_above(job, [&](Tier & above, int waiting) {
             const Slot & slot = above.residency.slot(waiting);
             if (const uint8_t kinds = job.kinds & slot.queued & ~slot.reading) {

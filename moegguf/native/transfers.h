@@ -1,8 +1,8 @@
-// transfers.h: the queue decides which bytes move next, first for layers that wait and then for what is worth having
-// early, and the link from the files has threads that read matrices of experts into slots. Bytes that RAM has go to a
-// device by copies (copies.h).
+// transfers.h: the queue of transfers, and the link from the files. The queue decides which bytes move next: first
+// demands of layers, then experts that are worth having early. The link's threads read matrices of experts into slots.
+// Copies bring bytes from RAM to a device (copies.h).
 //
-// It may take, fill and empty slots of every tier under the store's lock.
+// It may assign, fill and vacate slots of every tier under the store's lock.
 #pragma once
 
 #include "copies.h"
@@ -11,7 +11,7 @@
 
 namespace moegguf {
 
-// Who wants an expert before a layer needs it, in the order in which they are served.
+// The cause of a prefetch. Causes are served in this order.
 enum class Cause : uint8_t { request, forecast, warm_start };
 
 // An expert that is worth having: transferred only while the link has nothing that is needed now, in place of one that
@@ -20,16 +20,16 @@ struct Want {
     int il;
     int expert;
     Cause cause = Cause::request;
-    float value = 0;                // of a forecast: of having it, as a chance
-    uint64_t deadline = UINT64_MAX; // of a forecast: the layer step (LayerStep) that uses it; too late from then on
+    float value = 0;                // worth of a forecast expert, as a chance
+    uint64_t deadline = UINT64_MAX; // layer step (LayerStep) of the forecast use; from then on it is too late
 };
 
 // Reads that come before all others, in an order of their own (streamed_supply.cpp). Under the store's lock.
 class StreamedReads {
   public:
     virtual ~StreamedReads() = default;
-    virtual bool next_read(Job & job) = 0;     // the next matrix that has a slot
-    virtual void arrived(const Job & job) = 0; // its bytes are there
+    virtual bool next_read(Job & job) = 0;     // takes the next matrix that has a slot
+    virtual void arrived(const Job & job) = 0; // notes that the bytes of a matrix are there
 };
 
 class Transfers final : public Link {
@@ -37,7 +37,7 @@ class Transfers final : public Link {
     // n_readers: threads that will read, for each copy of the files. Throws Error(INVALID).
     Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers);
 
-    // Before anything is computed; streamed may be destroyed only after stop().
+    // Is called before anything is computed. `streamed` may be destroyed only after stop().
     void set_streamed(StreamedReads & streamed) { streamed_ = &streamed; }
     void stop(); // the store, and the threads
 
@@ -46,21 +46,22 @@ class Transfers final : public Link {
     // submits: the caller calls submit_own() of the tier's copies.
     void demand(Tier & tier, const std::vector<int> & slots, bool submits = false);
     void copy(Tier & to, int s, bool demand); // every matrix, from the slot that is its source
-    // What is worth having early: each cause in the order given, requests first. wake_readers() when all is said.
+    // Adds an expert that is worth having early. Requests are served first, each cause in its order. Call
+    // wake_readers() after the last one.
     void want(const Want & want);
-    void forget(Cause cause); // what was wanted for it and has no slot yet
+    void forget(Cause cause); // drops prefetches of this cause that have no slot yet
     void wake_readers() { shared_.work.notify_all(); }
-    void wake_idle_reader();      // for what is worth having, unless something is read that a layer waits for
-    void drop_prefetches(int il); // of this layer, in pinned slots excepted
+    void wake_idle_reader();      // wakes a reader for prefetches, unless a demand is being read
+    void drop_prefetches(int il); // drops prefetches of this layer, except in pinned slots
     void pause_prefetch(bool on); // a context waits for slots: prefetches take none
-    void pause_fill(bool on);     // something else needs the processor: what fills free slots waits
+    void pause_fill(bool on);     // something else needs the processor: free slots are not filled
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const;                                                        // nothing queued, read, or left to fill
     uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); } // no warm starts. Any thread
 
     void set_step(const LayerStep & now);
-    uint64_t step() const { return now_.number; } // of the last routing event
-    // How much of an expert's transfer fits into the time until `distance` layers from now are routed, at most 1.
+    uint64_t step() const { return now_.number; } // number of the last routing event
+    // Returns the share of an expert's transfer that fits into the time until `distance` layers from now are routed.
     float share_in_time(int distance) const;
 
     // Link.
@@ -98,15 +99,15 @@ class Transfers final : public Link {
     const int n_readers_;
     int n_at_once_ = 1; // transfers
     StreamedReads * streamed_ = nullptr;
-    Ring<Want> wants_[n_causes]; // that have no slot yet
+    Ring<Want> wants_[n_causes]; // prefetches that have no slot yet
     int n_demand_reading_ = 0;
     size_t n_filled_ = 0; // experts that were tried, first with the layers, then in RAM, where they have a slot each
     const size_t n_to_fill_;
     bool paused_ = false;
     bool fill_paused_ = false;
     LayerStep now_;      // the last routing event
-    float chunk_ns_ = 0; // moving averages: of a transfer,
-    float layer_ns_ = 0; // between layers of a pass of one token, without stall: while the link is free
+    float chunk_ns_ = 0; // moving average of a transfer's time
+    float layer_ns_ = 0; // moving average of the time between layers of a pass of one token, without stall
     uint64_t computed_ns_ = 0;
     std::vector<int32_t> looked_up_; // scratch
     std::vector<int> waiting_;       // scratch
