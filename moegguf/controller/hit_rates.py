@@ -19,8 +19,8 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
-LEAST_GAIN = 0.005  # of the hit rate: less is noise between traces
-NEAR_SHARE = 0.05  # between shares of experts whose hit rates are taken for the same
+LEAST_GAIN = 0.005  # smaller differences of hit rates are noise between traces
+NEAR_SHARE = 0.05  # shares of experts that differ less have one hit rate
 
 T = TypeVar("T")
 
@@ -34,33 +34,32 @@ class ControllerChoice:
     prefetch: bool = False
 
 
-# Where nothing was measured: the best on all routing that was tried, the demo model's, random weights' and published
-# reuse. Live, prefetching stays on where it saves time.
+# The choice without a measurement. It was the best on all routing that was tried: the demo model's, random weights' and
+# published reuse. A live run keeps prefetching on while it saves time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Hit rates of decode passes on recorded routing: {policy: {share of experts: hit rate}}.
+    """Hit rates of decode passes on recorded routing.
 
-    ranges: {policy: {share: (low, high)}}, between which 49 in 50 requests lie. bound: {share: Belady's bound}.
-    predictors: the predictor each policy was measured with. prefetch: the predictor whose prefetching lowered the stall
-    of a live run, or "none". about: size and kind of the requests measured, and how many others ("ranges") the ranges
-    and the bound are of: what is stated of a policy was not measured where it was chosen.
+    Ranges and the bound come from other requests than the hit rates by which a policy is chosen, so that printed
+    figures were not used for the choice.
     """
 
     fingerprint: str
-    hit_rates: Mapping[str, Mapping[float, float]]
-    predictors: Mapping[str, str] = field(default_factory=dict)
-    prefetch: str = "none"
-    about: Mapping[str, str | int] = field(default_factory=dict)
-    ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)
-    bound: Mapping[float, float] = field(default_factory=dict)
+    hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts: hit rate}}
+    predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that it was measured with}
+    prefetch: str = "none"  # predictor whose prefetching lowered the stall of a live run, or "none"
+    about: Mapping[str, str | int] = field(default_factory=dict)  # size and kind of the requests; "ranges": the others
+    ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # 49 in 50 requests
+    bound: Mapping[float, float] = field(default_factory=dict)  # {share: Belady's bound}
 
     def choose(self, share: float) -> ControllerChoice:
-        """The best policy at the measured share nearest to `share`, of those below LRU at no share; LRU unless that one
-        has a hit rate higher by LEAST_GAIN.
+        """Returns the best policy at the measured share nearest to `share`, among policies that are nowhere below LRU.
+
+        Returns LRU unless the best hit rate is higher by LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:

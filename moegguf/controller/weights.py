@@ -25,7 +25,7 @@ from moegguf.controller.shape import MoeShape
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
-SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")  # what must be the same
+SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")  # fields that must be equal
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 T = TypeVar("T")

@@ -1,5 +1,8 @@
-"""Eviction policies: those that the store carries out natively, whose formulas are in `moegguf/native/policies`, and
-those that compute a score table in Python; by name, for all slots or by tier."""
+"""Eviction policies by name, for all slots or by tier.
+
+The store carries out native policies, whose formulas are in `moegguf/native/policies`. Other policies compute a score
+table in Python.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,7 @@ OWN_POLICIES: dict[str, Callable[[MoeShape, Artifacts], AnyPolicy]] = {
 
 
 def policy_names() -> list[str]:
-    """All policies by name: the store's own, then those of this package."""
+    """Returns the names of all policies: the store's own, then the policies of this package."""
     return [*dict.fromkeys([*native_policies(), *OWN_POLICIES])]
 
 
@@ -145,8 +148,11 @@ def device_policy(text: str, tier: str) -> str:
 
 
 def ram_policy(text: str) -> str:
-    """The policy of slots in RAM behind those of a device, LRU where none is named. Raises OptionError for one that the
-    store has none of there: no forecast, and no scores of Python's policies, are about them."""
+    """Returns the policy of slots in RAM below a device's slots, LRU if none is named.
+
+    Raises OptionError for a policy that the store cannot use there: forecasts and scores of Python's policies do not
+    cover these slots.
+    """
     name = parse_policies(text).get("ram", AUTO) if "=" in text else AUTO
     fitting = [native.name for native in native_policies().values() if not native.takes_forecast]
     if name != AUTO and name not in fitting:

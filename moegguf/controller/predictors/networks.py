@@ -86,10 +86,10 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
 
     The paper leaves these points open. One network serves all layers: its input is padded to one length. The length of
     the unpadded part and the layer's popularity identify the target layer. Experts count from 1 and are divided by
-    n_expert, so that 0 is padding only. a_{l-1,l} has the rows of the affinity matrix for the experts just chosen,
-    flattened, because the whole matrix would be equal for every token. (Section 5: "the inter-layer affinity vector
-    from the previous layer's expert selection".) The six hidden layers from 2048 to 64 and the output are the seven
-    layers.
+    n_expert, so that 0 is padding only. The vector a_{l-1,l} has the rows of the affinity matrix for the experts just
+    chosen, flattened, because the whole matrix would be equal for every token. (Section 5: "the inter-layer affinity
+    vector from the previous layer's expert selection".) The six hidden layers from 2048 to 64 and the output are the
+    seven layers.
     """
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):

@@ -1,12 +1,14 @@
 """ExpertFlow's routing-path predictor (section 3.1): experts of all layers from token ids, before the first layer.
 
-A small T5, which the store computes: a bidirectional encoder over the `window` tokens before a chunk, a decoder over
-the chunk token by token with cross-attention to it, and one linear head per MoE layer for the experts of the token.
-moegguf/learning/routing_path.py trains it. Differences from T5, all to reduce the cost of one token: a chunk's encoder
-states and the decoder's keys and values are cached, so that a token costs one decoder step and the encoder runs once
-per chunk; positions in window and chunk are learned vectors instead of relative biases, as both have fixed lengths; a
-window that begins before the request is filled with a learned token, so that only the causal mask is needed. Most of
-its bytes are embeddings: n_vocab * n_embd * 2 in the file.
+The store computes a small T5. A bidirectional encoder reads the `window` tokens before a chunk. A decoder reads the
+chunk token by token with cross-attention to the encoder. One linear head per MoE layer predicts the experts of the
+token. moegguf/learning/routing_path.py trains it.
+
+It differs from T5 to reduce the cost of one token. A chunk's encoder states and the decoder's keys and values are
+cached, so that a token costs one decoder step and the encoder runs once per chunk. Positions in window and chunk are
+learned vectors instead of relative biases, as both have fixed lengths. A window that begins before the request is
+filled with a learned token, so that only the causal mask is needed. Most of its bytes are embeddings: n_vocab * n_embd
+* 2.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
     so that it is finished before the next announcement. Tokens outside the vocabulary (embeddings instead of tokens)
     clear its state; such a pass has no prediction.
 
-    From the arrays embedding (n_vocab + 1, n_embd), its last row the padding token; window (window, n_embd) and
-    chunk (chunk, n_embd), the positions; encoder.I and decoder.I with .self, .cross (decoder only), each with .norm
-    (n_embd,), .q, .k, .v (n_embd, n_head, n_embd_head) and .out (n_head, n_embd_head, n_embd), and .feed with .norm,
-    .up (n_embd, n_ff) and .down; memory_norm and output_norm, the gains after the last blocks; heads.weight (n_embd,
-    n_moe_layer, n_expert) and heads.bias. ValueError when one is missing, not finite, or does not fit the model. The
-    store takes matrices in signed bytes, with the norms' gains folded in.
+    The store takes matrices in signed bytes, with the norms' gains folded in. Raises ValueError when an array is
+    missing, not finite, or does not fit the model. The arrays are:
+    - embedding (n_vocab + 1, n_embd). Its last row is the padding token.
+    - window (window, n_embd) and chunk (chunk, n_embd), the positions.
+    - encoder.I and decoder.I with .self and .cross (decoder only). Each has .norm (n_embd,), .q, .k, .v (n_embd,
+    n_head,
+      n_embd_head) and .out (n_head, n_embd_head, n_embd).
+    - encoder.I.feed and decoder.I.feed with .norm, .up (n_embd, n_ff) and .down.
+    - memory_norm and output_norm, the gains after the last blocks.
+    - heads.weight (n_embd, n_moe_layer, n_expert) and heads.bias.
     """
     n_embd = _length(weights, "embedding", 1)
     n_window, n_chunk = _length(weights, "window", 0), _length(weights, "chunk", 0)

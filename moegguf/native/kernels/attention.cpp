@@ -1,8 +1,8 @@
-// attention.cpp: FLASH_ATTN_EXT, divided among threads by tiles of rows, and by parts of the keys where tiles are few.
-// A row is a query of a token and a head; rows that read the same keys, the heads of a group and successive tokens,
-// share a tile. Keys are taken in the order of their positions, in blocks and parts that end at fixed positions, so
-// that the bits of a row depend neither on the rows nor on the cells beside it, nor on the number of threads.
-// Writes the operation's result and its work memory, and nothing else. Knows no store.
+// attention.cpp: FLASH_ATTN_EXT, divided among threads by tiles of rows, and by parts of the keys if there are few
+// tiles. A row is a query of a token and a head. Rows that read the same keys share a tile: the heads of a group, and
+// successive tokens. Keys are taken in the order of their positions, in blocks and parts that end at fixed positions.
+// So the bits of a row do not depend on the rows and cells beside it, nor on the number of threads. Writes the
+// operation's result and its work memory, and nothing else. Knows no store.
 #include "cell_lists.h"
 #include "ggml-cpu-impl.h"
 #include "kernels.h"
@@ -17,8 +17,8 @@
 namespace moegguf::kernels {
 namespace {
 
-constexpr int64_t few_tiles = 4;       // for each thread: with fewer, parts of a tile are divided among threads, too
-constexpr float lowest = -1e30f;       // of scores, in place of -inf: of it and of itself a difference is 0
+constexpr int64_t few_tiles = 4;       // parts of a tile are divided, too, if a thread has fewer tiles than this
+constexpr float lowest = -1e30f;       // lowest score in place of -inf, because lowest - lowest is 0
 constexpr ggml_fp16_t masked = 0xfc00; // -inf
 constexpr int64_t unlisted = 1 << 30;  // the position of the first cell that no list has: after all others
 
@@ -35,7 +35,7 @@ ToFloat find_to_float(const AttentionKernels & kernels, ggml_type type) {
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What the KV cache says of the first n_cells cells of a mask.
+// The lists that the KV cache has for the first n_cells cells of a mask.
 struct Listed {
     const CellLists * lists; // nullptr: nothing
     int64_t n_cells;
@@ -69,7 +69,7 @@ struct Shape {
     int64_t n_key, n_value; // floats of a key, and of a value
     int64_t n_cells, n_tokens, n_head;
     int64_t n_shared, n_heads, n_of_tokens; // heads that share keys; heads and tokens of a tile, at most
-    int64_t n_groups;                       // of heads
+    int64_t n_groups;                       // groups of heads
     Listed listed;                          // cells after them: their order is their number's, and all tokens have them
     int64_t n_tiles = 0, n_parts = 0;       // n_parts: of a tile, at most
 
@@ -97,7 +97,7 @@ struct Shape {
         }
     }
 
-    // Tokens of all streams one after the other: of which the next tile begins.
+    // Returns the token at which the next tile begins. Tokens of all streams are counted one after the other.
     int64_t tile_end(int64_t token) const {
         const int64_t last = std::min(token + n_of_tokens, (token / n_tokens + 1) * n_tokens);
         int64_t end = token + 1;
@@ -132,7 +132,7 @@ struct Shape {
     }
 };
 
-// What attention with ALiBi adds to the scores of a head, times its mask.
+// Returns the factor of a head's mask that attention with ALiBi adds to the scores.
 float slope(const ggml_tensor * op, int64_t head, int64_t n_head) {
     float max_bias;
     memcpy(&max_bias, (const float *)op->op_params + 1, sizeof(max_bias));
@@ -154,10 +154,10 @@ struct Block {
     int32_t cells[most_keys];
 };
 
-// Those of a block that are multiplied together, and where they lie: the last one repeated to the end.
+// The keys of a block that are multiplied together, and their addresses. The last one is repeated to the end.
 struct Keys {
     int n;
-    uint8_t bits[most_keys]; // of the block
+    uint8_t bits[most_keys]; // numbers of the keys in the block
     int32_t cells[most_keys];
     const char *keys[most_keys], *values[most_keys];
     CacheType value_type;
@@ -231,7 +231,7 @@ struct Tile {
                                      stream % m->ne[3] * m->nb[3]);
     }
 
-    // Which cells of a block each token sees.
+    // Finds the cells of a block that each token sees.
     void look(const Block & block) {
         const uint32_t exist = block.n == most_keys ? ~0u : (1u << block.n) - 1;
         for (int t = 0; t < n_tokens; t++) {
@@ -250,8 +250,8 @@ struct Tile {
         }
     }
 
-    // False where no token sees any of the cells. Tokens of which one sees all that the other sees are computed
-    // together.
+    // Adds a block. Returns false if no token sees any of the cells. Two tokens are computed together if one sees all
+    // cells that the other sees.
     bool add_block(const Block & block, const Block & next) {
         look(block);
         bool found = false;
@@ -336,7 +336,7 @@ struct Tile {
         for (int i = 0; i < most_keys; i++) { rows[i] = (const char *)(to + std::min(i, of.n - 1) * n); }
     }
 
-    // What is added to the scores of rows [row, row + n), of which tokens [first, last) see some keys.
+    // Writes the bias that is added to the scores of rows [row, row + n). Tokens [first, last) see some keys.
     void fill_bias(const Keys & of, int first, int last, int row, int n, int key_stride, int row_stride) const {
         for (int r = 0; r < n; r++) {
             const int t = (row + r) / n_heads;
@@ -392,7 +392,7 @@ struct Tile {
         return n_after < 0 ? list.parts[part] : list.n + std::min(n_after * part_keys, s.n_unlisted());
     }
 
-    // From an entry on, before `end`.
+    // Returns the block that begins at an entry, before `end`.
     Block block_at(int64_t entry, int64_t end) const {
         Block block;
         for (int64_t i = entry; i < end && block.n < most_keys; i++) {

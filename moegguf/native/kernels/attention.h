@@ -1,6 +1,6 @@
-// attention.h: what attention computes for a tile of rows and a block of keys. Products are added value by value, sums
-// key by key, each in a lane of its own: they depend neither on the number of rows nor on the instructions. A key that
-// a row does not see adds zero.
+// attention.h: computes attention for a tile of rows and a block of keys. Products are added value by value, sums key
+// by key, each in a lane of its own. So they depend neither on the number of rows nor on the instructions. A key that a
+// row does not see adds zero.
 #pragma once
 
 #include "kernels.h"
@@ -12,8 +12,8 @@ template <class Isa>
 struct Attention {
     using F = typename Isa::F;
     static constexpr int lanes = Isa::n_cols;
-    static constexpr int few_halves = 128;               // of keys, copied and multiplied at once
-    static constexpr int most_vectors = Isa::n_cols / 4; // of registers that hold rows at once: 4 with AVX-512, else 2
+    static constexpr int few_halves = 128;               // halves of keys that are copied and multiplied at once
+    static constexpr int most_vectors = Isa::n_cols / 4; // vectors of rows in registers: 4 with AVX-512, else 2
 
     template <CacheType type>
     static MOEGGUF_INLINE F load(const char * values, int64_t i) {

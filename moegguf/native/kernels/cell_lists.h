@@ -1,5 +1,6 @@
-// cell_lists.h: which cells of a KV cache each sequence has, in the order of their positions. llama.cpp fills it with a
-// mask and attention reads it, so that a sequence's bits do not depend on where its cells lie nor on the others' cells.
+// cell_lists.h: the cells of a KV cache that each sequence has, in the order of their positions. llama.cpp fills the
+// lists with a mask, and attention reads them. So a sequence's bits depend neither on the places of its cells nor on
+// other cells.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +23,9 @@ struct CellList {
 
 class CellLists {
   public:
-    // For n_tokens tokens, of which n_tokens / n_stream follow one another in each stream. sequence_of(token) numbers
-    // their sequences; position_in(token, cell) is that of a cell that its sequence has, else negative.
+    // Fills the lists for n_tokens tokens. n_tokens / n_stream tokens follow one another in each stream.
+    // sequence_of(token) numbers their sequences. position_in(token, cell) is the position of a cell in the token's
+    // sequence, else negative.
     template <class SequenceOf, class PositionIn>
     void fill(int64_t n_tokens, int64_t n_cells, SequenceOf sequence_of, PositionIn position_in) {
         list_of_.assign(n_tokens, 0);

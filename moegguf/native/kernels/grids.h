@@ -104,10 +104,10 @@ struct PlainIq4Xs : Superblock<Signed, 32> {
     }
 };
 
-// What a block holds besides grids' values, as far as a type has it.
+// The indices, signs and scales of a block, as far as its type has them.
 struct Found {
     alignas(32) uint16_t index[64];
-    alignas(32) uint32_t more[8]; // of each 32 values: signs, or what is added to them
+    alignas(32) uint32_t more[8]; // signs of each 32 values, or a number that is added to them
     __m128i scales;
 };
 

@@ -92,7 +92,7 @@ struct Avx2 {
         return add_pairs(sum, part, scale);
     }
 
-    // The same for signed codes, whose products do not fit.
+    // Adds products of signed codes, which do not fit into 16 bits.
     template <int n_vectors>
     static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t *, I scale) {
 #pragma GCC unroll 8
@@ -207,7 +207,7 @@ struct Avx2 {
         most = _mm_max_ps(most, _mm_movehl_ps(most, most));
         return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
     }
-    static uint32_t bits(I a, I b) { // of the lanes of 16 bits of a, then of b
+    static uint32_t bits(I a, I b) { // one bit for each lane of 16 bits of a, then of b
         return (uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8));
     }
     static SeenKeys see(const uint16_t * mask) {

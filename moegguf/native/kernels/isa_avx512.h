@@ -160,7 +160,7 @@ struct Columns16 {
     static __m256 fold(Lanes x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
 };
 
-// With the scales of Vnni::scaled_sum.
+// AVX2 with the scales that Vnni::scaled_sum needs.
 struct Columns8 : Avx2 {
     static I scales(const uint8_t * of_columns) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns));
@@ -184,7 +184,7 @@ struct Columns8 : Avx2 {
 
 template <class Width>
 struct Vnni : Width {
-    static constexpr bool signed_codes = false; // of types that use all 8 bits: multiplied as unsigned ones
+    static constexpr bool signed_codes = false; // codes that use all 8 bits are multiplied as unsigned ones
     using I = typename Width::I;
 
     // sum + scale * (w . x) for 16 values of each column, exactly: partial sums of 4 * n_dots products fit 16 bits,
@@ -202,7 +202,7 @@ struct Vnni : Width {
         return sum;
     }
 
-    // The same where partial sums do not fit.
+    // Adds products whose partial sums do not fit.
     template <int n_vectors>
     static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
         I part = Width::broadcast(minus);
@@ -232,7 +232,7 @@ struct Vnni : Width {
 };
 
 struct Avx512 : Vnni<Columns16> {
-    using OneRow = Vnni<Columns8>; // from memory, one stream of weights is read faster than two
+    using OneRow = Vnni<Columns8>; // one stream of weights is read faster from memory than two
 };
 
 } // namespace

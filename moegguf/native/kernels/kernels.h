@@ -17,7 +17,7 @@ struct Panels;
 struct Kernel {
     int block_values;
     size_t block_bytes;
-    int max_rows; // of a tile: 1, 2, 4 and so on up to this
+    int max_rows; // a tile has 1, 2, 4 and so on up to this number of rows
 
     // A row of n values into blocks that are `stride` bytes apart.
     void (*quantize)(const float * x, int64_t n, char * blocks, size_t stride);
@@ -25,18 +25,18 @@ struct Kernel {
     // A tile from rows that lie each by itself.
     void (*gather)(const char * const * rows, int n_rows, int64_t n, char * tile);
 
-    // out[r][0, n_cols) = a tile of rows times weights. n_cols is a multiple of 8 where weights are interleaved,
-    // row_bytes are those of n weights. soon: weights to prefetch while panels are multiplied; nullptr: none.
+    // out[r][0, n_cols) = a tile of rows times weights. n_cols is a multiple of 8 if weights are interleaved.
+    // row_bytes: bytes of n weights. soon: weights to prefetch while panels are multiplied; nullptr: none.
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
                      float * const * out, const char * soon);
 
-    const Panels * panels; // what multiplies more than max_rows rows with weights that are not interleaved
+    const Panels * panels; // multiplies more than max_rows rows with weights that are not interleaved
 };
 
 // Weights that are unpacked, in groups of columns, to be multiplied with many rows.
 struct Panels {
-    const Kernel * kernel; // row_bytes: those of a block here, times the number of blocks
-    size_t block_bytes;    // of a column's block of kernel->block_values weights
+    const Kernel * kernel; // row_bytes of its calls are block_bytes times the number of blocks
+    size_t block_bytes;    // bytes of a column's block of kernel->block_values weights
     void (*unpack)(const char * weights, size_t row_bytes, int64_t n_cols, int64_t n, char * panel);
 };
 
@@ -46,7 +46,7 @@ using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_c
 
 // ---- attention: rows are queries, keys are cells of a cache that some of them see ----
 
-constexpr int most_rows = 64, most_keys = 32; // of a tile
+constexpr int most_rows = 64, most_keys = 32; // size of a tile
 constexpr int few_rows = 8;
 
 // A score is factor * (query . key), soft-capped where cap is not 0: cap * tanh(factor * (query . key)).
@@ -54,12 +54,12 @@ struct AttentionScale {
     float factor, cap;
 };
 
-// Of each row: the greatest score, the sum of e^(score - max), and that of values times those, [n_rows][n].
+// Sums of each row: the greatest score, the sum of e^(score - max), and the sum of values times these, [n_rows][n].
 struct AttentionSums {
     float *max, *sum, *values;
 };
 
-// Which of 32 keys a row sees, and of which of those the mask is not 0: a bit for each.
+// A bit for each of 32 keys: whether a row sees the key, and whether the mask of a seen key is not 0.
 struct SeenKeys {
     uint32_t seen, biased;
 };
@@ -78,7 +78,7 @@ enum class CacheType { f32, f16 };
 struct AttentionKernels {
     int lanes; // n_lanes is a multiple
 
-    SeenKeys (*see)(const uint16_t * mask); // of 32 halves
+    SeenKeys (*see)(const uint16_t * mask); // mask [32] of halves
     void (*q8_0_to_float)(const char * values, int64_t n, float * out);
     void (*f16_to_float)(const char * values, int64_t n, float * out);
 
@@ -91,8 +91,8 @@ struct AttentionKernels {
     void (*score_few)(const float * queries, int n_lanes, int n_rows, const char * const * keys, int n_keys, int64_t n,
                       const RowsToPrefetch & soon, float * scores);
 
-    // Scores become e^(score - max); max and sum of each row are kept up. bias: as scores, -inf where a row does not
-    // see a key; nullptr: 0. rescale [n_rows]: what `values` have to be multiplied with.
+    // Replaces scores by e^(score - max), and updates max and sum of each row. The bias has the shape of scores, with
+    // -inf if a row does not see a key; nullptr: 0. rescale [n_rows]: factors for `values`.
     void (*soften)(float * scores, const float * bias, int n_lanes, int n_rows, int n_keys,
                    const AttentionScale & scale, const AttentionSums & sums, float * rescale);
     void (*soften_few)(float * scores, const float * bias, int n_rows, int n_keys, const AttentionScale & scale,
@@ -111,16 +111,16 @@ struct AttentionKernels {
 // ---- by processor ----
 
 struct Kernels {
-    const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 rows, as upstream's repack.cpp lays them out
-    const Kernel * (*of_plain)(ggml_type type);       // as they lie in a file
+    const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 rows in the layout of upstream's repack.cpp
+    const Kernel * (*of_plain)(ggml_type type);       // weights in the layout of a file
     MultiplyFloats (*of_floats)(ggml_type type);      // each nullptr for other types
     const AttentionKernels * attention;
 };
 
-extern const Kernels avx2;   // with FMA and F16C
-extern const Kernels avx512; // with VNNI, too
+extern const Kernels avx2;   // needs FMA and F16C
+extern const Kernels avx512; // needs VNNI, too
 
-// Those of this processor, or fewer where MOEGGUF_KERNELS says avx2, to compare. nullptr: upstream's.
+// Returns the kernels for this processor. MOEGGUF_KERNELS=avx2 chooses AVX2 to compare. nullptr: upstream's kernels.
 const Kernels * processor_kernels();
 
 } // namespace moegguf::kernels

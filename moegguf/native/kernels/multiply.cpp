@@ -27,7 +27,7 @@ const Kernels * detect() {
 }
 
 constexpr int max_tile = 16;
-constexpr int64_t part_bytes = 256 << 10; // of weights that are multiplied with all rows before the next ones
+constexpr int64_t part_bytes = 256 << 10; // bytes of weights that are multiplied with all rows before the next ones
 
 const Kernel * kernel_of_interleaved(ggml_type type) {
     const Kernels * kernels = processor_kernels();
@@ -54,7 +54,7 @@ MultiplyFloats kernel_of_floats(const ggml_tensor * op) {
     return kernels && is_plain ? kernels->of_floats(w->type) : nullptr;
 }
 
-// How many of n_left rows the next tile has. It may be filled up with the last row.
+// Returns the number of rows of the next tile, out of n_left rows. It may be filled up with the last row.
 int next_tile(int64_t n_left, int max_rows) {
     int n = 1;
     while (n < n_left && n < max_rows) { n *= 2; }
@@ -93,10 +93,10 @@ size_t panel_bytes(const Kernel * kernel, int64_t n) {
 struct Columns {
     const Kernel * kernel;
     const char * weights;
-    size_t row_bytes; // of weights
+    size_t row_bytes; // bytes of a row of weights
     int64_t n;        // values of a row
     int64_t first, n_cols;
-    const char * soon; // what is unpacked next
+    const char * soon; // weights that are unpacked next
 
     // out: of each row, the result of the first column
     void multiply(const char * tile, int n_rows, float * const * out, bool is_first) const {
@@ -109,7 +109,7 @@ struct Product {
     const Panels * panels; // nullptr: weights are multiplied as they lie
     const Kernel * kernel;
     const char * weights;
-    size_t row_bytes; // of weights
+    size_t row_bytes; // bytes of a row of weights
     int64_t n;        // values of a row
 
     Product(const Kernel * of_weights, const ggml_tensor * w, int64_t n_rows)
@@ -136,8 +136,8 @@ struct Product {
     }
 };
 
-// The columns of a matrix, divided among threads: each has a share of successive ones, which it reads part by part, and
-// takes parts of others' when it is done, as theirs may have to share their processor.
+// The columns of a matrix, divided among threads. Each thread has a share of successive columns, which it reads part by
+// part. When it is done it takes parts of other shares, because other threads may have to share their processor.
 struct Shares {
     int64_t * taken; // [n_threads]: parts of each share
     int64_t n_threads, n_parts, n_cols;
@@ -154,7 +154,7 @@ struct Shares {
     }
 
   private:
-    int64_t begin(int64_t part) const { // in groups of 16
+    int64_t begin(int64_t part) const { // a multiple of 16
         return std::min((part * n_cols / (n_parts * n_threads) + 15) / 16 * 16, n_cols);
     }
 };
@@ -168,7 +168,7 @@ float * row_of(const ggml_tensor * t, int64_t i) {
                      plane / t->ne[2] * t->nb[3]);
 }
 
-// The matrices of weights, each of which is multiplied with n_rows successive rows; and work memory.
+// The matrices of weights and the work memory. Each matrix is multiplied with n_rows successive rows.
 struct Matrices {
     int64_t n_matrices, n_rows;
     int64_t * taken; // [n_matrices][n_threads], of `Shares`
@@ -243,7 +243,7 @@ void mul_mat(const ggml_compute_params * params, ggml_tensor * op, const Kernel 
 
 // ---- MUL_MAT with weights that are floats ----
 
-constexpr int64_t float_cols = 64; // of a part
+constexpr int64_t float_cols = 64; // columns of a part
 
 // Columns [first, last) of a plane: a matrix of activations, and one of weights, which planes may share.
 void multiply_plane(const ggml_tensor * op, MultiplyFloats multiply, int64_t plane, int64_t first, int64_t last) {
@@ -320,7 +320,7 @@ void for_each_choice(const ggml_tensor * ids, Visit visit) {
     }
 }
 
-// By expert.
+// Sorts the choices of all tokens by expert.
 void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
     const int64_t n_expert = op->src[0]->ne[2];
     memset(work.taken, 0, n_expert * n_threads * sizeof(int64_t));

@@ -1,4 +1,4 @@
-// multiply.h: what the call sites in ggml's CPU backend ask: MUL_MAT and MUL_MAT_ID with the kernels of kernels.h.
+// multiply.h: the functions that ggml's CPU backend calls: MUL_MAT and MUL_MAT_ID with the kernels of kernels.h.
 #pragma once
 
 #include "ggml.h"

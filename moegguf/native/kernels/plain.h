@@ -1,7 +1,8 @@
-// plain.h: weights as they lie in a file, row by row ("columns" here, as they are those of the result). One row of
-// activations is multiplied with 8 columns at once. For more rows, columns are unpacked once into a panel, which
-// tile.h multiplies with all of them: codes of 8 bits, four successive values of each column in a vector, and scales.
-// Both add products of a block exactly, as integers, and blocks one after the other with fma, so bits are the same.
+// plain.h: multiplies weights that lie row by row as in a file. These rows are called columns here, because they are
+// columns of the result. One row of activations is multiplied with 8 columns at once. For more rows, columns are
+// unpacked once into a panel, which tile.h multiplies with all of them. A panel has codes of 8 bits, four successive
+// values of each column in a vector, and scales. Both ways add products of a block exactly, as integers, and blocks one
+// after the other with fma, so their bits are equal.
 //
 // How a type is added (its unpacking is all that is written):
 // 1. Write a struct in plain_types.h. There are two kinds:
@@ -105,7 +106,7 @@ MOEGGUF_INLINE void load_columns(At at, typename Isa::I * out) {
     out[2] = Isa::low_64(b, d), out[3] = Isa::high_64(b, d);
 }
 
-// Where n columns begin. The last of n_cols columns stands for those that are missing.
+// The beginnings of n columns. The last of n_cols columns stands for missing ones.
 template <int n>
 struct Columns {
     const uint8_t * of[n];
@@ -218,13 +219,13 @@ MOEGGUF_INLINE __m256i sums_of(const __m256i * x) {
     return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-// Signed bytes as 16 bits: those of even places, then those of odd ones.
+// Returns signed bytes as 16 bits: bytes at even places, then bytes at odd ones.
 MOEGGUF_INLINE __m256i even_then_odd(__m128i x) {
     return _mm256_cvtepi8_epi16(
         _mm_shuffle_epi8(x, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
 }
 
-// Of 8 columns (Isa: with vectors of 8 lanes).
+// Multiplies one row with 8 columns (Isa: with vectors of 8 lanes).
 template <class Isa, class T>
 struct OneRow {
     using Row = typename T::Row;
@@ -293,7 +294,7 @@ struct OneRow {
             __m256 sums = {}, mins = {};
             for (int64_t b = 0; b < n / T::n_values; b++) {
 #pragma GCC unroll 64
-                for (int i = 0; i < 8 * T::bytes; i += 64) { // in the order of their addresses
+                for (int i = 0; i < 8 * T::bytes; i += 64) { // the order is the order of addresses
                     __builtin_prefetch(first + b * 8 * T::bytes + i + prefetch_ahead_bytes, 0, 2);
                 }
                 if constexpr (T::n_values == 32) {

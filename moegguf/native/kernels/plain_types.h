@@ -1,4 +1,4 @@
-// plain_types.h: how each type of weights that lie row by row is unpacked; plain.h says how a type is added.
+// plain_types.h: unpacks each type of weights that lie row by row; plain.h says how a type is added.
 #pragma once
 
 #include "isa_avx2.h"
@@ -22,8 +22,8 @@ struct RowSum {
 // 256 values with a scale, for weights with integer scales for each 16 values.
 struct RowPlain {
     int8_t qs[256];
-    int16_t sums[16];  // of each 16 values: those of even places, then those of odd ones
-    int32_t minus[16]; // of each 16 values: their sum times -T::offset, as Isa::minus_16 has it
+    int16_t sums[16];  // sums of each 16 values: first the values at even places, then at odd ones
+    int32_t minus[16]; // sum of each 16 values times -T::offset, in the order of Isa::minus_16
     float d;
 };
 
@@ -40,7 +40,7 @@ inline __m256i load_32(const uint8_t * from) { return _mm256_loadu_si256((const 
 
 // ---- codes ----
 
-// From -127 to 127. Where products of unsigned codes are added to 32 bits, codes are multiplied as unsigned ones.
+// Codes from -127 to 127. They are multiplied as unsigned ones if products of unsigned codes are added to 32 bits.
 struct Signed {
     static constexpr bool has_sign = true;
     static constexpr int n_dots = 1, zero = 0;
@@ -56,7 +56,7 @@ struct Signed {
     }
 };
 
-// From 0 on: `zero_` stands for 0. fit: the sum of the products of that many vectors fits 16 bits.
+// Codes from 0 on: `zero_` stands for 0. fit: number of vectors whose products have a sum that fits 16 bits.
 template <int zero_, int fit>
 struct Unsigned {
     static constexpr bool has_sign = false;
@@ -82,7 +82,7 @@ struct Scaled : Codes {
     static constexpr bool has_mins = false, adds_min = false;
     using Row = Row32;
 
-    // Of the blocks at `at` in each column.
+    // Returns the scales of the blocks at `at` in each column.
     template <class Isa>
     static typename Isa::F scales(const uint8_t * const * columns, int64_t at) {
         return Isa::gather_halves(columns, at);
@@ -193,7 +193,7 @@ struct SuperblockWithMins : Superblock<Codes> {
 struct Unpacked {
     __m256i codes[8];
     __m128i scales, mins;
-    float d, min; // what scales, and what minima are multiplied with
+    float d, min; // factors of scales and of minima
 };
 
 // Halves of 128 values: 32 in bits 0 and 1 of 32 bytes, 32 in bits 2 and 3, and so on.

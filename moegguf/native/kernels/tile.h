@@ -1,5 +1,5 @@
-// tile.h: tiles of rows times interleaved weights. Whatever the number of rows and the instructions, a result is the
-// same sum: products of a block are added exactly, as integers, and blocks one after the other with fma.
+// tile.h: multiplies tiles of rows with interleaved weights. A result is one sum for any number of rows and any
+// instructions. Products of a block are added exactly, as integers, and blocks one after the other with fma.
 #pragma once
 
 #include "kernels.h"
@@ -109,14 +109,14 @@ void quantize(const float * x, int64_t n, char * blocks, size_t stride) {
 
 // ---- tiles ----
 
-constexpr int prefetch_ahead_bytes = 32768; // into the second cache: few lines at once are on their way to the first
+constexpr int prefetch_ahead_bytes = 32768; // prefetched to the second cache: only few lines can go to the first
 
 template <class Isa, class T>
 struct Tile {
     using I = typename Isa::I;
     using F = typename Isa::F;
     using Row = typename T::Row;
-    using Groups = const uint8_t * [Isa::n_groups]; // of 8 columns
+    using Groups = const uint8_t * [Isa::n_groups]; // groups of 8 columns
     using OneRow = std::conditional_t<T::is_streamed, typename Isa::OneRow, Isa>;
 
     static constexpr int32_t no_minus = 0;
@@ -208,7 +208,7 @@ struct Tile {
             const Parts<Isa> block(weights, b * T::bytes);
             if (soon) {
 #pragma GCC unroll 64
-                for (int at = 0; at < T::template read_bytes<Isa>; at += 64) { // in the order of their addresses
+                for (int at = 0; at < T::template read_bytes<Isa>; at += 64) { // the order is the order of addresses
                     __builtin_prefetch(soon + b * T::template read_bytes<Isa> + at, 0, 2);
                 }
             }

@@ -1,5 +1,5 @@
-// types.h: how each type of weights is unpacked. Layouts are upstream's, of 8 interleaved rows ("columns" here, as they
-// are those of the result): lines of 64 bytes, 8 of each column.
+// types.h: unpacks each type of interleaved weights. Layouts are upstream's. They have 8 interleaved rows, which are
+// called columns here because they are columns of the result. A line has 64 bytes, 8 of each column.
 #pragma once
 
 #include <immintrin.h>
@@ -14,21 +14,21 @@ namespace moegguf::kernels {
 // 32 values with a scale.
 struct Row32 {
     int8_t qs[32];
-    int32_t minus; // their sum times -T::offset
+    int32_t minus; // sum of the values times -T::offset
     float d;
 };
 
 // 256 values with a scale, for weights with integer scales and minima.
 struct RowMins {
     int8_t qs[256];
-    int16_t sums[8]; // of each 32 values
+    int16_t sums[8]; // sums of each 32 values
     float d;
 };
 
 // 256 values with a scale, for weights with integer scales whose codes have an offset.
 struct RowOffset {
     int8_t qs[256];
-    int32_t minus[32]; // of each 8 values: their sum times -T::offset, as Isa::minus_8 has it
+    int32_t minus[32]; // sum of each 8 values times -T::offset, in the order of Isa::minus_8
     float d;
 };
 
@@ -37,7 +37,7 @@ namespace {
 const int8_t iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 const int8_t mxfp4_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // and 12
 
-// Where blocks, or parts of them, begin: of each group of columns.
+// The beginnings of blocks, or of parts of blocks, in each group of columns.
 template <class Isa>
 struct Parts {
     const uint8_t * of[Isa::n_groups];
