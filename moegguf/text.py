@@ -40,7 +40,8 @@ def decode_text(data: bytes, errors: str = "replace") -> str:
 
 
 def in_utf8(file: BinaryIO) -> BinaryIO:
-    """Returns `file`, which is seekable, at its start, or a temporary copy in UTF-8 of a file in UTF-16."""
+    """Returns a temporary copy in UTF-8 of a file in UTF-16; any other `file` as it is, at its start. `file` must be
+    seekable."""
     file.seek(0)
     encoding = _encoding_of(file.read(2))
     file.seek(0)

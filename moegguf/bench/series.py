@@ -234,8 +234,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", "plain", "repacked"):
         raise OptionError(
-            "--against takes stock, mmap, resident and moegguf, each also with -plain or -repacked, and"
-            f" {', '.join([*DECIDING, *VARIANTS])}, but not {name!r}."
+            f"--against does not know {name!r}; it takes stock, mmap, resident and moegguf, each also with -plain or"
+            f" -repacked, and {', '.join([*DECIDING, *VARIANTS])}."
         )
     if system == "moegguf":
         return BenchedSystem(

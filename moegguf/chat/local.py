@@ -127,17 +127,17 @@ class LocalModel:
 
     @property
     def n_ctx(self) -> int:
-        """Tokens of the context; 0 of a model that is not loaded."""
+        """Tokens of the context; 0 while the model is not loaded."""
         return self._state.n_ctx if self._state else 0
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory that the model has taken, as planned; 0 of a model that is not loaded."""
+        """Bytes of memory that the model takes by its plan; 0 while it is not loaded."""
         return self._state.size_bytes if self._state else 0
 
     @property
     def stats(self) -> Stats | None:
-        """Counts since the load; None of a model that is not loaded."""
+        """Counts since the load; None while the model is not loaded."""
         return self._state.stats if self._state else None
 
     @property

@@ -68,7 +68,8 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
     strategies = check_strategies(split(chosen["strategy"]))
     sources = [flag for name, flag in SOURCES.items() if chosen[name]]
     if len(sources) > 1:
-        raise OptionError(f"{' and '.join(sources)} are both what is learned from; leave out one.")
+        flags_given = " and ".join(sources)
+        raise OptionError(f"{flags_given} cannot be given together: learning has one source; keep one of them.")
     path = find_model(model)
     layout = read_layout(path)
     if not layout.is_moe:

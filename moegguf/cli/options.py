@@ -93,10 +93,10 @@ def _flag_of(option: Option) -> Flag:
 
 
 def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the flags of options to a command.
+    """Gives a command the flags of the options `names`, and its `own` flags.
 
-    The command gets the given values as its argument `given`, in the form that each option has in Python. It gets the
-    values of its `own` flags by name. Raises OptionError or BudgetError for a value that cannot be read.
+    The values of options arrive in the argument `given`, as the Python API takes them; the values of own flags
+    arrive as arguments of their names. Raises OptionError or BudgetError for a value that cannot be read.
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:

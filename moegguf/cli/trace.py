@@ -255,7 +255,8 @@ def show(file: File, as_json: AsJson = False) -> None:
 def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk.
 
-    With --vram-cache layers compute on a GPU, with experts there over experts in RAM; with --tensor-split on several.
+    With --vram-cache, layers compute on a GPU, which has its own cache of experts above the one in RAM; with
+    --tensor-split, they compute on several GPUs.
     """
     from moegguf.cli.trace_tables import as_csv, print_simulation, print_tiers
     from moegguf.controller.prefetch import PrefetchOptions

@@ -266,7 +266,7 @@ class Controller:
             warnings.warn(f"{what}; {going_on}.", stacklevel=4)
 
     def stop(self) -> None:
-        """Ignores all later events; those still queued pass at once."""
+        """Ignores all events from now on, also those that are queued."""
         self.stopped = True
 
 

@@ -131,7 +131,7 @@ def _describe_card(card: Card, build: Build) -> str:
 
 
 def _driver_number(card: Card) -> int:
-    """Returns 580 for the driver 580.65, and a large number where the version is unknown."""
+    """Returns 580 for the driver 580.65, and where the version is unknown the newest that LEAST_DRIVER has."""
     if card.driver == UNKNOWN:
         return max(LEAST_DRIVER.values())
     return int(card.driver.partition(".")[0])

@@ -358,7 +358,9 @@ class Context:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """The block evaluates alone; when it fails, sequence 0 is as before, and the reason is a typed error."""
+        """Holds the lock while the block evaluates. After a failure sequence 0 has the tokens from before; with a
+        recurrent state the failed sequences are empty. Known failures of llama.cpp become typed errors, others are
+        raised as they are."""
         self.check_caller()
         with self.lock:
             self.check_weights()

@@ -52,7 +52,7 @@ CPU_NODE_S = 2.2e-6  # a small node of a graph on the CPU and its barrier: 0.1 m
 STOP_S = 35e-6  # a stop at a layer, where the host has to learn the router's choice
 TOLERANCE = 0.15  # allowed difference between predicted and measured tokens per second
 LAYER_NODES = 30  # nodes of a layer that read few or no weights: norms, attention, the router
-PICK_NODES = 2  # further nodes of this kind for each expert that a token uses: its weight, its sum
+PICK_NODES = 2  # further such nodes for each expert that a token uses: the view of its output, the addition to the sum
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
 LONG_PROMPT_TOKENS = 4096  # a document, or a long conversation
 DEVICE_GAIN, CPU_GAIN = 10, 5  # gain of many tokens together: H100 and H200 reached 9 to 12, 16 cores of a Xeon 5
@@ -233,13 +233,14 @@ def format_speed(number: float) -> str:
 def request_cost(
     layout: ExpertLayout, n_slots: int, n_ubatch: int, n_ctx: int = PROMPT_TOKENS, prompts_take_slots: bool = False
 ) -> float:
-    """Returns the bytes that requests read from the disk or copy to a device, and, in the same unit, from memory.
+    """Returns what requests cost, as one number of bytes: those that they read from the disk or copy to a device.
 
     The requests are a typical one and, where a context of `n_ctx` tokens holds it, one with a long prompt. Their
-    prompts are read in passes of `n_ubatch`, their answers token by token. Computing a prompt counts as many bytes as
-    the disk could read in that time.
+    prompts are read in passes of `n_ubatch`, their answers token by token. A byte that a prompt reads from memory
+    counts as a MEMORY_PER_DISK-th of one. Computing a prompt counts as many bytes as the disk could read in that time.
 
-    prompts_take_slots: prompts have the hit rate of answers; otherwise the share of the experts that has slots.
+    prompts_take_slots: prompts have the hit rate of answers; otherwise their hit rate is the share of the experts that
+    has slots.
     """
     hit_rate = typical_hit_rate(layout, n_slots)
     missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)

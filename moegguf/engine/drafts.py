@@ -125,7 +125,7 @@ class Drafts:
         self._library.drafts_accept(self._handle, sequence, n)
 
     def close(self) -> None:
-        """Frees the drafts. A second call does nothing."""
+        """Frees the native drafter. A second call does nothing."""
         handle, self._handle = self._handle, c.c_void_p()
         self._library.drafts_close(handle)
 

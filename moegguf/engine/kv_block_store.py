@@ -42,11 +42,11 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class About:
-    """The header of a block: its model, the number of tokens up to its end, and the number of its own tokens."""
+    """The header of a block."""
 
     model: str
-    n_tokens: int
-    n_own_tokens: int
+    n_tokens: int  # tokens up to the end of the block
+    n_own_tokens: int  # 0 for a window, and for a recurrent state of a model that also has cells
 
 
 @dataclass(frozen=True)

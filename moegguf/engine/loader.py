@@ -81,7 +81,8 @@ class Loader:
 
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
-            self._ended_by = error  # ends the load before the first weight is read
+            # The controller could not be made. llama.cpp's first report waits for that, so no weight was read.
+            self._ended_by = error
             return False
         try:
             if self._progress is not None and self._progress(share) is False:

@@ -33,7 +33,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class MemoryParts:
-    """The memory of the context of `llm`. `parts` of every method is a set of the parts above, as bits."""
+    """Removes, copies, saves and restores parts of the memory of `llm`'s context. `parts` of every method: CELLS,
+    WINDOW and RECURRENT as bits, or WHOLE."""
 
     def __init__(self, llm: UpstreamLlama) -> None:
         loaded: Any = library.llama_cpp().llama_cpp._lib

@@ -52,7 +52,7 @@ class Plan:
     n_experts: int  # experts of all layers together
     n_ctx: int
     n_ubatch: int  # tokens of a pass
-    needs: MemoryNeeds = NO_NEEDS  # memory without slots; the work memory of slots is part of compute_bytes
+    needs: MemoryNeeds = NO_NEEDS  # memory that is needed beside the slots; compute_bytes includes their scratch memory
     n_seq_max: int = 1
     n_rs_seq: int = 0  # snapshots of each sequence's recurrent state: tokens that it can lose again
     n_batch: int = 512
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def device_slots(self) -> int:
-        """Slots on devices; without a device, those in RAM."""
+        """Slots on devices; where no device has slots, those in RAM that layers compute from."""
         return sum(part.n_slots for part in self.on_devices) if self.device else self.n_slots
 
     @property

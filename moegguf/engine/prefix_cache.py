@@ -468,7 +468,11 @@ class PrefixCache:
         return done
 
     def _keep_cells(self, kind: int, sequence: int, parts: Sequence[_Part]) -> None:
-        """Queues the parts that are not kept yet, as far as the sequence still has their cells."""
+        """Queues the parts that are not kept yet.
+
+        WINDOW: without those whose first cell the sequence has lost. CELLS: none where the first of them has lost its
+        first cell, and none after one that cannot be queued.
+        """
         first = self._memory.first(kind, sequence)
         new = [part for part in parts if not self._is_kept(_name(kind, part))]
         if kind == WINDOW:
@@ -569,7 +573,7 @@ class StateCost:
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
         """Notes a sequence's `n_new` tokens of a pass, after which the context has computed for `eval_s` seconds."""
-        if eval_s != self._eval_s:  # another pass: all sequences of the last one were noted
+        if eval_s != self._eval_s:  # the context has computed since, so the last pass is complete
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
             self._pass_s = eval_s - self._eval_s

@@ -57,7 +57,8 @@ def set_budget(
 
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
-    """Shortens passes to the tokens that slots compute exactly, if they were planned for a device with every expert."""
+    """Limits passes to the tokens for which slots give exact results, where the device had a slot for every expert and
+    has no staging tensors."""
     most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return
@@ -109,7 +110,8 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     total = _asked(session, cache, n_cpu + n_ram)
     if cpu is None:
         if not total:
-            raise BudgetError(f"{option} holds no expert; give at least {format_bytes_up(plan.slot_bytes)!r}.")
+            slot = format_bytes_up(plan.slot_bytes)
+            raise BudgetError(f"{option} is too small for one expert; give at least {slot!r}.")
         return {(Tier.RAM, None): total}
     least = min(n_cpu, least)
     n_layers = len(store.devices[cpu].layers)

@@ -20,7 +20,7 @@ class RunHits:
         self._answers = dict[float, Stats]()
 
     def add(self, answer: Stats) -> None:
-        """Counts an answer. A short one does not count, nor one with slots that were still empty."""
+        """Counts an answer, unless it is short, slots were still empty, or every expert had a slot."""
         if answer.passes >= LEAST_PASSES and answer.slots_used == answer.n_slots < answer.n_experts:
             share = round(answer.n_slots / answer.n_experts, 2)
             before = self._answers.get(share)

@@ -230,8 +230,8 @@ def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: 
 
 
 def best_fit(layout: ExpertLayout, found: Iterable[Fit], n_ctx: int = PROMPT_TOKENS) -> Fit:
-    """Returns the fit with which requests in a context of `n_ctx` tokens move the fewest bytes; of about equals the
-    first."""
+    """Returns the fit whose requests cost least (`request_cost`) in a context of `n_ctx` tokens; of those within ABOUT
+    times that cost, the first."""
     costs = [(request_cost(layout, *fit, n_ctx), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)
@@ -898,8 +898,9 @@ class _SlotsPlanner:
         if total < least_cpu + least_below:
             least = format_bytes_up((least_cpu + least_below) * self._size)
             raise BudgetError(
-                f"expert_cache={str(cache)!r} holds {total} experts, but {len(cpu_layers)} layers are computed by the"
-                f" CPU; give at least {least!r}, or put more layers on devices (n_gpu_layers)."
+                f"expert_cache={str(cache)!r} holds {total} experts, but the CPU needs {least_cpu} for its layers and"
+                f" the devices need {least_below}; give at least {least!r}, or put more layers on devices"
+                " (n_gpu_layers)."
             )
         return divide_ram_slots(total, n_on_cpu, n_below, least_cpu)
 

@@ -41,8 +41,8 @@ def save_uses(session: Session, artifacts: Artifacts) -> None:
 
 
 def most_used(uses: npt.NDArray[np.float32], n: int) -> tuple[Int32s, Int32s]:
-    """(layers, experts) of the at most n experts with the most uses (n_layer, n_expert), in the order of their uses;
-    those without any are left out."""
+    """Returns (layers, experts) of up to n experts, the most used first, without those that were never used. `uses` is
+    (n_layer, n_expert)."""
     order = np.argsort(uses, axis=None, kind="stable")[::-1][: min(n, int(np.count_nonzero(uses)))]
     il, experts = np.unravel_index(order, uses.shape)
     return il.astype(np.int32), experts.astype(np.int32)

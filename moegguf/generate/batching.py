@@ -42,7 +42,8 @@ class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
 
     `schedule` chooses the sequences that compute in a step; None: all, the oldest prompts first. `step_tokens`: the
-    tokens of a step, as of `KvSequences`. The answers of a step get their events within a block of `together`.
+    most tokens of a step in which a sequence decodes (see `KvSequences`). The answers of a step get their events inside
+    `with together():`.
     `on_pass` is called before each pass with the client key of all of its requests; None where there are several.
     """
 

@@ -285,7 +285,7 @@ def _object_at(text: str, begin: int) -> tuple[int, int] | None:
 
 
 def _json_around(text: str, at: int) -> tuple[int, int] | None:
-    """Returns the place of the JSON value that contains the name at `at`."""
+    """Returns the place of the outermost JSON object or list around the name at `at`; None without one."""
     for match in re.compile(r"[\[{]").finditer(text, 0, at):
         found = json_at(text, match.start())
         if found and found[1] > at:

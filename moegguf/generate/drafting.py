@@ -74,7 +74,8 @@ class PassTimes:
         self.widest = 0  # tokens drafted in a pass
         self._undrafted_s = deque[float](maxlen=BASE_PASSES)
         self._n_drafted = 0  # passes since the last undrafted one
-        self._tokens, self._cost = 1.0, SUPPOSED_COST  # drafted tokens, recent ones count more; their cost together
+        # Sums in which older passes fade: drafted tokens, and the cost of these tokens in undrafted passes.
+        self._tokens, self._cost = 1.0, SUPPOSED_COST
 
     @property
     def base_s(self) -> float | None:
@@ -253,8 +254,9 @@ class Drafter:
         self._spent_s = time.thread_time() - start_s
 
     def _lengths(self, sequences: list[Sequence], drafts: list[Draft]) -> list[int]:
-        """Returns how many tokens of each draft the pass has room for. Where a recurrent state has to go back, drafts
-        have equal lengths (`Rollback.most_lost`): the length with most tokens, or none."""
+        """Returns how many tokens of each draft the pass has room for. Where a recurrent state has to go back
+        (`Rollback.most_lost`), drafts have one length, the one with which they have most tokens together; shorter
+        drafts get none."""
         wanted = [len(draft.tokens) for draft in drafts]
         n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(drafts)
         best = [0] * len(drafts)

@@ -21,7 +21,7 @@ from moegguf.generate.request import AnswerSummary, Delta, Message, Request, Sam
 from moegguf.generate.sequence import AnswerEvents, Sequence
 
 DEFAULT_PARALLEL = 8
-AHEAD = 2  # requests that are read, for each one that is computed
+AHEAD = 2  # the most requests that are submitted and not collected yet, for each sequence of the context
 
 Prompt = str | abc.Sequence[int]
 

@@ -58,9 +58,9 @@ class _NoComplementError(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """Keywords of single types that all hold: the values of `types` that follow each of `parts`.
+    """One alternative of a schema: the values that have one of `types` and satisfy all of `parts`.
 
-    `whole`: numbers are integers. `values`: the only scalars by their keys, None for no such list.
+    `whole`: numbers must be integers. `values`: {key: scalar}, the only scalars that are allowed; None: any.
     """
 
     parts: tuple[Json, ...]
@@ -165,7 +165,7 @@ class Document:
         return tuple(number for number in numbers if self._kept[number] not in (True, {}))
 
     def together(self, goal: Goal, *schemas: Any) -> Goal:
-        """Returns a goal with further schemas."""
+        """Returns the goal of a value that follows `goal` and these schemas, too."""
         return tuple(dict.fromkeys([*goal, *self.goal(*schemas)]))
 
     def _number(self, schema: Any) -> int:
@@ -555,8 +555,8 @@ _CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RUL
 
 
 def _kept(schema: Any) -> bool | Json:
-    """Returns the supported keywords in the form of JSON Schema 2020-12; null counts as absent, because some clients
-    send it. Raises SchemaError for a value that is not allowed."""
+    """Returns the supported keywords in the form of JSON Schema 2020-12; null counts as absent, except as `const`,
+    because some clients send it. Raises SchemaError for a value that is not allowed."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):

@@ -109,11 +109,11 @@ class Numbers:
         return (bound for bound in (self.least, self.most) if bound is not None)
 
     def _n_before(self) -> int:
-        """Returns digits before the point: MAX_DIGITS, or as many as the bounds have."""
+        """Returns the most digits before the point: MAX_DIGITS, or as many as a bound has, whichever is more."""
         return max([MAX_DIGITS, *(len(_digits(bound)[0]) for bound in self._bounds())])
 
     def _n_behind(self) -> int:
-        """Returns digits behind the point: MAX_DIGITS, or one more than the bounds have."""
+        """Returns the most digits behind the point: MAX_DIGITS, or one more than a bound has, whichever is more."""
         return max([MAX_DIGITS, *(len(_digits(bound)[1]) + 1 for bound in self._bounds())])
 
     def _multiples(self, step: Fraction) -> dict[str, Any]:
@@ -153,7 +153,8 @@ def _json_number(number: Decimal | Fraction) -> int | float:
 
 
 def _digits(number: Decimal) -> tuple[str, str]:
-    """Returns the digits before and behind the point, without a sign and without zeros at the end."""
+    """Returns the digits before and behind the point, without a sign, zeros at the beginning, or zeros at the end
+    behind the point."""
     before, _, behind = f"{number.copy_abs():f}".partition(".")
     return before.lstrip("0") or "0", behind.rstrip("0")
 

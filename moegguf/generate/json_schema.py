@@ -76,9 +76,9 @@ class Schemas:
         self._numbers = itertools.count()
 
     def grammar(self, schema: Any, strict: bool = False, root: Any = None) -> str:
-        """Returns the name of the rule for JSON that follows `schema`. `root`: the schema that references are local to,
-        where it is another one. Raises SchemaError for a schema that is invalid or too large, and for a strict one with
-        keywords that cannot be followed."""
+        """Returns the name of the rule for JSON that follows `schema`. `root`: the document in which `$ref` is looked
+        up, if `schema` is only a part of it. Raises SchemaError for a schema that is invalid or too large, and for a
+        strict one with keywords that cannot be followed."""
         try:
             json.dumps(schema, allow_nan=False)
             document = Document(schema if root is None else root, self._count_steps)
@@ -175,7 +175,7 @@ class _Writer:
     # Values
 
     def _values(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
-        """Yields the alternatives of values that follow some facts."""
+        """Yields the alternatives of the grammar for the values that these facts allow."""
         for kind in facts.types:
             if kind == "object" and facts.values is None:
                 yield from self._object(facts)

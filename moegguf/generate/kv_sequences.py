@@ -92,8 +92,8 @@ class KvSequences:
         sequence.has_begun = False
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the place from a sequence. The place keeps the tokens for prompts that begin with them, except those
-        that were computed with tokens that a shift has dropped."""
+        """Frees the place of a sequence. Its tokens stay there for later prompts that begin with them. Tokens that were
+        computed after ones that a shift has dropped are removed."""
         kv = sequence.place
         if sequence.draft:  # drafted tokens that were not accepted do not belong to the sequence
             self.truncate(kv, len(kv.tokens))

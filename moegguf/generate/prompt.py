@@ -169,7 +169,8 @@ def _completion(llm: Llama, request: Request, prompt: str, context: list[int]) -
 
 def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int) -> list[int]:
     """The tokens of other files, as llama-server writes them: by the names of files where the model has tokens for a
-    repository (arXiv 2409.12186), else as snippets. The last name is of the file with the gap. Raises ContextError."""
+    repository (arXiv 2409.12186), else as snippets. With these tokens, the constant name "filename" follows for the
+    text with the gap. Raises ContextError."""
     tokens, marks = list[int](), vocabulary.repository_tokens
     if not files:
         return tokens

@@ -165,8 +165,8 @@ class TokenLogprob(TokenChance):
 @dataclass(frozen=True)
 class Delta:
     """A part of an answer: text, thinking, complete tool calls; usually only one of them is not empty. `prompt`: with
-    `prompt_logprobs` and before all else, the prompt's tokens but a BOS that the model adds. The first one's logprob is
-    0 and means nothing. `tokens`: with `return_tokens`, those that the text came from."""
+    `prompt_logprobs` and before all else, the prompt's tokens, without a BOS that the model added. The first one's
+    logprob is 0 and means nothing. `tokens`: with `return_tokens`, those that the text came from."""
 
     text: str = ""
     thinking: str = ""

@@ -89,8 +89,8 @@ class Sequence:
     prompt: Prompt
     sampler: Sampler
     shifts: bool  # a full context loses its older half
-    n_ctx: int  # tokens of the context at most
-    limit: int  # tokens of the answer at most
+    n_ctx: int  # the most tokens of the context that this request may use
+    limit: int  # the most tokens of the answer
 
     def __init__(self, request: Request, events: AnswerEvents) -> None:
         self.ticket = next(_tickets)  # order of arrival
@@ -165,9 +165,9 @@ class Sequence:
 
     @property
     def reuses_prefix(self) -> bool:
-        """Returns whether tokens of earlier requests may be reused. They were evaluated beside other tokens, which
-        changes the last bits of their K and V where the model is not batch-invariant. Prompt logprobs need the logits
-        of all tokens."""
+        """Returns whether tokens of earlier requests may be reused. Prompt logprobs need the logits of all
+        tokens. With a seed or `exact`, bits have to be the same again. But where a model is not batch-invariant, the
+        last bits of a token's K and V depend on the tokens beside which it was evaluated."""
         sampling = self.request.sampling
         is_same = self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
         return is_same and not self.request.prompt_logprobs

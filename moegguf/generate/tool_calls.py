@@ -235,7 +235,8 @@ class Reader:
         return calls or None
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
-        """Returns the next calls and the position behind them, None where the text is no call."""
+        """Returns the calls that begin at `at`, and the position behind them; None where no whole call stands there.
+        `final`: as in `__call__`."""
         raise NotImplementedError
 
     def is_open(self, text: str) -> bool:

@@ -28,8 +28,8 @@ KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 HEADS_TENSOR = "nextn.eh_proj.weight"  # every head that predicts further tokens has this tensor
-# Architectures whose heads are tested here. llama.cpp computes these heads with a KV cache alone, and their models can
-# take back the tokens of a draft.
+# Architectures whose heads may draft, because moegguf's tests cover them. llama.cpp computes these heads with a KV
+# cache and no other memory, and their models can take back the tokens of a draft.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
 # llama.cpp reads this tensor of these architectures by row from the file (TENSOR_READ_LAZY in src/models).
 ROW_TABLE = "per_layer_token_embd.weight"

@@ -192,8 +192,8 @@ class FileVersion:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Numbers that are others for another file, and after every write. A program can set the modification time
-        back, but not the change time. That also changes with the file's name, owner, mode and links."""
+        """Numbers that differ between files, and change with every write. A program can set the modification time back,
+        but not the change time, which also changes with the file's name, owner, mode and links."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:

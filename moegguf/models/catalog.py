@@ -238,7 +238,8 @@ class Catalog:
         return name
 
     def _clean(self) -> None:
-        """Deletes file sets that no name uses, and the unused files of hidden names from the Hugging Face cache."""
+        """Deletes file sets that no name uses, and from the Hugging Face cache the files of removed names that no other
+        model uses."""
         with self.index.changed() as contents:
             self.blobs.clean(contents.files())
             used = {path.resolve() for path in contents.files()}

@@ -9,7 +9,8 @@
 
 namespace moegguf {
 
-// Experts of one layer that pass through a few slots (streamed_supply.cpp), as kernels take them. Any thread.
+// The stream of those experts of one layer that have no slot of their own (streamed_supply.cpp). They pass through a
+// few slots, from which kernels take them. Any thread may call these functions.
 class ExpertStream {
   public:
     virtual ~ExpertStream() = default;

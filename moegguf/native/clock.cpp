@@ -74,7 +74,7 @@ class VirtualClock final : public Clock {
         return started;
     }
 
-    // The transfer that ends first, if it does so by then.
+    // Ends the transfer that ends first, if that is by end_ns. Returns false if there is none.
     bool end_first(uint64_t end_ns) {
         Carried * first = nullptr;
         for (Carried & one : links_) {

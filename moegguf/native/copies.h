@@ -31,7 +31,8 @@ class Copies final : public Link {
     void finish(const Job & job, const std::string & why) override;
     uint64_t link_bytes(const Job & job) const override; // 0 within the device: its memory is far faster than any link
     void note_time(uint64_t ns) override;
-    void stop(); // stops the store and joins the thread
+    // Asks all threads of the store to stop, joins the copy thread, and waits for the copies that are submitted.
+    void stop();
 
     // Returns whether the device has events, so that the stream that computes can wait for copies.
     bool has_events() const { return event_ != nullptr; }

@@ -1,4 +1,4 @@
-// events.h: carries events from compute and reader threads to the listener's own thread.
+// events.h: carries events from compute threads to the listener's own thread.
 //
 // It copies events into a ring of its own, and calls the listener. It knows no slot and never takes the store's lock.
 // No caller holds that lock.

@@ -266,7 +266,8 @@ void Forecaster::select_sequences(const Record & record) {
     }
 }
 
-// Returns the predictor of a sequence: for a new sequence a new one, or else the least recently used one.
+// Returns the predictor of a sequence. A new sequence gets a new one, or the least recently used one where there are
+// most_sequences already.
 Forecaster::SequencePredictor & Forecaster::predictor_of(int sequence) {
     const auto end = predictors_.end();
     auto found =
@@ -343,8 +344,8 @@ bool Forecaster::predict_sequences(int il, int distance) {
     return !predicted_sequences_.empty();
 }
 
-// Combines the sequences: the chance that any of the pass uses an expert. Others than the selected ones count as
-// average.
+// Combines the sequences: the chance that any sequence of the pass uses an expert. The sequences that were not selected
+// count as the average of those that were.
 void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
     row.is_published = false;

@@ -1,6 +1,6 @@
-// interleave.cpp: rows are interleaved here past the cache. Upstream's repack goes through cached memory block by
-// block: each line of a slot is read before it is overwritten, and pushes out a line that compute threads use. Written
-// past the cache, it takes about two thirds of the time.
+// interleave.cpp: interleaves rows of Q4_0 with stores that go past the processor's caches (SSE2). Upstream's function
+// writes through the caches: the processor reads each line of the slot before it overwrites it, and evicts lines that
+// compute threads use. Stores past the caches take about two thirds of the time.
 #include "pool.h"
 
 #include "ggml-backend.h"

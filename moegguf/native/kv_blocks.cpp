@@ -26,7 +26,8 @@ using namespace moegguf;
 namespace {
 
 constexpr size_t chunk_bytes = 256u << 10; // still in a core's cache when they are digested and copied
-constexpr size_t n_together = 8; // blocks of one thread: neighbours lie in a huge page, which one should touch first
+// Blocks that one thread fills: neighbouring blocks lie in one huge page, which a single thread should touch first.
+constexpr size_t n_together = 8;
 
 struct Part { // the part of a state that belongs to one tensor; it begins at `at` in the file
     ggml_tensor * tensor;
@@ -159,7 +160,8 @@ struct moegguf_kv_blocks {
 
     std::mutex mutex; // guards the next fields and the number of blocks
     std::condition_variable changed;
-    size_t n_known = 0, n_begun = 0; // blocks whose parts are known, and those that a thread fills or has filled
+    size_t n_known = 0; // blocks whose list of parts is complete
+    size_t n_begun = 0; // blocks that a thread fills or has filled
     bool is_complete = false;
     std::future<void> filling; // the other thread
 };

@@ -30,12 +30,12 @@
 //   5. A place in a staging tensor changes its expert only while it is not pinned and nothing is on its way there.
 //
 // Threads
-//   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices
-//   (arrivals.cpp).
+//   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.cpp).
 //                      They allocate nothing once warm. They take the store's lock briefly to pin slots or to wait
 //                      for them, but not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into read buffers, write into slots. Never call out.
-//   copy threads     : one per device: copies from slots in RAM to it. Never calls out.
+//   copy threads     : one for each tier that is filled from RAM, staging tensors too. They copy from slots in RAM, and
+//                      never call out.
 //   predictor thread : takes the records of compute threads, predicts, requests prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -82,8 +82,9 @@ enum moegguf_flag {
     MOEGGUF_CHUNKED = 1 << 2, // a prefetch goes matrix by matrix, so that a miss waits for one at most
     MOEGGUF_PREEMPT = 1 << 3, // a routing event drops the prefetches of its layer that were not needed
     MOEGGUF_OVERLAP = 1 << 4, // a layer's computing begins before all of its matrices are there
-    // A prompt's pass fetches the next layer while this one computes. Passes whose experts do not fit evict the experts
-    // that are needed last.
+    // A pass that chooses nearly all experts of a layer fetches experts of the next layer meanwhile, as many as fit. In
+    // such passes, and where a pass's experts do not fit, experts of the layer that comes last are evicted first,
+    // unless the policy's scores decide.
     MOEGGUF_SWEEP = 1 << 5,
     MOEGGUF_FILL = 1 << 6,         // when resident: read every expert in the background
     MOEGGUF_SIMULATE = 1 << 7,     // no file, no memory: transfers cost modelled time only
@@ -171,9 +172,9 @@ struct moegguf_counters {
     uint64_t sim_clock_ns;
 };
 
-// The counters of one tier since the store was opened, and from pool_bytes on its present state. A lookup is one
-// distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Each miss in a tier is one lookup in
-// the tier below.
+// The counters of one tier since the store was opened; the fields from slots_used on are its present state. A lookup is
+// one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Each miss in a tier is one lookup
+// in the tier below.
 struct moegguf_tier_info {
     uint64_t lookups;
     uint64_t hits_ready; // every matrix was there
@@ -181,13 +182,13 @@ struct moegguf_tier_info {
     uint64_t misses;
     uint64_t evictions;
     uint64_t prefetch_wasted;  // prefetched and evicted unused
-    uint64_t bytes_missed;     // bytes that came into its slots, from any source, because a pass needed them
+    uint64_t bytes_missed;     // bytes of demands that came into its slots, from the file or from other slots
     uint64_t bytes_prefetched; // bytes that came into its slots early
     uint64_t stall_ns;         // compute threads waiting; in RAM: while a matrix was still to be read from the file
     uint64_t stream_waits;     // waits for copies by the stream that computes, in place of a thread
     uint64_t copy_ns;          // time of the threads that copy into its slots
-    uint64_t slots_used;       // now
-    uint64_t slots_pinned;     // now
+    uint64_t slots_used;
+    uint64_t slots_pinned;
     uint64_t pool_bytes;
     uint64_t slot_bytes;        // one expert over all arenas
     uint64_t read_buffer_bytes; // read buffers of the whole store
@@ -312,7 +313,7 @@ struct moegguf_failure {
     char message[256];
 };
 
-// The speeds of the CPU, a device and the link between them with the experts of one layer.
+// Speeds measured with the experts of one layer: of the CPU, of a device, and of copies to the device.
 struct moegguf_speeds {
     double cpu_bytes_per_ns;    // experts that the CPU multiplies with, one token at a time
     double cpu_op_ns;           // time of each further node of a graph on the CPU
@@ -413,7 +414,8 @@ MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_fore
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 
 // Sets a table of the probabilities that experts are used when their layer comes next, for policies. known [n_layer]:
-// not 0 for layers with probabilities. NULL: nothing is known. A layer's part ends when the layer is routed.
+// not 0 for layers with probabilities. NULL: nothing is known. The store drops a layer's probabilities when the layer's
+// router has chosen.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
 

@@ -1,5 +1,9 @@
 // residency.h: the bookkeeping of one tier: which expert is in which slot, and which expert is evicted next.
 //
+// A new expert gets a free slot, or else the slot of a victim. Each layer has one candidate (eviction_order.h). Among
+// the candidates the policy's score decides, in a sweep the distance of the layer, then age. A layer with no more than
+// its share of slots gives one only if no other layer can.
+//
 // Residency owns every slot, and it alone changes one: others call the functions below, mostly through the verbs of
 // their tier (tier.h). It knows no memory, no file and no thread. It counts only for the slots of its tier.
 #pragma once

@@ -1,5 +1,6 @@
 // shared.h: the state that the parts of one store share: the lock, switches, counters, the clock, and the one way in
-// which computing threads wait. Knows no slot and no queue.
+// which computing threads wait. READY bits are read without the lock; a thread that does not find them set takes the
+// lock and waits on `done`, which the end of each transfer signals. Knows no slot and no queue.
 #pragma once
 
 #include "clock.h"

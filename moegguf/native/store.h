@@ -17,9 +17,10 @@ class Store {
     ~Store();
 
     // Handles a routing event on a compute thread, and replaces the expert ids of the choice by slot ids. At its end
-    // every chosen expert is where the layer's kernels find it. After a failure the context has the reason, and the ids
-    // are safe to compute with. The function chooses a supply for the event, waits for the choice's wait_kinds and
-    // notifies observers. It neither moves bytes nor changes a slot itself.
+    // every chosen expert has a slot, and the matrices of the choice's wait_kinds are there; kernels wait for the
+    // others (arrivals.h). After a failure the context has the reason, and the ids are safe to compute with. The
+    // function chooses a supply for the event, waits for the choice's wait_kinds and notifies observers. It neither
+    // moves bytes nor changes a slot itself.
     void acquire(const Choice & choice);
 
     // Returns true if every expert of the layer is in its own slot, so that a routing event has nothing to do or to

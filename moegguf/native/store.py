@@ -76,8 +76,9 @@ class StoreOptions:
     preempt: bool = True  # a routing event drops stale prefetches of its layer
     demand_first: bool = True  # demands are read before all prefetches, else after earlier requests
     overlap: bool = True  # a layer's computing begins before all of its matrices are there
-    # A prompt's pass fetches the next layer ahead. Passes of several tokens whose experts do not fit evict the experts
-    # that are needed last.
+    # A pass that chooses nearly all experts of a layer fetches experts of the next layer meanwhile, as many as fit. In
+    # such passes, and where a pass's experts do not fit, experts of the layer that comes last are evicted first,
+    # unless the policy's scores decide.
     sweep: bool = True
     # The experts of a prompt's layer pass through a few slots, each read once, also if each could have its own slot.
     stream: bool = False
@@ -389,9 +390,10 @@ class Store:
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), False)
 
     def warm(self, il: Integers, experts: Integers) -> None:
-        """Fills free slots with experts (il[i], experts[i]) in the background, the first ones nearest to the layers.
+        """Fills free slots in the background with experts (il[i], experts[i]), in this order: first slots of the tier
+        that computes, then slots in RAM below it.
 
-        Never before what a pass waits for, and never in place of another expert. Replaces those given before.
+        Waits for all demands, and evicts nothing. Replaces the experts given before.
         """
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 

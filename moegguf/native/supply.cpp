@@ -1,4 +1,4 @@
-// supply.cpp: implements supply.h: the supply from slots, and the context.
+// supply.cpp: implements supply.h: the supply from slots, and struct Context.
 #include "supply.h"
 
 #include "copies.h"

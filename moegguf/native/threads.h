@@ -1,5 +1,6 @@
-// threads.h: lets a store's own threads and the threads that compute leave the processor to each other. It may start
-// one thread for the process, which does nothing. Knows no store, and nothing about the work of threads.
+// threads.h: lets a store's own threads and the threads that compute leave the processor to each other. It may start an
+// OpenMP team of two threads for the process, which does nothing. Knows no store, and nothing about the work of
+// threads.
 #pragma once
 
 #include "layout.h"

@@ -3,7 +3,7 @@
 // device that computes layers, one tier in RAM that fills the tiers of devices, and staging tensors for prompts.
 //
 // A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups and
-// stalls are counted here and nowhere else. A tier knows no queue and no thread.
+// stalls are counted here and nowhere else. A tier queues nothing itself, and has no thread.
 #pragma once
 
 #include "pool.h"
@@ -28,7 +28,7 @@ struct SlotRef {
     uint32_t generation = 0;
 };
 
-// A transfer of an expert's matrices into a slot.
+// A transfer of one matrix of an expert into a slot; of all its matrices for a prefetch that is not chunked.
 struct Job {
     SlotRef source;
     SlotRef destination;
@@ -89,9 +89,8 @@ class Tier {
     // - borrow pins the slot of another tier that fills a slot, until the slot is whole or needs no bytes any more.
     // - pin keeps a slot from eviction. Every layer that computes with it and every borrower has a pin of its own.
     // - unpin drops one pin, and settles the slot with the last pin.
-    // - settle gives back the slot that a whole slot has borrowed. It vacates an unpinned slot that is not whole and
-    // gets
-    //   no bytes.
+    // - settle gives back the slot that a whole slot has borrowed. It vacates an unpinned slot that is not whole and to
+    //   which no bytes are on their way.
     // - vacate frees a slot. A slot with a transfer on its way is settled at the end of the transfer instead.
     int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // -1: no slot; expert as in Slot
     void borrow(int s, Tier & from, int source, bool is_use); // is_use: the source becomes the most recently used one
@@ -121,7 +120,8 @@ class Tier {
         int slot = -1; // -1: none
     };
 
-    void evict(int s); // vacates a slot for another expert, or because the tier shrinks, and counts an eviction
+    // Vacates a slot for another expert, or because the tier shrinks. Counts an eviction if the slot held an expert.
+    void evict(int s);
     void give_back(int s);
     void spin_shortly();
 

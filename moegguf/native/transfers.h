@@ -1,8 +1,10 @@
 // transfers.h: the queue of transfers, and the link from the files. The queue decides which bytes move next: first
-// demands of layers, then experts that are worth having early. The link's threads read matrices of experts into slots.
-// Copies bring bytes from RAM to a device (copies.h).
+// demands of layers, then experts that are worth having early. Copies bring bytes from RAM to a device (copies.h).
 //
-// It may assign, fill and vacate slots of every tier under the store's lock.
+// A reader thread takes work under the store's lock: streamed reads, then demands, then prefetches. A prefetch gets its
+// slot only then, and may evict. The reader moves the bytes without the lock. Under the lock again it publishes the
+// matrix, settles the slot, and queues the copy to a device that waits for it. It may assign, fill and vacate slots of
+// every tier.
 #pragma once
 
 #include "copies.h"
@@ -14,8 +16,8 @@ namespace moegguf {
 // The cause of a prefetch. Causes are served in this order.
 enum class Cause : uint8_t { request, forecast, warm_start };
 
-// An expert that is worth having: transferred only while the link has nothing that is needed now, in place of one that
-// is worth less. What a request is worth is said by the eviction policy; a warm start takes free slots only.
+// An expert that is worth having. It is transferred only while no demand is queued, in place of one that is worth less.
+// The eviction policy returns the worth of a request; a warm start takes free slots only.
 struct Want {
     int il;
     int expert;

@@ -222,8 +222,8 @@ class Admission:
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
-    """Decides whether a model fits in `limits` beside `models`, given least recently used first. Models are unloaded
-    for the memory that is short only.
+    """Decides whether a model fits in `limits` beside `models`, given least recently used first. Idle models are
+    unloaded in this order: those that have memory in a place that is short, and as many as `max_models` asks for.
 
     Raises BudgetError when it would not fit without any other model.
     """

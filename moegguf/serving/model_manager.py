@@ -525,7 +525,7 @@ class ModelManager:
                 for name, cache in dict(model.asked_budgets).items():  # a person needs that memory
                     try:
                         await self._set_budget(model, {name: cache})
-                    except MoeggufError:  # the new plan cannot keep it
+                    except MoeggufError:  # the new plan has no room for the budget that a person asked for
                         model.asked_budgets.pop(name, None)
             self._dispatch()
             await model.ending.wait()

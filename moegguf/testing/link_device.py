@@ -62,7 +62,8 @@ def link_figures(name: str) -> LinkFigures:
 
 @functools.cache
 def link_device(link: Link, n_threads: int = 0) -> str:
-    """Returns the name of this process's simulated device behind `link`, which the first call adds."""
+    """Returns the name of this process's simulated device with this link and number of threads, which the first such
+    call adds."""
     return add_link_device(link, n_threads=n_threads)
 
 

@@ -151,7 +151,8 @@ class TraceAnalysis:
         layout = read_layout(model) if model else None
         if layout is not None and Artifacts(layout).fingerprint != trace.header.fingerprint:
             raise OptionError(
-                f"{path} was recorded from another model ({trace.header.model or 'unnamed'}) than {model}."
+                f"{path} was recorded from another model ({trace.header.model or 'unnamed'}) than {model};"
+                " name that model, or record this one."
             )
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
@@ -264,7 +265,7 @@ class TraceAnalysis:
         self, policy: str, predictor: str, n_slots: int | Sequence[DeviceSlots], options: SimOptions, share: float,
         **others: Any,
     ) -> Row:  # fmt: skip
-        """One replay, with new parts of these names."""
+        """One replay, with a policy and a predictor that are made anew from these names."""
         result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
         rates = result.n_slots, result.hit_rate, result.decode_hit_rate
         if names_file(policy):  # classes of several files may have one name
@@ -287,11 +288,11 @@ class TraceAnalysis:
         options: SimOptions = SimOptions(),
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays on devices with slots over slots in RAM, with every policy, predictor and pair of budgets.
+        """Replays with slots on devices and slots in RAM below them, for every policy, predictor and pair of budgets.
 
         policies: names, of VRAM over LRU in RAM, or "vram=NAME,ram=NAME". budgets: {share of the experts in VRAM:
-        devices, with slots and staging tensors as a plan divides it}. Prompts are staged, or cut to what slots are
-        exact for. Raises OptionError as `simulate` does.
+        devices, with slots and staging tensors as a plan divides it}. Prompts are staged, or cut into passes
+        that the slots compute exactly. Raises OptionError as `simulate` does.
         """
         timed = options.timed or any(device.link for devices in budgets.values() for device in devices)
         options = _prefetching(options, timed, predictors)

@@ -344,7 +344,9 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
 
 def _read_header(archive: zipfile.ZipFile) -> FileHeader:
     if HEADER not in archive.namelist() or archive.getinfo(HEADER).file_size > MAX_HEADER_BYTES:
-        raise TraceError(f"there must be a {HEADER} of at most {MAX_HEADER_BYTES} bytes; record the trace again.")
+        raise TraceError(
+            f"{HEADER} is missing in this file, or is larger than {MAX_HEADER_BYTES} bytes; record the trace again."
+        )
     return decode(archive.read(HEADER))
 
 

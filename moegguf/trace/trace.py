@@ -114,7 +114,8 @@ class Trace:
         return self.rearranged(tokens, starts[:-1][passes], passes, self.announced_at()[tokens])
 
     def announced_at(self) -> npt.NDArray[np.int64]:
-        """(n_tokens,): the index of the first token of the announcement of each; of a pass without one, negative."""
+        """(n_tokens,): for each token the index of the first token that was announced with it. Tokens of a pass whose
+        announcement is not known have a negative number that only this pass has."""
         announced = np.where(self.pass_first_token < 0, -1, self.pass_start[:-1] - self.pass_first_token)
         unknown = -1 - np.arange(self.n_pass)
         return np.repeat(np.where(announced < 0, unknown, announced), np.diff(self.pass_start))

@@ -83,7 +83,7 @@ def test_responses_that_a_server_has_stored_are_learned_from_when_asked(here: Co
 def test_what_cannot_be_learned_is_refused_before_any_work(here: Command, recorded: Path, home: dict[str, str]) -> None:
     for flags, rule in (
         (("--strategy", "lru"), "the strategy 'lru' needs nothing learned; these do: promoe, expertflow"),
-        (("--trace", recorded, "--from-server"), "--trace and --from-server are both what is learned from"),
+        (("--trace", recorded, "--from-server"), "--trace and --from-server cannot be given together"),
     ):
         done = here("learn", "demo", *flags, **home)
         assert done.returncode == 1 and rule in " ".join(done.stderr.split())

@@ -192,7 +192,7 @@ def put(at: Any, value: Any) -> Callable[[Any], None]:
         (changed("pass_start", put(0, 1)), "pass_start must go from 0 to 8"),
         (changed("pass_start", put(1, 7)), "pass_start must rise"),
         (lambda m: {k: v for k, v in m.items() if k != "tokens.000000.npy"}, "damaged or incomplete"),
-        (lambda m: {k: v for k, v in m.items() if k != "header.json"}, "there must be a header"),
+        (lambda m: {k: v for k, v in m.items() if k != "header.json"}, "header.json is missing in this file"),
         (lambda m: {**m, "header.json": b"[" * 100_000}, "Invalid JSON"),
         (lambda m: {**m, "header.json": b"[]"}, "trace header"),
         (lambda m: {**m, "tokens.000000.npy": b"\x93NUMPY\x01\x00\x20\x00" + b"(" * 150}, "damaged"),

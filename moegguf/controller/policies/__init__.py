@@ -47,7 +47,7 @@ class Lfu:
     name: ClassVar[str] = "lfu"
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """(n_layer, n_expert), updated at every routing event."""
+        """Returns the history's counts of uses (n_layer, n_expert), which grow at every routing event."""
         return history.uses
 
 

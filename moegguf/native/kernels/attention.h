@@ -115,7 +115,8 @@ struct Attention {
                                const RowsToPrefetch & soon, int soon_row, int n_soon, float * scores) {
         F sums[n_rows][2] = {};
         for (int64_t begin = 0; begin < n; begin += few_halves) {
-            // Copied together: rows of a KV cache lie where they replace one another in the processor's first cache.
+            // Rows of a KV cache lie at distances at which they push one another out of the processor's first-level
+            // cache, so they are copied next to each other here.
             alignas(64) uint16_t rows[2 * lanes][few_halves];
             const int64_t n_halves = n - begin < few_halves ? n - begin : few_halves;
             for (int k = 0; k < 2 * lanes; k++) { memcpy(rows[k], keys[k] + 2 * begin, 2 * n_halves); }

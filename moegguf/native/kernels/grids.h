@@ -267,7 +267,7 @@ struct PlainIq1M : Grid<PlainIq1M, Unsigned<9, 4>> {
         const __m256i more = _mm256_shuffle_epi8(_mm256_set1_epi32((int)found.more[i]), bytes_of_4);
         return eighths(of_grid(iq1s_grid, found.index + 4 * i), more);
     }
-    // The other 4 bits of each 16.
+    // The scale of a block, an eighth of a half: its 16 bits are the upper 4 of each of the four words in `scales`.
     static float d(const uint8_t * from) {
         const __m128i packed = _mm_loadl_epi64((const __m128i *)((const block_iq1_m *)from)->scales);
         const auto four = (uint64_t)_mm_cvtsi128_si64(_mm_srli_epi16(packed, 12));

@@ -18,7 +18,7 @@ struct Row32 {
     float d;
 };
 
-// 256 values with a scale, for weights with integer scales and minima.
+// 256 activations as int8 with a scale, and the sums that weights with minima need.
 struct RowMins {
     int8_t qs[256];
     int16_t sums[8]; // sums of each 32 values

@@ -59,13 +59,13 @@ class ExpectedUse : public EvictionPolicy {
         return was_known || probabilities;
     }
 
-    // -(expected passes until the next use of an expert), counted from when its layer comes next ...
+    // -(expected passes until the next use of an expert), counted from when its layer comes next.
     float score(int il, int expert) const override {
         const int key = layout_.key(il, expert);
         return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
     }
 
-    // ... which is this far from a routing event of layer now.il.
+    // -(the part of a pass from a routing event of layer now.il until layer il comes next), times distance_weight.
     float layer_offset(int il, const LayerStep & now) const override {
         return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
     }

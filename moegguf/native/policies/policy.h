@@ -16,7 +16,7 @@ namespace moegguf {
 // The layer of a pass for which slots are chosen.
 struct LayerStep {
     int il = 0;           // the layer that computes now
-    bool sweep = false;   // the pass has several tokens, which need more experts than there are slots, layer by layer
+    bool sweep = false;   // the pass chooses nearly all experts of a layer, or more experts than there are slots
     bool token = false;   // the pass has one token
     uint64_t number = 0;  // counts layers over all passes: pass * n_layer + il
     bool decodes = false; // the pass has one token, or one token of each of several sequences

@@ -139,7 +139,7 @@ class AccessControl:
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """One expression for all origins; `*` matches anything, and after a colon a port number."""
+    """Returns one expression for all origins; `*` matches any text, and `:*` any port."""
     parts = (re.escape(origin.strip()).replace(r":\*", r":\d+").replace(r"\*", ".*") for origin in origins)
     return re.compile(f"(?i:{'|'.join(parts)})")
 

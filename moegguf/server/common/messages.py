@@ -78,7 +78,7 @@ def _text_of_result(part: dict[str, Any]) -> str:
 
 
 def is_foreign(part: Any) -> bool:
-    """Returns whether a part has a type that nothing here reads. The log then names it."""
+    """Returns whether a part has a type that nothing here reads, and logs that type."""
     kind = part.get("type") if isinstance(part, dict) else None
     found = isinstance(kind, str) and kind not in (*_TEXTS, *_IMAGES, "image", SEARCH_RESULT)
     if found:

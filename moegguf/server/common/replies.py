@@ -40,7 +40,7 @@ def dumps(value: Any) -> str:
 
 
 def json_line(value: Any) -> bytes:
-    """Returns an object for a LineResponse."""
+    """Returns an object as a line of JSON, for a LineResponse."""
     return to_utf8(dumps(value)) + b"\n"
 
 

@@ -85,7 +85,7 @@ def _tag_object(entry: ModelEntry) -> Json:
 
 
 async def _ps(request: HttpRequest) -> Response:
-    """Names of the models in memory, latest expiry first."""
+    """Returns one row for each name of a model in memory; models that expire last come first."""
     state = request.app.state
 
     def found(loaded: list[LoadedModel]) -> list[Json]:

@@ -76,7 +76,8 @@ def _thinking_of(item: Json) -> Any:
 
 
 def _called(item: Json, kind: str) -> Json:
-    """The call in an item: of a function, or of another tool, whose arguments are the other fields of the item."""
+    """Returns the call in an item. A function has its arguments in `arguments`; the arguments of another tool are the
+    other fields of the item."""
     own = {name: value for name, value in item.items() if name not in CALL_FIELDS and value is not None}
     arguments = item.get("arguments") if kind == "function_call" else own
     return {"name": item.get("name") or kind.removesuffix(CALL), "arguments": arguments}

@@ -294,8 +294,8 @@ class Batches:
             )  # fmt: skip
 
     async def _store(self, batch: Batch, journal: Journal, what: str, succeeded: bool) -> str | None:
-        """Stores the lines of the requests that succeeded, or did not, in a file, and returns its id, which is equal
-        when this is repeated; None without any line."""
+        """Stores the lines of the requests that succeeded, or with `succeeded=False` of those that failed, and returns
+        the file's id. A repetition returns the same id. None if there are no lines."""
         if succeeded not in journal.answered.values():
             return None
         file_id = f"file-{batch.id.removeprefix('batch_')}-{what}"
