@@ -164,7 +164,7 @@ def rules_broken(text: Text) -> Iterator[str]:
     for sentence in sentences:
         if (n_words := len(_WORD.findall(sentence))) > MOST_WORDS:
             yield f"has a sentence of {n_words} words"
-    described = text.words.partition("Attributes:")[0]  # a list of attributes has a line for each field
+    described = re.split("Args:|Attributes:", text.words)[0]  # each line of these lists has one field
     fields = max(len(_FIELD.findall(paragraph)) for paragraph in described.split("\n\n"))
     if text.kind == "class" and fields > MOST_FIELDS:
         yield f"describes more than {MOST_FIELDS} fields in a paragraph"

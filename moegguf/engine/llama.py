@@ -46,7 +46,15 @@ if TYPE_CHECKING:
 
 
 class Llama(UpstreamLlama):
-    """A GGUF model; when it is a Mixture of Experts, its experts are kept within a budget."""
+    """A GGUF model. The experts of a Mixture of Experts take no more memory than a budget.
+
+    Example:
+        >>> import moegguf
+        >>> with moegguf.Llama("demo", expert_cache="50%", verbose=False) as llm:
+        ...     answer = llm("The capital of France is", max_tokens=4, temperature=0.0)
+        >>> answer["usage"]["completion_tokens"]
+        4
+    """
 
     n_batch: int
     vocabulary: Vocabulary
@@ -220,7 +228,15 @@ class Llama(UpstreamLlama):
         placement: str | None = None,
         **options: Any,
     ) -> Plan:
-        """Returns the plan for loading the model with these keywords. Raises what loading would raise."""
+        """Returns the plan for loading the model with these keywords, without loading it.
+
+        Raises what loading would raise.
+
+        Example:
+            >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
+            >>> plan.n_slots, plan.n_experts
+            (96, 192)
+        """
         given: dict[str, Any] = dict(options)
         check_options(given, Llama.__init__)
         own = {"expert_cache": expert_cache, "vram_cache": vram_cache, "placement": placement}
@@ -235,7 +251,12 @@ class Llama(UpstreamLlama):
 
     @property
     def n_seq_max(self) -> int:
-        """Sequences that the context holds: as given, or 1 where the model can have no more (`sequences_of`)."""
+        """The number of sequences that the context holds: as given, or 1 where the model can have no more.
+
+        Example:
+            >>> llm.n_seq_max
+            1
+        """
         return self._loader.n_seq_max
 
     @functools.cached_property
@@ -244,17 +265,38 @@ class Llama(UpstreamLlama):
         return is_batch_invariant(self, self.layout, self.plan)
 
     def n_ctx(self) -> int:
-        """Tokens of context, of one sequence."""
+        """Returns the tokens of context of one sequence.
+
+        Example:
+            >>> llm.n_ctx()
+            512
+        """
         return int(self._loader.load_plan.options["n_ctx"] if self.n_seq_max > 1 else super().n_ctx())
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens, `n_batch` at a time. A failed call leaves the tokens before it in place, so that it can be
-        repeated. Raises ExpertIOError, GenerationCancelled, ForkError, ClosedError."""
+        """Evaluates tokens, `n_batch` at a time.
+
+        A failed call leaves the tokens before it in place, so that it can be repeated. Raises ExpertIOError,
+        GenerationCancelled, ForkError, ClosedError.
+
+        Example:
+            >>> llm.reset()
+            >>> llm.eval([10, 20, 30])
+            >>> llm.n_tokens
+            3
+        """
         self.context.eval(tokens)
 
     def reset(self) -> None:
-        """Empties the context of this class, which is sequence 0. What others evaluate into it, such as a chat
-        handler's images, then equals no prompt."""
+        """Empties the context of this class, which is sequence 0.
+
+        Images that a chat handler evaluates into it after that never count as the beginning of a later prompt.
+
+        Example:
+            >>> llm.reset()
+            >>> llm.n_tokens
+            0
+        """
         self.n_tokens, self._requires_eval = 0, True
         if self._is_stateful:  # the base class would empty every sequence
             self.context.forget(0)
@@ -262,20 +304,45 @@ class Llama(UpstreamLlama):
         self.input_ids.fill(PLACEHOLDER)
 
     def load_state(self, state: Any) -> None:
-        """Restores a state of `save_state`, as in llama-cpp-python."""
+        """Restores a state of `save_state`, as in llama-cpp-python.
+
+        Example:
+            >>> llm.reset()
+            >>> llm.eval([10, 20, 30])
+            >>> state = llm.save_state()
+            >>> llm.eval([40, 50])
+            >>> llm.load_state(state)
+            >>> llm.n_tokens
+            3
+        """
         super().load_state(state)
         self.context.note_state(0)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
-        """The next token, as in llama-cpp-python. Raises OptionError where this request has evaluated nothing yet."""
+        """Returns the next token, as in llama-cpp-python.
+
+        Raises OptionError where this request has evaluated nothing yet.
+
+        Example:
+            >>> llm.eval([10, 20, 30])
+            >>> 0 <= llm.sample(temp=0.0) < llm.n_vocab()
+            True
+        """
         self.context.check_logits()
         return super().sample(*arguments, **options)
 
     def embed(
         self, input: str | list[str], normalize: bool = False, truncate: bool = True, return_count: bool = False
     ) -> Any:
-        """Returns embeddings as in llama-cpp-python. Raises what `eval` raises, and OptionError for a text without
-        tokens."""
+        """Returns embeddings as in llama-cpp-python.
+
+        Raises what `eval` raises, and OptionError for a text without tokens.
+
+        Example:
+            >>> with moegguf.Llama("demo", embedding=True, pooling_type=1, verbose=False) as embedder:
+            ...     len(embedder.embed("a text")) == embedder.n_embd()
+            True
+        """
         texts, base = [input] if isinstance(input, str) else input, super().embed
         if not all(self.tokenize(to_utf8(text)) for text in texts):
             raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
@@ -287,9 +354,17 @@ class Llama(UpstreamLlama):
         return (vectors, sum(n_tokens for _, n_tokens in found)) if return_count else vectors
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
-        """Tokens as in llama-cpp-python, one request at a time: other threads wait until this one has ended.
+        """Yields tokens as in llama-cpp-python.
 
-        Raises OptionError without a token to begin with, CapabilityError.
+        Only one request is computed at a time: other threads wait until this one has ended. Raises OptionError without
+        a token to begin with, CapabilityError.
+
+        Example:
+            >>> import itertools
+            >>> tokens = llm.generate([10, 20, 30], temp=0.0)
+            >>> len(list(itertools.islice(tokens, 5)))
+            5
+            >>> tokens.close()  # ends the request
         """
         self.context.check_generates()
         steps = self._with_kept(super().generate(*arguments, **options), arguments, options)
@@ -298,7 +373,8 @@ class Llama(UpstreamLlama):
     def _with_kept(
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
-        """The steps, which go on from what is kept on disk of their prompt, and are kept."""
+        """Yields the tokens of `steps`. Tokens of their prompt that are on disk are read from there, and all tokens are
+        written to disk."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -318,16 +394,32 @@ class Llama(UpstreamLlama):
                 cache.store(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
 
     def stats(self) -> Stats:
-        """Returns the counters since the model was loaded. Subtract earlier counters to get a request's counters."""
+        """Returns the counters since the model was loaded. Subtract earlier counters to get a request's counters.
+
+        Example:
+            >>> before = llm.stats()
+            >>> llm.eval([10, 20, 30])
+            >>> (llm.stats() - before).tokens
+            3
+        """
         return self.context.stats()
 
     def decisions(self) -> dict[str, Any]:
-        """Policy, predictor, whether prefetching is on, and what that cost."""
+        """Returns the policy, the predictor, whether prefetching is on, and the time that decisions took.
+
+        Example:
+            >>> llm.decisions()["policy"]
+            'next-use'
+        """
         self.context.check_open()
         return self.context.controller.figures() if self.context.controller else {}
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
-        """`set_budget(expert_cache=...)`."""
+        """Does what `set_budget(expert_cache=...)` does.
+
+        Example:
+            >>> llm.set_expert_cache("50%")
+        """
         self.set_budget(expert_cache=expert_cache)
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
@@ -343,21 +435,46 @@ class Llama(UpstreamLlama):
         A model without experts has no budget. Raises BudgetError below the minimum and for a tier that the model does
         not have; nothing is changed then. Raises AllocationError when a device refuses more; the tier then keeps its
         slots.
+
+        Example:
+            >>> llm.set_budget(expert_cache="25%")
+            >>> llm.stats().n_slots
+            48
         """
         set_budget(self, self.context, self.session, expert_cache, vram_cache)
 
     def cancel(self) -> None:
-        """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""
+        """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once.
+
+        Later evaluations raise it, too, until `resume` is called.
+
+        Example:
+            >>> llm.cancel()
+            >>> llm.eval([10])
+            Traceback (most recent call last):
+            moegguf.errors.GenerationCancelled: ...
+            >>> llm.resume()
+        """
         if self.session is not None and not self._closed:
             self.session.store.cancel(True)
 
     def resume(self) -> None:
-        """Allows evaluation again after `cancel`."""
+        """Allows evaluation again after `cancel`.
+
+        Example:
+            >>> llm.resume()
+            >>> llm.eval([10])
+        """
         if self.session is not None and not self._closed:
             self.session.store.cancel(False)
 
     def close(self) -> None:
-        """Frees context, model, pool and threads. Twice is harmless."""
+        """Frees context, model, pool and threads. A second call does nothing.
+
+        Example:
+            >>> llm = moegguf.Llama("demo", verbose=False)
+            >>> llm.close()
+        """
         if self._closed:
             return
         if context := self.__dict__.get("context"):  # it is made last

@@ -28,8 +28,8 @@ Prompt = str | abc.Sequence[int]
 
 @dataclass(frozen=True)
 class EngineAnswer(Delta):
-    """An answer: all of its deltas as one. `error`: why it ended early, in one of many; the rest is then what there
-    was."""
+    """An answer: all of its deltas as one. `error`: the reason for which it ended early; the other fields then have
+    what was computed before."""
 
     summary: AnswerSummary = field(default_factory=AnswerSummary, repr=False)
     error: Exception | None = None
@@ -62,21 +62,28 @@ def _collected(queue: SimpleQueue[Delta]) -> EngineAnswer:
 
 
 class Engine:
-    """A model that answers up to `parallel` requests at once: `with Engine("demo") as engine: engine.generate([...])`.
+    """A model that answers up to `parallel` requests at once.
 
     Args:
-        model: as for `moegguf.Llama`; or one that is loaded, which stays so, and whose options count.
-        parallel: sequences that are computed together. Each may have `n_ctx` tokens of context. One for embedding
-            models.
+        model: as for `moegguf.Llama`; or a loaded `Llama`, which keeps its options and stays loaded.
+        parallel: sequences that are computed together. Each may have `n_ctx` tokens of context. Models for embeddings
+            have one.
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
             is computed again. None: parallel * n_ctx, less where experts would miss that memory.
-        schedule: makes, of the loaded model, what chooses the sequences that compute in a step
+        schedule: a function that gets the loaded model and returns the object that chooses the sequences of a step
             (`moegguf.generate.kv_sequences`); None: all of them.
-        All keywords of `moegguf.Llama`; flash_attn is None unless given.
+        options: all keywords of `moegguf.Llama`; flash_attn is None unless given.
 
     An answer has the same bits alone and beside others where the model is batch-invariant (`Llama.batch_invariant`);
     elsewhere `Sampling(exact=True)` computes a request without others. All methods may be called from any thread.
     Raises what `Llama` raises.
+
+    Example:
+        >>> import moegguf
+        >>> with moegguf.Engine("demo", expert_cache="50%") as engine:
+        ...     answers = engine.generate(["Once upon a time", "The capital of France is"], max_tokens=4)
+        >>> len(answers)
+        2
     """
 
     def __init__(
@@ -101,7 +108,12 @@ class Engine:
 
     @property
     def llm(self) -> Llama:
-        """The model: its plan, vocabulary and statistics. It must not evaluate anything meanwhile."""
+        """The model with its plan, vocabulary and statistics. Only the engine may evaluate tokens with it.
+
+        Example:
+            >>> engine.llm.plan.n_experts
+            192
+        """
         return self._llm
 
     def generate(
@@ -110,12 +122,20 @@ class Engine:
         sampling: Sampling | abc.Sequence[Sampling] | None = None,
         **fields: Any,
     ) -> list[EngineAnswer]:
-        """Answers to prompts, in their order: a text, a list of tokens, or a list of these. `sampling`: for all, or one
-        each; without it the model's, else the defaults. `fields`: further ones of `Sampling` and `Request`:
-        `max_tokens=8, temperature=0`.
+        """Returns the answers to prompts, in the order of the prompts.
 
-        What is wrong with one prompt is the `error` of its answer: a ContextError for one that is longer than the
+        Args:
+            prompts: a text, a list of tokens, or a list of texts and lists of tokens.
+            sampling: options for all prompts, or one `Sampling` for each. None: the model's, else the defaults.
+            fields: further fields of `Sampling` and `Request`, such as `max_tokens=8, temperature=0`.
+
+        An error of one prompt is the `error` of its answer. It is a ContextError for a prompt that is longer than the
         context, unless `truncate=True` cuts its middle. Raises OptionError, ClosedError.
+
+        Example:
+            >>> answers = engine.generate(["Once upon a time", "The capital of France is"], max_tokens=4)
+            >>> [answer.error for answer in answers]
+            [None, None]
         """
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         return self._answers([given] if given and isinstance(given[0], int) else given, sampling, fields)
@@ -126,16 +146,31 @@ class Engine:
         sampling: Sampling | abc.Sequence[Sampling] | None = None,
         **fields: Any,
     ) -> list[EngineAnswer]:
-        """Answers to conversations, each a list of messages, or to one; else as `generate`."""
+        """Returns the answers to conversations, each a list of messages, or to one. Else it is as `generate`.
+
+        Example:
+            >>> [answer] = engine.chat([{"role": "user", "content": "What does moegguf do?"}], max_tokens=4)
+            >>> answer.finish
+            'length'
+        """
         given: list[Any] = list(conversations)
         return self._answers([given] if given and isinstance(given[0], dict) else given, sampling, fields)
 
     async def stream(
         self, prompt: Prompt | abc.Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
-        """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
-        cancels it. `fields`: as of `generate`. Raises ClosedError, and the errors of
-        `Sequence.read` and of evaluations."""
+        """Yields the parts of an answer to a text, tokens or messages, as they are computed.
+
+        The answer is cancelled when the caller leaves the loop. `fields`: as in `generate`. Raises OptionError,
+        ContextError, ClosedError, and the errors of evaluations.
+
+        Example:
+            >>> import asyncio
+            >>> async def answer() -> str:
+            ...     return "".join([delta.text async for delta in engine.stream("Once upon a time", max_tokens=4)])
+            >>> isinstance(asyncio.run(answer()), str)
+            True
+        """
         queue = asyncio.Queue[Delta]()
         loop = asyncio.get_running_loop()
 
@@ -153,11 +188,21 @@ class Engine:
             raise delta.error
 
     def stats(self) -> Stats:
-        """Counters since the model was loaded."""
+        """Returns the counters since the model was loaded.
+
+        Example:
+            >>> engine.stats().n_experts
+            192
+        """
         return self._llm.stats()
 
     def close(self) -> None:
-        """Cancels what runs and frees the model. Twice is harmless."""
+        """Cancels what is computed, and frees the model. A second call does nothing.
+
+        Example:
+            >>> engine = moegguf.Engine("demo")
+            >>> engine.close()
+        """
         self._llm.context.check_caller()
         self._loop.close()
         self._thread.join()
@@ -179,8 +224,8 @@ class Engine:
     def _answers(
         self, prompts: abc.Sequence[Any], sampling: Sampling | abc.Sequence[Sampling] | None, fields: dict[str, Any]
     ) -> list[EngineAnswer]:
-        """Submits a few more than are computed, so that thousands of requests do not take memory; cancels all when
-        interrupted."""
+        """Returns the answers to requests. Only a few more are submitted than are computed, so that thousands of
+        requests do not take memory. An interrupt cancels all of them."""
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or self._sampling] * len(prompts)
         if len(sampling) != len(prompts):

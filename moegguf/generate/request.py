@@ -76,7 +76,12 @@ class Sampling:
     num_ctx: int | None = None
 
     def context_within(self, n_ctx: int) -> int:
-        """Returns the tokens that a request may use of a context of `n_ctx`."""
+        """Returns the tokens that a request may use of a context of `n_ctx`.
+
+        Example:
+            >>> moegguf.Sampling(num_ctx=1024).context_within(4096)
+            1024
+        """
         return min(n_ctx, self.num_ctx or n_ctx)
 
 

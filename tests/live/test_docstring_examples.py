@@ -1,0 +1,51 @@
+"""The examples in the docstrings of the public classes run as they are written."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterator
+
+import pytest
+
+import moegguf
+
+CLASSES = (moegguf.Llama, moegguf.Engine, moegguf.Sampling)
+
+
+def _public_functions(owner: type) -> set[str]:
+    """Returns the names of the functions and properties that `owner` itself defines and documents."""
+    return {
+        f"{owner.__name__}.{name}"
+        for name, value in vars(owner).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, (property, staticmethod)))
+    }
+
+
+def _examples() -> dict[str, doctest.DocTest]:
+    finder = doctest.DocTestFinder(exclude_empty=True, recurse=True)
+    return {found.name: found for owner in CLASSES for found in finder.find(owner, owner.__name__) if found.examples}
+
+
+EXAMPLES = _examples()
+
+
+@pytest.fixture(scope="module")
+def objects() -> Iterator[dict[str, object]]:
+    """A loaded model and an engine, by the names that examples have for them."""
+    with moegguf.Llama("demo", verbose=False) as llm, moegguf.Engine("demo", n_ctx=512) as engine:
+        yield {"moegguf": moegguf, "llm": llm, "engine": engine}
+
+
+def test_every_public_function_has_an_example() -> None:
+    wanted = set().union(*map(_public_functions, CLASSES)) | {"Llama", "Engine"}
+    assert wanted - set(EXAMPLES) == set()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_prints_what_its_docstring_shows(name: str, objects: dict[str, object]) -> None:
+    example = EXAMPLES[name]
+    example.globs = dict(objects)
+    printed: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    result = runner.run(example, out=printed.append)
+    assert result.failed == 0, "".join(printed)
