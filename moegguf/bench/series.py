@@ -171,9 +171,10 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        """The options in the text of `as_json`. Raises OptionError for values that are not allowed."""
+        """Returns the options in the text of `as_json`. Raises OptionError for values that are not allowed."""
         values = json.loads(text)
-        return cls(**values | {"tests": tuple(Test(**test) for test in values["tests"])})
+        tests = tuple(Test(**test) for test in values["tests"])
+        return cls(**values | {"tests": tests, "mirror": tuple(values["mirror"])})
 
 
 @dataclass(frozen=True)
