@@ -513,7 +513,6 @@ ERRORS = [
     ("trace simulate TRACE --predictor skip", 1, "--model"),
     ("trace simulate TRACE --model MODEL", 1, "was recorded from another model (moegguf demo)"),
     ("trace simulate TRACE --expert-cache 0%", 1, "each above 0%, but not '0%'"),
-    ("trace simulate TRACE --prefetch --predictor eamc", 1, "--link"),
     ("trace simulate TRACE --strategy promo", 1, "there is no strategy 'promo'; known are none, lru,"),
     ("trace simulate TRACE --strategy lru,moe-infinity", 1, "moe-infinity prefetches, which needs a modelled"),
     ("trace simulate TRACE --strategy lru --save", 1, "not for --strategy"),

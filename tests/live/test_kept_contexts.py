@@ -47,7 +47,7 @@ def answer(engine: Engine, prompt: Sequence[int], owner: str = "", **sampling: A
     """With the logits of every token of it, as logprobs of many."""
     (found,) = engine.generate(
         list(prompt),
-        Sampling(**{"temperature": 0.0, "max_tokens": N_NEW, **sampling}),
+        Sampling(**{"temperature": 0.0, "max_tokens": N_NEW, "ignore_eos": True, **sampling}),
         n_logprobs=20,
         return_context=True,
         owner=owner,
