@@ -1,8 +1,13 @@
-"""Two minutes of what a server has to stand: many clients of every API, some of which leave, workers that are killed,
-and budgets that change. It is not among the tests that run by default: `make soak`.
+"""Two minutes of load on a server: many clients of every API, workers that are killed, and budgets that change. Some
+clients leave before their answer ends. The test does not run by default: `make soak`. MOEGGUF_SOAK sets the seconds.
 
-Every answer is the one of a single client, nothing is lost but what a killed worker was computing, no other error than
-"busy" comes, memory stays within the budget, and no process or file is left over. MOEGGUF_SOAK sets the seconds.
+The test checks that
+
+- every answer is equal to the answer that a single client receives;
+- only requests that a killed worker was computing are lost;
+- no error other than "busy" comes;
+- memory stays within the budget;
+- no process or file is left over.
 """
 
 from __future__ import annotations
@@ -27,15 +32,16 @@ from tools.load_test import DIALECTS, MOST_GROWTH_MB, Question, Run, lines, ques
 
 SECONDS = float(os.environ.get("MOEGGUF_SOAK", "120"))
 CLIENTS, MAX_TOKENS = 64, 24
-REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8  # its answer has drafts
-CANCELS = 0.15  # of requests
-KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)  # between two
+REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8  # the model drafts parts of the answer
+CANCELS = 0.15  # share of the requests that are cancelled
+# The shortest and the longest time between two kills, and between two changes of the budget.
+KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)
 BUDGETS = ("auto", "25%", "40%", "60%", "100%")
-MEMORY = 512 << 20  # for all models together
-PROCESS_BYTES = 200 << 20  # of a worker, besides its model: Python, libraries, the vocabulary of its matchers
-REFUSED = (404, 503)  # of a budget, while the model is loaded anew
+MEMORY = 512 << 20  # memory for all models together
+PROCESS_BYTES = 200 << 20  # a worker without its model: Python, libraries, the vocabulary of matchers
+REFUSED = (404, 503)  # statuses of a change of the budget while the model is loaded anew
 
-# Where bits depend on the pass, answers are computed one at a time.
+# Answers are computed one at a time if bits depend on the pass.
 PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
 
 
@@ -46,7 +52,7 @@ class Meddler:
     def __init__(self, run: Run) -> None:
         self._client, self._outcome, self._dice = run.client, run.outcome, random.Random(2)
         self.budgets, self.refused = list[int](), 0
-        self.over: list[Any] = []  # what took more memory than it may
+        self.over: list[Any] = []  # (resident bytes, size of the model) of workers that took too much
 
     async def _loaded(self) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = (await self._client.get("/api/ps")).json()["models"]
@@ -96,7 +102,7 @@ async def soak(server: Server) -> tuple[Run, Meddler]:
         run = Run(client, "demo", questions, CLIENTS, CANCELS)
         await run.record_expected()
         meddler = Meddler(run)
-        run.outcome.most_growth_mb = math.inf  # which workers run differs; the server's own memory is looked at below
+        run.outcome.most_growth_mb = math.inf  # the set of workers changes; the server's own memory is checked below
         work = meddler.kill(), meddler.change_budgets(), meddler.watch_memory(), watch_memory(run, port_of(server), 1.0)
         tasks = [asyncio.create_task(each) for each in work]
         try:
