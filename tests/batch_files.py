@@ -80,5 +80,5 @@ class Endpoint:
 
     @property
     def texts(self) -> list[str]:
-        """What was asked, in the order of the calls."""
+        """Returns the last message of each call, in the order of the calls."""
         return [body["messages"][-1]["content"] for _, body in self.calls]

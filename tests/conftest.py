@@ -58,14 +58,14 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What is learnt about models in tests stays out of the user's data folder; for subprocesses, too."""
+    """Keeps data about models that tests learn out of the user's data folder, in subprocesses too."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("MOEGGUF_TRIAL_LOAD", "0")  # hundreds of new models; live/test_trial.py turns it on
         patch.setenv("MOEGGUF_CONTEXT_STORE", "0")  # tests count what is computed; its own turn it on
-        patch.setenv("MOEGGUF_PLACEMENT", "slots")  # with a GPU; where speeds decide, a test says so
+        patch.setenv("MOEGGUF_PLACEMENT", "slots")  # also with a GPU; a test in which speeds decide sets it anew
         yield folder
 
 

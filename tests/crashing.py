@@ -1,8 +1,8 @@
 """Kills a process at every change it makes to the file system, one after the other.
 
-Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, does
-the action and kills itself with SIGKILL at its N-th change; what is there then is checked by the parent. It ends when a
-child gets through, and prints how many points there were. Changes are seen by Python's audit hooks, before they happen.
+Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, does the
+action and kills itself with SIGKILL at its N-th change. The parent then checks the folder. The program ends when a
+child completes the action, and prints the number of points. Python's audit hooks report changes before they happen.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def run(action: str, folder: Path) -> str:
 
 
 def die_at(n: int) -> None:
-    """This process ends at its `n`-th change from now on."""
+    """Makes this process kill itself at its `n`-th change from now on."""
     count = itertools.count(1)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,8 +1,8 @@
 """A Hugging Face hub on loopback: repositories in memory, the endpoints that huggingface_hub calls, and faults on
 request. Point HF_ENDPOINT at `FakeHub.url`.
 
-Answers like the real one: the list of a repository with sizes and digests, HEAD of a file with its commit and linked
-ETag, GET as a redirect to a storage address that knows ranges, errors with an X-Error-Code.
+The answers are like the real hub's. The list of a repository has sizes and digests. HEAD of a file has its commit and
+linked ETag. GET redirects to a storage address that supports ranges. Errors have an X-Error-Code.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class FakeHub:
         return repo
 
     def environment(self, home: Path) -> dict[str, str]:
-        """What a process needs to use this hub and nothing else of the machine."""
+        """Returns variables with which a process uses this hub, and no other models or caches of the machine."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home / "hf"),
@@ -161,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def refused(self, repo: FakeRepo | None) -> bool:
-        """Whether the caller may not see the repository; then it has been told so."""
+        """Returns True if the caller may not see the repository. Has then sent the error response."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.tokens.append(token)
         if token and token != self.hub.TOKEN:

@@ -9,7 +9,7 @@ FOLDER = Path(__file__).with_name("recorded")
 
 
 def check_recorded(name: str, text: str) -> None:
-    """Fails unless the text is that of the file."""
+    """Asserts that the text is equal to the recorded file. With MOEGGUF_RECORD, writes the file first."""
     file = FOLDER / f"{name}.txt"
     if os.environ.get("MOEGGUF_RECORD"):
         file.write_text(text, encoding="utf-8")

@@ -90,7 +90,7 @@ def _listens(port: int) -> bool:
 
 @contextmanager
 def server() -> Iterator[tuple[Path, int]]:
-    """What `register` needs, while a server runs on a free port of the loopback."""
+    """Runs a server on a free port of the loopback. Yields the arguments of `register`."""
     rpc = rpc_library()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -106,7 +106,7 @@ def server() -> Iterator[tuple[Path, int]]:
 
 
 def in_child(call: Callable[..., Any], *arguments: Any, n_servers: int = 1) -> Any:
-    """call(*arguments) in a process of its own that knows the devices RPC0, RPC1, ... of so many servers of its own."""
+    """Calls in a process of its own that knows the devices RPC0, RPC1, ... of n_servers new servers."""
     with ExitStack() as stack:
         servers = [stack.enter_context(server()) for _ in range(n_servers)]
         return in_own_process(_registered, servers, call, arguments)
@@ -119,8 +119,8 @@ def _registered(servers: list[tuple[Path, int]], call: Callable[..., Any], argum
 
 
 def on_servers(n_servers: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test runs in a process of its own that knows the devices of so many servers, and those that it adds itself. Its
-    fixtures are pickled."""
+    """Decorates a test that runs in a process of its own. The process knows the devices of n_servers servers, and the
+    devices that the test adds itself. The test's fixtures are pickled."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

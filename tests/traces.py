@@ -1,8 +1,8 @@
 """Synthetic traces with structure: a hidden state per token, routed by hidden router matrices. Deterministic by seed.
 
-The state holds what the text is about (its label and its sequence), the token itself, and a part that drifts slowly
-from token to token; it changes a little from layer to layer. So popularity is uneven, labels prefer experts,
-neighbouring tokens share experts, layers predict each other, and token ids decide a part.
+The state has a part for the topic (label and sequence), a part for the token, and a part that drifts slowly from token
+to token. It changes a little from layer to layer. Therefore popularity is uneven, labels prefer experts, neighbouring
+tokens share experts, layers predict each other, and token ids decide some experts.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def routed(
 
 
 def same(one: Trace, other: Trace) -> bool:
-    """Whether two traces are equal to the last bit, types included."""
+    """Returns True if two traces are equal to the last bit, types included."""
     for field in dataclasses.fields(Trace):
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, np.ndarray):

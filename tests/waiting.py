@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def until(condition: Callable[[], Result], seconds: float = 30.0) -> Result:
-    """The first result of `condition` that is true; fails where there is none within so many seconds."""
+    """Calls `condition` until its result is true, and returns the result. Fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
