@@ -48,7 +48,7 @@ def open_store() -> Iterator[Open]:
 
 @pytest.fixture
 def products(open_store: Open) -> Iterator[list[Product]]:
-    """What a test made, freed before the stores are closed."""
+    """A list to which a test adds its products. They are closed before the stores are closed."""
     made: list[Product] = []
     yield made
     for product in made:

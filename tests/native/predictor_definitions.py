@@ -1,4 +1,4 @@
-"""What each of the store's predictors is, written down plainly for one sequence: what the store is compared with."""
+"""Plain definitions of the store's predictors, for one sequence. Tests compare the store with them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ Definition = Callable[["Sequence", int, int], Float32s | None]
 
 
 class Sequence:
-    """What one sequence has shown: its tokens; of rows, the last choice, and those of this pass if it has one token;
-    the router's last input, with its row. chunk_start: number of the token that began the routing path's chunk."""
+    """The tokens of one sequence and the experts that routers have chosen for it."""
 
     def __init__(self, define: Definition, chunk: int = 0) -> None:
         self.predict = lambda row, distance: define(self, row, distance)
         self._chunk = chunk
         self.tokens: list[int] = []
         self.n_pass_tokens = 0
+        # The index of the token that began the routing path's chunk.
         self.chunk_start: int | None = None
+        # The last choice of each row.
         self.last: dict[int, Int32s] = {}
+        # The choices of each row in this pass, if the pass has one token.
         self.ids: dict[int, Int32s] = {}
+        # The router's last input and its row, if this pass has one token.
         self.input: tuple[int, Float32s] | None = None
 
     def announce(self, tokens: Int32s) -> None:
@@ -146,7 +149,7 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
 
 
 def eamc(predictor: EamcPredictor) -> Definition:
-    """Of the entries nearest to this pass, those with more tokens first of equals, the sum."""
+    """Predicts the sum of the entries nearest to this pass. Among equally near entries, more tokens come first."""
     entries, layers = predictor.eamc.state, predictor.shape.layers
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:

@@ -60,7 +60,7 @@ class Product:
         self.out = self._base.ggml_mul_mat_id(
             c.c_void_p(self._context), c.c_void_p(pool), c.c_void_p(self._x), c.c_void_p(self.ids)
         )
-        self._base.ggml_set_name(c.c_void_p(self.out), b"ffn_moe_down_in-0")  # as what down matrices multiply
+        self._base.ggml_set_name(c.c_void_p(self.out), b"ffn_moe_down_in-0")  # the name of the input of down matrices
         self._graph = self._base.ggml_new_graph(c.c_void_p(self._context))
         self._base.ggml_build_forward_expand(c.c_void_p(self._graph), c.c_void_p(self.out))
         self._buffer = allocate(c.c_void_p(self._context), c.c_void_p(self._base.ggml_backend_cpu_buffer_type()))
@@ -89,7 +89,7 @@ class Product:
         self._set(self.ids, np.asarray(expert_ids, np.int32))
 
     def acquire(self) -> None:
-        """What the scheduler's callback does once the node with the ids is computed."""
+        """Calls the hook as the scheduler's callback does, once the node with the ids is computed."""
         assert library.load().moegguf_eval(self.ids, False, self.context.handle)
 
     def compute(self) -> bytes:
@@ -106,7 +106,7 @@ class Product:
 
 
 def aborts(context: StoreContext) -> bool:
-    """Whether the context's pass ends with the node that was computed last."""
+    """Returns True if the context's pass ends with the node that was computed last."""
     return bool(library.load().moegguf_abort(context.handle))
 
 

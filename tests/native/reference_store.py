@@ -1,6 +1,6 @@
-"""The store as plain Python: what its slots hold after each call, when nothing is on its way. No bytes, no time.
+"""The store in plain Python. It models which expert each slot holds after each call, without bytes and without time.
 
-It finds victims by looking at every slot, and knows the policies lru, scores, lfu-decay and next-use, these two with
+A victim is found by a look at every slot. The policies are lru, scores, lfu-decay and next-use. The last two use
 VALUES: averages that halve with each token are exact in any arithmetic.
 """
 
@@ -38,7 +38,7 @@ class ReferenceStore:
         self.slots: list[Slot | None] = [None] * n_slots
         self.n_usable = n_slots
         self.pinned = set[int]()
-        self.il, self.pass_tokens = BETWEEN_PASSES, 0  # of the pass under way
+        self.il, self.pass_tokens = BETWEEN_PASSES, 0  # last routed layer and number of tokens of the pass under way
         self.scores: Float32s | None = None
         self.moment = (0, False, False)  # il, sweep, token
         self.tick = 0
@@ -49,7 +49,7 @@ class ReferenceStore:
     def set_policy(self, name: str) -> None:
         self.policy = name
         self.average: Float32s = np.zeros(self.shape.table, np.float32)
-        self.forecast = dict[int, Float32s]()  # of a layer, until it is routed
+        self.forecast = dict[int, Float32s]()  # forecast of each layer that is not yet routed
 
     def set_forecast(self, table: Float32s | None, known: Sequence[int] = ()) -> None:
         """The chance of each expert of the known layers; None: nothing is known."""
@@ -57,7 +57,7 @@ class ReferenceStore:
             self.forecast = {} if table is None else {il: table[il] for il in known}
 
     def unpin(self) -> None:
-        """What was held may go: a pass was cancelled, has failed, has ended, or comes to its next layer."""
+        """Drops all pins: the pass was cancelled, has failed, has ended, or comes to its next layer."""
         released, self.pinned = self.pinned, set()
         for s in released:
             slot = self.slots[s]
@@ -69,7 +69,7 @@ class ReferenceStore:
         self.unpin()
 
     def begin(self, il: int, n_tokens: int) -> None:
-        """What happens at every routing event, also of a pass that has failed."""
+        """Begins a routing event, also one of a pass that has failed."""
         if il <= self.il:
             self.pass_tokens = n_tokens
         self.il = il
@@ -115,7 +115,7 @@ class ReferenceStore:
             self.slots[s] = None if reads_fail else self.slots[s]
 
     def warm(self, experts: Sequence[Expert], *, reads_fail: bool = False) -> None:
-        """Into free slots."""
+        """Reads experts into free slots, and evicts none."""
         for expert in experts:
             if self.find(expert) < 0 and None in self.slots[: self.n_usable]:
                 s = self._take(expert)
@@ -123,7 +123,7 @@ class ReferenceStore:
                 self.slots[s] = None if reads_fail else self.slots[s]
 
     def resize(self, n_slots: int) -> None:
-        """Between passes."""
+        """Sets the number of usable slots. No pass may be under way."""
         self.n_usable = n_slots
         for s in range(n_slots, len(self.slots)):
             self._evict(s)
@@ -190,7 +190,7 @@ class ReferenceStore:
         return share
 
     def _ordered(self) -> bool:
-        """Whether scores decide, and not recency alone."""
+        """Returns True if scores decide about victims, and not recency alone."""
         return self.scores is not None or (self.policy in VALUES and self.moment[2])
 
     def _score(self, expert: Expert) -> np.float32:

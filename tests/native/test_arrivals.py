@@ -20,7 +20,7 @@ from moegguf.testing.library import arm_fault
 from moegguf.trace.simulate import layout_of
 
 Late = tuple[Store, StoreContext, Product]
-IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
+IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occurs three times
 
 
 def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
@@ -204,7 +204,7 @@ def test_a_product_with_fewer_slots_than_experts_has_the_same_bits(
     expected = resident(fake, open_store, products, IDS, repack=repack)
     store, context = open_store(fake, n_slots, repack=repack, readers=readers)
     products.append(Product(store, context, fake, IDS))
-    for _ in range(3):  # its slots are free again for the next one
+    for _ in range(3):  # the next product can use the slots of the one before
         products[-1].set_ids(IDS)
         products[-1].acquire()
         assert products[-1].compute() == expected

@@ -24,12 +24,12 @@ from predictors.study.asked import asked
 from predictors.study.controls import FreshGate
 
 FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
-# MoE-Infinity's figure 5, before layer proximity. The printed numbers imply: four layers of two experts, l = 1 (R2 has
-# dispatched); the two matched EAMs are summed as raw counts. The first EAM, of a request of one token, agrees on the
-# seen rows as well (all three cosines are 1) and is not among the matched: the number of tokens decides.
+# MoE-Infinity's figure 5, before layer proximity. The printed numbers imply four layers of two experts and l = 1 (R2
+# has dispatched). The two matched EAMs are summed as raw counts. The first EAM comes from a request of one token. It
+# agrees on the seen rows as well (all three cosines are 1), but is not matched: the number of tokens decides.
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
-AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # of the layers to come
+AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of experts in the two layers to come
 
 
 def announce(predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
@@ -64,7 +64,7 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
 
 
 def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
-    """Hit share of requests 25 to 50 after the change, against that of a predictor that never saw the old kind."""
+    """Compares hit rates of requests 25 to 50 after the change with a predictor that never saw the old kind."""
     shape = random_trace(n_sequences=1).shape
 
     def rates(*kinds: int) -> npt.NDArray[np.float64]:
@@ -104,7 +104,7 @@ def test_an_expert_mlp_needs_every_layer_of_the_pass() -> None:
 
 
 def table(predictor: Predictor) -> list[npt.NDArray[np.float32] | None]:
-    """What a routing path predicts before the first layer."""
+    """Returns the predictions of a routing path before the first layer, one for each layer."""
     return [predictor.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
 
 

@@ -1,4 +1,4 @@
-"""After each gate, every chosen expert's slot holds the file's bytes, whatever else goes on meanwhile."""
+"""The slot of every chosen expert holds the file's bytes after each gate, whatever else goes on meanwhile."""
 
 from __future__ import annotations
 

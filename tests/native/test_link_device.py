@@ -90,7 +90,7 @@ class Rig:
         return base, name(c.c_void_p(self.call("buffer_get_type", buffer))).decode()
 
     def there(self, tensor: int, n_bytes: int) -> bool:
-        """Whether the ones have arrived: all of them or none. The kernel looks, behind the device's back."""
+        """Returns True if all the ones have arrived, False if none has. Reads the memory through the kernel."""
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             memory.seek(self.ggml.ggml_get_data(c.c_void_p(tensor)))
             found = set(memory.read(n_bytes))
@@ -133,8 +133,11 @@ def test_a_device_is_a_gpu_whose_memory_is_not_the_hosts() -> None:
 
 
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
-    """(type of the host's memory, whether the bytes were there when the call returned, after waiting for an event that
-    an earlier use of it has left behind, and after another stream waited for it)."""
+    """Copies bytes to a device. Returns the type of the host's memory and three times whether the bytes were there.
+
+    The times are: when the call returned; after a wait for an event that an earlier use has left recorded; and after
+    another stream has waited for the event.
+    """
     n_bytes = 1 << 20
     rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
     memory, buffer_type = rig.host_memory(n_bytes)
@@ -186,11 +189,14 @@ def test_graphs_of_a_strict_device_are_launched_behind_copies_and_repeated_from_
 
 
 def faults_of_users() -> list[str]:
-    """Returns what strict devices say of a copy whose source changes before it is done, and of a graph whose memory is
-    freed before it is computed; whether such a device computes on; and of a device that is used well."""
+    """Returns the faults that strict devices report after two misuses and after a correct use.
+
+    In the first misuse, the source of a copy changes before the copy is done. In the second, the memory of a graph is
+    freed before the graph is computed. Asserts that a device with a fault computes nothing more.
+    """
     n_bytes, found = 1 << 16, []
     for misuse in ("source", "memory", ""):
-        rig = Rig(FREE, strict_seed=2)  # with this seed the launch does not begin before somebody waits
+        rig = Rig(FREE, strict_seed=2)  # this seed delays the launch until a caller waits
         memory, _ = rig.host_memory(n_bytes)
         graph, source, _, free = rig.graph(n_bytes)
         stream = rig.backend()
@@ -253,7 +259,7 @@ def test_copies_take_at_least_latency_and_bytes_over_bandwidth_which_those_in_on
 
 
 def store_on_full_device(fake: FakeModel) -> str:
-    """What the second of two stores says on a device that has memory for one."""
+    """Returns the error of the second of two stores on a device that has memory for one."""
     name = add_link_device(FREE, memory_bytes=5 * fake.expert_bytes + (1 << 16))
     options = StoreOptions(device=name)
     first = Store(fake.layout, 4, options)
@@ -288,14 +294,14 @@ def test_a_pool_has_the_slots_that_buffers_take_and_a_full_device_refuses(tmp_pa
 
 
 def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[tuple[int, int]]:
-    """How many of so many slots a pool of each layer can have on a device, and on the CPU."""
+    """Returns for each layer the most slots, up to `wanted`, that its pool can have on a device and on the CPU."""
     device = add_link_device(FREE)
     layouts = [replace(fake.layout, layers=(layer,)) for layer in layers]
     return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
 
 
 def test_kernels_of_a_device_find_every_slot_of_a_pool_by_32_bit_offsets(tmp_path: Path) -> None:
-    """Offsets count blocks of a type, of which experts of 2048 x 768 values have as many as 2^31 / the slots."""
+    """Offsets count blocks of a type. An expert of 2048 x 768 values may have 2^31 / (number of slots) blocks."""
     most = {F32: 1365, F16: 1365, Q4_0: 43690, Q8_0: 43690, MXFP4: 43690, Q4_K: 349525}
     kinds: tuple[Kind, ...] = ("gate", "up", "down")
     types = [dict.fromkeys(kinds, ggml_type) for ggml_type in most] + [{"gate": Q4_K, "up": Q4_K, "down": F16}]

@@ -18,7 +18,7 @@ from moegguf.testing.library import ABI
 from moegguf.testing.link_device import add_link_device
 
 Size = tuple[int, int, int]  # slots of each device, slots in RAM below, staging tensors
-Figures = tuple[list[dict[str, Any]], dict[str, Any]]  # of each device, of RAM
+Figures = tuple[list[dict[str, Any]], dict[str, Any]]  # figures of each device, and figures of RAM
 FAST = Link(1e9, 1e-5)
 MIXED: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
 
@@ -90,7 +90,7 @@ def test_a_device_behind_a_link(mixed: FakeModel, strict_seed: int) -> None:
 
 
 def behind_two_links(fake: FakeModel, pinned: int) -> tuple[str, dict[str, Any]]:
-    """What is said of RAM below two devices, and below the second of them alone."""
+    """Returns the note about RAM below two devices, and the figures of RAM below the second device alone."""
     names = [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=pinned)]
     _, ram = passes_on(fake, (5, 7, 0), names)
     store = Store(fake.layout, 6, StoreOptions(device=names[1]), 7)

@@ -134,7 +134,7 @@ def routing_path() -> Predictor:
 
 
 def eamc(n_entries: int = 30) -> EamcPredictor:
-    """With requests of some ten tokens each."""
+    """Returns a predictor whose collection has entries of about ten tokens each."""
     random, entries = rng(), Eamc(*SHAPE.table)
     for _ in range(n_entries):
         counts = np.zeros(SHAPE.table, np.float32)
@@ -184,7 +184,7 @@ def native(predictor: Predictor) -> NativePredictor:
 
 
 class Comparison:
-    """What sequences are predicted in a pass by definition; a later prediction of a layer replaces an earlier one."""
+    """The predictions by definition for the sequences of a pass. The latest prediction of a layer counts."""
 
     def __init__(self, name: str) -> None:
         predictor = MADE[name]()
@@ -206,7 +206,7 @@ class Comparison:
             sequence.observe(row, *((ids, inputs) if one else (ids[i : i + 1], inputs[i : i + 1])))
 
     def expected(self, row: int, later: int) -> Float32s | None:
-        """Of a later row, after this one was routed."""
+        """Returns the prediction for the row `later`, after `row` was routed."""
         return any_of([sequence.predict(later, later - row) for sequence in self._present])
 
     def check(self, store: Store, row: int) -> None:
@@ -443,7 +443,7 @@ def test_what_is_predicted_is_prefetched_within_its_limit_and_saves_stall() -> N
 
 
 def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None:
-    """Its score by next-use is below those of all others, but once missed it would make room all the same."""
+    """The expert has the lowest score by next-use. A miss would evict another expert for it all the same."""
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
     with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, context):
@@ -494,7 +494,7 @@ def test_by_proximity_the_most_probable_of_near_layers_come_first() -> None:
 
 def test_what_is_not_worth_its_bytes_is_not_prefetched_and_a_needed_link_carries_no_wish() -> None:
     found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
-    assert found["prefetch_started"] < 50  # before it is known how often the predictor is wrong
+    assert found["prefetch_started"] < 50  # prefetched until the store has learned how often the predictor is wrong
     assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
@@ -549,7 +549,7 @@ def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) ->
                     token(choice(random, 4), 10**8)
             return store.counters()["prefetch_started"] - before
 
-        tokens(3)  # before anything is known of time
+        tokens(3)  # the store knows nothing about times before these tokens
         assert tokens(20) == 0
 
 
@@ -585,7 +585,8 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     fake.token(store, context, [3, 4])
-    new = threads() - before  # readers, the one that predicts, and those of an idle team, which starts meanwhile
+    # The new threads are readers, the thread that predicts, and an idle team, which starts meanwhile.
+    new = threads() - before
     assert len(threads()) > n_without
     assert {os.sched_getscheduler(thread) for thread in new} == {os.SCHED_BATCH}
 
@@ -677,5 +678,6 @@ def test_a_predictor_in_lockstep_acts_at_a_fixed_place(fake: FakeModel, open_sto
         context.announce(0, Phase.DECODE, [1])
         for il in range(4):
             context.acquire(il, [[3, 4]])
-    until(lambda: store.counters()["forecast_picks"] >= 49 * 4 * 2)  # of the last event nothing waits for
+    # Nothing waits for the predictions of the last event.
+    until(lambda: store.counters()["forecast_picks"] >= 49 * 4 * 2)
     assert store.counters()["forecast_right"] == 49 * 4 * 2

@@ -13,7 +13,7 @@ from moegguf.native import abi
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 
 N_TOKENS = (1, 2, 3, 9, 33)
-IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
+IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occurs three times
 
 
 def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
@@ -46,7 +46,7 @@ def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, 
 
 
 def check_figures(store: Store, staged: int) -> None:
-    """What holds of all tiers when nothing is on its way."""
+    """Waits until nothing is on its way. Asserts that the figures of all tiers agree."""
     store.drain(10)
     check_tiers(store)
     figures = store.staging()
@@ -76,8 +76,8 @@ def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake:
 
 @pytest.mark.parametrize("n_layer", [4, 5])
 def test_what_comes_ahead_is_copied_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
-    """On the modelled clock: a prompt's copies take as long as its layers, and only the first layer waits. The last of
-    five layers is left out where no token's logits are wanted."""
+    """Uses the modelled clock. A prompt's copies take as long as its layers, and only the first layer waits. The last
+    of five layers is left out, as in a pass without logits."""
     fake = make_model(tmp_path, n_layer=n_layer)
     options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
     store, context = open_store(fake, 8, n_ram_slots=8 * n_layer, staging=2, **options)

@@ -134,7 +134,7 @@ def overwrite_and_hide(path: Path) -> None:
 
 
 def hidden_and(change: Callable[[Path], object]) -> Callable[[Path], None]:
-    """The same, and something else that changes the change time."""
+    """Returns a function that overwrites a file, hides it, and also makes a change that sets the change time."""
 
     def overwrite_and_change(path: Path) -> None:
         overwrite_and_hide(path)
@@ -164,7 +164,7 @@ def test_a_file_that_is_written_to_gives_no_more_bytes(
     fake.acquire(store, context, 3, [0, 1])
     fake.acquire(store, context, 0, [0, 1])
     change(fake.paths[0])
-    fake.acquire(store, context, 3, [0, 1])  # in slots
+    fake.acquire(store, context, 3, [0, 1])  # both experts are in slots
     for _ in range(2):
         with pytest.raises(ExpertIOError, match=f"{fake.paths[0].name}' was written to after the model was loaded"):
             context.acquire(3, [6, 7])
@@ -196,7 +196,7 @@ def test_a_change_that_was_explained_once_explains_no_later_one(fake: FakeModel,
     fake.token(store, context, [6, 7])
     before = path.stat()
     with path.open("r+b") as file:
-        file.write(b"x")  # which no sample has
+        file.write(b"x")  # no sample has this byte
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
         context.acquire(0, [0, 1])

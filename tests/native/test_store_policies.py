@@ -16,13 +16,13 @@ from moegguf.native.events import Float32s
 from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.trace.simulate import layout_of
 
-HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)  # its values: the weight of distances, the half-life of an average
+HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)  # values: the weight of distances, the half-life of an average
 STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> FakeModel:
-    """Two layers of 8 experts, one of which a token uses."""
+    """A model of two layers with 8 experts. A token uses one expert of each layer."""
     return make_model(tmp_path, n_layer=2, n_used=1)
 
 
@@ -123,7 +123,7 @@ def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_sto
             scores[list(shape.layers)] = (
                 1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
-    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # they were learned
+    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # the weights were learned
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
 
 
@@ -204,7 +204,7 @@ def pool() -> Iterator[Pool]:
 
 
 def foretell(pool: Pool) -> None:
-    """Of layers 1 to 3, experts 0 and 1 are predicted and prefetched; the pool is full."""
+    """Predicts and prefetches experts 0 and 1 of layers 1 to 3. The pool is full then."""
     pool.route(0, 0, 1)
     pool.predict(l1=(0, 1), l2=(0, 1), l3=(0, 1))
     pool.prefetch((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))

@@ -20,9 +20,11 @@ WIDTHS = (1, 2, 3, 7, 8, 17)
 N_ROWS, N_IN, N_OUT = 17, 512, 40  # five groups of 8 columns, while kernels take two at once
 N_FLOATS = 37  # values of a row of floats, which kernels take by 16
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
-PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)  # as they lie in a file, by kernels of ours
+# Types that moegguf's kernels read as the file has them.
+PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)
 FLOATS = ("f32", "f16", "bf16")
-SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")  # to quantise; their products go as those of iq3_s
+# Types that take long to quantise. Their products take the path of iq3_s.
+SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 
 # The products' bytes of every type, one after the other, by the kernels that MOEGGUF_KERNELS names.
 PRODUCTS = """
@@ -43,7 +45,7 @@ def products() -> Array:
 
 
 def products_by(kernels: str) -> Array:
-    """The same in a process of its own, by these kernels."""
+    """Computes `products` in a process of its own with these kernels."""
     environment = os.environ | {"MOEGGUF_KERNELS": kernels, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/native'}"}
     command = [sys.executable, "-c", PRODUCTS]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
@@ -103,7 +105,7 @@ def rounded(x: Array, n: int) -> Array:
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
 def test_a_product_with_plain_weights_is_theirs_with_rounded_activations(name: str) -> None:
-    """Columns that fill no vector are those of a wider matrix; one row goes another way than many."""
+    """Columns that fill no vector are equal to columns of a wider matrix. One row takes another path than many rows."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     whole, few = (width_check.product(ggml, ggml.types[name], x, n_out, None) for n_out in (N_OUT, 11))
