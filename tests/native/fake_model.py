@@ -58,7 +58,7 @@ class FakeModel:
 
     @property
     def expert_bytes(self) -> int:
-        """The size of the first layer's experts."""
+        """The bytes of one expert of the first layer."""
         return self.layout.layers[0].expert_bytes
 
     def matrix_bytes(self, index: int, expert: int) -> bytes:
@@ -68,7 +68,7 @@ class FakeModel:
         return self.contents[m.shard][at : at + m.expert_bytes]
 
     def check(self, store: Store, il: int, expert_ids: npt.ArrayLike, slot_ids: npt.ArrayLike) -> None:
-        """Asserts that the slots given out at a gate hold exactly the file's bytes, and that nobody shares one."""
+        """Asserts that the slots of a routing event hold the file's bytes, and that no two experts share a slot."""
         pairs = set(zip(np.ravel(expert_ids).tolist(), np.ravel(slot_ids).tolist(), strict=True))
         assert len({expert for expert, _ in pairs}) == len({slot for _, slot in pairs}) == len(pairs)
         for expert, slot in pairs:
@@ -82,7 +82,7 @@ class FakeModel:
                 assert found == self.matrix_bytes(index, expert), f"layer {il} expert {expert} {m.kind} in slot {slot}"
 
     def acquire(self, store: Store, context: StoreContext, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
-        """A gate with its bytes checked."""
+        """Acquires slots for a routing event and checks their bytes."""
         slots = context.acquire(il, expert_ids)
         self.check(store, il, expert_ids, slots)
         return slots

@@ -41,7 +41,7 @@ class Sequence:
         self.input: tuple[int, Float32s] | None = None
 
     def announce(self, tokens: Int32s) -> None:
-        """A pass begins."""
+        """Begins a pass with these tokens."""
         if len(tokens) > 1:
             self.chunk_start = None
         elif self.chunk_start is None or len(self.tokens) - self.chunk_start == self._chunk:
@@ -50,7 +50,7 @@ class Sequence:
         self.n_pass_tokens, self.ids, self.input = len(tokens), {}, None
 
     def observe(self, row: int, ids: Int32s, inputs: Float32s) -> None:
-        """A layer was routed: ids (n_tokens, n_expert_used), inputs (n_tokens, n_embd)."""
+        """Records a routed layer. ids: (n_tokens, n_expert_used); inputs: (n_tokens, n_embd)."""
         self.last[row], self.input = ids[-1], None
         if self.n_pass_tokens == 1:
             self.ids[row], self.input = ids[0], (row, inputs[0])
@@ -65,7 +65,7 @@ def previous_token(predictor: StorePredictor) -> Definition:
 
 
 def token_table(predictor: StorePredictor) -> Definition:
-    """The share of the token's occurrences, with one of an average token added."""
+    """Predicts the shares of the token's occurrences. One occurrence of an average token is added."""
     n_used, counts, entry_of = predictor.shape.n_expert_used, predictor.arrays["counts"], predictor.arrays["entry_of"]
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
@@ -92,7 +92,7 @@ def affinity(predictor: StorePredictor) -> Definition:
 
 
 def skip(predictor: StorePredictor) -> Definition:
-    """The model's choice, by the matrices as the store has them."""
+    """Predicts the choice of the model's router, by the matrices that the store has."""
     arrays, layers, n_used = predictor.arrays, predictor.shape.layers, predictor.shape.n_expert_used
     gating, *groups = (int(arrays[name][0]) for name in ("gating", "n_group", "n_group_used"))
 
@@ -112,7 +112,7 @@ def skip(predictor: StorePredictor) -> Definition:
 
 
 def multiplied(arrays: Mapping[str, npt.NDArray[Any]], name: str, x: Float32s) -> Float32s:
-    """W x + bias."""
+    """Returns W x + bias."""
     return (arrays[f"{name}.weights"].astype(np.float32) @ x) * arrays[f"{name}.scale"] + arrays[f"{name}.bias"]
 
 
@@ -167,7 +167,7 @@ def eamc(predictor: EamcPredictor) -> Definition:
 
 
 def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np.float64]:
-    """The routing path's network, token by token and head by head: (len(chunk), n_moe_layer, n_expert)."""
+    """Computes the routing path's network by tokens and heads. Returns (len(chunk), n_moe_layer, n_expert)."""
 
     def norm(x: Float32s, gain: Float32s) -> Float32s:
         return gain * x / np.sqrt(np.mean(x * x) + NORM_EPS)
@@ -201,7 +201,7 @@ def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np
 
 
 def routing_path(shape: MoeShape, arrays: Arrays) -> Definition:
-    """The window is of the tokens before the chunk, after as many that stand for none."""
+    """Predicts with the window of tokens before the chunk. Padding fills a window that begins before the text."""
     n_window = len(arrays["window"])
 
     @cache
@@ -223,7 +223,7 @@ DEFINITIONS: dict[str, Callable[..., Definition]] = {
 
 
 def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
-    """Makes sequences that are predicted as by this predictor; arrays: of a routing path."""
+    """Returns a function that makes sequences with the definition of this predictor. arrays: of a routing path."""
     if predictor.name == "routing-path":
         assert arrays is not None
         define = routing_path(predictor.shape, arrays)
@@ -233,6 +233,6 @@ def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], 
 
 
 def any_of(found: list[Float32s | None]) -> Float32s | None:
-    """The probability that any of several sequences uses each expert; None where none is predicted."""
+    """Returns the probability that any of several sequences uses each expert, or None without a prediction."""
     known = [each for each in found if each is not None]
     return 1 - np.prod([1 - each for each in known], axis=0) if known else None

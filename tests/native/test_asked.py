@@ -29,7 +29,7 @@ FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
 # agrees on the seen rows as well (all three cosines are 1), but is not matched: the number of tokens decides.
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
-AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of experts in the two layers to come
+AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of the two experts in layers 2 and 3
 
 
 def announce(predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
@@ -46,7 +46,7 @@ def test_figure_5_of_moe_infinity() -> None:
 
 
 def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """Share of each request's decode experts among the predicted, one layer ahead; 60 requests of each kind."""
+    """Returns the hit rate of each request, predicted one layer ahead, for 60 requests of each kind."""
     trace = random_trace(n_sequences=120, n_prefill=0, n_decode=12, seed=3, n_labels=2)
     k, rates = trace.shape.n_expert_used, []
     for sequence in (s for kind in kinds for s in range(kind, 120, 2)):
@@ -71,7 +71,7 @@ def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_
         return hits_by_request(asked(lambda: EamcPredictor(shape, Eamc(*shape.table, 120))), kinds)
 
     changed, fresh = rates(0, 1), rates(1)
-    assert fresh[0] < fresh[25:50].mean()  # it improves
+    assert fresh[0] < fresh[25:50].mean()  # the hit rate improves
     assert changed[85:110].mean() > 0.9 * fresh[25:50].mean()
 
 
@@ -109,7 +109,7 @@ def table(predictor: Predictor) -> list[npt.NDArray[np.float32] | None]:
 
 
 def no_tokens(predictor: Predictor) -> None:
-    """A pass that nobody announced."""
+    """Observes a pass that was not announced."""
     for il in SHAPE.layers:
         predictor.observe(routed(il, 1, 2, 3, pass_=1, first_token=-1))
 

@@ -22,7 +22,7 @@ Events = list[tuple[int, npt.NDArray[np.int32]]]
 
 
 def events(n_passes: int, seed: int = 0) -> Events:
-    """(il, ids) of passes of one to three tokens over 4 layers of 8 experts, top-2."""
+    """Returns (il, ids) of passes of one to three tokens over 4 layers with 8 experts, top-2."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 4, n_passes)
     return [

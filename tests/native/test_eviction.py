@@ -20,7 +20,7 @@ WHOLE_LAYER = [[0, 1], [2, 3], [4, 5], [6, 7]] * 4  # a prompt of 16 tokens that
 
 @pytest.fixture
 def layer(tmp_path: Path) -> FakeModel:
-    """One layer of 8 experts, top-2."""
+    """A model of one layer with 8 experts, top-2."""
     return make_model(tmp_path, n_layer=1)
 
 

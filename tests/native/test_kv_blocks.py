@@ -1,4 +1,4 @@
-"""States that are read from files into tensors: every byte in its place, and zeros where a file is not what it was."""
+"""States that are read from files into tensors. Every byte is in its place, and a changed file leaves zeros."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensor_of(device: str) -> Iterator[int]:
 
 
 def contents(tensor: int) -> np.ndarray:
-    """[block][byte]"""
+    """Returns the bytes of the tensor, [block][byte]."""
     found = np.empty((N_BLOCKS, sum(SIZES)), np.uint8)
     load("ggml", ()).ggml_backend_tensor_get(
         c.c_void_p(tensor), c.c_void_p(found.ctypes.data), c.c_size_t(0), c.c_size_t(found.nbytes)

@@ -24,7 +24,7 @@ from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
 from moegguf.testing.link_device import LinkFigures, add_link_device, link_device, link_figures
 
-FREE = Link(1e12)  # copies take what memory takes
+FREE = Link(1e12)  # a copy takes only the time of memory
 GPU = 1  # enum ggml_backend_dev_type
 
 _POINTERS = (
@@ -36,7 +36,7 @@ _POINTERS = (
 
 
 class Rig:
-    """A device, and as many of its backends, tensors and host buffers as a test asks for."""
+    """A device with the backends, tensors and host buffers that a test creates."""
 
     def __init__(self, link: Link, **options: Any) -> None:
         self.name = add_link_device(link, **options)
@@ -45,7 +45,7 @@ class Rig:
         self._free: list[Callable[[], object]] = []
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """ggml_backend_NAME; whole numbers are addresses or sizes."""
+        """Calls ggml_backend_NAME. Integers are addresses or sizes."""
         return getattr(self.ggml, f"ggml_backend_{name}")(
             *(c.c_void_p(a) if isinstance(a, int) else a for a in arguments)
         )
@@ -61,7 +61,7 @@ class Rig:
         return made
 
     def tensor(self, n_bytes: int) -> int:
-        """A tensor of F32 on the device, all zeros."""
+        """Returns a tensor of F32 on the device, with zeros."""
         context = self.ggml.ggml_init(InitParams(1 << 12, None, True))
         made: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
         buffer = self.call("alloc_ctx_tensors_from_buft", context, self.call("dev_buffer_type", self.device))
@@ -69,7 +69,7 @@ class Rig:
         return made
 
     def graph(self, n_bytes: int) -> tuple[int, int, int, Callable[[], object]]:
-        """Returns a graph that copies one tensor of F32 on the device to another, both, and what frees them."""
+        """Returns a graph that copies an F32 tensor on the device, both tensors, and a function to free them."""
         context = self.ggml.ggml_init(InitParams(1 << 20, None, True))
         source: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
         result: int = self.ggml.ggml_dup(c.c_void_p(context), c.c_void_p(source))
@@ -80,7 +80,7 @@ class Rig:
         return graph, source, result, lambda: self.call("buffer_free", buffer)
 
     def host_memory(self, n_bytes: int) -> tuple[int, str]:
-        """Address of ones in memory of the device's host buffer type, and the name of the type that it got."""
+        """Returns the address of ones in the device's host memory, and the name of the buffer type used."""
         buffer = self.call("buft_alloc_buffer", self.call("dev_host_buffer_type", self.device), n_bytes)
         self._free.append(lambda: self.call("buffer_free", buffer))
         base = int(self.call("buffer_get_base", buffer))
@@ -164,8 +164,10 @@ def test_copies_from_pinned_memory_go_on_after_the_call_strict_ones_wait_and_oth
 
 
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
-    """Returns whether a result was there after each of n launches behind a copy of 0.2 s, and after waiting; and the
-    device's figures."""
+    """Launches a graph n times behind a copy of 0.2 s, then waits.
+
+    Returns whether the result was there after each launch and after the wait, and the device's figures.
+    """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
     memory, _ = rig.host_memory(n_bytes)
@@ -223,7 +225,7 @@ def test_a_strict_device_keeps_what_it_cannot_bear() -> None:
 
 
 def copy_times() -> list[float]:
-    """Seconds of one copy, of two at once, of one there and one back at once, and of two in one stream."""
+    """Returns the seconds of one copy, two at once, one there and one back at once, and two in one stream."""
     n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
     rig = Rig(link)
     memory, _ = rig.host_memory(n_bytes)
@@ -274,7 +276,7 @@ def store_on_full_device(fake: FakeModel) -> str:
 
 
 def slots_in_small_buffers(fake: FakeModel) -> tuple[list[int], str]:
-    """Slots that a pool can have of some, with buffers for 10 and without a limit; and what a larger one says."""
+    """Returns the most slots of pools with and without a limit of 10 per buffer, and the error of a larger pool."""
     sizes = slot_sizes(fake.layout)
     guard_bytes = sizes.pool_bytes // len(sizes.stride_bytes)
     small = add_link_device(FREE, most_buffer_bytes=10 * max(sizes.stride_bytes.values()) + guard_bytes)
@@ -322,7 +324,10 @@ def test_slots_are_exact_for_as_many_tokens_as_a_backend_says() -> None:
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:
-    """Bytes of a slot on a device that pads rows, and what is more than the CPU's; slots without are refused."""
+    """Returns the bytes of a slot on a device that pads rows, and the difference to the CPU.
+
+    Asserts that slots without padding are refused.
+    """
     device = add_link_device(FREE, strict_seed=1)
     sizes = [slot_sizes(padded(fake.layout, [name])).slot_bytes for name in (None, "none such", device)]
     Store(fake.layout, 4, StoreOptions(device=device)).close()

@@ -61,7 +61,7 @@ def test_stores_that_can_miss_have_an_idle_team(
 
 
 def spinning(given: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the variables that OpenMP reads when a process loads it, and the variables that are left afterwards."""
+    """Sets `given`. Returns the variables that OpenMP reads while it is loaded, and the variables left afterwards."""
     os.environ |= given
     with library._short_spins():
         loaded = {name: os.environ[name] for name in SPINNING if name in os.environ}

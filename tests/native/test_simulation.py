@@ -50,7 +50,7 @@ def test_it_counts_what_a_store_of_a_file_counts(
         store.drain(10)
         if Tier.RAM in store.tiers:
             check_tiers(store)
-        names = FIGURES[:5] if staging else FIGURES  # whether bytes came early depends on time
+        names = FIGURES[:5] if staging else FIGURES  # early arrival of bytes depends on time
         of_tiers = [{name: of[name] for name in names} for of in figures(store)]
         found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))
     assert found[0] == found[1]

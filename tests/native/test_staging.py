@@ -17,19 +17,19 @@ IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occ
 
 
 def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
-    """(n_tokens, n_used) expert ids, some experts far more often than others."""
+    """Returns expert ids (n_tokens, n_used). Some experts occur far more often than others."""
     share = 1.0 / np.arange(1, n_expert + 1)
     return np.array([rng.choice(n_expert, n_used, False, share / share.sum()) for _ in range(n_tokens)])
 
 
 def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any) -> None:
-    """The ids are the router's, and the layer's tensor has the file's bytes where they point."""
+    """Asserts that the ids are the router's, and that the layer's tensor has the file's bytes at these ids."""
     assert np.array_equal(ids, slot_ids)
     fake.check(store, il, ids, slot_ids)
 
 
 def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0) -> int:
-    """Passes of prompts among passes of one token, each event's bytes checked; returns the staged look-ups."""
+    """Makes passes of prompts and of one token, and checks the bytes of each event. Returns the staged look-ups."""
     rng, staged = np.random.default_rng(seed), 0
     for n in range(n_passes):
         n_tokens = int(rng.choice(N_TOKENS)) if n % 2 else 1

@@ -1,7 +1,7 @@
 """The store against a model of it: random calls in random order, on small files and on the modelled link.
 
-An exact run has no partial failure and no fetching ahead, and every expert arrives before the next call. The store then
-holds the same experts as `reference_store.py`, slot for slot. In every run:
+An exact run has no partial failure and no fetching ahead, and every expert arrives before the next call. The store
+then holds the same experts as `reference_store.py`, slot for slot. In every run:
 
 - slots that are handed out hold the file's bytes until they are given back;
 - no tier uses more slots than it has;
@@ -53,13 +53,13 @@ shares = st.floats(0, 1)
 
 
 def prompt(layout: ExpertLayout) -> Ids:
-    """12 tokens that use every expert of a layer between them."""
+    """Returns the ids of 12 tokens that together use every expert of a layer."""
     n_used = layout.n_expert_used
     return (np.arange(12 * n_used).reshape(12, n_used) * 5 % layout.n_expert).astype(np.int32)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One store; `exact`: as long as the reference can tell what it holds."""
+    """One store and calls on it. In an exact run, the reference store predicts its slots."""
 
     models: Sequence[tuple[FakeModel, bytes]]  # and the bits of a prompt's product while every expert is resident
 
@@ -127,7 +127,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.end_pass()
 
     def acquire(self, il: int, ids: Ids) -> Ids:
-        """An event of a pass that has not failed. Raises what the store does, and keeps what it hands out."""
+        """Makes an event of a pass that has not failed, and keeps its slots. Raises the error of the store."""
         self.held = None
         try:
             slots = self.context.acquire(il, ids)
@@ -136,11 +136,11 @@ class StoreMachine(RuleBasedStateMachine):
             raise
         fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
         if fits or len(ids) == 1 or self.n_ram or not self.simulate:
-            self.held = (il, ids, slots)  # other experts have passed through some slots and are gone
+            self.held = (il, ids, slots)  # experts of other events have passed through some slots and are gone
         return slots
 
     def route(self, seed: int, il: int, n_tokens: int) -> Ids:
-        """Ids that fit, uneven, so that some experts stay."""
+        """Returns ids that fit into the slots. Some experts are more frequent, so that they stay."""
         rng = np.random.default_rng(seed)
         some = np.sort(rng.permutation(self.layout.n_expert)[: self.usable_for(il)])
         share = 1 / (1 + np.arange(some.size))
@@ -156,7 +156,7 @@ class StoreMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
     )  # fmt: skip
     def passes(self, seed: int, n_passes: int, n_tokens: int, ahead: bool) -> None:
-        """Whole passes, with prefetches between their layers: most of what a store does."""
+        """Makes whole passes with prefetches between their layers."""
         for pass_ in range(n_passes):
             for row, layer in enumerate(self.layout.layers):
                 self.do_event(layer.il, seed + 100 * pass_ + layer.il, n_tokens)
@@ -192,13 +192,13 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not (self.exact or self.simulate or self.n_ram) and len(self.slots) == 1)
     @rule()
     def product_of_a_prompt(self) -> None:
-        """ggml's own multiplication, with experts that are streamed where they do not fit. Its kernels ask one pool."""
+        """Multiplies with ggml's own kernels, which use one pool. Experts that do not fit are streamed."""
         self.end_pass()
         self.product = self.product or Product(self.store, self.context, self.fake, prompt(self.layout))
         self.product.set_ids(prompt(self.layout))
         self.product.acquire()
         bits = self.product.compute()
-        if aborts(self.context):  # slots that the layer computes with cannot pass its experts through
+        if aborts(self.context):  # slots in use by the layer cannot stream its other experts
             self.failed = MoeggufError
             assert self.usable_for(0) < self.layout.n_expert and not self.store.options.overlap
         else:
@@ -370,7 +370,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]:
             assert of["lookups"] == of["hits_ready"] + of["hits_late"] + of["misses"]
             n_coming = int((self.store.residency(tier) == 1).sum())
-            over = of["slots_pinned"] + n_coming  # a tier that shrinks keeps what is in use until it is given back
+            over = of["slots_pinned"] + n_coming  # a tier that shrinks keeps slots in use until they are given back
             assert of["slots_used"] <= of["n_slots_usable"] + over and of["slots_used"] <= of["n_slots"]
         counters = self.store.counters()
         n_done = counters["prefetch_started"] + counters["prefetch_dropped"]
@@ -391,9 +391,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.close()
 
     def check_all_that_is_there(self) -> None:
-        """Nothing is on its way, and whatever is said to be there has the file's bytes."""
+        """Asserts that nothing is on its way, and that every resident expert has the file's bytes."""
         self.end_pass()
-        self.context.acquire(self.layout.layers[0].il, [[0]])  # no pool uses more slots than requested after this event
+        self.context.acquire(self.layout.layers[0].il, [[0]])  # no pool has more slots than requested after this event
         self.end_pass()
         self.store.drain(10)
         check_counters(self.store.counters(), sum(self.slots))
@@ -412,7 +412,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def bits(model: FakeModel) -> bytes:
-    """The bits of a prompt's product, every expert being there."""
+    """Returns the bits of a prompt's product while every expert is resident."""
     store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
     context = store.context
     product = Product(store, context, model, prompt(model.layout))

@@ -18,7 +18,7 @@ EVENT = tuple[int, list[int]]
 
 
 def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2) -> list[EVENT]:
-    """Routing events layer after layer, with some experts chosen far more often than others."""
+    """Returns routing events layer after layer. Some experts are chosen far more often than others."""
     rng = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, n_expert + 1)
     share = weights / weights.sum()
@@ -99,7 +99,7 @@ def test_a_warm_start_fills_free_slots_in_the_order_given(
     assert store.counters()["bytes_missed"] == 0
     fake.acquire(store, context, 0, [3, 5])
     assert store.counters()["misses"] == 0
-    store.warm([0], [0])  # no slot is free: nothing goes for it
+    store.warm([0], [0])  # evicts nothing if no slot is free
     store.drain(10)
     assert (store.residency()[0, 0] == 2) == (n_upper == 32)
 
@@ -142,8 +142,8 @@ def test_what_was_to_be_copied_to_a_slot_is_not_once_that_has_another_expert(tmp
         context.acquire(0, ids)
     store.prefetch([0], [4])
     store.advance(1)  # the first of its matrices is on its way
-    context.acquire(0, [0, 5])  # goes before the others
-    context.acquire(0, [0, 7])  # takes its slot
+    context.acquire(0, [0, 5])  # this read goes before the other matrices
+    context.acquire(0, [0, 7])  # the event takes the slot of the prefetch
     store.drain()
     assert 0 < store.tier()["bytes_prefetched"] < fake.expert_bytes / 2
 
@@ -159,7 +159,7 @@ def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
 
 
 def figures(store: Store) -> list[dict[str, int]]:
-    """Counts of each device, of all of them, and of the tier below."""
+    """Returns the counters of each device, of all devices, and of the tier below."""
     found = [store.device(index) for index in range(len(store.devices))] + [store.tier(tier) for tier in store.tiers]
     return [{name: of[name] for name in FIGURES} for of in found]
 

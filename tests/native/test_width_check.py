@@ -1,4 +1,4 @@
-"""Results of the CPU whose bits do not depend on how many rows are computed together, and the tool that looks."""
+"""Results of the CPU whose bits do not depend on the number of rows at once, and the tool that checks them."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ sys.stdout.buffer.write(products().tobytes())
 
 
 def products() -> Array:
-    """Products of each type: [n_types, N_ROWS, N_OUT]."""
+    """Computes products of each type: [n_types, N_ROWS, N_OUT]."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]
@@ -94,7 +94,7 @@ def test_processors_with_and_without_avx512_compute_the_same_bits() -> None:
 
 
 def rounded(x: Array, n: int) -> Array:
-    """Activations as kernels read them: n values share a scale, of 16 bits for n = 32."""
+    """Rounds activations as kernels do: n values share a scale, which has 16 bits for n = 32."""
     blocks = x.reshape(len(x), -1, n)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
     scale = largest / np.float32(127)
@@ -105,7 +105,7 @@ def rounded(x: Array, n: int) -> Array:
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
 def test_a_product_with_plain_weights_is_theirs_with_rounded_activations(name: str) -> None:
-    """Columns that fill no vector are equal to columns of a wider matrix. One row takes another path than many rows."""
+    """Columns that fill no vector equal the columns of a wider matrix. One row takes another path than many rows."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     whole, few = (width_check.product(ggml, ggml.types[name], x, n_out, None) for n_out in (N_OUT, 11))
@@ -154,7 +154,7 @@ def test_products_are_as_exact_as_those_with_plain_weights(name: str) -> None:
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_products_with_plain_weights_are_those_of_the_weights_but_for_rounding_activations(is_slow: bool) -> None:
-    """One row goes through vec_dot, all of them through tiles, where upstream has them."""
+    """Computes one row through vec_dot, and all rows through tiles if upstream has tiles."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     quantised = [name for name in ggml.types if name.startswith(("q", "iq", "mxfp4")) and name not in ("q8_1", "q8_K")]
@@ -170,7 +170,7 @@ def test_products_with_plain_weights_are_those_of_the_weights_but_for_rounding_a
 
 
 def weights(ggml: Ggml, ggml_type: int, n_in: int = N_IN, n_out: int = N_OUT) -> Array:
-    """The weights of width_check.product as float64, [n_out, n_in]."""
+    """Returns the weights of width_check.product as float64, [n_out, n_in]."""
     values = ggml.quantized(ggml_type, np.random.default_rng(1).standard_normal((n_out, n_in)))
     graph = ggml.graph()
     rows = graph.array(np.arange(n_out, dtype=np.int32))
