@@ -47,7 +47,7 @@ SNAPSHOT = {
     "stats": {}, "busy": False, "seconds": 1.0,
 }  # fmt: skip
 NO_EXPERTS = {**SNAPSHOT, "layers": [], "n_expert": 0, "state": "", "uses": "", "loads": ""}
-LOADED: dict[str, Any] = {}  # the options of the load
+LOADED: dict[str, Any] = {}  # the script of the load
 Event = dict[str, Any]
 
 
@@ -83,7 +83,7 @@ def kill_self() -> None:
 
 
 def die_while_left(file: Path) -> None:
-    """The file has the number of deaths to come."""
+    """Kills the process if the number in the file is not 0, and counts the number down."""
     if (left := int(file.read_text())) > 0:
         file.write_text(str(left - 1))
         kill_self()
@@ -113,7 +113,7 @@ def load(number: int, config: dict[str, Any]) -> None:
 
 
 def events(request: dict[str, Any]) -> Iterator[Event]:
-    """The events of an answer. Raises FailError."""
+    """Yields the events of an answer. Raises FailError."""
     messages = request.get("messages")
     prompt = messages[-1]["content"] if messages else request["prompt"]
     command, _, rest = prompt.partition(" ")

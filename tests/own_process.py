@@ -62,7 +62,7 @@ def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.k
 
 
 def in_new_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """Calls like `in_own_process`, in a process that loads the library itself. Loading reads some variables."""
+    """Calls like `in_own_process`, in a process that loads the library itself and with it reads the environment."""
     return _in_process(multiprocessing.get_context("spawn"), suppose_speeds, call, *arguments, **options)
 
 
@@ -72,7 +72,7 @@ def in_measuring_process(call: Callable[P, Result], *arguments: P.args, **option
 
 
 def started_process(call: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """A process that has begun a call with this process's environment. It ends with this process at the latest."""
+    """Starts a process that calls with this process's environment. It ends with this process at the latest."""
     process = fork_context().Process(target=_with_environment, args=(dict(os.environ), call, *arguments), daemon=True)
     process.start()
     return process
@@ -87,7 +87,7 @@ def _in_process(
 
 
 def _with_environment(environment: Mapping[str, str], call: Callable[..., object], *arguments: Any) -> None:
-    """Calls with an environment: a fork has what was there when its parent began."""
+    """Calls with an environment. A fork would otherwise have the environment in which its parent began."""
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ |= environment

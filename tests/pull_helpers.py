@@ -1,4 +1,4 @@
-"""Helpers of the tests of pulling: one repository, and a pull that records its reports."""
+"""Helpers of tests that pull a model: one repository, and a pull that records its reports."""
 
 import os
 import threading

@@ -11,7 +11,7 @@ LEAST = 1e-4  # a token uses no expert less often than this
 
 
 def logits(p: Float32s) -> Float32s:
-    """Returns the logits of probabilities within [0.001, 0.999]. The logarithm is linear between powers of two."""
+    """Returns logits of probabilities, clipped to [0.001, 0.999]. The logarithm is linear between powers of two."""
     p = np.clip(p, 1e-3, 1 - np.float32(1e-3)).astype(np.float32)
     return (p.view(np.int32) - (1 - p).view(np.int32)).astype(np.float32) * np.float32(np.log(2) / (1 << 23))
 

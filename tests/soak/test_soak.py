@@ -46,8 +46,10 @@ PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
 
 
 class Meddler:
-    """Kills the demo's worker, changes its budget at random times, and watches its memory. Each is a task that has to
-    be cancelled."""
+    """Kills the demo's worker, changes its budget at random times, and watches its memory.
+
+    Each of these methods runs until its task is cancelled.
+    """
 
     def __init__(self, run: Run) -> None:
         self._client, self._outcome, self._dice = run.client, run.outcome, random.Random(2)
@@ -118,7 +120,7 @@ async def soak(server: Server) -> tuple[Run, Meddler]:
 
 
 def processes_in(home: Path) -> list[str]:
-    """Every process whose MOEGGUF_HOME is `home`, whoever is its parent now."""
+    """Returns every process whose MOEGGUF_HOME is `home`, with any parent."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -157,7 +159,7 @@ def test_two_minutes_of_everything(tmp_path: Path) -> None:
     assert not meddler.over, meddler.over
     of_server = [memory["server"] for memory in outcome.memory_bytes]
     assert of_server[-1] - of_server[len(of_server) // 2] < MOST_GROWTH_MB * 1e6, of_server
-    assert n_left <= 1, "connections of clients that left"  # the one that asks for the metrics
+    assert n_left <= 1, "connections of clients that left"  # the connection that reads the metrics
     assert not processes_in(home)
     assert set(os.listdir("/dev/shm")) <= shared and files_in(temporary) == set()
     left = {name for name in files_in(home) if not name.startswith("cache/contexts/")}
