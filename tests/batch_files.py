@@ -1,4 +1,4 @@
-"""Files of requests in OpenAI's batch format, and what answers them without a model."""
+"""Files of requests in OpenAI's batch format, and an endpoint that answers them without a model."""
 
 import asyncio
 import json
@@ -15,43 +15,46 @@ ENDPOINTS = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
 def request(custom_id: Any, text: str = "hi", *, url: str = CHAT, **body: Any) -> dict[str, Any]:
-    """One request as an object."""
+    """Returns one request as an object."""
     made = {"model": "demo", "messages": [{"role": "user", "content": text}], **body}
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": made}
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
-    """Lines of JSON; bytes as they are."""
+    """Returns one line of JSON for each object. Bytes stay as they are."""
     return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
 
 
 @contextmanager
 def requests_in(path: Path, lines: Iterable[Any], **options: Any) -> Iterator[Requests]:
-    """The requests of a file that is written with `lines`."""
+    """Writes a file of `lines` and yields its requests."""
     path.write_bytes(jsonl(lines))
     with path.open("rb") as file:
         yield Requests(file, ENDPOINTS, **options)
 
 
 def entries(data: bytes | Path) -> list[Any]:
-    """The objects in lines of answers."""
+    """Returns the objects in lines of answers."""
     return [json.loads(line) for line in (data if isinstance(data, bytes) else data.read_bytes()).splitlines()]
 
 
 def usage(n_tokens: int) -> dict[str, Any]:
-    """`usage` of /v1/chat/completions."""
+    """Returns a `usage` object of /v1/chat/completions."""
     return {"prompt_tokens": 2 * n_tokens, "completion_tokens": n_tokens, "prompt_tokens_details": {"cached_tokens": 1}}
 
 
 class Endpoint:
-    """Answers with the text of the last message. `calls`: (url, body) of each call; `owners` of these; `most` at once.
+    """Answers with the text of the last message.
 
-    "fail" is a 400; "hold" waits until `released` is set.
+    A text that begins with "fail" has the answer 400. A text that begins with "hold" waits until `released` is set.
     """
 
     def __init__(self) -> None:
+        # (url, body) of each call.
         self.calls: list[tuple[str, Any]] = []
+        # The owners of the calls.
         self.owners: set[str] = set()
+        # `most`: the largest number of calls that ran at once.
         self.most = self.running = self.cancelled = 0
         self.released = asyncio.Event()
 
@@ -80,5 +83,5 @@ class Endpoint:
 
     @property
     def texts(self) -> list[str]:
-        """What was asked, in the order of the calls."""
+        """Returns the last message of each call, in the order of the calls."""
         return [body["messages"][-1]["content"] for _, body in self.calls]

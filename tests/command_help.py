@@ -1,4 +1,4 @@
-"""What `moegguf COMMAND --help` prints, without a process of its own."""
+"""The output of `moegguf COMMAND --help`, without a process of its own."""
 
 import functools
 

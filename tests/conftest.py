@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TinyModel = Callable[..., Path]
 Load = Callable[..., "Llama"]
 
-# Tests take seconds, and many times that where two cores are shared with other jobs, more where a device compiles.
+# Tests take seconds. They take much longer on two cores shared with other jobs, and when a device compiles kernels.
 LONGEST_TEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120"))
 
 
@@ -38,8 +38,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that hangs ends the run with every thread's stack instead of blocking it."""
-    # pytest's own copy of stderr: the process's is captured
+    """Ends the run with the stack of every thread when a test hangs."""
+    # pytest's own copy of stderr, because stderr of the process is captured
     file = request.config.stash.get(fault_handler_stderr_fd_key, 2)
     faulthandler.dump_traceback_later(LONGEST_TEST_S, exit=True, file=file)
     yield
@@ -48,7 +48,7 @@ def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_interrupts() -> Iterator[None]:
-    """Also in subprocesses: what a shell without job control starts in the background ignores SIGINT."""
+    """Makes SIGINT interrupt tests and subprocesses, also in background jobs of a shell without job control."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,28 +58,30 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What is learnt about models in tests stays out of the user's data folder; for subprocesses, too."""
+    """Keeps data about models that tests learn out of the user's data folder, in subprocesses too."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("MOEGGUF_TRIAL_LOAD", "0")  # hundreds of new models; live/test_trial.py turns it on
-        patch.setenv("MOEGGUF_CONTEXT_STORE", "0")  # tests count what is computed; its own turn it on
-        patch.setenv("MOEGGUF_PLACEMENT", "slots")  # with a GPU; where speeds decide, a test says so
+        patch.setenv("MOEGGUF_TRIAL_LOAD", "0")  # tests load hundreds of new models; live/test_trial.py turns it on
+        patch.setenv("MOEGGUF_CONTEXT_STORE", "0")  # tests count computed tokens; tests of the store turn it on
+        patch.setenv("MOEGGUF_PLACEMENT", "slots")  # also with a GPU; a test in which speeds decide sets it anew
         yield folder
 
 
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder of one test's own."""
+    """Sets a data folder for one test, and returns its path."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return tmp_path / "data"
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """`tiny(preset, quant, n_split=1, template=NAME)`: the first file of a random model, written when first asked
-    for; `template` is one of tests/templates.py."""
+    """`tiny(preset, quant, n_split=1, template=NAME)`: the first file of a random model.
+
+    The first call writes the model. `template` is a name in tests/templates.py.
+    """
     import templates
 
     from tools.models import PRESETS, write_model
@@ -118,7 +120,7 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def load() -> Iterator[Load]:
     """`load(path, **options)`: a small quiet `Llama` with logits of every token, closed after the test.
 
-    One compute thread: OpenMP's spin while other processes share the cores, and the result is the same.
+    It has one compute thread, because OpenMP's threads spin while other processes share the cores. Results are equal.
     """
     from moegguf.engine.llama import Llama
 

@@ -1,8 +1,8 @@
 """Kills a process at every change it makes to the file system, one after the other.
 
-Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, does
-the action and kills itself with SIGKILL at its N-th change; what is there then is checked by the parent. It ends when a
-child gets through, and prints how many points there were. Changes are seen by Python's audit hooks, before they happen.
+Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, does the
+action and kills itself with SIGKILL at its N-th change. The parent then checks the folder. The program ends when a
+child completes the action, and prints the number of points. Python's audit hooks report changes before they happen.
 """
 
 import itertools
@@ -24,7 +24,7 @@ MOST = 300
 
 
 def run(action: str, folder: Path) -> str:
-    """Does all this in a process of its own, and returns what that prints."""
+    """Runs this program in a process of its own. Returns its output."""
     command = [sys.executable, __file__, action, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -32,7 +32,7 @@ def run(action: str, folder: Path) -> str:
 
 
 def die_at(n: int) -> None:
-    """This process ends at its `n`-th change from now on."""
+    """Makes this process kill itself at its `n`-th change from now on."""
     count = itertools.count(1)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -44,7 +44,7 @@ def die_at(n: int) -> None:
 
 
 def crash_everywhere(folder: Path, action: Callable[[], None], check: Callable[[], None]) -> int:
-    """The number of points; `check` raises when what is there after one of them is wrong."""
+    """Kills `action` at each change, and calls `check` after each kill. Returns the number of points."""
     before = folder.with_name("before")
     shutil.copytree(folder, before, symlinks=True)
     for n in range(1, MOST):
@@ -71,7 +71,7 @@ def pull_again() -> None:
 
 
 def old_or_new() -> None:
-    """Every file of the model is of one version, and stands under its digest."""
+    """Asserts that all files of the model have one version, and that each blob has its digest as its name."""
     from huggingface_hub import scan_cache_dir
 
     from moegguf.models.catalog import Catalog
@@ -97,7 +97,7 @@ def check_blobs() -> None:
 
 
 def make_and_remove() -> None:
-    """A model of a blob comes, another one goes."""
+    """Creates two models from a blob and removes two models."""
     from catalog_helpers import send
 
     from moegguf.models.catalog import Catalog
@@ -114,7 +114,7 @@ def make_and_remove() -> None:
 
 
 def all_or_nothing() -> None:
-    """Names are whole; the one that stays is there all the time; the next change works."""
+    """Asserts that every name has all its files, and that the model "kept" exists at every point."""
     from moegguf.models.catalog import Catalog
 
     for entry in Catalog().entries():
@@ -126,7 +126,7 @@ def all_or_nothing() -> None:
 
 
 def take_over() -> None:
-    """A server of this version opens the folder of batches of an older one."""
+    """Opens the folder of batches of an older server, as a server of this version does."""
     import asyncio
 
     from batch_files import Endpoint
@@ -143,7 +143,7 @@ def take_over() -> None:
 
 
 def nothing_lost() -> None:
-    """The next server has every batch, every file with its contents, and the answers of the batch that runs."""
+    """Asserts that the next server has every batch, every file, and the answers of the running batch."""
     import sqlite3
 
     take_over()

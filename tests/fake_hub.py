@@ -1,8 +1,8 @@
 """A Hugging Face hub on loopback: repositories in memory, the endpoints that huggingface_hub calls, and faults on
 request. Point HF_ENDPOINT at `FakeHub.url`.
 
-Answers like the real one: the list of a repository with sizes and digests, HEAD of a file with its commit and linked
-ETag, GET as a redirect to a storage address that knows ranges, errors with an X-Error-Code.
+The answers are like the real hub's. The list of a repository has sizes and digests. HEAD of a file has its commit and
+linked ETag. GET redirects to a storage address that supports ranges. Errors have an X-Error-Code.
 """
 
 import hashlib
@@ -32,15 +32,18 @@ Fault = Callable[["Handler", bytes], None]
 
 @dataclass
 class FakeRepo:
-    """One repository. `large`: files have a SHA-256, as in large file storage; else only git's hash."""
+    """One repository."""
 
     name: str
     files: dict[str, bytes]
     private: bool = False
     gated: bool = False
+    # If true, files have a SHA-256, as in large file storage. Otherwise they have only git's hash.
     large: bool = True
-    hidden: set[str] = field(default_factory=set)  # listed, but gone when asked for
-    stated: dict[str, dict[str, Any]] = field(default_factory=dict)  # {path: size or sha256 that is not true}
+    # Files that are listed but cannot be read.
+    hidden: set[str] = field(default_factory=set)
+    # {path: {"size" or "sha256": false value}}.
+    stated: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def commit(self) -> str:
@@ -71,16 +74,18 @@ class FakeRepo:
 
 
 class FakeHub:
-    """A hub with repositories. `requests`: (method, path, Range) of all that came. `faults[path]`: answers for the next
-    GETs of that file's bytes, one each; `listing_faults`: (status, headers) for the next lists of any repository."""
+    """A hub with repositories."""
 
     TOKEN = "hf_" + "s" * 20
 
     def __init__(self) -> None:
         self.repos: dict[str, FakeRepo] = {}
+        # (method, path, Range) of each request.
         self.requests: list[tuple[str, str, str]] = []
         self.tokens: list[str] = []
+        # {path: answers to the next GETs of the file's bytes, one for each GET}.
         self.faults: dict[str, list[Fault]] = defaultdict(list)
+        # (status, headers) of the answers to the next lists of any repository.
         self.listing_faults: list[tuple[int, dict[str, str]]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -94,7 +99,7 @@ class FakeHub:
 
     @property
     def storage_url(self) -> str:
-        """Another host, as on the real hub: tokens do not follow there."""
+        """The URL of another host, as on the real hub. Clients do not send tokens there."""
         return f"http://localhost:{self.server.server_address[1]}"
 
     def add(self, name: str, files: dict[str, bytes], **options: Any) -> FakeRepo:
@@ -102,7 +107,7 @@ class FakeHub:
         return repo
 
     def environment(self, home: Path) -> dict[str, str]:
-        """What a process needs to use this hub and nothing else of the machine."""
+        """Returns variables with which a process uses this hub, and no other models or caches of the machine."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home / "hf"),
@@ -112,7 +117,7 @@ class FakeHub:
         }
 
     def gets(self, path: str) -> list[str]:
-        """The ranges with which a file's bytes were asked for."""
+        """Returns the Range headers of all GETs of a file's bytes."""
         return [span for method, asked, span in self.requests if method == "GET" and asked.endswith(f"/storage/{path}")]
 
     def close(self) -> None:
@@ -161,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def refused(self, repo: FakeRepo | None) -> bool:
-        """Whether the caller may not see the repository; then it has been told so."""
+        """Returns True if the caller may not see the repository. Has then sent the error response."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.tokens.append(token)
         if token and token != self.hub.TOKEN:
@@ -198,7 +203,7 @@ class Handler(BaseHTTPRequestHandler):
         self.say(302, headers)
 
     def send_bytes(self, data: bytes) -> None:
-        """All of `data`, or the range that was asked for."""
+        """Sends all of `data`, or the range that the request names."""
         span = self.headers.get("Range", "")
         if not span:
             return self.say(200, {"Accept-Ranges": "bytes"}, data)
@@ -220,7 +225,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def cut_after(n_bytes: int) -> Fault:
-    """The connection breaks in the middle of the body."""
+    """Returns a fault that closes the connection after n_bytes of the body."""
 
     def fault(handler: Handler, data: bytes) -> None:
         start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
@@ -236,22 +241,22 @@ def cut_after(n_bytes: int) -> Fault:
 
 
 def status(code: int, **headers: str) -> Fault:
-    """An answer without the bytes."""
+    """Returns a fault that sends a status and headers, but no bytes."""
     return lambda handler, _: handler.say(code, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
 def other_bytes(data: bytes) -> Fault:
-    """Another file than the one that was asked for."""
+    """Returns a fault that sends the bytes of another file."""
     return lambda handler, _: handler.send_bytes(data)
 
 
 def without_ranges(handler: Handler, data: bytes) -> None:
-    """All of the file, whatever was asked for."""
+    """Sends all of the file, and ignores the range of the request."""
     handler.say(200, {}, data)
 
 
 def endless(handler: Handler, data: bytes) -> None:
-    """More than there is, in chunks, with no length stated."""
+    """Sends more bytes than the file has, in chunks, without a length."""
     handler.send_response(200)
     handler.send_header("Transfer-Encoding", "chunked")
     handler.end_headers()
@@ -266,7 +271,7 @@ def redirect_loop(handler: Handler, _: bytes) -> None:
 
 @dataclass
 class Gate:
-    """Sends `n_bytes`, then waits until `open` is set; `reached` tells that it waits."""
+    """Sends `n_bytes`, sets `reached`, and waits until `open` is set."""
 
     n_bytes: int
     reached: threading.Event = field(default_factory=threading.Event)
@@ -293,7 +298,7 @@ def running_hub() -> Iterator[FakeHub]:
 
 @contextmanager
 def hub_in_use(home: Path) -> Iterator[FakeHub]:
-    """A hub that this process uses, with everything it keeps below `home`; nothing else of the machine is looked at."""
+    """Yields a hub that this process uses. All its files lie below `home`; no other folder of the machine is read."""
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         for name in OTHERS:
             patch.delenv(name, raising=False)

@@ -22,7 +22,7 @@ AMPLE = PrefetchOptions(window=2, budget_bytes=10_000, watchdog=False)
 
 
 class RecordingStore:
-    """The actions on a store, in order."""
+    """A store that records its actions in order."""
 
     def __init__(self) -> None:
         self.actions: list[tuple[str, Any]] = []
@@ -122,6 +122,6 @@ def run_pass(controller: Controller, phase: Phase = Phase.DECODE, pass_: int = 0
 
 
 def run_passes(controller: Controller, passes: Iterable[int]) -> None:
-    """Decode passes with these numbers."""
+    """Runs decode passes with these numbers."""
     for pass_ in passes:
         run_pass(controller, pass_=pass_)

@@ -1,16 +1,30 @@
 """A scripted replacement of `moegguf.serving.worker`: `python fake_worker.py FD`. Imports the standard library only, so
 that it starts fast. `python fake_worker.py COMMAND ...` is `moegguf COMMAND ...` with this worker.
 
-Where the path of the model to load is JSON, that says how: {"log": file that gets a line per load; "fractions": number
-of progress messages; "wait": file to wait for; "die": file with the number of loads that still crash; "fail": class of
-an error; "stall": never finishes; "n_parallel": requests that it claims to answer at once}. With FAKE_WORKER_WAIT a
-load waits for the file of that name.
+The path of the model to load may be a JSON object. Its fields control the load:
 
-The prompt, or the last message, selects the answer: "say WORD ..." · "count N" · "hold FILE" (one delta, then waits for
-FILE or a cancel) · "hang" (waits for ever, ignores a cancel) · "die" (one delta, then SIGKILL) · "fail CLASS [TEXT]"
-(an error, after TEXT) · "think: THINKING|TEXT" · "slowly TEXT" (repeats it until cancelled) · "stubborn TEXT" (cannot
-be cancelled) · "progress" (of a long prompt) · "messages" and "settings" (the request) · "cut" (messages were left
-out); any other message is echoed.
+- "log": a file to which each load adds a line
+- "fractions": the number of progress messages
+- "wait": a file to wait for. The default is the file that FAKE_WORKER_WAIT names.
+- "die": a file with the number of loads that still crash
+- "fail": the class of an error
+- "stall": the load never finishes
+- "n_parallel": the number of requests that the worker claims to answer at once
+
+The prompt, or the last message, selects the answer. Any other message is echoed.
+
+- "say WORD ..."
+- "count N"
+- "hold FILE": one delta, then waits for FILE or a cancel
+- "hang": waits for ever and ignores a cancel
+- "die": one delta, then SIGKILL
+- "fail CLASS [TEXT]": an error, after TEXT
+- "think: THINKING|TEXT"
+- "slowly TEXT": repeats TEXT until cancelled
+- "stubborn TEXT": repeats TEXT until cancelled, then never ends
+- "progress": the progress of a long prompt
+- "messages", "settings": the request itself
+- "cut": messages were left out
 """
 
 import json
@@ -33,7 +47,7 @@ SNAPSHOT = {
     "stats": {}, "busy": False, "seconds": 1.0,
 }  # fmt: skip
 NO_EXPERTS = {**SNAPSHOT, "layers": [], "n_expert": 0, "state": "", "uses": "", "loads": ""}
-LOADED: dict[str, Any] = {}  # how the model was loaded
+LOADED: dict[str, Any] = {}  # the script of the load
 Event = dict[str, Any]
 
 
@@ -69,7 +83,7 @@ def kill_self() -> None:
 
 
 def die_while_left(file: Path) -> None:
-    """The file has the number of deaths to come."""
+    """Kills the process if the number in the file is not 0, and counts the number down."""
     if (left := int(file.read_text())) > 0:
         file.write_text(str(left - 1))
         kill_self()
@@ -99,7 +113,7 @@ def load(number: int, config: dict[str, Any]) -> None:
 
 
 def events(request: dict[str, Any]) -> Iterator[Event]:
-    """The events of an answer. Raises FailError."""
+    """Yields the events of an answer. Raises FailError."""
     messages = request.get("messages")
     prompt = messages[-1]["content"] if messages else request["prompt"]
     command, _, rest = prompt.partition(" ")
@@ -170,7 +184,7 @@ def answer(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1].isdigit():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the worker does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the real worker does so too
     CONNECTION = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=listen, daemon=True).start()
     first = MESSAGES.get()

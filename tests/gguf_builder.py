@@ -34,7 +34,7 @@ def string(text: str | bytes) -> bytes:
 
 
 def scalar(gguf_type: int, value: int | float | str | bytes) -> bytes:
-    """The bytes of one value, without its type."""
+    """Returns the bytes of one value, without its type."""
     if isinstance(value, str | bytes):
         return string(value)
     return struct.pack(_FORMATS[gguf_type], value)
@@ -46,7 +46,7 @@ def pad(data: bytes, alignment: int) -> bytes:
 
 @dataclass
 class Tensor:
-    """One tensor; `offset` and `n_bytes` are worked out when None."""
+    """One tensor. `offset` and `n_bytes` are computed if they are None."""
 
     name: str | bytes
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Tensor:
 
 @dataclass
 class Gguf:
-    """A GGUF file to be. `kv` holds encoded key-values, `tensors` the tensors in order."""
+    """A GGUF file under construction. `kv` holds encoded key-values, `tensors` the tensors in order."""
 
     alignment: int = 32
     magic: bytes = b"GGUF"
@@ -92,7 +92,7 @@ class Gguf:
         return self
 
     def header(self) -> bytes:
-        """Everything before the data section, unpadded."""
+        """Returns all bytes before the data section, without padding."""
         parts = [self.magic, u32(self.version)]
         parts.append(u64(len(self.tensors) if self.n_tensors is None else self.n_tensors))
         parts.append(u64(len(self.kv) if self.n_kv is None else self.n_kv))

@@ -16,7 +16,7 @@ from moegguf.trace.trace import Trace, TraceHeader
 
 
 def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill: int = 0) -> Trace:
-    """A trace from lists [sequence][token][row][experts]; the first `prefill` tokens of each sequence are one pass."""
+    """Returns a trace of lists [sequence][token][row][experts]. The first `prefill` tokens form one pass."""
     lengths, phases, sequences, tokens = [], [], [], []
     for sequence, path in enumerate(routing):
         parts = ([(Phase.PREFILL, path[:prefill])] if prefill else []) + [(Phase.DECODE, [t]) for t in path[prefill:]]
@@ -40,7 +40,7 @@ def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill:
 
 
 class Oracle(Predictor):
-    """Predicts every one-token pass from the trace, with `n_wrong` wrong experts, ranked last."""
+    """Predicts every one-token pass from the trace. The last `n_wrong` experts of each prediction are wrong."""
 
     name: ClassVar[str] = "oracle"
 
@@ -84,18 +84,18 @@ class Unpredictive(Predictor):
 
 
 def routers_of(shape: MoeShape, matrices: Float32s) -> Routers:
-    """Routers (len(shape.layers), n_expert, n_embd) as a model has them."""
+    """Makes routers from matrices (len(shape.layers), n_expert, n_embd)."""
     rows = zip(shape.layers, matrices, strict=True)
     return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
 
 
 def counted(name: str, trace: Trace) -> Predictor:
-    """The predictor of this name, as `moegguf.learning` counts it."""
+    """Returns the predictor of this name, counted from the trace by `moegguf.learning`."""
     return LEARNED[name](trace.shape, COUNTED[name](trace))
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
-    """Over the decode passes of `trace`, every layer predicted `distance` MoE layers before; 0 without predictions."""
+    """Returns the accuracy over the decode passes of `trace`, `distance` MoE layers ahead; 0 without predictions."""
     right = total = 0
     predicted: dict[int, set[int]] = {}
     for event in trace.decode().events():

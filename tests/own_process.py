@@ -1,7 +1,7 @@
-"""Calls in a process of their own: a device that ggml has been told of stays known, and models loaded later use it.
+"""Calls in a process of their own. A device that is registered with ggml stays known, and models loaded later use it.
 
-These processes are made by fork, from one that has imported what they need and has loaded the library, but no model:
-imports would take most of a small test's time.
+These processes are made by fork. Their parent has imported the modules that they need and has loaded the library, but
+no model. Imports would take most of a small test's time.
 """
 
 import functools
@@ -21,7 +21,7 @@ from moegguf.quantities import Link
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-LONGEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120")) * 3 // 4  # before the test itself is ended
+LONGEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120")) * 3 // 4  # less than the limit of the test itself
 # Modules of a room that is not on the path are passed over.
 IMPORTED = ["pytest", "moegguf.generate.engine", "moegguf.testing.link_device", "tools.models", "rpc_device", "running",
             "answering"]  # fmt: skip
@@ -29,7 +29,7 @@ IMPORTED = ["pytest", "moegguf.generate.engine", "moegguf.testing.link_device", 
 
 @functools.cache
 def fork_context() -> ForkServerContext:
-    """Starts the process whose children are asked for. It has one thread, so that all of it is there after a fork."""
+    """Starts the process that is forked for each call. It has one thread, because a fork keeps only one thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with patch.dict(os.environ, child_environment(OPENBLAS_NUM_THREADS="1")):
@@ -38,7 +38,7 @@ def fork_context() -> ForkServerContext:
 
 
 def suppose_speeds() -> None:
-    """From now on this process takes these speeds of any device as measured: that would take most of a test's time."""
+    """Makes this process use fixed speeds for any device from now on. Measuring would take most of a test's time."""
     from moegguf.engine.cost import Speeds
     from moegguf.engine.speeds import KnownSpeeds
 
@@ -47,30 +47,32 @@ def suppose_speeds() -> None:
 
 
 def measure_small_pools() -> None:
-    """From now on this process measures speeds with a few MiB of weights, which caches hold: what is measured does not
-    matter to a test, and a pool beyond the caches of a server takes seconds to fill."""
+    """Makes this process measure speeds with a few MiB of weights from now on, although caches hold them.
+
+    The speeds do not matter to a test, and a pool larger than the caches of a server takes seconds to fill.
+    """
     from moegguf.engine import speeds
 
     speeds.POOL_BYTES, speeds.CACHES = 4 << 20, 0
 
 
 def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """The result of a function of a module, or its exception. Speeds of devices are supposed there."""
+    """Returns the result of a function of a module, or raises its exception. The speeds of devices are fixed there."""
     return _in_process(fork_context(), suppose_speeds, call, *arguments, **options)
 
 
 def in_new_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """The same in a process that loads the library itself, which reads some variables of the environment then."""
+    """Calls like `in_own_process`, in a process that loads the library itself and with it reads the environment."""
     return _in_process(multiprocessing.get_context("spawn"), suppose_speeds, call, *arguments, **options)
 
 
 def in_measuring_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """The same where speeds of devices are measured."""
+    """Calls like `in_own_process`, in a process that measures the speeds of devices."""
     return _in_process(fork_context(), measure_small_pools, call, *arguments, **options)
 
 
 def started_process(call: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """A process that has begun a call with this process's environment. It ends with this process at the latest."""
+    """Starts a process that calls with this process's environment. It ends with this process at the latest."""
     process = fork_context().Process(target=_with_environment, args=(dict(os.environ), call, *arguments), daemon=True)
     process.start()
     return process
@@ -85,7 +87,7 @@ def _in_process(
 
 
 def _with_environment(environment: Mapping[str, str], call: Callable[..., object], *arguments: Any) -> None:
-    """Calls with an environment: a fork has what was there when its parent began."""
+    """Calls with an environment. A fork would otherwise have the environment in which its parent began."""
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ |= environment

@@ -1,4 +1,4 @@
-"""Helpers of the tests of pulling: one repository, and a pull that records its reports."""
+"""Helpers of tests that pull a model: one repository, and a pull that records its reports."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ def fetch(
 
 
 def stored() -> list[str]:
-    """Files in the cache besides its locks, by the start of their names."""
+    """Returns the names of the files in the cache, sorted and without locks."""
     files = (path for path in hub_cache().rglob("*") if path.is_file() and ".locks" not in path.parts)
     return sorted(path.name for path in files)
 

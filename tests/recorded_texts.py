@@ -9,7 +9,7 @@ FOLDER = Path(__file__).with_name("recorded")
 
 
 def check_recorded(name: str, text: str) -> None:
-    """Fails unless the text is that of the file."""
+    """Asserts that the text is equal to the recorded file. With MOEGGUF_RECORD, writes the file first."""
     file = FOLDER / f"{name}.txt"
     if os.environ.get("MOEGGUF_RECORD"):
         file.write_text(text, encoding="utf-8")
@@ -17,6 +17,6 @@ def check_recorded(name: str, text: str) -> None:
 
 
 def recorded_lines(name: str, begin: str) -> Iterator[str]:
-    """The lines of the file that begin so: what a test asks, each before its outcome."""
+    """Yields the lines of the file that start with `begin`. A test uses them as inputs; each precedes its outcome."""
     lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return (line for line in lines if line.startswith(begin))

@@ -30,7 +30,7 @@ START_S = LONGEST_S // 3
 
 
 def rpc_library() -> Path:
-    """libggml-rpc.so, built when it is missing or older than what it is made of. Skips the test where it cannot be."""
+    """Returns libggml-rpc.so. Builds it if it is missing or older than its sources; skips the test if it cannot."""
     from moegguf.native.library import find_library
 
     folder = find_library()
@@ -53,7 +53,7 @@ def rpc_library() -> Path:
 
 
 def _ggml() -> c.CDLL:
-    """libggml as libmoegguf has loaded it."""
+    """Returns the libggml that libmoegguf has loaded."""
     from moegguf.native import library
 
     library.load()
@@ -65,7 +65,7 @@ def _ggml() -> c.CDLL:
 
 
 def _serve(rpc: Path, port: int) -> None:
-    """The server's process: the CPU of this machine, until it is ended."""
+    """Serves the CPU of this machine until the process is terminated."""
     device = (c.c_void_p * 1)(_ggml().ggml_backend_dev_by_name(b"CPU"))
     start = c.CDLL(str(rpc)).ggml_backend_rpc_start_server
     start.argtypes = [c.c_char_p, c.c_char_p, c.c_size_t, c.c_size_t, c.c_void_p]
@@ -73,7 +73,7 @@ def _serve(rpc: Path, port: int) -> None:
 
 
 def register(rpc: Path, port: int) -> str:
-    """Makes the server's device known in this process, for good; returns its name."""
+    """Registers the server's device in this process permanently. Returns its name."""
     ggml, backend = _ggml(), c.CDLL(str(rpc))
     backend.ggml_backend_rpc_add_server.restype = c.c_void_p
     backend.ggml_backend_rpc_add_server.argtypes = [c.c_char_p]
@@ -90,7 +90,7 @@ def _listens(port: int) -> bool:
 
 @contextmanager
 def server() -> Iterator[tuple[Path, int]]:
-    """What `register` needs, while a server runs on a free port of the loopback."""
+    """Runs a server on a free port of the loopback. Yields the arguments of `register`."""
     rpc = rpc_library()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -106,7 +106,7 @@ def server() -> Iterator[tuple[Path, int]]:
 
 
 def in_child(call: Callable[..., Any], *arguments: Any, n_servers: int = 1) -> Any:
-    """call(*arguments) in a process of its own that knows the devices RPC0, RPC1, ... of so many servers of its own."""
+    """Runs call(*arguments) in a process of its own. It knows the devices RPC0, RPC1, ... of n_servers new servers."""
     with ExitStack() as stack:
         servers = [stack.enter_context(server()) for _ in range(n_servers)]
         return in_own_process(_registered, servers, call, arguments)
@@ -119,8 +119,8 @@ def _registered(servers: list[tuple[Path, int]], call: Callable[..., Any], argum
 
 
 def on_servers(n_servers: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test runs in a process of its own that knows the devices of so many servers, and those that it adds itself. Its
-    fixtures are pickled."""
+    """Decorates a test that runs in a process of its own. The process knows the devices of n_servers servers, and the
+    devices that the test adds itself. The test's fixtures are pickled."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 
 class FakeCatalog:
-    """Models `a:latest` and so on: each a script for the worker, and its wanted and minimum size in MiB."""
+    """A catalog of models such as `a:latest`. Each has a script for the worker, a wanted size and a minimum size."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,14 +77,14 @@ class FakeCatalog:
         return ModelSize({RAM: wanted}, {RAM: minimum}, plan, load_config, 4096)
 
     def loads(self, name: str) -> list[dict[str, Any]]:
-        """The `LoadConfig`s of its loads, in order."""
+        """Returns the `LoadConfig`s of the loads of a model, in order."""
         log = self.folder / f"{name}.log"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 @asynccontextmanager
 async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[ModelManager]:
-    """A manager; checks that it leaves no process and no open file."""
+    """Yields a manager. Asserts afterwards that no process and no open file is left."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
     workers = Workers(command=COMMAND, echo_stderr=settings.get("debug", False))
@@ -95,13 +95,13 @@ async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[Mod
 
 
 def n_files() -> int:
-    """Open files, without those that garbage of an earlier test holds."""
+    """Counts open files, after garbage of earlier tests is collected."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
 async def answer_text(lease: Lease, prompt: str) -> str:
-    """The text of an answer."""
+    """Returns the text of an answer."""
     events = [event async for event in lease.answer(Request(prompt=prompt))]
     return " ".join(event.text for event in events if isinstance(event, Delta))
 
@@ -109,13 +109,13 @@ async def answer_text(lease: Lease, prompt: str) -> str:
 async def generate(
     manager: ModelManager, name: str, prompt: str, overrides: LoadOverrides = LoadOverrides(), **options: Any
 ) -> str:
-    """The text of an answer, from acquiring the model to releasing it."""
+    """Acquires a model, computes an answer, and releases the model. Returns the text."""
     async with manager.lease(name, overrides, **options) as lease:
         return await answer_text(lease, prompt)
 
 
 async def begun(manager: ModelManager, name: str, gate: Path) -> asyncio.Task[str]:
-    """An answer that has begun, and ends once there is a file `gate`."""
+    """Begins an answer that ends when the file `gate` exists. Returns its task."""
     task = asyncio.create_task(generate(manager, name, f"hold {gate}"))
     await until(lambda: manager.loaded() and manager.loaded()[0].busy)
     return task

@@ -24,7 +24,7 @@ PROMPT = ">>> Send a message"
 
 
 def control(letter: str) -> str:
-    """The key Ctrl and `letter`."""
+    """Returns the character of the key Ctrl and `letter`."""
     return chr(ord(letter.upper()) - ord("@"))
 
 
@@ -78,7 +78,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All lines shown so far, including those scrolled away."""
+        """All lines shown so far, including lines that have scrolled away."""
         return "\n".join(self._all_lines())
 
     def _all_lines(self) -> list[str]:
@@ -95,7 +95,7 @@ class Terminal:
 
     @property
     def _typed(self) -> str:
-        """All up to the line of the cursor, whose end may stand on the line above it."""
+        """The text up to the line of the cursor. A long input may end on the line above the cursor."""
         return "".join(self.screen.display[: self.screen.cursor.y + 1]).rstrip()
 
     def colour_of(self, text: str) -> str:
@@ -120,7 +120,7 @@ class Terminal:
         while not condition():
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                # The last output may have met it.
+                # The last output may have met the condition.
                 assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
 
     def _read(self, seconds: float) -> bool:

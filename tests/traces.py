@@ -1,8 +1,8 @@
 """Synthetic traces with structure: a hidden state per token, routed by hidden router matrices. Deterministic by seed.
 
-The state holds what the text is about (its label and its sequence), the token itself, and a part that drifts slowly
-from token to token; it changes a little from layer to layer. So popularity is uneven, labels prefer experts,
-neighbouring tokens share experts, layers predict each other, and token ids decide a part.
+The state has a part for the topic (label and sequence), a part for the token, and a part that drifts slowly from token
+to token. It changes a little from layer to layer. Therefore popularity is uneven, labels prefer experts, neighbouring
+tokens share experts, layers predict each other, and token ids decide some experts.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ LABEL, SEQUENCE, TOKEN, DRIFT, LAYER = 0.7, 0.4, 0.8, 0.6, 0.25  # weights of th
 
 
 def hidden_routers(shape: MoeShape, seed: int) -> Float32s:
-    """The router matrices (len(shape.layers), n_expert, n_embd) that route `random_trace(shape, seed=seed)`."""
+    """Returns the router matrices (len(shape.layers), n_expert, n_embd) of `random_trace(shape, seed=seed)`."""
     rng = np.random.default_rng([seed, 1])
     size = (len(shape.layers), shape.n_expert, shape.n_embd)
     return (rng.standard_normal(size) / np.sqrt(shape.n_embd)).astype(np.float32)
@@ -41,10 +41,11 @@ def random_trace(
     with_weights: bool = True,
     n_labels: int = 2,
 ) -> Trace:
-    """Sequences one after another: a prefill pass (last layer: its last token only), then n_decode of one token each.
+    """Returns a trace of sequences one after another. Each has a prefill pass and then n_decode passes of one token.
 
-    `structure` 0 is noise, 1 leaves none. With inputs, routing is the top-k of `hidden_routers @ inputs` exactly.
-    Sequence i has label "kind<i % n_labels>".
+    The last layer of a prefill pass has only the last token. A `structure` of 0 is only noise, 1 is without noise.
+    With inputs, the routing is exactly the top-k of `hidden_routers @ inputs`. Sequence i has label
+    "kind<i % n_labels>".
     """
     shape = shape or SMALL
     rng = np.random.default_rng([seed, 0])
@@ -74,12 +75,12 @@ def random_trace(
 
 
 def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
-    """All prompts in one pass, then a token of every request in each; the last pass also reads a prompt."""
+    """Returns a trace: all prompts in one pass, then a token of every request per pass. The last has a prompt too."""
     trace = random_trace(n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True)
     of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(n_sequences + 1)]
     prompts = np.concatenate([tokens[:3] for tokens in of[:-1]])
     steps = [np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)]
-    steps[-1] = np.concatenate([of[-1][:3], steps[-1]])  # the last layer is computed for its third token, and decoding
+    steps[-1] = np.concatenate([of[-1][:3], steps[-1]])  # the last layer computes its third token, and decoding
     return grouped(trace, [prompts, *steps])
 
 
@@ -92,7 +93,7 @@ def routed(
     first_token: int = 0,
     inputs: Sequence[Sequence[float]] | None = None,
 ) -> RoutingEvent:
-    """The event of layer `il`: one token's experts, or a list of experts for each of several tokens."""
+    """Returns an event of layer `il`. tokens: the experts of one token, or a list of experts for each token."""
     ids = [list(token) for token in tokens if not isinstance(token, int)] or [list(tokens)]
     vectors = None if inputs is None else np.array(inputs, np.float32)
     expert_ids = np.array(ids, np.int32).reshape(len(ids), len(ids[0]))
@@ -100,7 +101,7 @@ def routed(
 
 
 def same(one: Trace, other: Trace) -> bool:
-    """Whether two traces are equal to the last bit, types included."""
+    """Returns True if two traces are equal to the last bit, types included."""
     for field in dataclasses.fields(Trace):
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, np.ndarray):
@@ -114,7 +115,7 @@ def same(one: Trace, other: Trace) -> bool:
 def _tokens(
     shape: MoeShape, rng: np.random.Generator, label_of: npt.NDArray[np.int64], n_labels: int, per_sequence: int
 ) -> npt.NDArray[np.int32]:
-    """(n_sequences, per_sequence): Zipf-distributed, each label with its own favourites."""
+    """Returns tokens (n_sequences, per_sequence). They are Zipf-distributed, and each label has its own favourites."""
     share = 1 / np.arange(1, shape.n_vocab + 1)
     favourites = np.stack([rng.permutation(shape.n_vocab) for _ in range(n_labels)])
     ranks = rng.choice(shape.n_vocab, size=(len(label_of), per_sequence), p=share / share.sum())
@@ -129,7 +130,7 @@ def _states(
     n_labels: int,
     structure: float,
 ) -> npt.NDArray[np.float16]:
-    """(len(shape.layers), n_tokens, n_embd): the inputs of the routers."""
+    """Returns the inputs of the routers, (len(shape.layers), n_tokens, n_embd)."""
     n_sequences, per_sequence = tokens.shape
     drift = rng.standard_normal((n_sequences, per_sequence, shape.n_embd))
     for t in range(1, per_sequence):
@@ -149,7 +150,7 @@ def _states(
 def _route(
     shape: MoeShape, routers: Float32s, inputs: npt.NDArray[np.float16]
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float16]]:
-    """Expert ids, the best first, and the softmax of their logits: (len(shape.layers), n_tokens, n_expert_used)."""
+    """Returns expert ids, best first, and the softmax of logits: (len(shape.layers), n_tokens, n_expert_used)."""
     logits = np.einsum("rtd,red->rte", inputs.astype(np.float32), routers)
     expert_ids = np.argsort(-logits, axis=2, kind="stable")[:, :, : shape.n_expert_used]
     chosen = np.exp(np.take_along_axis(logits, expert_ids, axis=2))

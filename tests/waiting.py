@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does: until it has happened, never for some time."""
+"""Functions that wait for another thread or process until it has acted. None waits for a fixed time."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def until(condition: Callable[[], Result], seconds: float = 30.0) -> Result:
-    """The first result of `condition` that is true; fails where there is none within so many seconds."""
+    """Calls `condition` until its result is true, and returns the result. Fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -19,7 +19,7 @@ def until(condition: Callable[[], Result], seconds: float = 30.0) -> Result:
 
 
 def status_of(pid: int, seconds: float = 30.0) -> int:
-    """The exit status of a child made by fork, which is killed when it takes longer."""
+    """Returns the exit status of a forked child. Kills the child if it runs longer than `seconds`."""
     try:
         _, status = until(lambda: (ended := os.waitpid(pid, os.WNOHANG))[0] and ended, seconds)
     except AssertionError:

@@ -26,7 +26,7 @@ def no_faults() -> Iterator[None]:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeModel:
-    """4 layers of 8 experts, top-2, experts of about 4 kB: a token cycle of 8 slots."""
+    """A model of 4 layers with 8 experts of about 4 kB, top-2. One token uses 8 experts."""
     return make_model(tmp_path)
 
 
@@ -48,7 +48,7 @@ def open_store() -> Iterator[Open]:
 
 @pytest.fixture
 def products(open_store: Open) -> Iterator[list[Product]]:
-    """What a test made, freed before the stores are closed."""
+    """A list to which a test adds its products. They are closed before the stores are closed."""
     made: list[Product] = []
     yield made
     for product in made:

@@ -19,7 +19,7 @@ from moegguf.native.store import Store, StoreContext
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, I32, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 26, 39
 Q4_1, Q5_0, Q5_1, Q2_K, Q3_K = 3, 6, 7, 10, 11
 IQ2_XXS, IQ2_XS, IQ3_XXS, IQ1_S, IQ3_S, IQ2_S, IQ4_XS, IQ1_M = 16, 17, 18, 19, 21, 22, 23, 29
-NB2 = 64  # of struct ggml_tensor: where the bytes from one matrix to the next are
+NB2 = 64  # offset of nb[2] in struct ggml_tensor: the bytes from one matrix to the next
 BLOCKS = {
     F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210), IQ4_NL: (32, 18),
     MXFP4: (32, 17), Q4_1: (32, 20), Q5_0: (32, 22), Q5_1: (32, 24), Q2_K: (256, 84), Q3_K: (256, 110),
@@ -58,17 +58,17 @@ class FakeModel:
 
     @property
     def expert_bytes(self) -> int:
-        """The size of the first layer's experts."""
+        """The bytes of one expert of the first layer."""
         return self.layout.layers[0].expert_bytes
 
     def matrix_bytes(self, index: int, expert: int) -> bytes:
-        """What the file holds for one matrix of one expert."""
+        """Returns the bytes of one matrix of one expert, as the file has them."""
         m = self.layout.matrices[index]
         at = m.offset + expert * m.expert_bytes
         return self.contents[m.shard][at : at + m.expert_bytes]
 
     def check(self, store: Store, il: int, expert_ids: npt.ArrayLike, slot_ids: npt.ArrayLike) -> None:
-        """Asserts that the slots given out at a gate hold exactly the file's bytes, and that nobody shares one."""
+        """Asserts that the slots of a routing event hold the file's bytes, and that no two experts share a slot."""
         pairs = set(zip(np.ravel(expert_ids).tolist(), np.ravel(slot_ids).tolist(), strict=True))
         assert len({expert for expert, _ in pairs}) == len({slot for _, slot in pairs}) == len(pairs)
         for expert, slot in pairs:
@@ -82,7 +82,7 @@ class FakeModel:
                 assert found == self.matrix_bytes(index, expert), f"layer {il} expert {expert} {m.kind} in slot {slot}"
 
     def acquire(self, store: Store, context: StoreContext, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
-        """A gate with its bytes checked."""
+        """Acquires slots for a routing event and checks their bytes."""
         slots = context.acquire(il, expert_ids)
         self.check(store, il, expert_ids, slots)
         return slots
@@ -102,7 +102,7 @@ def _ggml() -> c.CDLL:
 
 
 def _slot_bytes(store: Store, m: ExpertMatrix, slot: int, n_tokens: int) -> bytes:
-    """From the tensor that the patched llama.cpp multiplies with in place of this one."""
+    """Reads one expert from the pool tensor, which the patched llama.cpp uses in place of the model's tensor `m`."""
     ggml, data = _ggml(), c.create_string_buffer(m.expert_bytes)
     context = c.c_void_p(ggml.ggml_init(InitParams(1 << 12, None, True)))
     w = c.c_void_p(ggml.ggml_new_tensor_3d(context, m.ggml_type, *map(c.c_int64, (m.ne0, m.ne1, m.n_expert))))
@@ -154,10 +154,12 @@ def make_model(
     dense_layers: Sequence[int] = (),
     weights: Callable[[ExpertMatrix], bytes] | None = None,
 ) -> FakeModel:
-    """Writes the shards and returns the model; layer il has the types `types[il % len(types)]`.
+    """Writes the shards and returns the model.
 
-    Matrices are dealt to the shards in turn, `gap` bytes apart (a multiple of 32, as GGUF aligns); the last one of a
-    shard ends where the file ends. weights: returns the bytes of all experts of a matrix; random bytes by default.
+    Layer il has the types `types[il % len(types)]`. Matrices are dealt to the shards in turn and lie `gap` bytes
+    apart, a multiple of 32 because GGUF aligns them. The last matrix of a shard ends where the file ends.
+
+    weights: returns the bytes of all experts of a matrix. Without it, the bytes are random.
     """
     rng = np.random.default_rng(seed)
     ends, layers = [gap] * n_shards, []
@@ -194,7 +196,7 @@ def make_model(
 
 
 def check_counters(counters: dict[str, int], n_slots: int) -> None:
-    """What holds of the counters whenever nothing is queued, read or pinned by a context still open."""
+    """Asserts that the counters agree. No read may be queued or under way, and no open context may pin a slot."""
     assert counters["lookups"] == counters["hits_ready"] + counters["hits_late"] + counters["misses"]
     assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
     assert sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted")) <= counters["prefetch_started"]

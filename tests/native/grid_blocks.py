@@ -1,4 +1,4 @@
-"""Weights of the types whose quantiser takes seconds to begin: random codes with one scale."""
+"""Weights of the types whose quantiser takes seconds to start. They are random codes with one scale."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from tools.width_check import Array, Ggml
 
 GRIDS = ("iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s", "iq1_m")
-D = 0x2C00  # a half: 1/16
+D = 0x2C00  # the scale 1/16 in half precision
 
 
 class GridBlocks(Ggml):
-    """ggml, but a type of GRIDS gets random blocks in place of quantised values: the same ones for the same rows."""
+    """ggml with random blocks in place of quantised values, for the types of GRIDS. Equal rows get equal blocks."""
 
     def quantized(self, ggml_type: int, values: Array) -> bytes:
-        """The bytes of weights in the shape of `values` [..., n]."""
+        """Returns the bytes of weights in the shape of `values` [..., n]."""
         name = self.type_name(ggml_type)
         if name not in GRIDS:
             return super().quantized(ggml_type, values)

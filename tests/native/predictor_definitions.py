@@ -1,4 +1,4 @@
-"""What each of the store's predictors is, written down plainly for one sequence: what the store is compared with."""
+"""Plain definitions of the store's predictors, for one sequence. Tests compare the store with them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ Definition = Callable[["Sequence", int, int], Float32s | None]
 
 
 class Sequence:
-    """What one sequence has shown: its tokens; of rows, the last choice, and those of this pass if it has one token;
-    the router's last input, with its row. chunk_start: number of the token that began the routing path's chunk."""
+    """The tokens of one sequence and the experts that routers have chosen for it."""
 
     def __init__(self, define: Definition, chunk: int = 0) -> None:
         self.predict = lambda row, distance: define(self, row, distance)
         self._chunk = chunk
         self.tokens: list[int] = []
         self.n_pass_tokens = 0
+        # The index of the token that began the routing path's chunk.
         self.chunk_start: int | None = None
+        # The last choice of each row.
         self.last: dict[int, Int32s] = {}
+        # The choices of each row in this pass, if the pass has one token.
         self.ids: dict[int, Int32s] = {}
+        # The router's last input and its row, if this pass has one token.
         self.input: tuple[int, Float32s] | None = None
 
     def announce(self, tokens: Int32s) -> None:
-        """A pass begins."""
+        """Begins a pass with these tokens."""
         if len(tokens) > 1:
             self.chunk_start = None
         elif self.chunk_start is None or len(self.tokens) - self.chunk_start == self._chunk:
@@ -47,7 +50,7 @@ class Sequence:
         self.n_pass_tokens, self.ids, self.input = len(tokens), {}, None
 
     def observe(self, row: int, ids: Int32s, inputs: Float32s) -> None:
-        """A layer was routed: ids (n_tokens, n_expert_used), inputs (n_tokens, n_embd)."""
+        """Records a routed layer. ids: (n_tokens, n_expert_used); inputs: (n_tokens, n_embd)."""
         self.last[row], self.input = ids[-1], None
         if self.n_pass_tokens == 1:
             self.ids[row], self.input = ids[0], (row, inputs[0])
@@ -62,7 +65,7 @@ def previous_token(predictor: StorePredictor) -> Definition:
 
 
 def token_table(predictor: StorePredictor) -> Definition:
-    """The share of the token's occurrences, with one of an average token added."""
+    """Predicts the shares of the token's occurrences. One occurrence of an average token is added."""
     n_used, counts, entry_of = predictor.shape.n_expert_used, predictor.arrays["counts"], predictor.arrays["entry_of"]
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
@@ -89,7 +92,7 @@ def affinity(predictor: StorePredictor) -> Definition:
 
 
 def skip(predictor: StorePredictor) -> Definition:
-    """The model's choice, by the matrices as the store has them."""
+    """Predicts the choice of the model's router, by the matrices that the store has."""
     arrays, layers, n_used = predictor.arrays, predictor.shape.layers, predictor.shape.n_expert_used
     gating, *groups = (int(arrays[name][0]) for name in ("gating", "n_group", "n_group_used"))
 
@@ -109,7 +112,7 @@ def skip(predictor: StorePredictor) -> Definition:
 
 
 def multiplied(arrays: Mapping[str, npt.NDArray[Any]], name: str, x: Float32s) -> Float32s:
-    """W x + bias."""
+    """Returns W x + bias."""
     return (arrays[f"{name}.weights"].astype(np.float32) @ x) * arrays[f"{name}.scale"] + arrays[f"{name}.bias"]
 
 
@@ -146,7 +149,7 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
 
 
 def eamc(predictor: EamcPredictor) -> Definition:
-    """Of the entries nearest to this pass, those with more tokens first of equals, the sum."""
+    """Predicts the sum of the entries nearest to this pass. Among equally near entries, more tokens come first."""
     entries, layers = predictor.eamc.state, predictor.shape.layers
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
@@ -164,7 +167,7 @@ def eamc(predictor: EamcPredictor) -> Definition:
 
 
 def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np.float64]:
-    """The routing path's network, token by token and head by head: (len(chunk), n_moe_layer, n_expert)."""
+    """Computes the routing path's network by tokens and heads. Returns (len(chunk), n_moe_layer, n_expert)."""
 
     def norm(x: Float32s, gain: Float32s) -> Float32s:
         return gain * x / np.sqrt(np.mean(x * x) + NORM_EPS)
@@ -198,7 +201,7 @@ def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np
 
 
 def routing_path(shape: MoeShape, arrays: Arrays) -> Definition:
-    """The window is of the tokens before the chunk, after as many that stand for none."""
+    """Predicts with the window of tokens before the chunk. Padding fills a window that begins before the text."""
     n_window = len(arrays["window"])
 
     @cache
@@ -220,7 +223,7 @@ DEFINITIONS: dict[str, Callable[..., Definition]] = {
 
 
 def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
-    """Makes sequences that are predicted as by this predictor; arrays: of a routing path."""
+    """Returns a function that makes sequences with the definition of this predictor. arrays: of a routing path."""
     if predictor.name == "routing-path":
         assert arrays is not None
         define = routing_path(predictor.shape, arrays)
@@ -230,6 +233,6 @@ def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], 
 
 
 def any_of(found: list[Float32s | None]) -> Float32s | None:
-    """The probability that any of several sequences uses each expert; None where none is predicted."""
+    """Returns the probability that any of several sequences uses each expert, or None without a prediction."""
     known = [each for each in found if each is not None]
     return 1 - np.prod([1 - each for each in known], axis=0) if known else None

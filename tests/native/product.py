@@ -14,7 +14,7 @@ N_THREADS = 3
 
 
 def load(name: str, pointers: tuple[str, ...]) -> c.CDLL:
-    """A library of ggml's with functions that return pointers."""
+    """Loads one of ggml's libraries. The named functions return pointers."""
     loaded = c.CDLL(str(library.find_library() / f"lib{name}.so"))
     for function in pointers:
         getattr(loaded, function).restype = c.c_void_p
@@ -22,7 +22,7 @@ def load(name: str, pointers: tuple[str, ...]) -> c.CDLL:
 
 
 class Product:
-    """x [n_tokens][ne0] times the first matrix of the experts that a layer's router chose; random without x."""
+    """The product of x [n_tokens][ne0] with the first matrix of a layer's routed experts. x is random by default."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Product:
         self.out = self._base.ggml_mul_mat_id(
             c.c_void_p(self._context), c.c_void_p(pool), c.c_void_p(self._x), c.c_void_p(self.ids)
         )
-        self._base.ggml_set_name(c.c_void_p(self.out), b"ffn_moe_down_in-0")  # as what down matrices multiply
+        self._base.ggml_set_name(c.c_void_p(self.out), b"ffn_moe_down_in-0")  # the name of the input of down matrices
         self._graph = self._base.ggml_new_graph(c.c_void_p(self._context))
         self._base.ggml_build_forward_expand(c.c_void_p(self._graph), c.c_void_p(self.out))
         self._buffer = allocate(c.c_void_p(self._context), c.c_void_p(self._base.ggml_backend_cpu_buffer_type()))
@@ -81,19 +81,19 @@ class Product:
         return into
 
     def slot_ids(self) -> npt.NDArray[np.int32]:
-        """[n_tokens][n_used]: the router's choice, and once that is acquired its slots."""
+        """Returns [n_tokens][n_used]: the router's choice, or its slots after `acquire`."""
         return self._get(self.ids, np.empty(self._shape[:2], np.int32))
 
     def set_ids(self, expert_ids: npt.ArrayLike) -> None:
-        """The router's choice anew: acquire replaces it by slots."""
+        """Sets the router's choice, which `acquire` replaces by slots."""
         self._set(self.ids, np.asarray(expert_ids, np.int32))
 
     def acquire(self) -> None:
-        """What the scheduler's callback does once the node with the ids is computed."""
+        """Calls the hook as the scheduler's callback does, once the node with the ids is computed."""
         assert library.load().moegguf_eval(self.ids, False, self.context.handle)
 
     def compute(self) -> bytes:
-        """The product's bits, [n_tokens][n_used][ne1]."""
+        """Computes the product. Returns its bits, [n_tokens][n_used][ne1]."""
         self._base.ggml_backend_graph_compute(c.c_void_p(self._backend), c.c_void_p(self._graph))
         return self._get(self.out, np.zeros(self._shape, np.float32)).tobytes()
 
@@ -106,7 +106,7 @@ class Product:
 
 
 def aborts(context: StoreContext) -> bool:
-    """Whether the context's pass ends with the node that was computed last."""
+    """Returns True if the context's pass ends with the node that was computed last."""
     return bool(library.load().moegguf_abort(context.handle))
 
 

@@ -1,6 +1,6 @@
-"""The store as plain Python: what its slots hold after each call, when nothing is on its way. No bytes, no time.
+"""The store in plain Python. It models which expert each slot holds after each call, without bytes and without time.
 
-It finds victims by looking at every slot, and knows the policies lru, scores, lfu-decay and next-use, these two with
+A victim is found by a look at every slot. The policies are lru, scores, lfu-decay and next-use. The last two use
 VALUES: averages that halve with each token are exact in any arithmetic.
 """
 
@@ -18,12 +18,12 @@ Float32s = npt.NDArray[np.float32]
 ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
 POLICIES = ("lru", "lfu-decay", "next-use")
 VALUES = {"next-use": (1.0, 1.0), "lfu-decay": (1.0,)}
-BETWEEN_PASSES = 1 << 30  # any layer that comes next starts a pass
+BETWEEN_PASSES = 1 << 30  # a layer after this one starts a pass, whatever its number
 
 
 @dataclass
 class Slot:
-    """One that holds an expert. `broken`: its read failed, so that it is free once nobody has pinned it."""
+    """A slot that holds an expert. A broken slot has failed to read, and is free after its last pin is dropped."""
 
     expert: Expert
     last_use: int
@@ -31,14 +31,14 @@ class Slot:
 
 
 class ReferenceStore:
-    """n_slots, fewer than there are experts, on one device without a tier below."""
+    """A store on one device without a tier below. It has fewer slots than the model has experts."""
 
     def __init__(self, shape: MoeShape, n_slots: int) -> None:
         self.shape = shape
         self.slots: list[Slot | None] = [None] * n_slots
         self.n_usable = n_slots
         self.pinned = set[int]()
-        self.il, self.pass_tokens = BETWEEN_PASSES, 0  # of the pass under way
+        self.il, self.pass_tokens = BETWEEN_PASSES, 0  # last routed layer and number of tokens of the pass under way
         self.scores: Float32s | None = None
         self.moment = (0, False, False)  # il, sweep, token
         self.tick = 0
@@ -49,15 +49,15 @@ class ReferenceStore:
     def set_policy(self, name: str) -> None:
         self.policy = name
         self.average: Float32s = np.zeros(self.shape.table, np.float32)
-        self.forecast = dict[int, Float32s]()  # of a layer, until it is routed
+        self.forecast = dict[int, Float32s]()  # forecast of each layer that is not yet routed
 
     def set_forecast(self, table: Float32s | None, known: Sequence[int] = ()) -> None:
-        """The chance of each expert of the known layers; None: nothing is known."""
+        """Sets the probability of each expert in the known layers. Without a table, nothing is known."""
         if self.policy == "next-use":
             self.forecast = {} if table is None else {il: table[il] for il in known}
 
     def unpin(self) -> None:
-        """What was held may go: a pass was cancelled, has failed, has ended, or comes to its next layer."""
+        """Drops all pins: the pass was cancelled, has failed, has ended, or comes to its next layer."""
         released, self.pinned = self.pinned, set()
         for s in released:
             slot = self.slots[s]
@@ -69,16 +69,17 @@ class ReferenceStore:
         self.unpin()
 
     def begin(self, il: int, n_tokens: int) -> None:
-        """What happens at every routing event, also of a pass that has failed."""
+        """Begins a routing event, also one of a pass that has failed."""
         if il <= self.il:
             self.pass_tokens = n_tokens
         self.il = il
         self.unpin()
 
     def acquire(self, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False) -> list[list[int]]:
-        """The slot of each id (n_tokens, n_expert_used).
+        """Returns the slot of each id (n_tokens, n_expert_used).
 
-        Where there are fewer slots than experts nothing is evicted, and what was there is pinned until the pass ends.
+        If the event has more experts than there are slots, nothing is evicted and the result is empty. Experts that
+        have slots stay pinned until the pass ends.
         """
         self.begin(il, len(ids))
         self.forecast.pop(il, None)
@@ -106,7 +107,7 @@ class ReferenceStore:
         return [[places[e] for e in row] for row in ids.tolist()]
 
     def prefetch(self, expert: Expert, *, reads_fail: bool = False) -> None:
-        """Only in place of one that is worth less, where a policy says what experts are worth."""
+        """Reads an expert. If scores decide, it may evict only an expert with a lower score."""
         s = -1
         if self.find(expert) < 0:
             s = self._take(expert, self._score(expert) + self._offset(expert[0]) if self._ordered() else None)
@@ -115,7 +116,7 @@ class ReferenceStore:
             self.slots[s] = None if reads_fail else self.slots[s]
 
     def warm(self, experts: Sequence[Expert], *, reads_fail: bool = False) -> None:
-        """Into free slots."""
+        """Reads experts into free slots, and evicts none."""
         for expert in experts:
             if self.find(expert) < 0 and None in self.slots[: self.n_usable]:
                 s = self._take(expert)
@@ -123,13 +124,13 @@ class ReferenceStore:
                 self.slots[s] = None if reads_fail else self.slots[s]
 
     def resize(self, n_slots: int) -> None:
-        """Between passes."""
+        """Sets the number of usable slots. No pass may be under way."""
         self.n_usable = n_slots
         for s in range(n_slots, len(self.slots)):
             self._evict(s)
 
     def residency(self) -> npt.NDArray[np.uint8]:
-        """(n_layer, n_expert): 2 there, 0 not."""
+        """Returns (n_layer, n_expert): 2 for an expert that is there, 0 for any other."""
         there = np.zeros(self.shape.table, np.uint8)
         for slot in self.slots:
             if slot is not None and not slot.broken:
@@ -151,7 +152,7 @@ class ReferenceStore:
         self.slots[s].last_use = self.tick  # type: ignore[union-attr]
 
     def _take(self, expert: Expert, below: np.float32 | None = None) -> int:
-        """A free slot or a victim's, where its score is below that; -1: none."""
+        """Takes a free slot, or the slot of a victim with a score under `below`. Returns the slot or -1."""
         s = self._victim()
         if s < 0:
             return -1
@@ -180,7 +181,7 @@ class ReferenceStore:
         return min(ranks)[2] if ranks else -1
 
     def _floors(self) -> dict[int, int]:
-        """Slots that other layers may not take, where there are fewer than a token uses."""
+        """Returns for each layer the slots that no other layer may take. They are 0 if a token fits into the slots."""
         layers, share = list(self.shape.layers), dict[int, int]()
         scarce = self.n_usable < len(layers) * self.shape.n_expert_used
         left = max(0, self.n_usable - self.shape.n_expert_used) if scarce else 0
@@ -190,7 +191,7 @@ class ReferenceStore:
         return share
 
     def _ordered(self) -> bool:
-        """Whether scores decide, and not recency alone."""
+        """Returns True if scores decide about victims, and not recency alone."""
         return self.scores is not None or (self.policy in VALUES and self.moment[2])
 
     def _score(self, expert: Expert) -> np.float32:

@@ -118,7 +118,7 @@ def test_an_offset_beyond_the_file_is_an_error_of_the_event_that_reads_there(fak
     ("n_slots", "n_used", "options", "words"),
     [
         *((n_slots, 2, {}, "and slots") for n_slots in (0, -1)),
-        *((4, n_used, {}, "more experts than it has") for n_used in (0, -1, 9)),  # of 8 experts
+        *((4, n_used, {}, "more experts than it has") for n_used in (0, -1, 9)),  # the layer has 8 experts
         *((4, 2, {"readers": readers}, "between 1 and 64") for readers in (-1, 0, 65, 1000)),
         (4, 2, {"device": "NPU7"}, "NPU7"),
     ],

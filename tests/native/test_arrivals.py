@@ -20,11 +20,11 @@ from moegguf.testing.library import arm_fault
 from moegguf.trace.simulate import layout_of
 
 Late = tuple[Store, StoreContext, Product]
-IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
+IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occurs three times
 
 
 def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
-    """The product with every expert there before it begins."""
+    """Computes the product after every expert has arrived."""
     n_experts = sum(layer.n_expert for layer in fake.layout.layers)
     store, context = open_store(fake, n_experts, **options)
     store.drain(10)
@@ -72,14 +72,14 @@ def test_without_overlap_everything_is_there_first(fake: FakeModel, open_store: 
     assert products[-1].compute() == expected
 
 
-ROUTED = {"slots": (8, 1, [[3, 4]], 2), "streamed": (3, 2, IDS, 5)}  # slots, readers, ids, which read fails
+ROUTED = {"slots": (8, 1, [[3, 4]], 2), "streamed": (3, 2, IDS, 5)}  # slots, readers, ids, the failing read
 
 
 @pytest.mark.parametrize(("how", "asks"), [("slots", True), ("slots", False), ("streamed", True)])
 def test_a_failed_read_ends_the_pass_not_the_kernel(
     fake: FakeModel, open_store: Open, products: list[Product], how: str, asks: bool
 ) -> None:
-    """Also where no node follows that would ask whether to abort."""
+    """Fails a read with and without a later node that asks whether to abort."""
     n_slots, readers, ids, nth = ROUTED[how]
     store, context = open_store(fake, n_slots, readers=readers)
     products.append(Product(store, context, fake, ids))
@@ -204,7 +204,7 @@ def test_a_product_with_fewer_slots_than_experts_has_the_same_bits(
     expected = resident(fake, open_store, products, IDS, repack=repack)
     store, context = open_store(fake, n_slots, repack=repack, readers=readers)
     products.append(Product(store, context, fake, IDS))
-    for _ in range(3):  # its slots are free again for the next one
+    for _ in range(3):  # the next product can use the slots of the one before
         products[-1].set_ids(IDS)
         products[-1].acquire()
         assert products[-1].compute() == expected
@@ -252,11 +252,11 @@ def test_what_is_there_is_not_read_again(tmp_path: Path, open_store: Open) -> No
 
 @pytest.mark.parametrize("n_slots", [2, 40])
 def test_the_next_layers_first_expert_comes_while_attention_computes(n_slots: int) -> None:
-    """DuoServe-MoE, section 5.2: of a prompt, where its experts are streamed and nothing else is fetched ahead."""
+    """Streams the experts of a prompt, with no other fetching ahead (DuoServe-MoE, section 5.2)."""
     shape = MoeShape(n_layer=3, n_expert=8, n_expert_used=2, layers=(0, 1, 2), expert_bytes=3000)
     prompt = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (32, 1)), axis=1)[:, :2]
     for stream in (False, True):
-        comes = stream and n_slots > 2  # all slots of a smaller pool are this layer's until the next is routed
+        comes = stream and n_slots > 2  # a smaller pool gives all slots to one layer until the next layer is routed
         options = StoreOptions(
             repack=False, fill=False, simulate=True, sweep=False, stream=stream, chunked=False, link_bytes_per_s=1e9
         )

@@ -24,12 +24,12 @@ from predictors.study.asked import asked
 from predictors.study.controls import FreshGate
 
 FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
-# MoE-Infinity's figure 5, before layer proximity. The printed numbers imply: four layers of two experts, l = 1 (R2 has
-# dispatched); the two matched EAMs are summed as raw counts. The first EAM, of a request of one token, agrees on the
-# seen rows as well (all three cosines are 1) and is not among the matched: the number of tokens decides.
+# MoE-Infinity's figure 5, before layer proximity. The printed numbers imply four layers of two experts and l = 1 (R2
+# has dispatched). The two matched EAMs are summed as raw counts. The first EAM comes from a request of one token. It
+# agrees on the seen rows as well (all three cosines are 1), but is not matched: the number of tokens decides.
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
-AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # of the layers to come
+AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of the two experts in layers 2 and 3
 
 
 def announce(predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
@@ -46,7 +46,7 @@ def test_figure_5_of_moe_infinity() -> None:
 
 
 def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """Share of each request's decode experts among the predicted, one layer ahead; 60 requests of each kind."""
+    """Returns the hit rate of each request, predicted one layer ahead, for 60 requests of each kind."""
     trace = random_trace(n_sequences=120, n_prefill=0, n_decode=12, seed=3, n_labels=2)
     k, rates = trace.shape.n_expert_used, []
     for sequence in (s for kind in kinds for s in range(kind, 120, 2)):
@@ -64,14 +64,14 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
 
 
 def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
-    """Hit share of requests 25 to 50 after the change, against that of a predictor that never saw the old kind."""
+    """Compares hit rates of requests 25 to 50 after the change with a predictor that never saw the old kind."""
     shape = random_trace(n_sequences=1).shape
 
     def rates(*kinds: int) -> npt.NDArray[np.float64]:
         return hits_by_request(asked(lambda: EamcPredictor(shape, Eamc(*shape.table, 120))), kinds)
 
     changed, fresh = rates(0, 1), rates(1)
-    assert fresh[0] < fresh[25:50].mean()  # it improves
+    assert fresh[0] < fresh[25:50].mean()  # the hit rate improves
     assert changed[85:110].mean() > 0.9 * fresh[25:50].mean()
 
 
@@ -104,12 +104,12 @@ def test_an_expert_mlp_needs_every_layer_of_the_pass() -> None:
 
 
 def table(predictor: Predictor) -> list[npt.NDArray[np.float32] | None]:
-    """What a routing path predicts before the first layer."""
+    """Returns the predictions of a routing path before the first layer, one for each layer."""
     return [predictor.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
 
 
 def no_tokens(predictor: Predictor) -> None:
-    """A pass that nobody announced."""
+    """Observes a pass that was not announced."""
     for il in SHAPE.layers:
         predictor.observe(routed(il, 1, 2, 3, pass_=1, first_token=-1))
 

@@ -50,11 +50,11 @@ class Attention:
         return q, k, v, mask.astype(np.float16), 3 * rng.standard_normal(self.n_head).astype(np.float32)
 
     def compute(self, ggml: Ggml, rows: Sequence[int]) -> Array:
-        """What ggml gives for some rows, [n, n_head, d_value]."""
+        """Computes some rows with ggml. Returns [n, n_head, d_value]."""
         q, k, v, mask, sinks = self.inputs()
         graph = ggml.graph()
         ggml_type = ggml.types[self.cache]
-        # as in a cache: the heads of a cell lie side by side
+        # The heads of a cell lie side by side, as in a cache.
         keys, values = (
             graph.op("permute", graph.input(ggml_type, x.shape, ggml.quantized(ggml_type, x)), 0, 2, 1, 3)
             for x in (k.transpose(1, 0, 2), v.transpose(1, 0, 2))
@@ -69,7 +69,7 @@ class Attention:
         return out
 
     def exact(self, ggml: Ggml) -> Array:
-        """The same of all rows in float64, with the values that the cache has."""
+        """Computes all rows in float64, with the values that the cache has. Returns [N_ROWS, n_head, d_value]."""
         q, k, v, mask, sinks = (x.astype(np.float64) for x in self.inputs())
         k, v = (stored(ggml, self.cache, x) for x in (k, v))
         n_shared = self.n_head // self.n_head_kv
@@ -150,7 +150,7 @@ def test_values_that_a_row_does_not_see_may_be_infinite(ggml: Ggml) -> None:
 
 
 def all_bits() -> bytes:
-    """What every kind gives, one after the other."""
+    """Returns the bytes of the results of every kind, one after the other."""
     ggml = Ggml()
     return b"".join(kind.compute(ggml, range(N_ROWS)).tobytes() for kind in KINDS.values())
 

@@ -22,7 +22,7 @@ Events = list[tuple[int, npt.NDArray[np.int32]]]
 
 
 def events(n_passes: int, seed: int = 0) -> Events:
-    """(il, ids) of passes of one to three tokens over 4 layers of 8 experts, top-2."""
+    """Returns (il, ids) of passes of one to three tokens over 4 layers with 8 experts, top-2."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 4, n_passes)
     return [
@@ -31,7 +31,7 @@ def events(n_passes: int, seed: int = 0) -> Events:
 
 
 def columns(some: Events) -> list[npt.NDArray[np.int32]]:
-    """What `replay` takes."""
+    """Returns the arguments of `replay`: il, n_tokens and n_used of each event, and all expert ids in one array."""
     il, n_tokens = [il for il, _ in some], [len(ids) for _, ids in some]
     flat = np.concatenate([ids.ravel() for _, ids in some])
     return [np.array(column, np.int32) for column in (il, n_tokens, [2] * len(some), flat)]

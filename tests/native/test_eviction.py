@@ -1,5 +1,7 @@
-"""Who goes when room is needed: short stories with a known victim, told at a single layer or over all; a slot for every
-expert; how often each expert was used."""
+"""Short sequences of events with a known victim, at a single layer or over all layers.
+
+Other tests use pools with a slot for every expert, or count the uses of each expert.
+"""
 
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ WHOLE_LAYER = [[0, 1], [2, 3], [4, 5], [6, 7]] * 4  # a prompt of 16 tokens that
 
 @pytest.fixture
 def layer(tmp_path: Path) -> FakeModel:
-    """One layer of 8 experts, top-2."""
+    """A model of one layer with 8 experts, top-2."""
     return make_model(tmp_path, n_layer=1)
 
 
@@ -55,7 +57,7 @@ def test_in_a_sweep_the_layer_that_was_just_computed_goes_first(fake: FakeModel,
 
 
 def test_a_gate_drops_the_prefetches_of_its_layer_that_were_not_needed(layer: FakeModel, open_store: Open) -> None:
-    """On the modelled link, where nothing moves before the gate."""
+    """Uses the modelled link, where nothing moves before the gate."""
     store, context = open_store(layer, 8, simulate=True, fill=False)
     store.resize(7)
     context.acquire(0, [0, 1])

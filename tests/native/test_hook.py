@@ -35,7 +35,7 @@ def test_a_resident_layer_is_passed_over_and_counted(
     assert call(context, node.ids, ASK)
     assert call(context, node.ids, DO)
     assert store.info()["resident"] == 0
-    context.announce(0, Phase.DECODE, [1])  # a pass of no tokens may follow: slots stay those of this layer
+    context.announce(0, Phase.DECODE, [1])  # a pass of no tokens may follow: the slots still belong to this layer
     store.drain(10)
     assert not aborts(context)
     fake.check(store, 0, [[7, 3]], node.slot_ids())

@@ -1,4 +1,4 @@
-"""Kernels: an expert's rows many at a time, and operations with one value for each row."""
+"""Kernels that compute many rows of an expert at a time, and operations with one value for each row."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_an_expert_that_a_token_chose_many_times_has_more_rows_than_there_are_to
 
 
 def quantized(m: ExpertMatrix) -> bytes:
-    """Normal weights of all experts."""
+    """Returns the bytes of normally distributed weights of all experts."""
     values = np.random.default_rng(m.ggml_type).standard_normal((m.n_expert, m.ne1, m.ne0))
     return GridBlocks(1).quantized(m.ggml_type, values)
 
 
 def resident(fake: FakeModel, ids: npt.NDArray[np.int32], x: npt.NDArray[np.float32]) -> bytes:
-    """ggml's product with the first matrix of all experts in plain memory: the bits."""
+    """Returns the bits of ggml's product with the first matrix of all experts in plain memory."""
     m = fake.layout.matrices[0]
     data = b"".join(fake.matrix_bytes(0, expert) for expert in range(m.n_expert))
     graph = Ggml(N_THREADS).graph()
@@ -118,7 +118,7 @@ OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.d
 
 
 def computed(operation: str, x: npt.NDArray[np.float32], y: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """ggml's result for x [n_tokens, n_rows, n] and y [n_tokens, n_rows, 1 or n]."""
+    """Computes with ggml. x: [n_tokens, n_rows, n]; y: [n_tokens, n_rows, 1 or n]."""
     graph = Ggml(N_THREADS).graph()
     out = graph.compute(graph.op(operation, graph.array(x), graph.array(y)), x.shape)
     graph.close()

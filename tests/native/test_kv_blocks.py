@@ -1,4 +1,4 @@
-"""States that are read from files into tensors: every byte in its place, and zeros where a file is not what it was."""
+"""States that are read from files into tensors. Every byte is in its place, and a changed file leaves zeros."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moegguf.quantities import GIB, Link
 from moegguf.testing.link_device import add_link_device
 
 N_BLOCKS, HEAD_BYTES = 66, 12
-SIZES = [128] * 1030 + [300_000, 4]  # of the parts of a state; a call of the system takes 1,024 parts and 256 KiB
+SIZES = [128] * 1030 + [300_000, 4]  # bytes of each part of a state; one system call takes 1,024 parts and 256 KiB
 STATE_BYTES = HEAD_BYTES * len(SIZES) + sum(SIZES)
 
 
 @contextmanager
 def tensor_of(device: str) -> Iterator[int]:
-    """With room for the parts of all states, ones at first."""
+    """Yields a tensor with room for the parts of all states. At first all its bytes are ones."""
     ggml = load("ggml", ("ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_buffer_type",
                          "ggml_backend_alloc_ctx_tensors_from_buft"))  # fmt: skip
     context = c.c_void_p(ggml.ggml_init(InitParams(1 << 12, None, True)))
@@ -40,7 +40,7 @@ def tensor_of(device: str) -> Iterator[int]:
 
 
 def contents(tensor: int) -> np.ndarray:
-    """[block][byte]"""
+    """Returns the bytes of the tensor, [block][byte]."""
     found = np.empty((N_BLOCKS, sum(SIZES)), np.uint8)
     load("ggml", ()).ggml_backend_tensor_get(
         c.c_void_p(tensor), c.c_void_p(found.ctypes.data), c.c_size_t(0), c.c_size_t(found.nbytes)
@@ -49,7 +49,7 @@ def contents(tensor: int) -> np.ndarray:
 
 
 def take_state(address: int, tensor: int, block: int) -> list[bytes]:
-    """As llama.cpp takes a state: a head before each part is looked at, and the part goes to the tensor."""
+    """Takes a state as llama.cpp does: reads the head before each part, and puts the part into the tensor."""
     lib, heads, offset = library.load(), [], block * sum(SIZES)
     for n_bytes in SIZES:
         head = c.create_string_buffer(HEAD_BYTES)
@@ -57,12 +57,12 @@ def take_state(address: int, tensor: int, block: int) -> list[bytes]:
         heads.append(head.raw)
         assert lib.moegguf_state_put(tensor, offset, address + HEAD_BYTES, n_bytes)
         address, offset = address + HEAD_BYTES + n_bytes, offset + n_bytes
-    assert not lib.moegguf_state_read(head, address, 1)  # behind its end
+    assert not lib.moegguf_state_read(head, address, 1)  # the state has ended
     return heads
 
 
 def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
-    """Fills a tensor from files, `wrong` ones of which are damaged or cut, and compares."""
+    """Fills a tensor from files and compares it with their states. wrong: indices of damaged or cut files."""
     store, random = KvBlockStore(folder, GIB), np.random.default_rng(0)
     states = random.integers(0, 256, (N_BLOCKS, STATE_BYTES), np.uint8)
     names = [f"{block:04x}" for block in range(N_BLOCKS)]

@@ -24,7 +24,7 @@ from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
 from moegguf.testing.link_device import LinkFigures, add_link_device, link_device, link_figures
 
-FREE = Link(1e12)  # copies take what memory takes
+FREE = Link(1e12)  # a copy takes only the time of memory
 GPU = 1  # enum ggml_backend_dev_type
 
 _POINTERS = (
@@ -36,7 +36,7 @@ _POINTERS = (
 
 
 class Rig:
-    """A device, and as many of its backends, tensors and host buffers as a test asks for."""
+    """A device with the backends, tensors and host buffers that a test creates."""
 
     def __init__(self, link: Link, **options: Any) -> None:
         self.name = add_link_device(link, **options)
@@ -45,7 +45,7 @@ class Rig:
         self._free: list[Callable[[], object]] = []
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """ggml_backend_NAME; whole numbers are addresses or sizes."""
+        """Calls ggml_backend_NAME. Integers are addresses or sizes."""
         return getattr(self.ggml, f"ggml_backend_{name}")(
             *(c.c_void_p(a) if isinstance(a, int) else a for a in arguments)
         )
@@ -61,7 +61,7 @@ class Rig:
         return made
 
     def tensor(self, n_bytes: int) -> int:
-        """A tensor of F32 on the device, all zeros."""
+        """Returns a tensor of F32 on the device, with zeros."""
         context = self.ggml.ggml_init(InitParams(1 << 12, None, True))
         made: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
         buffer = self.call("alloc_ctx_tensors_from_buft", context, self.call("dev_buffer_type", self.device))
@@ -69,7 +69,7 @@ class Rig:
         return made
 
     def graph(self, n_bytes: int) -> tuple[int, int, int, Callable[[], object]]:
-        """Returns a graph that copies one tensor of F32 on the device to another, both, and what frees them."""
+        """Returns a graph that copies an F32 tensor on the device, both tensors, and a function to free them."""
         context = self.ggml.ggml_init(InitParams(1 << 20, None, True))
         source: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
         result: int = self.ggml.ggml_dup(c.c_void_p(context), c.c_void_p(source))
@@ -80,7 +80,7 @@ class Rig:
         return graph, source, result, lambda: self.call("buffer_free", buffer)
 
     def host_memory(self, n_bytes: int) -> tuple[int, str]:
-        """Address of ones in memory of the device's host buffer type, and the name of the type that it got."""
+        """Returns the address of ones in the device's host memory, and the name of the buffer type used."""
         buffer = self.call("buft_alloc_buffer", self.call("dev_host_buffer_type", self.device), n_bytes)
         self._free.append(lambda: self.call("buffer_free", buffer))
         base = int(self.call("buffer_get_base", buffer))
@@ -90,7 +90,7 @@ class Rig:
         return base, name(c.c_void_p(self.call("buffer_get_type", buffer))).decode()
 
     def there(self, tensor: int, n_bytes: int) -> bool:
-        """Whether the ones have arrived: all of them or none. The kernel looks, behind the device's back."""
+        """Returns True if all the ones have arrived, False if none has. Reads the memory through the kernel."""
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             memory.seek(self.ggml.ggml_get_data(c.c_void_p(tensor)))
             found = set(memory.read(n_bytes))
@@ -133,8 +133,11 @@ def test_a_device_is_a_gpu_whose_memory_is_not_the_hosts() -> None:
 
 
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
-    """(type of the host's memory, whether the bytes were there when the call returned, after waiting for an event that
-    an earlier use of it has left behind, and after another stream waited for it)."""
+    """Copies bytes to a device. Returns the type of the host's memory and three times whether the bytes were there.
+
+    The times are: when the call returned; after a wait for an event that an earlier use has left recorded; and after
+    another stream has waited for the event.
+    """
     n_bytes = 1 << 20
     rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
     memory, buffer_type = rig.host_memory(n_bytes)
@@ -161,8 +164,10 @@ def test_copies_from_pinned_memory_go_on_after_the_call_strict_ones_wait_and_oth
 
 
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
-    """Returns whether a result was there after each of n launches behind a copy of 0.2 s, and after waiting; and the
-    device's figures."""
+    """Launches a graph n times behind a copy of 0.2 s, then waits.
+
+    Returns whether the result was there after each launch and after the wait, and the device's figures.
+    """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
     memory, _ = rig.host_memory(n_bytes)
@@ -186,11 +191,14 @@ def test_graphs_of_a_strict_device_are_launched_behind_copies_and_repeated_from_
 
 
 def faults_of_users() -> list[str]:
-    """Returns what strict devices say of a copy whose source changes before it is done, and of a graph whose memory is
-    freed before it is computed; whether such a device computes on; and of a device that is used well."""
+    """Returns the faults that strict devices report after two misuses and after a correct use.
+
+    In the first misuse, the source of a copy changes before the copy is done. In the second, the memory of a graph is
+    freed before the graph is computed. Asserts that a device with a fault computes nothing more.
+    """
     n_bytes, found = 1 << 16, []
     for misuse in ("source", "memory", ""):
-        rig = Rig(FREE, strict_seed=2)  # with this seed the launch does not begin before somebody waits
+        rig = Rig(FREE, strict_seed=2)  # this seed delays the launch until a caller waits
         memory, _ = rig.host_memory(n_bytes)
         graph, source, _, free = rig.graph(n_bytes)
         stream = rig.backend()
@@ -217,7 +225,7 @@ def test_a_strict_device_keeps_what_it_cannot_bear() -> None:
 
 
 def copy_times() -> list[float]:
-    """Seconds of one copy, of two at once, of one there and one back at once, and of two in one stream."""
+    """Returns the seconds of one copy, two at once, one there and one back at once, and two in one stream."""
     n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
     rig = Rig(link)
     memory, _ = rig.host_memory(n_bytes)
@@ -253,7 +261,7 @@ def test_copies_take_at_least_latency_and_bytes_over_bandwidth_which_those_in_on
 
 
 def store_on_full_device(fake: FakeModel) -> str:
-    """What the second of two stores says on a device that has memory for one."""
+    """Returns the error of the second of two stores on a device that has memory for one."""
     name = add_link_device(FREE, memory_bytes=5 * fake.expert_bytes + (1 << 16))
     options = StoreOptions(device=name)
     first = Store(fake.layout, 4, options)
@@ -268,7 +276,7 @@ def store_on_full_device(fake: FakeModel) -> str:
 
 
 def slots_in_small_buffers(fake: FakeModel) -> tuple[list[int], str]:
-    """Slots that a pool can have of some, with buffers for 10 and without a limit; and what a larger one says."""
+    """Returns the most slots of pools with and without a limit of 10 per buffer, and the error of a larger pool."""
     sizes = slot_sizes(fake.layout)
     guard_bytes = sizes.pool_bytes // len(sizes.stride_bytes)
     small = add_link_device(FREE, most_buffer_bytes=10 * max(sizes.stride_bytes.values()) + guard_bytes)
@@ -288,14 +296,14 @@ def test_a_pool_has_the_slots_that_buffers_take_and_a_full_device_refuses(tmp_pa
 
 
 def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[tuple[int, int]]:
-    """How many of so many slots a pool of each layer can have on a device, and on the CPU."""
+    """Returns for each layer the most slots, up to `wanted`, that its pool can have on a device and on the CPU."""
     device = add_link_device(FREE)
     layouts = [replace(fake.layout, layers=(layer,)) for layer in layers]
     return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
 
 
 def test_kernels_of_a_device_find_every_slot_of_a_pool_by_32_bit_offsets(tmp_path: Path) -> None:
-    """Offsets count blocks of a type, of which experts of 2048 x 768 values have as many as 2^31 / the slots."""
+    """Offsets count blocks of a type. An expert of 2048 x 768 values may have 2^31 / (number of slots) blocks."""
     most = {F32: 1365, F16: 1365, Q4_0: 43690, Q8_0: 43690, MXFP4: 43690, Q4_K: 349525}
     kinds: tuple[Kind, ...] = ("gate", "up", "down")
     types = [dict.fromkeys(kinds, ggml_type) for ggml_type in most] + [{"gate": Q4_K, "up": Q4_K, "down": F16}]
@@ -316,7 +324,10 @@ def test_slots_are_exact_for_as_many_tokens_as_a_backend_says() -> None:
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:
-    """Bytes of a slot on a device that pads rows, and what is more than the CPU's; slots without are refused."""
+    """Returns the bytes of a slot on a device that pads rows, and the difference to the CPU.
+
+    Asserts that slots without padding are refused.
+    """
     device = add_link_device(FREE, strict_seed=1)
     sizes = [slot_sizes(padded(fake.layout, [name])).slot_bytes for name in (None, "none such", device)]
     Store(fake.layout, 4, StoreOptions(device=device)).close()

@@ -27,7 +27,7 @@ CAPACITY = 4096  # events of the ring, native/events.h
 
 
 def test_events_come_in_order_with_the_experts_chosen_on_their_own_thread(fake: FakeModel, open_store: Open) -> None:
-    """Where callbacks may ask the store and tell it what to do."""
+    """The callbacks read the residency, set scores and prefetch."""
     store, context = open_store(fake, 8)
     seen: list[tuple[int, int, list[int]]] = []
     threads: set[int] = set()
@@ -198,7 +198,7 @@ def test_closing_the_store_delivers_what_is_queued_to_callbacks_that_use_it(fake
 
     def on_routing(event: RoutingEvent) -> None:
         nonlocal done
-        library.load().moegguf_store_set_scores(handle, None, 0)  # as a C program may: past the closed object
+        library.load().moegguf_store_set_scores(handle, None, 0)  # a C program may call so, past the closed object
         done += 1
 
     store.listen(on_routing=on_routing)
@@ -214,7 +214,7 @@ def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open
     store.listen(on_routing=seen.append, on_tokens=seen.append)
     context.announce([4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [10, 11, 12, 13, 14], outputs=[0, 1, 1, 0, 1])
     context.acquire(0, np.zeros((3, 2)))  # the first ubatch
-    context.acquire(3, np.zeros((2, 2)))  # its last layer, for two of its tokens
+    context.acquire(3, np.zeros((2, 2)))  # the last layer of the first ubatch, for two of its tokens
     context.acquire(0, np.zeros((2, 2)))
     context.acquire(3, np.zeros((1, 2)))
     context.acquire(0, np.zeros((1, 2)))  # never announced

@@ -27,14 +27,14 @@ BYTES_PER_S = 1e9
 
 @pytest.fixture(autouse=True)
 def no_limits() -> Iterator[None]:
-    """Faults concern every file again after a test."""
+    """Removes the limit of faults to some files after each test."""
     yield
     limit_faults(None)
 
 
 @pytest.fixture
 def slow() -> Iterator[Slow]:
-    """`slow(path, seconds)`: each read of the file takes so long, until the test ends."""
+    """`slow(path, seconds)`: each read of the file takes this time until the test ends."""
     slowed = set[Path]()
 
     def slow_one(path: Path, latency_s: float) -> None:
@@ -52,7 +52,7 @@ def mirror(fake: FakeModel) -> list[Path]:
 
 
 def copies(fake: FakeModel, folder: str) -> list[Path]:
-    """Copies of a model's files in a folder beside them."""
+    """Copies a model's files into a folder beside them. Returns the copies."""
     to = fake.paths[0].parent / folder
     to.mkdir()
     return [Path(shutil.copy(path, to / path.name)) for path in fake.paths]

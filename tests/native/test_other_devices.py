@@ -1,4 +1,4 @@
-"""Slots in memory that is not the host's: on devices behind links and on RPC servers, one or two, staged or not."""
+"""Slots outside the host's memory: on one or two devices behind links and RPC servers, with and without staging."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,19 +18,19 @@ from moegguf.testing.library import ABI
 from moegguf.testing.link_device import add_link_device
 
 Size = tuple[int, int, int]  # slots of each device, slots in RAM below, staging tensors
-Figures = tuple[list[dict[str, Any]], dict[str, Any]]  # of each device, of RAM
+Figures = tuple[list[dict[str, Any]], dict[str, Any]]  # figures of each device, and figures of RAM
 FAST = Link(1e9, 1e-5)
 MIXED: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> FakeModel:
-    """4 layers of 8 experts, top-2, of several types."""
+    """A model of 4 layers with 8 experts, top-2, of several types."""
     return make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
 
 
 def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
-    """Random passes and prefetches with checked bytes; a pool without others below shrinks at last."""
+    """Makes random passes and prefetches and checks bytes. A pool without slots in RAM below shrinks near the end."""
     n_slots, n_ram, staging = size
     devices = [DeviceSlots(name, n_slots, range(d, 4, len(names)), n_ram > 0, staging) for d, name in enumerate(names)]
     store = Store(fake.layout, devices, StoreOptions(), n_ram)
@@ -63,7 +63,7 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
 
 
 def on_rpc(fake: FakeModel) -> tuple[list[Figures], Figures]:
-    """Figures of passes on the first server's device alone, in several sizes, and of both."""
+    """Returns figures of passes on the first device alone, in several sizes, and of passes on both devices."""
     names = ["RPC0", "RPC1"]
     sizes = ((5, 0, 0), (32, 0, 0), (2, 1, 0), (13, 13, 0), (4, 8, 1), (9, 32, 2))
     return [passes_on(fake, size, names[:1]) for size in sizes], passes_on(fake, (5, 7, 0), names)
@@ -90,7 +90,7 @@ def test_a_device_behind_a_link(mixed: FakeModel, strict_seed: int) -> None:
 
 
 def behind_two_links(fake: FakeModel, pinned: int) -> tuple[str, dict[str, Any]]:
-    """What is said of RAM below two devices, and below the second of them alone."""
+    """Returns the note about RAM below two devices, and the figures of RAM below the second device alone."""
     names = [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=pinned)]
     _, ram = passes_on(fake, (5, 7, 0), names)
     store = Store(fake.layout, 6, StoreOptions(device=names[1]), 7)

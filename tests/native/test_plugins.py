@@ -78,7 +78,7 @@ Load = Callable[[], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Returns a stand-in that is compiled with definitions such as N_DEVICES=0."""
+    """Compiles a stand-in with definitions such as N_DEVICES=0, and returns its path."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None or not GGML.exists():
         pytest.skip("the stand-in needs a C++ compiler and the vendored sources (`make`)")
@@ -106,7 +106,7 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def install(site: Path) -> Install:
-    """Installs a library as the plug-in of a name, with the tested library's pin and changes to it."""
+    """Installs a library as the plug-in of a name. Its pin is the pin of the tested library with changes."""
 
     def install_one(name: str, built: Path, **changes: str) -> Path:
         folder = site / plugins.NAMESPACE / name
@@ -121,7 +121,7 @@ def install(site: Path) -> Install:
 
 @pytest.fixture
 def load(site: Path, tmp_path: Path) -> Load:
-    """Loads the library in another process; returns its devices and the problems that it had."""
+    """Loads the library in another process. Returns its devices and its problems."""
 
     def load_all() -> dict[str, Any]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}

@@ -1,4 +1,4 @@
-"""The store's own predictors: the probabilities that their definitions say, and what becomes of them."""
+"""The store's own predictors: their probabilities, compared with their definitions, and the prefetches that follow."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def table_of(tokens: npt.ArrayLike, counted: npt.ArrayLike) -> Predictor:
 
 
 def token_table() -> Predictor:
-    """A table of the tokens 0 to 29, some not in order; each seen some ten times."""
+    """Returns a table of the tokens 0 to 29 in random order. Each token has about ten occurrences."""
     random = rng()
     counted = random.multivariate_hypergeometric(np.full(SHAPE.n_expert, 9), 10 * SHAPE.n_expert_used, (30, N))
     return table_of(random.permutation(30), counted)
 
 
 def always(*choices: list[int]) -> Predictor:
-    """Token i was seen 20 times, with the experts choices[i] in every layer."""
+    """Returns a table in which token i has 20 occurrences, with the experts choices[i] in every layer."""
     counted = np.zeros((len(choices), N, SHAPE.n_expert), np.uint16)
     for token, experts in enumerate(choices):
         counted[token][:, experts] = 20
@@ -134,7 +134,7 @@ def routing_path() -> Predictor:
 
 
 def eamc(n_entries: int = 30) -> EamcPredictor:
-    """With requests of some ten tokens each."""
+    """Returns a predictor whose collection has entries of about ten tokens each."""
     random, entries = rng(), Eamc(*SHAPE.table)
     for _ in range(n_entries):
         counts = np.zeros(SHAPE.table, np.float32)
@@ -159,11 +159,11 @@ MADE: dict[str, Callable[[], Predictor]] = {
     "eamc": eamc,
     "eamc-full": lambda: eamc(1000),
 }
-ALIKE = {"routing-path": 0.03}  # rounded twenty times over; of others 0.01
+ALIKE = {"routing-path": 0.03}  # values are rounded twenty times here; other predictors have 0.01
 
 
 def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
-    """Different experts (n_tokens, n_expert_used) for each token."""
+    """Returns random experts (n_tokens, n_expert_used), different ones within a token."""
     return random.random((n_tokens, SHAPE.n_expert)).argsort(axis=1)[:, : SHAPE.n_expert_used].astype(np.int32)
 
 
@@ -184,7 +184,7 @@ def native(predictor: Predictor) -> NativePredictor:
 
 
 class Comparison:
-    """What sequences are predicted in a pass by definition; a later prediction of a layer replaces an earlier one."""
+    """The predictions by definition for the sequences of a pass. The latest prediction of a layer counts."""
 
     def __init__(self, name: str) -> None:
         predictor = MADE[name]()
@@ -193,24 +193,24 @@ class Comparison:
         self._expected: dict[int, Float32s] = {}
 
     def announce(self, sequences: list[int], tokens: Int32s) -> None:
-        """A token of each, or several of one."""
+        """Announces one token of each sequence, or several tokens of one sequence."""
         self._present, self._expected = [self._known.setdefault(each, self._make()) for each in sequences], {}
         parts = [tokens] if len(sequences) == 1 else tokens[:, np.newaxis]
         for sequence, part in zip(self._present, parts, strict=True):
             sequence.announce(part)
 
     def observe(self, row: int, ids: Int32s, inputs: Float32s) -> None:
-        """A layer was routed."""
+        """Records the routing of a layer."""
         one = len(self._present) == 1
         for i, sequence in enumerate(self._present):
             sequence.observe(row, *((ids, inputs) if one else (ids[i : i + 1], inputs[i : i + 1])))
 
     def expected(self, row: int, later: int) -> Float32s | None:
-        """Of a later row, after this one was routed."""
+        """Returns the prediction for the row `later`, after `row` was routed."""
         return any_of([sequence.predict(later, later - row) for sequence in self._present])
 
     def check(self, store: Store, row: int) -> None:
-        """Asserts that the store expects the same of the layers after a row."""
+        """Asserts that the forecast of the store for the layers after a row agrees with the definition."""
         table, known = store.forecast()
         for later in range(row + 1, N):
             il, predicted = SHAPE.layers[later], self.expected(row, later)
@@ -222,7 +222,7 @@ class Comparison:
                 self.n_known += 1
 
     def check_asked(self, found: Predictor, row: int) -> None:
-        """Asserts that the laboratory's predictor says the same."""
+        """Asserts that the predictions of the laboratory's predictor agree with the definition."""
         for later in range(row + 1, N):
             if (expected := self.expected(row, later)) is not None:
                 predicted = found.predict(SHAPE.layers[later], later - row)
@@ -290,10 +290,10 @@ def batch(
         comparison.announce(sequences, tokens)
 
 
-# Rounding decides now and then which groups, or which of a thousand entries, are taken.
+# Two predictors are left out: rounding may decide which groups, or which of a thousand entries, they select.
 @pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc-full")])
 def test_several_sequences_are_predicted_as_each_is_alone(name: str) -> None:
-    """Each followed by itself, in passes of changing sequences; only those that compute count."""
+    """Compares passes of changing sequences with each sequence alone. Only sequences of the pass count."""
     random, comparison = rng(), Comparison(name)
     with simulated() as (store, context):
         store.set_predictor(native(MADE[name]()), EVERYTHING)
@@ -324,7 +324,7 @@ def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average(
             assert store.counters()["forecast_picks"] - n_before == N * SHAPE.n_expert_used * n_asked
             assert (chances[1] > 0).any() == bool(n_asked)
             assert np.isin(chances, (0, 1)).all(), "certain is certain, however many there are"
-    # Affinities that are all the same, so that every sequence expects the same.
+    # All affinities are equal, so every sequence has equal predictions.
     even = affinity(np.full((N - 1, SHAPE.n_expert, SHAPE.n_expert), 1 / SHAPE.n_expert, np.float32))
     alone = SHAPE.n_expert_used / SHAPE.n_expert
     with simulated() as (store, context):
@@ -405,7 +405,7 @@ LINK = {"link_bytes_per_s": 1e9}  # an expert takes 3 us
 
 
 def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -> None:
-    """n times six tokens that use the same experts, in a pool that does not hold them all."""
+    """Makes n times six tokens that use the same experts, in a pool that does not hold all experts."""
     random = rng()
     for _ in range(n):
         ids = [choice(random, 1) for _ in SHAPE.layers]
@@ -418,7 +418,7 @@ def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -
 
 
 def prefetched(forecast: NativeForecast, compute_ns: int = 20_000) -> dict[str, int]:
-    """Counters of a pool with the previous token as predictor."""
+    """Returns the counters of a pool that predicts by the previous token."""
     with simulated(12, fill=False, **LINK) as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), forecast)
         run(store, context, 50, compute_ns)
@@ -443,7 +443,7 @@ def test_what_is_predicted_is_prefetched_within_its_limit_and_saves_stall() -> N
 
 
 def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None:
-    """Its score by next-use is below those of all others, but once missed it would make room all the same."""
+    """The expert has the lowest score by next-use. A miss would evict another expert for it all the same."""
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
     with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, context):
@@ -461,7 +461,7 @@ def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None
 
 
 def test_what_comes_late_is_useful_in_part_only() -> None:
-    """A link on which an expert takes two thirds of a layer's time, and one on which it takes three layers'."""
+    """Uses a link on which an expert takes two thirds of a layer's time, and a link on which it takes three layers."""
     forecast = NativeForecast(window=1, most_prefetches=100, waste_weight=0.0)
     found = {}
     for compute_ns in (5000, 1000):
@@ -478,7 +478,7 @@ def test_what_comes_late_is_useful_in_part_only() -> None:
 
 
 def test_by_proximity_the_most_probable_of_near_layers_come_first() -> None:
-    """A token that uses any of twelve experts of each layer, but of the second layer always the same."""
+    """Uses a token with twelve likely experts in each layer. In the second layer, its experts are certain."""
     counted = np.zeros((1, N, SHAPE.n_expert), np.uint16)
     counted[0][:, :12] = 5
     counted[0][1] = [20] * SHAPE.n_expert_used + [0] * (SHAPE.n_expert - SHAPE.n_expert_used)
@@ -494,12 +494,12 @@ def test_by_proximity_the_most_probable_of_near_layers_come_first() -> None:
 
 def test_what_is_not_worth_its_bytes_is_not_prefetched_and_a_needed_link_carries_no_wish() -> None:
     found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
-    assert found["prefetch_started"] < 50  # before it is known how often the predictor is wrong
+    assert found["prefetch_started"] < 50  # prefetched until the store has learned how often the predictor is wrong
     assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
 def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_not() -> None:
-    """Tables that are always wrong; a pause as between two trials of prefetching."""
+    """Uses tables that are always wrong, with a pause as between two trials of prefetching."""
     matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
     matrix[..., :3] = 1 / 3
     wrong, other = always([0, 1, 2]), affinity(matrix)
@@ -526,7 +526,7 @@ def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_n
 
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
 def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) -> None:
-    """A link so slow that a tenth of an expert comes while a layer is computed, and a predictor that is often wrong."""
+    """Uses a link that moves a tenth of an expert in the time of a layer, and a predictor that is often wrong."""
     random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), forecast)
@@ -549,7 +549,7 @@ def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) ->
                     token(choice(random, 4), 10**8)
             return store.counters()["prefetch_started"] - before
 
-        tokens(3)  # before anything is known of time
+        tokens(3)  # the store knows nothing about times before these tokens
         assert tokens(20) == 0
 
 
@@ -585,7 +585,8 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     fake.token(store, context, [3, 4])
-    new = threads() - before  # readers, the one that predicts, and those of an idle team, which starts meanwhile
+    # The new threads are readers, the thread that predicts, and an idle team, which starts meanwhile.
+    new = threads() - before
     assert len(threads()) > n_without
     assert {os.sched_getscheduler(thread) for thread in new} == {os.SCHED_BATCH}
 
@@ -660,7 +661,7 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
             ids = random.permutation(8)[:2].tolist()
             for il in range(4):
                 fake.check(store, il, ids, context.acquire(il, [ids]))
-                time.sleep(0.0001)  # the link has time for what nobody waits for
+                time.sleep(0.0001)  # gives the link time for prefetches
         stop.set()
         for done in beside:
             done.result()
@@ -670,12 +671,13 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
 
 
 def test_a_predictor_in_lockstep_acts_at_a_fixed_place(fake: FakeModel, open_store: Open) -> None:
-    """The thread has predicted before the next event goes on: what it knows then is known in every run."""
+    """The thread predicts before the next event continues. Every run has therefore the same forecast at this point."""
     store, context = open_store(fake, 14, readers=1)
     store.set_predictor(native(previous_token(MoeShape.of(fake.layout))), NativeForecast(window=4, lockstep=True))
     for _ in range(50):
         context.announce(0, Phase.DECODE, [1])
         for il in range(4):
             context.acquire(il, [[3, 4]])
-    until(lambda: store.counters()["forecast_picks"] >= 49 * 4 * 2)  # of the last event nothing waits for
+    # Nothing waits for the predictions of the last event.
+    until(lambda: store.counters()["forecast_picks"] >= 49 * 4 * 2)
     assert store.counters()["forecast_right"] == 49 * 4 * 2

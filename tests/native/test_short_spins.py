@@ -16,8 +16,10 @@ SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def more_threads(fake: FakeModel, sizes: list[int], simulate: bool, expected: list[int]) -> list[int] | None:
-    """How many threads the process has more, readers not counted: stores of these sizes opened, the last one resized
-    to 8 slots, all closed. None: built without OpenMP. Threads begin and end a little later: `expected` is waited for.
+    """Counts the threads that the process has gained, without readers, after each of several steps.
+
+    The steps open a store of each size, resize the last store to 8 slots, and close all stores. Threads begin and end
+    a little later, so each count waits for its number in `expected`. Returns None in a build without OpenMP.
     """
     library.load()
     if "libgomp" not in Path("/proc/self/maps").read_text():
@@ -59,7 +61,7 @@ def test_stores_that_can_miss_have_an_idle_team(
 
 
 def spinning(given: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What OpenMP reads when it is loaded by a process with this environment, and what is left of it."""
+    """Sets `given`. Returns the variables that OpenMP reads while it is loaded, and the variables left afterwards."""
     os.environ |= given
     with library._short_spins():
         loaded = {name: os.environ[name] for name in SPINNING if name in os.environ}

@@ -62,7 +62,7 @@ def test_a_controller_that_leaves_scores_alone_changes_nothing() -> None:
 
 
 class Answers:
-    """A policy that gives one answer."""
+    """A policy that always returns one answer, or raises it."""
 
     name: ClassVar[str] = "answers"
 
@@ -85,7 +85,7 @@ def test_a_policy_that_fails_ends_the_simulation_with_its_name() -> None:
 def test_time_is_compute_plus_stall() -> None:
     result = run(LRU, link_bytes_per_s=1e9, layer_compute_us=5.0, store=StoreOptions(sweep=False))
     decode = result.decode
-    assert decode.stall_ns == decode.bytes_missed  # a byte per ns, nothing overlaps
+    assert decode.stall_ns == decode.bytes_missed  # the link moves a byte per ns, and nothing overlaps
     assert decode.tokens == 6 * 40
     assert decode.clock_ns == decode.stall_ns + decode.tokens * 5 * 5000
     assert result.t_per_s == pytest.approx(decode.tokens / decode.clock_ns * 1e9)
@@ -137,7 +137,7 @@ def test_passes_are_cut_to_what_fits_and_a_layout_is_made_from_the_shape_alone()
     assert cut.n_tokens == TRACE.n_tokens
     assert cut.pass_first_token[:3].tolist() == [0, 2, 4]
     assert fitted(TRACE, 16) is TRACE
-    device = DeviceSlots("CUDA0", 16, SMALL.layers)  # whose kernels are exact for passes of 4
+    device = DeviceSlots("CUDA0", 16, SMALL.layers)  # kernels of a card are exact for passes of 4 tokens
     assert np.diff(Simulation(TRACE, LRU, NoPrediction(SMALL), [device]).trace.pass_start).max() == 4
     shape = MoeShape(4, 8, 2, (1, 3), 32, 64, expert_bytes=1001)
     assert MoeShape.of(layout_of(shape)) == shape

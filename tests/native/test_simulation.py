@@ -29,7 +29,7 @@ def test_it_counts_what_a_store_of_a_file_counts(
     fake: FakeModel, open_store: Open, n_slots: tuple[int, ...], n_ram: int, staging: int, policies: tuple[str, str],
     of_first: bool,
 ) -> None:  # fmt: skip
-    """With one tier or two, one device or two, of which the first may be filled from RAM, staged or not."""
+    """Compares stores of one or two tiers and devices. RAM and staging for the first device are optional."""
     found = []
     for options in ({}, MODELLED):
         layers = [range(4)] if len(n_slots) == 1 else [range(2), range(2, 4)]
@@ -50,7 +50,7 @@ def test_it_counts_what_a_store_of_a_file_counts(
         store.drain(10)
         if Tier.RAM in store.tiers:
             check_tiers(store)
-        names = FIGURES[:5] if staging else FIGURES  # whether bytes came early depends on time
+        names = FIGURES[:5] if staging else FIGURES  # early arrival of bytes depends on time
         of_tiers = [{name: of[name] for name in names} for of in figures(store)]
         found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))
     assert found[0] == found[1]

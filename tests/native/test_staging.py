@@ -13,23 +13,23 @@ from moegguf.native import abi
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 
 N_TOKENS = (1, 2, 3, 9, 33)
-IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
+IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occurs three times
 
 
 def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
-    """(n_tokens, n_used) expert ids, some experts far more often than others."""
+    """Returns expert ids (n_tokens, n_used). Some experts occur far more often than others."""
     share = 1.0 / np.arange(1, n_expert + 1)
     return np.array([rng.choice(n_expert, n_used, False, share / share.sum()) for _ in range(n_tokens)])
 
 
 def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any) -> None:
-    """The ids are the router's, and the layer's tensor has the file's bytes where they point."""
+    """Asserts that the ids are the router's, and that the layer's tensor has the file's bytes at these ids."""
     assert np.array_equal(ids, slot_ids)
     fake.check(store, il, ids, slot_ids)
 
 
 def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0) -> int:
-    """Passes of prompts among passes of one token, each event's bytes checked; returns the staged look-ups."""
+    """Makes passes of prompts and of one token, and checks the bytes of each event. Returns the staged look-ups."""
     rng, staged = np.random.default_rng(seed), 0
     for n in range(n_passes):
         n_tokens = int(rng.choice(N_TOKENS)) if n % 2 else 1
@@ -46,7 +46,7 @@ def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, 
 
 
 def check_figures(store: Store, staged: int) -> None:
-    """What holds of all tiers when nothing is on its way."""
+    """Waits until nothing is on its way. Asserts that the figures of all tiers agree."""
     store.drain(10)
     check_tiers(store)
     figures = store.staging()
@@ -76,8 +76,8 @@ def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake:
 
 @pytest.mark.parametrize("n_layer", [4, 5])
 def test_what_comes_ahead_is_copied_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
-    """On the modelled clock: a prompt's copies take as long as its layers, and only the first layer waits. The last of
-    five layers is left out where no token's logits are wanted."""
+    """Uses the modelled clock. A prompt's copies take as long as its layers, and only the first layer waits. The last
+    of five layers is left out, as in a pass without logits."""
     fake = make_model(tmp_path, n_layer=n_layer)
     options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
     store, context = open_store(fake, 8, n_ram_slots=8 * n_layer, staging=2, **options)

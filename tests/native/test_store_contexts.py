@@ -59,7 +59,7 @@ def test_an_event_that_waits_for_a_slot_can_be_cancelled(fake: FakeModel, open_s
 
 
 def in_child(body: Callable[[], bool]) -> None:
-    """Runs body in a forked child; fails unless it returns True there within the time."""
+    """Runs body in a forked child. Fails unless body returns True there in time."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -78,7 +78,7 @@ def refused(call: Callable[[], object]) -> bool:
 
 
 def test_a_forked_child_is_refused_and_never_hangs(fake: FakeModel, open_store: Open) -> None:
-    """Forked again and again while readers and another thread hold the store's lock now and then."""
+    """Forks repeatedly while readers and another thread sometimes hold the store's lock."""
     store, context = open_store(fake, 6)
     over = threading.Event()
 

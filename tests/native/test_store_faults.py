@@ -1,4 +1,4 @@
-"""Every operation that can fail is made to fail, once and for good: the same bytes or a typed error, never a hang."""
+"""Makes every operation fail, once and permanently. The result is equal bytes or a typed error, never a hang."""
 
 import errno
 import gc
@@ -24,7 +24,7 @@ TYPED = {
 
 
 def n_files() -> int:
-    """Open files, without those that garbage of an earlier test holds."""
+    """Counts open files, after garbage of earlier tests is collected."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
@@ -38,9 +38,9 @@ def n_seen(kind: str) -> int:
 
 
 def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:
-    """Opens a store and makes six events: what failed, and how many operations of the kind there were.
+    """Opens a store and makes six events. Returns the error, if any, and the number of operations of the kind.
 
-    Whatever fails, once disarmed the next events must be right.
+    Asserts that the next events are right once the fault is disarmed.
     """
     try:
         store = Store(fake.layout, 5, options)
@@ -83,7 +83,7 @@ def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct
             break
     assert nth > 1, "the fault was never reached"
     assert n_files() <= files
-    until(lambda: n_threads() <= threads)  # one that was joined may still be listed for a moment
+    until(lambda: n_threads() <= threads)  # a joined thread may still be listed for a moment
     harmless = {"short_read"} | (set() if sticky else {"read", "eintr"})
     assert (errors == 0) == (kind in harmless)
 
@@ -127,14 +127,14 @@ def overwrite(path: Path) -> None:
 
 
 def overwrite_and_hide(path: Path) -> None:
-    """Writes, and sets the times to those before: the change time tells."""
+    """Overwrites a file and restores its access and modification times. Only the change time shows the write."""
     before = path.stat()
     overwrite(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def hidden_and(change: Callable[[Path], object]) -> Callable[[Path], None]:
-    """The same, and something else that changes the change time."""
+    """Returns a function that overwrites a file, hides it, and also makes a change that sets the change time."""
 
     def overwrite_and_change(path: Path) -> None:
         overwrite_and_hide(path)
@@ -164,7 +164,7 @@ def test_a_file_that_is_written_to_gives_no_more_bytes(
     fake.acquire(store, context, 3, [0, 1])
     fake.acquire(store, context, 0, [0, 1])
     change(fake.paths[0])
-    fake.acquire(store, context, 3, [0, 1])  # in slots
+    fake.acquire(store, context, 3, [0, 1])  # both experts are in slots
     for _ in range(2):
         with pytest.raises(ExpertIOError, match=f"{fake.paths[0].name}' was written to after the model was loaded"):
             context.acquire(3, [6, 7])
@@ -196,7 +196,7 @@ def test_a_change_that_was_explained_once_explains_no_later_one(fake: FakeModel,
     fake.token(store, context, [6, 7])
     before = path.stat()
     with path.open("r+b") as file:
-        file.write(b"x")  # which no sample has
+        file.write(b"x")  # no sample has this byte
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
         context.acquire(0, [0, 1])

@@ -1,9 +1,15 @@
 """The store against a model of it: random calls in random order, on small files and on the modelled link.
 
-Where nothing fails in part, nothing is fetched ahead and everything arrives before the next call, the store holds what
-`reference_store.py` says, slot for slot. Elsewhere, and there too: slots that are handed out hold the file's bytes
-until they are given back, no tier exceeds its slots, look-ups are hits and misses, a call fails by a typed error that
-was caused, and nothing stays on its way. MOEGGUF_STORE_EXAMPLES runs so many random sequences, instead of the same few.
+An exact run has no partial failure and no fetching ahead, and every expert arrives before the next call. The store
+then holds the same experts as `reference_store.py`, slot for slot. In every run:
+
+- slots that are handed out hold the file's bytes until they are given back;
+- no tier uses more slots than it has;
+- the number of look-ups is the number of hits and misses;
+- a call fails only by a typed error that the test has caused;
+- nothing stays on its way.
+
+MOEGGUF_STORE_EXAMPLES sets a number of random sequences to run instead of the few fixed ones.
 """
 
 import math
@@ -40,22 +46,22 @@ from moegguf.testing.library import arm_fault
 EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
 Ids = npt.NDArray[np.int32]
 
-# Numbers that stand for one of what there is; shares, for one of so many.
+# Layers and experts are any numbers, taken modulo what the model has. A share selects a part of a number of slots.
 layers, seeds = st.integers(0, 5), st.integers(0, 1 << 16)
 experts = st.tuples(layers, st.integers(0, 8))
 shares = st.floats(0, 1)
 
 
 def prompt(layout: ExpertLayout) -> Ids:
-    """12 tokens that use every expert of a layer between them."""
+    """Returns the ids of 12 tokens that together use every expert of a layer."""
     n_used = layout.n_expert_used
     return (np.arange(12 * n_used).reshape(12, n_used) * 5 % layout.n_expert).astype(np.int32)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One store; `exact`: as long as the reference can tell what it holds."""
+    """One store and calls on it. In an exact run, the reference store predicts its slots."""
 
-    models: Sequence[tuple[FakeModel, bytes]]  # with the bits of a prompt's product where every expert is resident
+    models: Sequence[tuple[FakeModel, bytes]]  # and the bits of a prompt's product while every expert is resident
 
     @initialize(
         model=st.integers(0, 2), share=shares, share_below=st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3, 1.0]),
@@ -80,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
             n_devices = switches.draw(st.integers(1, min(2, len(self.layout.layers))), "devices")
         self.layers = [[layer.il for layer in self.layout.layers[d::n_devices]] for d in range(n_devices)]
         self.slots = [self.n_of(share, len(layers)) for layers in self.layers]
-        self.usable = list(self.slots)  # those that may be in use
+        self.usable = list(self.slots)  # the number of usable slots of each device
         link = switches.draw(st.sampled_from([0.0, 1e9]), "link") if simulate else 0.0
         self.n_ram, self.simulate = n_ram, simulate
         self.staging = staging if n_ram and share < 1 else 0
@@ -103,7 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.failed: type[MoeggufError] | None = None
 
     def n_of(self, share: float, n_layers: int) -> int:
-        """Slots of some layers, from those of a token to one for each expert."""
+        """Returns a number of slots for some layers: enough for one token (share 0) up to one for each expert (1)."""
         return self.n_used + int(share * (n_layers * self.layout.n_expert - self.n_used))
 
     def usable_for(self, il: int) -> int:
@@ -115,13 +121,13 @@ class StoreMachine(RuleBasedStateMachine):
     # Routing events.
 
     def end_pass(self) -> None:
-        """What an engine does after each pass."""
+        """Ends a pass as an engine does, and checks whether it has failed."""
         failed, self.held, self.failed = self.failed, None, None
         assert (self.context.take_failure() is None) == (failed is None)
         self.model.end_pass()
 
     def acquire(self, il: int, ids: Ids) -> Ids:
-        """An event of a pass that has not failed. Raises what the store does, and keeps what it hands out."""
+        """Makes an event of a pass that has not failed, and keeps its slots. Raises the error of the store."""
         self.held = None
         try:
             slots = self.context.acquire(il, ids)
@@ -130,11 +136,11 @@ class StoreMachine(RuleBasedStateMachine):
             raise
         fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
         if fits or len(ids) == 1 or self.n_ram or not self.simulate:
-            self.held = (il, ids, slots)  # else they have passed through some slots, and gone
+            self.held = (il, ids, slots)  # experts of other events have passed through some slots and are gone
         return slots
 
     def route(self, seed: int, il: int, n_tokens: int) -> Ids:
-        """Ids that fit, uneven, so that some experts stay."""
+        """Returns ids that fit into the slots. Some experts are more frequent, so that they stay."""
         rng = np.random.default_rng(seed)
         some = np.sort(rng.permutation(self.layout.n_expert)[: self.usable_for(il)])
         share = 1 / (1 + np.arange(some.size))
@@ -150,7 +156,7 @@ class StoreMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
     )  # fmt: skip
     def passes(self, seed: int, n_passes: int, n_tokens: int, ahead: bool) -> None:
-        """Whole passes, with prefetches between their layers: most of what a store does."""
+        """Makes whole passes with prefetches between their layers."""
         for pass_ in range(n_passes):
             for row, layer in enumerate(self.layout.layers):
                 self.do_event(layer.il, seed + 100 * pass_ + layer.il, n_tokens)
@@ -174,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(il=layers)
     def crowded_event(self, il: int) -> None:
-        """It may need more experts than there are slots."""
+        """Routes an event that may need more experts than there are slots."""
         (il, _), n_expert = self.expert((il, 0)), self.layout.n_expert
         ids = np.arange(n_expert, dtype=np.int32)[None] if self.exact else prompt(self.layout)
         self.end_pass()
@@ -186,13 +192,13 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not (self.exact or self.simulate or self.n_ram) and len(self.slots) == 1)
     @rule()
     def product_of_a_prompt(self) -> None:
-        """ggml's own multiplication, with experts that are streamed where they do not fit. Its kernels ask one pool."""
+        """Multiplies with ggml's own kernels, which use one pool. Experts that do not fit are streamed."""
         self.end_pass()
         self.product = self.product or Product(self.store, self.context, self.fake, prompt(self.layout))
         self.product.set_ids(prompt(self.layout))
         self.product.acquire()
         bits = self.product.compute()
-        if aborts(self.context):  # slots that the layer computes with cannot pass its experts through
+        if aborts(self.context):  # slots in use by the layer cannot stream its other experts
             self.failed = MoeggufError
             assert self.usable_for(0) < self.layout.n_expert and not self.store.options.overlap
         else:
@@ -216,7 +222,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.context.announce(0, 0, range(n_tokens))
         self.model.il = 1 << 30
 
-    # What else is asked of it.
+    # Other calls of the store.
 
     @rule(of=experts)
     def prefetch(self, of: tuple[int, int]) -> None:
@@ -282,11 +288,11 @@ class StoreMachine(RuleBasedStateMachine):
     def drain(self) -> None:
         self.store.drain(10)
 
-    # What goes wrong.
+    # Cancelled and failing calls.
 
     @rule(il=layers, seed=seeds)
     def cancelled_event(self, il: int, seed: int) -> None:
-        """What it asked for comes nevertheless."""
+        """Cancels an event. The experts that it needs are read nevertheless."""
         il, _ = self.expert((il, 0))
         ids = self.route(seed, il, 1)
         self.end_pass()
@@ -325,7 +331,7 @@ class StoreMachine(RuleBasedStateMachine):
         arm_fault("read", 0)
         self.model.warm([of], reads_fail=True) if warms else self.model.prefetch(of, reads_fail=True)
 
-    # What holds after each of them.
+    # Conditions that hold after each call.
 
     @invariant()
     def what_is_handed_out_stays(self) -> None:
@@ -364,7 +370,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]:
             assert of["lookups"] == of["hits_ready"] + of["hits_late"] + of["misses"]
             n_coming = int((self.store.residency(tier) == 1).sum())
-            over = of["slots_pinned"] + n_coming  # a tier that shrinks keeps what is in use until it is given back
+            over = of["slots_pinned"] + n_coming  # a tier that shrinks keeps slots in use until they are given back
             assert of["slots_used"] <= of["n_slots_usable"] + over and of["slots_used"] <= of["n_slots"]
         counters = self.store.counters()
         n_done = counters["prefetch_started"] + counters["prefetch_dropped"]
@@ -377,7 +383,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         try:
-            if sys.exc_info()[0] is None:  # else what failed is told
+            if sys.exc_info()[0] is None:  # skipped after an error, which pytest reports
                 self.check_all_that_is_there()
         finally:
             if self.product is not None:
@@ -385,9 +391,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.close()
 
     def check_all_that_is_there(self) -> None:
-        """Nothing is on its way, and whatever is said to be there has the file's bytes."""
+        """Asserts that nothing is on its way, and that every resident expert has the file's bytes."""
         self.end_pass()
-        self.context.acquire(self.layout.layers[0].il, [[0]])  # as many slots as were asked for
+        self.context.acquire(self.layout.layers[0].il, [[0]])  # no pool has more slots than requested after this event
         self.end_pass()
         self.store.drain(10)
         check_counters(self.store.counters(), sum(self.slots))
@@ -406,7 +412,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def bits(model: FakeModel) -> bytes:
-    """The bits of a prompt's product, every expert being there."""
+    """Returns the bits of a prompt's product while every expert is resident."""
     store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
     context = store.context
     product = Product(store, context, model, prompt(model.layout))

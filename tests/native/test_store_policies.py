@@ -1,4 +1,4 @@
-"""Eviction policies of the store: victims by hand arithmetic, and the same ones as the Python policy's."""
+"""Eviction policies of the store. Victims are computed by hand, or are equal to the victims of the Python policy."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from moegguf.native.events import Float32s
 from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.trace.simulate import layout_of
 
-HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)  # its values: the weight of distances, the half-life of an average
+HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)  # values: the weight of distances, the half-life of an average
 STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> FakeModel:
-    """Two layers of 8 experts, one of which a token uses."""
+    """A model of two layers with 8 experts. A token uses one expert of each layer."""
     return make_model(tmp_path, n_layer=2, n_used=1)
 
 
@@ -31,7 +31,7 @@ Told = Callable[..., tuple[Store, Callable[..., None]]]
 
 @pytest.fixture
 def told(two: FakeModel, open_store: Open) -> Told:
-    """`told()`: a store of 3 slots that has seen STORY, and what gives it another routing event."""
+    """`told()`: a store of 3 slots after the events of STORY, and a function for another routing event."""
 
     def tell() -> tuple[Store, Callable[..., None]]:
         store, context = open_store(two, 3)
@@ -96,7 +96,7 @@ def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(
 
 @pytest.mark.parametrize("n_slots", [12, 20])
 def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_store: Open, n_slots: int) -> None:
-    """Prompts of three tokens among the passes, and tokens that often repeat what came after another one."""
+    """Routes passes with some prompts of three tokens. Tokens often repeat the experts of earlier tokens."""
     fake = make_model(tmp_path, n_layer=3)
     shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
     rates_of, first_weights = LearnedRates(shape), LearnedRates(shape).weights
@@ -123,7 +123,7 @@ def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_sto
             scores[list(shape.layers)] = (
                 1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
-    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # they were learned
+    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # the weights were learned
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
 
 
@@ -162,7 +162,7 @@ Expert = tuple[int, int]
 
 
 class Pool:
-    """A simulated store that evicts by the policy, and what a controller would do to it."""
+    """A simulated store that evicts by the policy, with the calls of a controller."""
 
     def __init__(self, n_slots: int) -> None:
         self.store = Store(
@@ -178,7 +178,7 @@ class Pool:
         return before - self.there()
 
     def predict(self, **layers: Sequence[int]) -> None:
-        """l1=(0, 2): the experts 0 and 2 of layer 1 are predicted."""
+        """Sets a forecast. l1=(0, 2): experts 0 and 2 of layer 1."""
         statuses = np.zeros(PAPER.table, np.float32)
         for name, experts in layers.items():
             statuses[int(name[1:]), list(experts)] = 1
@@ -204,7 +204,7 @@ def pool() -> Iterator[Pool]:
 
 
 def foretell(pool: Pool) -> None:
-    """Of layers 1 to 3, experts 0 and 1 are predicted and prefetched; the pool is full."""
+    """Predicts and prefetches experts 0 and 1 of layers 1 to 3. The pool is full then."""
     pool.route(0, 0, 1)
     pool.predict(l1=(0, 1), l2=(0, 1), l3=(0, 1))
     pool.prefetch((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
@@ -267,14 +267,14 @@ def test_without_predictions_it_is_decayed_frequency(pool: Pool) -> None:
         for il in range(4):
             pool.route(il, 0, 1)
     for il in range(4):
-        pool.route(il, 2, 3)  # once each
+        pool.route(il, 2, 3)  # experts 2 and 3 are used once each
     for il in range(4):
         pool.route(il, 0, 1)
     assert pool.there() == {(il, expert) for il in range(4) for expert in (0, 1)}
 
 
 def test_sparsity_keeps_what_figure_6_of_moe_infinity_keeps() -> None:
-    """A share counts until its layer is predicted anew; prompts go by recency, and so does what was never predicted."""
+    """Uses a share until its layer is predicted anew. Prompts and experts without a prediction go by recency."""
     shape = MoeShape(n_layer=3, n_expert=3, n_expert_used=1, layers=(0, 1, 2))
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, fill=False, simulate=True, sweep=False))
     context = store.context

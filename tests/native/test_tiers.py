@@ -1,5 +1,5 @@
-"""Two tiers: slots that layers compute with, and below them slots in RAM that they are filled from; several devices:
-each has slots for its own layers, and all are filled from the same slots in RAM."""
+"""Two tiers and several devices. Layers compute with the slots of the upper tier, which are filled from slots in RAM.
+Each device has slots for its own layers, and all devices are filled from the same slots in RAM."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ EVENT = tuple[int, list[int]]
 
 
 def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2) -> list[EVENT]:
-    """Routing events layer after layer, with some experts chosen far more often than others."""
+    """Returns routing events layer after layer. Some experts are chosen far more often than others."""
     rng = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, n_expert + 1)
     share = weights / weights.sum()
@@ -29,7 +29,7 @@ def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_
 
 
 def check_tiers(store: Store) -> None:
-    """What holds of two tiers whenever nothing is on its way."""
+    """Asserts that the counters of two tiers agree. Nothing may be on its way."""
     upper, lower = store.tier(), store.tier(Tier.RAM)
     counters = store.counters()
     assert lower["lookups"] == lower["hits_ready"] + lower["hits_late"] + lower["misses"]
@@ -49,7 +49,7 @@ def held(store: Store, tier: Tier) -> set[tuple[int, int]]:
 def test_what_leaves_the_device_counts_as_used_in_ram(tmp_path: Path, open_store: Open) -> None:
     one = make_model(tmp_path, n_layer=1, n_used=1)
     store, context = open_store(one, 2, n_ram_slots=3, fill=False)
-    for expert in (0, 1, 0, 2, 3):  # 0 leaves for 3, whose slot in RAM is that of 1
+    for expert in (0, 1, 0, 2, 3):  # expert 3 takes the slot of 0, and in RAM the slot of 1
         one.acquire(store, context, 0, [[expert]])
     store.drain(10)
     assert held(store, Tier.RAM) == {(0, 0), (0, 2), (0, 3)}
@@ -72,7 +72,7 @@ def test_the_modelled_clock_has_two_links_that_move_at_the_same_time(fake: FakeM
     store, context = open_store(
         fake, 8, n_ram_slots=32, fill=False, simulate=True, link_bytes_per_s=1e9, copy_bytes_per_s=4e9
     )
-    context.acquire(0, [0, 1])  # from the file; a matrix is copied while the next is read
+    context.acquire(0, [0, 1])  # read from the file; a matrix is copied while the next one is read
     from_file_ns = store.counters()["sim_clock_ns"]
     assert 2 * n_bytes < from_file_ns < 2 * n_bytes * 1.25
     for il in range(1, 4):
@@ -99,7 +99,7 @@ def test_a_warm_start_fills_free_slots_in_the_order_given(
     assert store.counters()["bytes_missed"] == 0
     fake.acquire(store, context, 0, [3, 5])
     assert store.counters()["misses"] == 0
-    store.warm([0], [0])  # no slot is free: nothing goes for it
+    store.warm([0], [0])  # evicts nothing if no slot is free
     store.drain(10)
     assert (store.residency()[0, 0] == 2) == (n_upper == 32)
 
@@ -142,13 +142,13 @@ def test_what_was_to_be_copied_to_a_slot_is_not_once_that_has_another_expert(tmp
         context.acquire(0, ids)
     store.prefetch([0], [4])
     store.advance(1)  # the first of its matrices is on its way
-    context.acquire(0, [0, 5])  # goes before the others
-    context.acquire(0, [0, 7])  # takes its slot
+    context.acquire(0, [0, 5])  # this read goes before the other matrices
+    context.acquire(0, [0, 7])  # the event takes the slot of the prefetch
     store.drain()
     assert 0 < store.tier()["bytes_prefetched"] < fake.expert_bytes / 2
 
 
-LAYERS = ((0, 1), (2, 3))  # of four, on each of two devices
+LAYERS = ((0, 1), (2, 3))  # the layers of each of two devices; the model has four
 FIGURES = (
     "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched", "slots_used",
 )  # fmt: skip
@@ -159,13 +159,13 @@ def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
 
 
 def figures(store: Store) -> list[dict[str, int]]:
-    """Counts of each device, of all of them, and of the tier below."""
+    """Returns the counters of each device, of all devices, and of the tier below."""
     found = [store.device(index) for index in range(len(store.devices))] + [store.tier(tier) for tier in store.tiers]
     return [{name: of[name] for name in FIGURES} for of in found]
 
 
 def check_sums(store: Store) -> None:
-    """What is counted of all devices is what each of them counts."""
+    """Asserts that the counters of all devices together are the sums of the counters of each device."""
     *devices, whole = figures(store)[: len(store.devices) + 1]
     assert whole == {name: sum(of[name] for of in devices) for name in FIGURES}
     counters = store.counters()

@@ -1,4 +1,4 @@
-"""Results of the CPU whose bits do not depend on how many rows are computed together, and the tool that looks."""
+"""Results of the CPU whose bits do not depend on the number of rows at once, and the tool that checks them."""
 
 import os
 import subprocess
@@ -20,9 +20,11 @@ WIDTHS = (1, 2, 3, 7, 8, 17)
 N_ROWS, N_IN, N_OUT = 17, 512, 40  # five groups of 8 columns, while kernels take two at once
 N_FLOATS = 37  # values of a row of floats, which kernels take by 16
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
-PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)  # as they lie in a file, by kernels of ours
+# Types that moegguf's kernels read as the file has them.
+PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)
 FLOATS = ("f32", "f16", "bf16")
-SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")  # to quantise; their products go as those of iq3_s
+# Types that take long to quantise. Their products take the path of iq3_s.
+SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 
 # The products' bytes of every type, one after the other, by the kernels that MOEGGUF_KERNELS names.
 PRODUCTS = """
@@ -33,7 +35,7 @@ sys.stdout.buffer.write(products().tobytes())
 
 
 def products() -> Array:
-    """Products of each type: [n_types, N_ROWS, N_OUT]."""
+    """Computes products of each type: [n_types, N_ROWS, N_OUT]."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]
@@ -43,7 +45,7 @@ def products() -> Array:
 
 
 def products_by(kernels: str) -> Array:
-    """The same in a process of its own, by these kernels."""
+    """Computes `products` in a process of its own with these kernels."""
     environment = os.environ | {"MOEGGUF_KERNELS": kernels, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/native'}"}
     command = [sys.executable, "-c", PRODUCTS]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
@@ -92,7 +94,7 @@ def test_processors_with_and_without_avx512_compute_the_same_bits() -> None:
 
 
 def rounded(x: Array, n: int) -> Array:
-    """Activations as kernels read them: n values share a scale, of 16 bits for n = 32."""
+    """Rounds activations as kernels do: n values share a scale, which has 16 bits for n = 32."""
     blocks = x.reshape(len(x), -1, n)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
     scale = largest / np.float32(127)
@@ -103,7 +105,7 @@ def rounded(x: Array, n: int) -> Array:
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
 def test_a_product_with_plain_weights_is_theirs_with_rounded_activations(name: str) -> None:
-    """Columns that fill no vector are those of a wider matrix; one row goes another way than many."""
+    """Columns that fill no vector equal the columns of a wider matrix. One row takes another path than many rows."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     whole, few = (width_check.product(ggml, ggml.types[name], x, n_out, None) for n_out in (N_OUT, 11))
@@ -152,7 +154,7 @@ def test_products_are_as_exact_as_those_with_plain_weights(name: str) -> None:
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_products_with_plain_weights_are_those_of_the_weights_but_for_rounding_activations(is_slow: bool) -> None:
-    """One row goes through vec_dot, all of them through tiles, where upstream has them."""
+    """Computes one row through vec_dot, and all rows through tiles if upstream has tiles."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     quantised = [name for name in ggml.types if name.startswith(("q", "iq", "mxfp4")) and name not in ("q8_1", "q8_K")]
@@ -168,7 +170,7 @@ def test_products_with_plain_weights_are_those_of_the_weights_but_for_rounding_a
 
 
 def weights(ggml: Ggml, ggml_type: int, n_in: int = N_IN, n_out: int = N_OUT) -> Array:
-    """The weights of width_check.product as float64, [n_out, n_in]."""
+    """Returns the weights of width_check.product as float64, [n_out, n_in]."""
     values = ggml.quantized(ggml_type, np.random.default_rng(1).standard_normal((n_out, n_in)))
     graph = ggml.graph()
     rows = graph.array(np.arange(n_out, dtype=np.int32))

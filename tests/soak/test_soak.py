@@ -1,8 +1,13 @@
-"""Two minutes of what a server has to stand: many clients of every API, some of which leave, workers that are killed,
-and budgets that change. It is not among the tests that run by default: `make soak`.
+"""Two minutes of load on a server: many clients of every API, workers that are killed, and budgets that change. Some
+clients leave before their answer ends. The test does not run by default: `make soak`. MOEGGUF_SOAK sets the seconds.
 
-Every answer is the one of a single client, nothing is lost but what a killed worker was computing, no other error than
-"busy" comes, memory stays within the budget, and no process or file is left over. MOEGGUF_SOAK sets the seconds.
+The test checks that
+
+- every answer is equal to the answer that a single client receives;
+- only requests that a killed worker was computing are lost;
+- no error other than "busy" comes;
+- memory stays within the budget;
+- no process or file is left over.
 """
 
 from __future__ import annotations
@@ -27,26 +32,29 @@ from tools.load_test import DIALECTS, MOST_GROWTH_MB, Question, Run, lines, ques
 
 SECONDS = float(os.environ.get("MOEGGUF_SOAK", "120"))
 CLIENTS, MAX_TOKENS = 64, 24
-REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8  # its answer has drafts
-CANCELS = 0.15  # of requests
-KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)  # between two
+REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8  # the model drafts parts of the answer
+CANCELS = 0.15  # share of the requests that are cancelled
+# The shortest and the longest time between two kills, and between two changes of the budget.
+KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)
 BUDGETS = ("auto", "25%", "40%", "60%", "100%")
-MEMORY = 512 << 20  # for all models together
-PROCESS_BYTES = 200 << 20  # of a worker, besides its model: Python, libraries, the vocabulary of its matchers
-REFUSED = (404, 503)  # of a budget, while the model is loaded anew
+MEMORY = 512 << 20  # memory for all models together
+PROCESS_BYTES = 200 << 20  # a worker without its model: Python, libraries, the vocabulary of matchers
+REFUSED = (404, 503)  # statuses of a change of the budget while the model is loaded anew
 
-# Where bits depend on the pass, answers are computed one at a time.
+# Answers are computed one at a time if bits depend on the pass.
 PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
 
 
 class Meddler:
-    """Kills the demo's worker, changes its budget at random times, and watches its memory. Each is a task that has to
-    be cancelled."""
+    """Kills the demo's worker, changes its budget at random times, and watches its memory.
+
+    Each of these methods runs until its task is cancelled.
+    """
 
     def __init__(self, run: Run) -> None:
         self._client, self._outcome, self._dice = run.client, run.outcome, random.Random(2)
         self.budgets, self.refused = list[int](), 0
-        self.over: list[Any] = []  # what took more memory than it may
+        self.over: list[Any] = []  # (resident bytes, size of the model) of workers that took too much
 
     async def _loaded(self) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = (await self._client.get("/api/ps")).json()["models"]
@@ -96,7 +104,7 @@ async def soak(server: Server) -> tuple[Run, Meddler]:
         run = Run(client, "demo", questions, CLIENTS, CANCELS)
         await run.record_expected()
         meddler = Meddler(run)
-        run.outcome.most_growth_mb = math.inf  # which workers run differs; the server's own memory is looked at below
+        run.outcome.most_growth_mb = math.inf  # the set of workers changes; the server's own memory is checked below
         work = meddler.kill(), meddler.change_budgets(), meddler.watch_memory(), watch_memory(run, port_of(server), 1.0)
         tasks = [asyncio.create_task(each) for each in work]
         try:
@@ -112,7 +120,7 @@ async def soak(server: Server) -> tuple[Run, Meddler]:
 
 
 def processes_in(home: Path) -> list[str]:
-    """Every process whose MOEGGUF_HOME is `home`, whoever is its parent now."""
+    """Returns every process whose MOEGGUF_HOME is `home`, with any parent."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -151,7 +159,7 @@ def test_two_minutes_of_everything(tmp_path: Path) -> None:
     assert not meddler.over, meddler.over
     of_server = [memory["server"] for memory in outcome.memory_bytes]
     assert of_server[-1] - of_server[len(of_server) // 2] < MOST_GROWTH_MB * 1e6, of_server
-    assert n_left <= 1, "connections of clients that left"  # the one that asks for the metrics
+    assert n_left <= 1, "connections of clients that left"  # the connection that reads the metrics
     assert not processes_in(home)
     assert set(os.listdir("/dev/shm")) <= shared and files_in(temporary) == set()
     left = {name for name in files_in(home) if not name.startswith("cache/contexts/")}
