@@ -1,5 +1,8 @@
-"""Answers in process: one by a loop of its own, or many by a loop of many sequences, driven by its own steps, so that
-what happens does not depend on time."""
+"""Computes answers in the process of a test.
+
+`Answer` computes one answer in a loop of its own. Other helpers compute many answers in a loop of many sequences. Tests
+act at numbered steps of this loop, so that results do not depend on time.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -
 
 
 PROMPTS = [Prompt(text, "text") for text in ("Once upon a time", "def main():", "The cat sat on the mat and")]
-# Shapes with an expert's width of 64 and heads wide enough; the experts are those of the model that is imitated.
+# Shapes with an expert's width of 64 and heads that are wide enough. `model` sets the numbers of experts.
 SHAPES = {
     "qwen2moe": replace(PRESETS["tiny-qwen2moe"], n_embd=512, n_embd_head=128, n_vocab=8192),
     "qwen3moe": replace(PRESETS["tiny-qwen3moe"], n_embd=512, n_vocab=8192),

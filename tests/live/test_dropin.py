@@ -126,7 +126,7 @@ def test_where_everything_would_go_is_said_without_loading(tiny: TinyModel) -> N
 
 
 def greedy_text(llm: Llama) -> str:
-    """For another process."""
+    """Returns a greedy answer and closes the model. Another process runs this function."""
     with llm:
         return reply(llm, QUESTION, max_tokens=12)[0]
 

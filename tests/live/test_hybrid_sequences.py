@@ -1,8 +1,8 @@
-"""Models with a recurrent state answer many requests together, and draft, with the tokens of solo answers.
+"""Tests that models with a recurrent state answer many requests together, and draft, with the tokens of solo answers.
 
-Each sequence has a state of its own. Compared are answers with few slots, in passes of odd widths, after prefixes that
-other sequences have computed, after failed passes, and with drafts that are partly wrong, to those of a model with one
-sequence, every expert resident and no drafts.
+Each sequence has a state of its own. Answers come from few slots, in passes of odd widths. They also come after
+prefixes that other sequences have computed, after failed passes, and with drafts that are partly wrong. They are compared to
+answers of a model with one sequence, every expert resident and no drafts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def pair(
     else:
         path = tiny(request.param)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that bits depend on the pass
+        warnings.simplefilter("ignore")  # hides the warning that bits depend on the pass
         many = Llama(path, n_seq_max=N_SEQ, expert_cache="40%", draft="ngram", context_store=0, **OPTIONS)
     with many, Llama(path, draft="off", context_store=0, **OPTIONS) as one:
         yield many, one
@@ -245,7 +245,7 @@ def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
 def test_a_stop_string_within_a_draft_leaves_a_state_that_goes_on(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was evaluated beyond the stop string is taken back, and nothing is computed again."""
+    """Tokens evaluated beyond the stop string are rolled back, and no token is computed again."""
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     many, one = pair
     if one.layout.arch not in ROLLBACK_ARCHS:
@@ -342,7 +342,7 @@ def test_heads_of_the_file_draft_and_change_no_token(
 ) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that bits depend on the pass
+        warnings.simplefilter("ignore")  # hides the warning that bits depend on the pass
         llm = Llama(tiny(preset), n_seq_max=3, expert_cache="40%", draft="mtp", context_store=0, **OPTIONS)
     with llm:
         assert llm._drafts.in_use == "mtp" and llm.plan.n_rs_seq == N_BACK

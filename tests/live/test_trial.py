@@ -36,7 +36,7 @@ def process(code: str) -> tuple[str, ...]:
 ABORT = process("import os; os.write(2, b'x.c:1: GGML_ASSERT(n > 0) failed'); os.abort()")
 KILL = process("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 TOO_LONG = process("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
-BUS = process("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")  # what a failed read of a mapping ends with
+BUS = process("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")  # the signal of a failed read of a mapping
 SLEEP = process("import sys; sys.stdin.read()")
 BARE = process("""print('{"kind": "bare", "reason": "AssertionError: no"}')""")
 MEMORY = process("""print('{"kind": "memory", "reason": "bad_alloc"}')""")
@@ -61,7 +61,7 @@ def verdicts() -> list[Path]:
 
 
 def is_due(layout: ExpertLayout, options: dict[str, Any], projector: ProjectorHeader | None = None) -> bool:
-    """Whether loading with these keywords begins with a trial."""
+    """Returns whether loading with these keywords begins with a trial."""
     return trial._verdict(layout, trial._tried(options), projector).read(str) is None
 
 
@@ -284,7 +284,7 @@ def test_what_llama_cpp_aborts_on_ends_the_other_process_only(
 def test_processors_beyond_a_few_do_not_wait_in_a_trial(
     tiny: TinyModel, projector: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their time would count as computing, which is limited."""
+    """The processor time of a trial is limited, and waiting threads would use it up."""
     monkeypatch.setattr(trial, "count_cpus", lambda: 128)
     options = trial._request(read_layout(tiny()), {}, read_projector(projector("mlp"))).options
     assert (options["n_threads"], options["n_threads_batch"]) == (1, trial.MAX_IMAGE_THREADS)
