@@ -1,8 +1,8 @@
 """Tests that models with a recurrent state answer many requests together, and draft, with the tokens of solo answers.
 
 Each sequence has a state of its own. Answers come from few slots, in passes of odd widths. They also come after
-prefixes that other sequences have computed, after failed passes, and with drafts that are partly wrong. They are compared to
-answers of a model with one sequence, every expert resident and no drafts.
+prefixes that other sequences have computed, after failed passes, and with drafts that are partly wrong. The reference
+is a model with one sequence, every expert resident and no drafts.
 """
 
 from __future__ import annotations
