@@ -213,11 +213,11 @@ COSTLY = (
 
 @pytest.mark.parametrize("pattern", COSTLY)
 def test_no_pattern_holds_a_model_for_long(pattern: str) -> None:
-    """It is either followed or refused, within limits of time for each token."""
+    """A costly pattern is either followed or refused, within a limit of time for each token."""
     assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine makes examples slow
 @given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
 def test_whatever_the_schema_says_there_is_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
     with contextlib.suppress(SchemaError):
@@ -264,7 +264,7 @@ BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}  # bounds
 
 
 def test_a_property_is_named_wherever_it_is_described_and_bounds_are_kept() -> None:
-    """What is not named stays out, unless it is asked for."""
+    """A property without a name in the schema is refused, unless the schema allows or requires it."""
     named = {"type": "object", "properties": {"a": {"type": "null"}}}
     both = {"allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": {"type": "null"}}}], "$defs": {"n": named}}
     for form, text, passes in (

@@ -1,5 +1,8 @@
-"""The laboratory's commands in docs/evidence and predictors/README.md exist; tables are what was recorded; what the
-demo is taught: every starter, one answer for each question, and only commands and options that exist."""
+"""Tests docs/evidence, predictors/README.md and the texts that the demo learns.
+
+Commands in the documents exist, and tables equal the recorded results. The demo learns every starter, one answer for
+each question, and only commands and options that exist.
+"""
 
 import re
 from dataclasses import replace

@@ -49,7 +49,7 @@ def npy(array: Any) -> bytes:
 
 
 def header_with(members: Members, changes: dict[str, Any]) -> Members:
-    """With other values in the header, or in its shape."""
+    """Returns members with other values in the header, or in the header's shape."""
     header = json.loads(members["header.json"])
     for key, value in changes.items():
         (header["shape"] if key in header["shape"] else header)[key] = value

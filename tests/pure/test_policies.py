@@ -36,7 +36,7 @@ Expert = tuple[int, int]
 
 
 def victim(policy: Policy, residents: Sequence[Expert], used: Sequence[int]) -> tuple[int, int]:
-    """Which of the residents (il, expert) goes first after tokens that used these experts of layer 1, one each."""
+    """Returns the resident (il, expert) that is evicted first after tokens that each used one expert of layer 1."""
     history, scores = History(TWO), None
     for n, expert in enumerate(used):
         history.update(RoutingEvent(n, 0, 0, Phase.DECODE, -1, 1, np.array([[expert]], np.int32)))
