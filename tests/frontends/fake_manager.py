@@ -135,11 +135,11 @@ class FakeManager:
         self.requests: list[Request] = []
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
-        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # what was done with slots
-        self.num_ctx: int | None = None  # of the last texts that became vectors
+        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # the actions on slots
+        self.num_ctx: int | None = None  # num_ctx of the last call of embed()
         self.there: dict[str, ModelEntry] = {}
         self.now: dict[str, Snapshot] = {}  # the experts of each model, with counts since it was loaded
-        self.shares: dict[str, float] = {}  # of models that are being loaded
+        self.shares: dict[str, float] = {}  # the loaded share of each model that is being loaded
         self.n_running = 0
         self.n_ended = 0
 
@@ -196,7 +196,7 @@ class FakeManager:
 
 
 def added(earlier: Snapshot | None, later: Snapshot) -> Snapshot:
-    """What a worker counts since the load, `later` having what was used and loaded since `earlier`."""
+    """Returns `later` with counts since the load of the model. Its own counts begin at `earlier`."""
     counts = {}
     for name in ("uses", "loads"):
         counts[name] = np.frombuffer(getattr(later, name), np.uint8).astype(np.uint32)
@@ -258,7 +258,7 @@ def running(app: ASGIApp) -> Iterator[str]:
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
 
-    def on_end() -> None:  # as in the product: streams end whole, also those of a page that is still open
+    def on_end() -> None:  # streams end whole, as in the product, also streams of a page that is still open
         if isinstance(app, Starlette) and hasattr(app.state, "ending"):
             app.state.ending.set()
 

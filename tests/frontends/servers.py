@@ -32,7 +32,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-    """What a command wrote, in UTF-8 whatever its locale says, and its exit code. extra: of its environment."""
+    """Runs a command and returns its exit code and its output, read as UTF-8. `extra` is added to its environment."""
     return subprocess.run(
         command, input=stdin, capture_output=True, encoding="utf-8", env=environment(**extra), timeout=120
     )
@@ -62,7 +62,7 @@ LISTENING = re.compile(r"listening on (http://\S+:(\d+))")
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back; `text` is all of the body."""
+    """A reply of a server. `text` is the whole body."""
 
     status: int
     headers: Mapping[str, str]
@@ -93,17 +93,17 @@ class Server:
     stderr_lines: list[str]
 
     def loaded(self) -> dict[str, Any]:
-        """What /api/ps says of each model in memory, those of other tests among them."""
+        """Returns the entry of /api/ps of each model in memory, by name. Models of other tests are included."""
         return {model["name"]: model for model in self.call("/api/ps").json["models"]}
 
     def log(self) -> str:
-        """What it wrote on stderr after its address; the server has ended."""
+        """Returns the lines that the server wrote to stderr after its address. The server must have ended."""
         return "".join(self.stderr_lines)
 
     def call(
         self, path: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str
     ) -> Reply:
-        """What `curl -d` does: JSON under the content type of a form. `body`: an object, or bytes as they are."""
+        """Sends `body` as `curl -d` does: JSON under the content type of a form. Bytes are sent unchanged."""
         return call(f"{self.url}{path}", body, method=method, timeout=timeout, **headers)
 
 
