@@ -73,7 +73,7 @@ class FakeCatalog:
 
 @dataclass
 class FakeLease:
-    """`answer` yields the items of `script`; it raises an exception in it, and awaits an `asyncio.Event`."""
+    """A lease whose `answer` yields the items of `script`. It raises items that are exceptions, and awaits events."""
 
     manager: FakeManager
     entry: ModelEntry
@@ -253,7 +253,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def running(app: ASGIApp) -> Iterator[str]:
-    """The URL of `app`, served by a thread of this process; it has stopped afterwards."""
+    """Yields the URL of `app`, which a thread of this process serves until the end."""
     options: Any = {"log_config": None, "lifespan": "on", "proxy_headers": False, "timeout_graceful_shutdown": 1}
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
@@ -275,11 +275,14 @@ def running(app: ASGIApp) -> Iterator[str]:
 
 
 def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[str]:
-    """The URL of a server in this process over `manager`, with these of `Settings`; else nothing is stored."""
+    """Returns a context manager of a server over `manager` in this process, whose value is the URL.
+
+    `settings` are fields of `Settings`. The server stores no responses by default.
+    """
     made = Settings(**{"responses_age_s": 0.0, **settings})
     return running(make_app(cast(Any, manager), cast(Any, manager.catalog), made))
 
 
 def changed(summary: AnswerSummary = TIMING, **changes: Any) -> AnswerSummary:
-    """`summary` with other figures."""
+    """Returns `summary` with other figures."""
     return replace(summary, **changes)

@@ -24,7 +24,10 @@ TinyModel = Callable[..., Path]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The caller's environment without variables that change results, and no server; the checkout is importable."""
+    """Returns the caller's environment without variables that change results or name a server.
+
+    The checkout is importable in this environment.
+    """
     names = ("PATH", "HOME", "MOEGGUF_LIBRARY", "LANG", "XDG_DATA_HOME", "XDG_CACHE_HOME", "MOEGGUF_CONTEXT_STORE")
     inherited = {name: value for name, value in os.environ.items() if name in names}
     own = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "MOEGGUF_HOST": "127.0.0.1:9"}
@@ -40,7 +43,7 @@ def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subproce
 
 @contextmanager
 def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    """`moegguf` with these arguments, in a process group of its own, which has ended afterwards."""
+    """Yields a process of `moegguf` with these arguments, in a process group of its own. Ends the group afterwards."""
     with subprocess.Popen(
         moegguf_command(*arguments),
         stdin=subprocess.DEVNULL,
@@ -156,7 +159,7 @@ def serving(
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """The URL it prints once it listens."""
+    """Returns the URL that the server prints when it listens."""
     assert process.stderr is not None
     seen = []
     for line in process.stderr:
@@ -177,13 +180,13 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def connected(url: str) -> socket.socket:
-    """A connection to a server."""
+    """Returns a connection to a server."""
     host, port = url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
 
 def post(url: str, path: str, body: Any) -> socket.socket:
-    """A request that has been sent; its answer is still to be read."""
+    """Sends a request and returns the connection. The caller reads the answer."""
     connection, data = connected(url), json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)

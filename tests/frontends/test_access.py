@@ -22,7 +22,7 @@ EVIL = "https://evil.example"
 
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
-    """A server for others, with a key; where it really listens does not matter to it."""
+    """A server that other machines may use, with a key. Its real address does not matter here."""
     host, origins = parse_host("0.0.0.0"), ("https://friend.example",)
     with server_of(manager, host=host, api_keys=(KEY,), origins=origins) as found:
         yield found
@@ -165,7 +165,7 @@ def status_of(
     added: tuple[bytes, bytes] | None = None,
     **options: Any,
 ) -> int:
-    """The status that a client at an address gets; `added`: one more header."""
+    """Returns the status of a reply to a client at an address. `added` is one more header."""
     statuses: list[int] = []
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,7 +229,7 @@ def test_a_key_begins_with_what_it_computed(tmp_path: Path, arguments: tuple[str
 
 @pytest.mark.parametrize("arguments", [(), ("--share-contexts",)], ids=["apart", "shared"])
 def test_a_key_sees_the_experts_of_its_own_requests_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """Neither what another key's requests use or load, nor what these leave in memory, nor how long they took."""
+    """A client learns nothing about another key's requests: their experts, the contents of memory, or their time."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}
 

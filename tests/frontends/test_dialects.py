@@ -314,7 +314,7 @@ ASKING = re.compile(r"# ([A-Z]+) (\S+) ([{[].*[]}])?( as Claude)?: \d{3} .*")
 
 
 def without_chance(text: str) -> str:
-    """The text with the same ids, times and durations in every run."""
+    """Returns the text with fixed ids, times and durations, which are equal in every run."""
     text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
     text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)
     text = text.replace(__version__, "VERSION")
@@ -440,7 +440,7 @@ TIMES = re.compile(r"(.*)\.\.\. (\d+) times")
 
 
 def expanded(value: Any) -> Any:
-    """The value with what is repeated."""
+    """Returns the value after all repetitions are written out."""
     if isinstance(value, list):
         found: list[Any] = []
         for each in value:
@@ -456,7 +456,7 @@ def expanded(value: Any) -> Any:
 
 
 def changes(value: Any, default: Any) -> dict[str, Any]:
-    """The fields that differ from the defaults."""
+    """Returns the fields that differ from the defaults."""
     told = {each.name: getattr(value, each.name) for each in fields(value)}
     return {name: each for name, each in told.items() if each != getattr(default, name)}
 

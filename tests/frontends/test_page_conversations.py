@@ -303,7 +303,7 @@ def test_a_server_that_has_stopped_is_told_and_asked_again(manager: FakeManager,
 
 @pytest.fixture
 def violations() -> Callable[..., list[str]]:
-    """`violations(page, *rules)`: what axe finds on a page by these rules, or all: the serious and the critical."""
+    """Returns `violations(page, *rules)`: axe's serious and critical findings on a page, by these rules or all."""
     reason = "axe-playwright-python is not installed"
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
 

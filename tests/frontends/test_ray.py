@@ -52,7 +52,7 @@ def chat(application: RayApplication, *contents: str, path: str = "/v1/chat/comp
 
 
 class Stream:
-    """An answer that goes on until it is closed, or its replica has ended; the first line has arrived."""
+    """A streamed answer that is read up to its first line. It goes on until it is closed or its replica ends."""
 
     def __init__(self, application: RayApplication, text: str, path: str = "/api/chat", **options: Any) -> None:
         body = {"model": "demo", "messages": [{"role": "user", "content": text}], **options}

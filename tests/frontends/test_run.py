@@ -246,7 +246,7 @@ ASKED = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
 
 @pytest.fixture
 def unused(server: Server) -> Iterator[Server]:
-    """The server without a loaded model, before and after a test, also of those that other tests have left."""
+    """Yields the server without a loaded model. Models that other tests left are unloaded first."""
     for name in server.loaded():
         server.call("/api/generate", {"model": name, "keep_alive": 0})
     yield server

@@ -164,7 +164,7 @@ def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """All that is received until the end of the connection, which is closed."""
+    """Returns all bytes that arrive until the connection ends, and closes it."""
     connection.settimeout(20)
     with connection, connection.makefile("rb") as file:
         return file.read()

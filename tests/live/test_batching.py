@@ -61,7 +61,10 @@ def load(load: Load) -> Load:
 
 @pytest.fixture(scope="module")
 def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
-    """A model with six sequences and room for 40 % of its experts, and the same with one, all resident."""
+    """Yields two models.
+
+    The first has six sequences and room for 40 % of its experts. The second has one sequence and every expert.
+    """
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "flash_attn": None, "verbose": False}
     with Llama(tiny(), n_seq_max=6, expert_cache="40%", **options) as many, Llama(tiny(), **options) as one:
         yield many, one

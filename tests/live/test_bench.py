@@ -188,7 +188,7 @@ SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_llama_cpp_and_moegguf_write_the_same_tokens_on_a_device_and_are_measured_alike(path: Path) -> None:
-    """Everything there; some layers' experts there; all on the CPU; moegguf with memory for 60 % of them."""
+    """Measures loads with all on the device, some experts there, all on the CPU, and moegguf with 60 % of experts."""
     from tools.gpu import measure
 
     def measured(each: Case) -> dict[str, Any]:

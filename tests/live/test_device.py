@@ -107,7 +107,7 @@ def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
 
 
 def short_logits(llm: Llama, before_each: Callable[[], object] = lambda: None) -> Logits:
-    """Logits of a few tokens, where every pass has one."""
+    """Returns logits of a few tokens; every pass has one token."""
     return greedy_logits(llm, random_prompt(llm, 40), 8, before_each)
 
 
@@ -225,7 +225,7 @@ def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> Non
 
 @on_servers()
 def test_a_context_takes_memory_of_slots(path: Path) -> None:
-    """Instead of failing where it does not fit beside them."""
+    """A context that does not fit beside the slots leaves memory for fewer slots, and the load succeeds."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
         used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes  # prompts are not staged where it is short
@@ -278,7 +278,10 @@ def test_a_device_predicts_once_its_link_was_busy(path: Path) -> None:
 
 
 def check_resized_slots(path: Path, device: str) -> None:
-    """Logits are plain llama.cpp's there, in slots whose numbers change before each pass; the prompt is staged."""
+    """Fails unless logits equal plain llama.cpp's on the device while the numbers of slots change before each pass.
+
+    The prompt is staged.
+    """
     layout, rng = read_layout(path), np.random.default_rng(0)
     n_least, n_total = 2 * layout.n_expert_used + layout.n_expert + 2, layout.n_expert_total
     most = (n_total * 3 // 4, n_total // 2)

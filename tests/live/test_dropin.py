@@ -156,7 +156,7 @@ def test_from_pretrained_opens_what_it_fetched(tmp_path: Path) -> None:
 
 
 def test_long_tokens_come_whole(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bindings give a token 32 bytes and return nonsense for longer ones."""
+    """The base class reserves 32 bytes for a token, and returns nonsense for a longer token."""
     bindings = library.llama_cpp()
     text = b"a token of more than 64 bytes: " + b" " * 100
 

@@ -46,8 +46,11 @@ def device(devices: list[Device]) -> Device:
 
 @pytest.fixture(scope="session")
 def plain(devices: list[Device]) -> Plain:
-    """`plain(path, prompt, n_tokens, n_ubatch=N_UBATCH, device=None)`: what `logits_of` returns of plain llama.cpp with
-    every layer on the device (None: the first), computed once for each of these."""
+    """Returns `plain(path, prompt, n_tokens, n_ubatch=N_UBATCH, device=None)`.
+
+    This function returns `logits_of` plain llama.cpp with every layer on the device (None: the first device). It
+    computes the logits once for equal arguments.
+    """
     known: dict[tuple[Any, ...], Logits] = {}
 
     def compute(
@@ -66,7 +69,7 @@ def plain(devices: list[Device]) -> Plain:
 
 
 def logits_of(llm: Llama, prompt: Prompt, n_tokens: int, n_new: int = 4) -> Logits:
-    """Logits of the prompt, `n_tokens` of it at a time, and of `n_new` greedy tokens, from an empty context."""
+    """Returns logits of a prompt, `n_tokens` at a time, and of `n_new` greedy tokens, from an empty context."""
     llm.reset()
     for first in range(0, len(prompt), n_tokens):
         llm.eval(prompt[first : first + n_tokens])

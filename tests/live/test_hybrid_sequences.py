@@ -64,7 +64,10 @@ N_BACK = DRAFT_TOKENS[0]
 def pair(
     request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Llama, Llama]]:
-    """A model with eight sequences and room for 40 % of its experts, and the same with one, all resident."""
+    """Yields two models.
+
+    The first has eight sequences and room for 40 % of its experts. The second has one sequence and every expert.
+    """
     if request.param in SHAPES:
         path = write_hybrid(tmp_path_factory.mktemp("hybrid") / "model.gguf", request.param)
     else:
@@ -121,7 +124,7 @@ def test_answers_together_have_the_bits_of_solo_ones(pair: tuple[Llama, Llama], 
 
 
 def test_prompts_that_begin_alike_compute_the_beginning_once(pair: tuple[Llama, Llama]) -> None:
-    """A state is copied where it has seen the shared tokens and nothing more."""
+    """A state is copied at the moment when its sequence has computed exactly the shared tokens."""
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one, shared=70)[:5]]
     expected = [solo(one, request) for request in requests]

@@ -80,7 +80,7 @@ async def generate(manager: ModelManager, name: str, request: Request, overrides
 
 @dataclass(frozen=True)
 class Versions:
-    """Two files of one size, and the same answer's text of both, with these options."""
+    """Two model files of one size, options of a load, and the text of an answer from each file."""
 
     before: Path
     after: Path

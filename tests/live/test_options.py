@@ -37,7 +37,7 @@ from moegguf.settings import read_settings
     ids=str,
 )  # fmt: skip
 def test_a_keyword_that_cannot_be_is_refused(tiny: TinyModel, wrong: dict[str, int], words: str) -> None:
-    """An unknown one names the nearest, or where they are listed."""
+    """The error for an unknown keyword names the nearest keyword, or the place of the list."""
     with pytest.raises(OptionError, match=words):
         Llama(tiny(), verbose=False, **wrong)
 

@@ -147,7 +147,7 @@ FAILURES = [PermissionError(13, "Permission denied"), ValueError("truncated"), A
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Predictions fail: at what they are made from, or as the store begins with them."""
+    """Makes predictions fail when their artifacts are read, or when the store starts them."""
 
     def fail(*given: Any) -> Any:
         if len(given) == 1 or given[1] is not None:

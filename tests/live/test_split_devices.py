@@ -151,7 +151,10 @@ def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
 
 
 def check_placements(path: Path, alone: dict[str, int]) -> None:
-    """Several devices have slots, without a comparison, which one of them has; whole layers lie on one."""
+    """Fails unless "auto" puts slots on several devices without a comparison, and compares placements on one device.
+
+    Whole layers lie on one device.
+    """
     auto: dict[str, Any] = {"placement": "auto", "n_ctx": 512}
     plan = Llama.estimate(path, vram_cache="40%", expert_cache="50%", **auto)
     assert (plan.device, plan.placement) == ("RPC0, RPC1", None)

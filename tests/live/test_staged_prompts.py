@@ -25,7 +25,7 @@ Outcome = tuple[Logits, dict[str, dict[str, Any]]]
 
 
 def turns(llm: Llama, prompts: tuple[int, ...]) -> Logits:
-    """Logits of prompts of these sizes one after another in one context, each answered with N_NEW greedy tokens."""
+    """Returns logits of prompts of these sizes in one context. N_NEW greedy tokens follow each prompt."""
     llm.reset()
     for n_tokens in prompts:
         llm.eval(random_prompt(llm, n_tokens, seed=n_tokens))
@@ -35,12 +35,12 @@ def turns(llm: Llama, prompts: tuple[int, ...]) -> Logits:
 
 
 def all_options() -> dict[str, Any]:
-    """Every layer on a device, or half of them on each of two."""
+    """Returns options that put every layer on the device, or half of the layers on each of two devices."""
     return {**OPTIONS, "n_gpu_layers": -1, **({"tensor_split": [1, 1]} if len(gpus()) > 1 else {})}
 
 
 def on(device: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call in a process of its own, with a device of a server, of two, or one behind a link."""
+    """Calls a function in a process of its own, with one or two devices of servers or a device behind a link."""
     if device == "link":
         return in_own_process(behind_a_link, call, arguments)
     return in_child(call, *arguments, n_servers=2 if device == "two" else 1)

@@ -105,7 +105,7 @@ def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
 
 
 def test_a_load_without_store_is_tried_with_it(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a big model would be in memory once more before the load."""
+    """A trial without the store would hold the whole model in memory a second time."""
     monkeypatch.setenv("MOEGGUF_HOOKS", "0")
     use(process("import os; os.environ['MOEGGUF_HOOKS'] == '1' or os.abort()"), monkeypatch)
     assert load(tiny("tiny-mix")).session is None
@@ -247,7 +247,7 @@ def test_a_trial_ends_with_the_process_that_waits_for_it() -> None:
 
 
 def renamed_tokens(tokens: list[Item]) -> list[Item]:
-    """An empty token is named after its place: here another has that name, and llama.cpp asserts that all differ."""
+    """Gives a token the name that llama.cpp derives for an empty token. llama.cpp aborts if two names are equal."""
     return [*tokens[:-2], b"", b"[EMPTY_1022]"]
 
 

@@ -40,7 +40,7 @@ def matcher(form: Any = None, template: str | None = None, **options: Any) -> Ma
 
 
 def longest_step_s(form: Any, text: bytes) -> float:
-    """The longest of the masks for a text, as far as it is allowed."""
+    """Returns the longest time of a step in seconds: a mask and a byte of `text`, until a byte is not allowed."""
     begin, steps = time.thread_time(), list[float]()
     with contextlib.suppress(SchemaError):
         one = matcher(form)
@@ -71,7 +71,7 @@ def chain(n: int) -> dict[str, Any]:
 
 
 def doubling(word: str, n: int) -> dict[str, Any]:
-    """Each definition uses the next one twice."""
+    """Returns a schema in which each definition uses the next one twice."""
     defs: dict[str, Any] = {f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)}
     defs[f"d{n}"] = {"properties": {"a": {"type": "null"}}}
     return {word: [{"$ref": "#/$defs/d0"}] * 2, "$defs": defs}

@@ -1,5 +1,8 @@
-"""Names of our own: copies, recipes, models of blobs that were sent, what names add to the files of others; their index
-is whole after damage, crashes and many writers."""
+"""Tests names that users create: copies, recipes, and models of sent blobs.
+
+Other tests check the options that a name adds to files of another model. The index of names stays whole after damage,
+crashes and writes by many processes.
+"""
 
 import hashlib
 import json

@@ -164,7 +164,7 @@ def test_systems_are_replayed_over_all_requests_after_others_that_warm_the_cache
 
 
 class EventByEvent(Replay):
-    """Replays without predictions as one with predictions is replayed."""
+    """A replay that handles events one by one, as a replay with predictions does."""
 
     def _replay_passes(self, context: object, meter: object) -> None:
         self._replay_events(self._store, None, meter)

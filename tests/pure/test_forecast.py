@@ -1,5 +1,8 @@
-"""The sliding window: what each event predicts and what is an error; prefetch requests: the nearest layer first, within
-the budget, no expert twice and no resident one."""
+"""Tests the sliding window of forecasts, and requests for prefetches.
+
+Each event predicts certain layers, and wrong predictions are errors. Prefetches take the nearest layer first, stay
+within the budget, and leave out resident experts and experts that were requested before.
+"""
 
 from collections.abc import Callable
 
@@ -20,7 +23,7 @@ Answer = Callable[[int, int], object]
 
 
 class ByDistance(ScriptedPredictor):
-    """Predicts `answer(il, distance)`; `calls` are those it was asked for."""
+    """Predicts `answer(il, distance)`. `calls` has the arguments of each call."""
 
     def __init__(self, answer: Answer, reach: int = 9) -> None:
         super().__init__(lambda il: None, shape=FIVE, reach=reach)

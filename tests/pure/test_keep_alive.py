@@ -147,7 +147,7 @@ class Queue:
         self.tickets.append(request.ticket)
 
     def serve(self) -> tuple[int, str]:
-        """The number and the client of the request whose turn it is, from its beginning to its end."""
+        """Serves the next request from its beginning to its end. Returns its number and its client."""
         first = self.model.queue[0]
         self.model.grant(first)
         self.model.release(first)

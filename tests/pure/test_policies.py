@@ -1,5 +1,7 @@
-"""Each policy by a few events and its victim: the lowest score, least recently used among equals. Policies by tier;
-strategies by name."""
+"""Tests each policy by a few events and its victim: the expert with the lowest score, least recently used among equals.
+
+Other tests cover policies by tier, and strategies by name.
+"""
 
 from __future__ import annotations
 
