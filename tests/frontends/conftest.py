@@ -71,7 +71,7 @@ def moegguf() -> Command:
 def here() -> Command:
     """Returns a function with the arguments of `moegguf`, which runs the command in this process.
 
-    This is faster. Tests of a process, or of its end, use `moegguf`.
+    A call is faster than a new process. Tests of a process, or of its end, use the fixture `moegguf`.
     """
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:

@@ -196,7 +196,7 @@ class FakeManager:
 
 
 def added(earlier: Snapshot | None, later: Snapshot) -> Snapshot:
-    """Returns `later` with counts since the load of the model. Its own counts begin at `earlier`."""
+    """Returns `later` with counts since the load of the model. The counts in `later` begin at `earlier`."""
     counts = {}
     for name in ("uses", "loads"):
         counts[name] = np.frombuffer(getattr(later, name), np.uint8).astype(np.uint32)

@@ -54,7 +54,7 @@ def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
     entries = Catalog().entries()
     print_model_list(entries)
     assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]
-    manager.there = {entry.name: entry for entry in entries}  # now all count as loaded
+    manager.there = {entry.name: entry for entry in entries}  # the fake manager has loaded all models
     found = {
         "list": {entry.name for entry in entries},
         "completion": {f"{name}:latest" for name in complete_model("")},

@@ -1,4 +1,4 @@
-"""Tests many answers on one context: no answer sees another's tokens, and an end of one ends no other.
+"""Tests many answers on one context: an answer never sees another's tokens, and an error in one spares the others.
 
 On a processor with batch-invariant kernels, answers beside others have the bits of solo answers. On another processor
 last bits may differ, and the rounding of activations to eight bits enlarges the differences. There answers are compared

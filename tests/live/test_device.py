@@ -166,7 +166,7 @@ def test_budgets_of_both_tiers_move_while_the_model_writes(path: Path) -> None:
 
 @on_servers(1)
 def test_a_resident_pool_on_a_device_shrinks(path: Path) -> None:
-    """The pool also grows. At each size the logits equal the logits with a full pool, in passes of one token."""
+    """The pool shrinks and grows. At each size the logits equal the logits with a full pool, in passes of one token."""
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
         expected, llm.n_batch = short_logits(llm), n_batch

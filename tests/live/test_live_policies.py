@@ -289,7 +289,7 @@ def run(llm: Llama) -> Logits:
 
 @pytest.fixture(scope="module")
 def resident() -> Logits:
-    # The options are the options that `load` of conftest.py sets.
+    # The last three options are the values that the fixture `load` sets.
     with Llama(DEMO, expert_cache="100%", n_ubatch=4, n_ctx=128, n_threads=1, verbose=False, logits_all=True) as llm:
         return run(llm)
 
