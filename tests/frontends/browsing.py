@@ -1,4 +1,4 @@
-"""What is done on the page, for tests in a browser."""
+"""Opens the page in a browser and acts on it, for tests."""
 
 import re
 import time
@@ -14,8 +14,11 @@ Look = Callable[..., Any]
 
 @contextmanager
 def looking(chromium: Any) -> Iterator[Look]:
-    """`look(url, viewport=..., expected=...)`: the page, ready to be written to. Whatever its console complains of
-    (besides `expected`), and whatever it requests from others, is a fault."""
+    """Yields `look(url, viewport=..., expected=...)`, which opens the page at `url` and returns it.
+
+    Fails at the end if a page's console had an error or a warning that does not match `expected`, or if a page
+    requested anything from another server.
+    """
     faults: list[str] = []
     contexts = []
 
@@ -47,7 +50,7 @@ def is_own(requested: str, url: str) -> bool:
 
 
 def until(page: Any, expression: str) -> None:
-    """Waits until it is true. The page's own policy forbids Playwright's way, which evaluates text in the page."""
+    """Waits until `expression` is true. The page's security policy forbids Playwright's own way of waiting."""
     deadline_s = time.monotonic() + PATIENCE_MS / 1000
     while not page.evaluate(expression):
         assert time.monotonic() < deadline_s, f"{expression} never became true"
@@ -55,7 +58,7 @@ def until(page: Any, expression: str) -> None:
 
 
 def ready(page: Any) -> None:
-    """The models are known."""
+    """Waits until the page knows the models."""
     page.wait_for_selector("#model:enabled")
 
 

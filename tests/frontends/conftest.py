@@ -69,7 +69,10 @@ def moegguf() -> Command:
 
 @pytest.fixture(scope="session")
 def here() -> Command:
-    """The same in this process, which is faster: where neither a process of its own nor its end is what is tested."""
+    """Returns a function with the arguments of `moegguf`, which runs the command in this process.
+
+    A call is faster than a new process. Tests of a process, or of its end, use the fixture `moegguf`.
+    """
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
         before = set(psutil.Process().children())
@@ -104,7 +107,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) 
     """A server with the demo and two random models, one whose template knows tools and one that thinks first."""
     models = {"tools": tiny(template="qwen"), "thinker": tiny(template="deepseek")}
     with serving(tmp_path_factory.mktemp("served"), models=models) as found:
-        for name in ("demo", *models):  # with one thread each: two would spin while others share the cores
+        for name in ("demo", *models):  # one thread per model: two would spin while others share the cores
             found.call("/api/generate", {"model": name, "keep_alive": -1, "options": {"num_thread": 1}})
         yield found
 

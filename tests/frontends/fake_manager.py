@@ -73,7 +73,7 @@ class FakeCatalog:
 
 @dataclass
 class FakeLease:
-    """`answer` yields the items of `script`; it raises an exception in it, and awaits an `asyncio.Event`."""
+    """A lease whose `answer` yields the items of `script`. It raises items that are exceptions, and awaits events."""
 
     manager: FakeManager
     entry: ModelEntry
@@ -135,11 +135,11 @@ class FakeManager:
         self.requests: list[Request] = []
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
-        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # what was done with slots
-        self.num_ctx: int | None = None  # of the last texts that became vectors
+        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # the actions on slots
+        self.num_ctx: int | None = None  # num_ctx of the last call of embed()
         self.there: dict[str, ModelEntry] = {}
         self.now: dict[str, Snapshot] = {}  # the experts of each model, with counts since it was loaded
-        self.shares: dict[str, float] = {}  # of models that are being loaded
+        self.shares: dict[str, float] = {}  # the loaded share of each model that is being loaded
         self.n_running = 0
         self.n_ended = 0
 
@@ -196,7 +196,7 @@ class FakeManager:
 
 
 def added(earlier: Snapshot | None, later: Snapshot) -> Snapshot:
-    """What a worker counts since the load, `later` having what was used and loaded since `earlier`."""
+    """Returns `later` with counts since the load of the model. The counts in `later` begin at `earlier`."""
     counts = {}
     for name in ("uses", "loads"):
         counts[name] = np.frombuffer(getattr(later, name), np.uint8).astype(np.uint32)
@@ -253,12 +253,12 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def running(app: ASGIApp) -> Iterator[str]:
-    """The URL of `app`, served by a thread of this process; it has stopped afterwards."""
+    """Yields the URL of `app`, which a thread of this process serves until the end."""
     options: Any = {"log_config": None, "lifespan": "on", "proxy_headers": False, "timeout_graceful_shutdown": 1}
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
 
-    def on_end() -> None:  # as in the product: streams end whole, also those of a page that is still open
+    def on_end() -> None:  # streams end whole, as in the product, also streams of a page that is still open
         if isinstance(app, Starlette) and hasattr(app.state, "ending"):
             app.state.ending.set()
 
@@ -275,11 +275,14 @@ def running(app: ASGIApp) -> Iterator[str]:
 
 
 def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[str]:
-    """The URL of a server in this process over `manager`, with these of `Settings`; else nothing is stored."""
+    """Returns a context manager of a server over `manager` in this process, whose value is the URL.
+
+    `settings` are fields of `Settings`. The server stores no responses by default.
+    """
     made = Settings(**{"responses_age_s": 0.0, **settings})
     return running(make_app(cast(Any, manager), cast(Any, manager.catalog), made))
 
 
 def changed(summary: AnswerSummary = TIMING, **changes: Any) -> AnswerSummary:
-    """`summary` with other figures."""
+    """Returns `summary` with other figures."""
     return replace(summary, **changes)

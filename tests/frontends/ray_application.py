@@ -76,7 +76,7 @@ def main() -> None:
 
     from moegguf.serving.ray import app
 
-    said, sys.stdout = sys.stdout, sys.stderr  # what Ray prints is not the port
+    said, sys.stdout = sys.stdout, sys.stderr  # stdout is for the port; Ray prints to stderr
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     port = free_port()
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))

@@ -24,7 +24,10 @@ TinyModel = Callable[..., Path]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The caller's environment without variables that change results, and no server; the checkout is importable."""
+    """Returns the caller's environment without variables that change results or name a server.
+
+    The checkout is importable in this environment.
+    """
     names = ("PATH", "HOME", "MOEGGUF_LIBRARY", "LANG", "XDG_DATA_HOME", "XDG_CACHE_HOME", "MOEGGUF_CONTEXT_STORE")
     inherited = {name: value for name, value in os.environ.items() if name in names}
     own = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "MOEGGUF_HOST": "127.0.0.1:9"}
@@ -32,7 +35,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-    """What a command wrote, in UTF-8 whatever its locale says, and its exit code. extra: of its environment."""
+    """Runs a command and returns its exit code and its output, read as UTF-8. `extra` is added to its environment."""
     return subprocess.run(
         command, input=stdin, capture_output=True, encoding="utf-8", env=environment(**extra), timeout=120
     )
@@ -40,7 +43,7 @@ def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subproce
 
 @contextmanager
 def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    """`moegguf` with these arguments, in a process group of its own, which has ended afterwards."""
+    """Yields a process of `moegguf` with these arguments, in a process group of its own. Ends the group afterwards."""
     with subprocess.Popen(
         moegguf_command(*arguments),
         stdin=subprocess.DEVNULL,
@@ -62,7 +65,7 @@ LISTENING = re.compile(r"listening on (http://\S+:(\d+))")
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back; `text` is all of the body."""
+    """A reply of a server. `text` is the whole body."""
 
     status: int
     headers: Mapping[str, str]
@@ -93,17 +96,17 @@ class Server:
     stderr_lines: list[str]
 
     def loaded(self) -> dict[str, Any]:
-        """What /api/ps says of each model in memory, those of other tests among them."""
+        """Returns the entry of /api/ps of each model in memory, by name. Models of other tests are included."""
         return {model["name"]: model for model in self.call("/api/ps").json["models"]}
 
     def log(self) -> str:
-        """What it wrote on stderr after its address; the server has ended."""
+        """Returns the lines that the server wrote to stderr after its address. The server must have ended."""
         return "".join(self.stderr_lines)
 
     def call(
         self, path: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str
     ) -> Reply:
-        """What `curl -d` does: JSON under the content type of a form. `body`: an object, or bytes as they are."""
+        """Sends `body` as `curl -d` does: JSON under the content type of a form. Bytes are sent unchanged."""
         return call(f"{self.url}{path}", body, method=method, timeout=timeout, **headers)
 
 
@@ -156,7 +159,7 @@ def serving(
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """The URL it prints once it listens."""
+    """Returns the URL that the server prints when it listens."""
     assert process.stderr is not None
     seen = []
     for line in process.stderr:
@@ -177,13 +180,13 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def connected(url: str) -> socket.socket:
-    """A connection to a server."""
+    """Returns a connection to a server."""
     host, port = url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
 
 def post(url: str, path: str, body: Any) -> socket.socket:
-    """A request that has been sent; its answer is still to be read."""
+    """Sends a request and returns the connection. The caller reads the answer."""
     connection, data = connected(url), json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)

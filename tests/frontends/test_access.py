@@ -22,7 +22,7 @@ EVIL = "https://evil.example"
 
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
-    """A server for others, with a key; where it really listens does not matter to it."""
+    """A server that other machines may use, with a key. Its real address does not matter here."""
     host, origins = parse_host("0.0.0.0"), ("https://friend.example",)
     with server_of(manager, host=host, api_keys=(KEY,), origins=origins) as found:
         yield found
@@ -165,7 +165,7 @@ def status_of(
     added: tuple[bytes, bytes] | None = None,
     **options: Any,
 ) -> int:
-    """The status that a client at an address gets; `added`: one more header."""
+    """Returns the status of a reply to a client at an address. `added` is one more header."""
     statuses: list[int] = []
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -210,7 +210,7 @@ def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(("arguments", "expected"), [((), [0, 1, 0, 1, 1]), (("--share-contexts",), [0, 1, 1, 1, 1])])
 def test_a_key_begins_with_what_it_computed(tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]) -> None:
-    """Its own in any dialect, from memory and from disk; another's only where the server says so."""
+    """A key reuses its own contexts in any dialect, from memory and disk, but others' only with --share-contexts."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "MOEGGUF_CONTEXT_STORE": "100MiB", "XDG_CACHE_HOME": str(tmp_path)}
@@ -229,7 +229,7 @@ def test_a_key_begins_with_what_it_computed(tmp_path: Path, arguments: tuple[str
 
 @pytest.mark.parametrize("arguments", [(), ("--share-contexts",)], ids=["apart", "shared"])
 def test_a_key_sees_the_experts_of_its_own_requests_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """Neither what another key's requests use or load, nor what these leave in memory, nor how long they took."""
+    """A client learns nothing about another key's requests: their experts, the contents of memory, or their time."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}
 
@@ -315,7 +315,7 @@ def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
 ) -> None:
     with connected(url) as connection, connection.makefile("rb") as file:
         connection.sendall(method + b" HTTP/1.1\r\nHost: localhost\r\n" + AMBIGUOUS[name] + HIDDEN)
-        answer = file.read()  # to the end of the connection
+        answer = file.read()  # reads to the end of the connection
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
     assert b"\r\nconnection: close\r\n" in answer and b'{"error":' in answer
     assert not [record for record in caplog.records if record.exc_info]

@@ -47,7 +47,7 @@ def test_what_a_client_read_can_be_sent_back(url: str, manager: FakeManager) -> 
 
 def test_pings_keep_a_stream_open(http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegguf.server.common.limits.PING_S", 0.02)
-    manager.script = (Delta(text="Hel"), asyncio.Event())  # which nobody sets
+    manager.script = (Delta(text="Hel"), asyncio.Event())  # nobody sets the event, so the stream waits
     body = {"model": "demo", "max_tokens": 64, "messages": HI, "stream": True}
     with http.stream("POST", "/v1/messages", json=body) as response:
         lines = response.iter_lines()

@@ -61,7 +61,8 @@ def test_a_file_alone(here: Command, tmp_path: Path) -> None:
                      done.stderr, re.MULTILINE)  # fmt: skip
     before = (tmp_path / "requests.answers.jsonl").read_bytes()
     partial = tmp_path / "requests.answers.jsonl.partial"
-    partial.write_bytes(before)  # of an older version that was killed between its last two steps
+    # An older version that was killed between its last two steps left this file.
+    partial.write_bytes(before)
     again = here("batch", path, "-m", "demo", **ALONE)
     assert again.returncode == 1 and "nothing to do" in again.stderr
     assert (tmp_path / "requests.answers.jsonl").read_bytes() == before and not partial.exists()

@@ -276,7 +276,7 @@ def test_a_damaged_database_is_a_507_and_chats_are_answered(manager: FakeManager
 
 
 def test_files_and_batches_are_their_keys_own(manager: FakeManager) -> None:
-    """After a restart, too, and the requests of a batch are its key's; what was stored without a key is everybody's."""
+    """A key sees only its own files and batches, after a restart, too. Files stored without a key are everybody's."""
     with server_of(manager) as url, client_of(url) as nobody:
         old = nobody.files.create(file=b"old", purpose="batch").id
     keys = ("of-ann", "of-bob")
@@ -307,7 +307,7 @@ def test_files_and_batches_are_their_keys_own(manager: FakeManager) -> None:
 
 
 def test_requests_of_batches_come_after_others(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of clients too, that say so: `Priority: u=7` of RFC 9218."""
+    """A client's request comes after others, too, if it has the header `Priority: u=7` of RFC 9218."""
     lease, clients = FakeManager.lease, []
     monkeypatch.setattr(
         FakeManager, "lease", lambda *given, **more: clients.append(current_client.get()) or lease(*given, **more)

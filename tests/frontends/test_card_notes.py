@@ -20,7 +20,7 @@ RUN = ("run", "demo", "hi", "-n", "1", "-t", "1")
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine has a card."""
+    """Makes find_cards() report an NVIDIA card."""
     monkeypatch.setattr(cards, "find_cards", lambda: [Card("NVIDIA", "580.65")])
 
 

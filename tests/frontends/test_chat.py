@@ -131,7 +131,7 @@ def chat(server: Server, tmp_path: Path) -> Iterator[Terminal]:
         terminal.prompt()
         yield terminal
     server.call("/api/generate", {"model": "demo", "keep_alive": 0})
-    server.call("/api/delete", {"model": "mine"}, method="DELETE")  # what a test may have saved
+    server.call("/api/delete", {"model": "mine"}, method="DELETE")  # a test may have saved this model
 
 
 def begin_answer(chat: Terminal) -> None:

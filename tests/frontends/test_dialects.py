@@ -1,8 +1,11 @@
-"""Every API over a scripted manager: what it promises of an answer, its encoding byte for byte as in `recorded/` and by
-the types of the clients, and for bodies what the model is asked, or the refusal (`recorded/bodies.txt`).
+"""Tests every API over a scripted manager.
 
-A line of bodies.txt is a path and fields of its body besides those of BASE. "... N times" after an item of a list, or
-at the end of a text, repeats it; "every field" stands for all of chat's. MOEGGUF_RECORD=1 gives a new line its outcome.
+Tests cover the guarantees about an answer. An answer's encoding is compared byte for byte to `recorded/`, and checked
+by the types of the clients. For bodies, `recorded/bodies.txt` has the request that reaches the model, or the refusal.
+
+A line of bodies.txt is a path and fields of its body, in addition to the fields of BASE. "... N times" after an item
+of a list, or at the end of a text, repeats it. "every field" stands for all fields of chat. With MOEGGUF_RECORD=1 the
+outcome of a new line is written into the file.
 """
 
 import asyncio
@@ -68,24 +71,29 @@ CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {})
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API. `name`: of its file in recorded/; `end`: in the last line of a complete stream; `one_call`: what asks for
-    one call at most; `cases`: what a case of CASES asks for besides; `whole`, `parts`: the client's types of an answer
-    and of a stream's parts, which differ by `type` where there are `kinds`."""
+    """An API: its path, the fields of bodies of requests, and the client's types of answers."""
 
+    # The name of the API's file in recorded/.
     name: str
     path: str
     question: Json
+    # A text in the last line of a complete stream.
     end: str
     tools: Json = field(default_factory=dict)
+    # Fields that allow one tool call at most.
     one_call: Json = field(default_factory=dict)
+    # More fields for a case of CASES, by its name.
     cases: dict[str, Json] = field(default_factory=dict)
+    # The client's type of an answer.
     whole: Any = None
+    # The client's type of a part of a stream.
     parts: Any = None
+    # The client's types of parts by their field `type`, if an API has several.
     kinds: Json = field(default_factory=dict)
 
     @property
     def form(self) -> str:
-        """Whose form errors have."""
+        """Returns the name of the family of APIs. All APIs of a family have one form of errors."""
         return self.name.split("-")[0]
 
 
@@ -114,7 +122,7 @@ DIALECTS = (
             "nothing": {"prompt": ["one", "two"], "echo": True},
             "stopped": {"prompt": ["one", "two"], "echo": True, "n": 2},
         },
-        whole=openai.types.Completion,  # which knows no unfinished text
+        whole=openai.types.Completion,  # this type knows no unfinished text
     ),
     Dialect(
         "llama-completion", "/completion", {"prompt": "hi"}, '"stop":true',
@@ -239,7 +247,7 @@ def test_an_error_before_the_first_byte_has_its_own_status(
 @EACH
 @WHOLE_OR_STREAM
 def test_a_disconnect_cancels_the_answer(url: str, manager: FakeManager, dialect: Dialect, stream: bool) -> None:
-    manager.script = [PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), asyncio.Event()]  # which nobody sets
+    manager.script = [PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), asyncio.Event()]  # nobody sets the event
     for n in range(1, 4):
         with post(url, dialect.path, {"model": "demo", **dialect.question, "stream": stream}) as connection:
             if stream:
@@ -306,7 +314,7 @@ ASKING = re.compile(r"# ([A-Z]+) (\S+) ([{[].*[]}])?( as Claude)?: \d{3} .*")
 
 
 def without_chance(text: str) -> str:
-    """The text with the same ids, times and durations in every run."""
+    """Returns the text with fixed ids, times and durations, which are equal in every run."""
     text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
     text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)
     text = text.replace(__version__, "VERSION")
@@ -330,7 +338,7 @@ def test_answers_are_encoded_as_recorded_and_by_the_types_of_the_clients(
         if case != "error":
             check(dialect.whole or Any, whole.json())
             for item in objects(streamed.text):
-                if "prompt_progress" not in item:  # which the types do not know
+                if "prompt_progress" not in item:  # the client's types have no progress
                     check(dialect.kinds[item["type"]] if dialect.kinds else dialect.parts or Any, item)
     check_recorded(dialect.name, told)
 
@@ -432,7 +440,7 @@ TIMES = re.compile(r"(.*)\.\.\. (\d+) times")
 
 
 def expanded(value: Any) -> Any:
-    """The value with what is repeated."""
+    """Returns the value after all repetitions are written out."""
     if isinstance(value, list):
         found: list[Any] = []
         for each in value:
@@ -448,13 +456,13 @@ def expanded(value: Any) -> Any:
 
 
 def changes(value: Any, default: Any) -> dict[str, Any]:
-    """The fields that differ from the defaults."""
+    """Returns the fields that differ from the defaults."""
     told = {each.name: getattr(value, each.name) for each in fields(value)}
     return {name: each for name, each in told.items() if each != getattr(default, name)}
 
 
 def asked(manager: FakeManager) -> Iterator[str]:
-    """What reached the model."""
+    """Yields the requests, the texts to embed and the load options that reached the model."""
     for request in manager.requests:
         sampling = changes(request.sampling, Sampling())
         told = changes(request, Request()) | ({"sampling": sampling} if sampling else {})

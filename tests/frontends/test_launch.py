@@ -58,7 +58,7 @@ def test_a_program_gets_the_address_the_model_and_the_key(name: str) -> None:
     said = json.dumps([start(TARGET).environment, start(TARGET).arguments])
     for words in (TARGET.url, TARGET.key):
         assert words in said
-    assert TARGET.model in said or name == "open-webui"  # which lists the models itself
+    assert TARGET.model in said or name == "open-webui"  # open-webui lists the models itself
 
 
 def test_codex_gets_a_provider_as_toml_and_opencode_as_json() -> None:

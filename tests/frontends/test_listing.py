@@ -20,7 +20,7 @@ from moegguf.terminal.facts import library_facts, list_facts
 from moegguf.terminal.tables import print_model_list
 from tools.mutants import mutate, read_header, write_file
 
-SEEDS = (*range(60), 462, 465)  # of the last two, the embedding has no name
+SEEDS = (*range(60), 462, 465)  # the last two headers have an embedding without a name
 FAR_S = 1 << 40  # a time in the year 36812
 LONG = "x" * 300  # the name of no file
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
@@ -54,7 +54,7 @@ def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
     entries = Catalog().entries()
     print_model_list(entries)
     assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]
-    manager.there = {entry.name: entry for entry in entries}  # as if all were loaded
+    manager.there = {entry.name: entry for entry in entries}  # the fake manager has loaded all models
     found = {
         "list": {entry.name for entry in entries},
         "completion": {f"{name}:latest" for name in complete_model("")},

@@ -19,7 +19,7 @@ def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> LoadedModel
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Every sample by its name and its model, as Prometheus' own parser reads them; those of tiers are left out."""
+    """Returns every sample by name and model, from Prometheus' own parser. Samples of tiers are left out."""
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -59,7 +59,7 @@ def test_every_figure_has_its_name_help_and_labels() -> None:
     text = exposition(totals, loaded)
     assert samples(text)
     check_recorded("metrics", text)
-    found = samples(exposition(Totals(), []))  # without models: llama-server's
+    found = samples(exposition(Totals(), []))  # only llama-server's metrics exist without models
     assert found["llamacpp:prompt_tokens_total", ""] == found["llamacpp:predicted_tokens_seconds", ""] == 0
     assert not [name for name, _ in found if name.startswith("moegguf_")]
 

@@ -42,7 +42,7 @@ def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: s
     gone = server.call(path, {"model": "tiny", "keep_alive": 0}).json
     assert (gone["done"], gone["done_reason"]) == (True, "unload")
     assert "tiny:latest" not in server.loaded()
-    assert not worker.is_running()  # so all of its memory is free
+    assert not worker.is_running()  # all memory of the worker is free
 
 
 def test_show_hides_long_arrays_unless_verbose(server: Server) -> None:
@@ -133,7 +133,7 @@ def test_a_schema_and_vectors(client: ollama.Client) -> None:
 def test_copy_and_delete(client: ollama.Client, server: Server) -> None:
     client.copy("demo", "twin")
     assert "twin:latest" in {model.model for model in client.list().models}
-    gone = server.call("/api/delete", {"model": "", "name": "twin"}, method="DELETE")  # as the command of Ollama does
+    gone = server.call("/api/delete", {"model": "", "name": "twin"}, method="DELETE")  # Ollama's command sends this
     assert gone.status == 200
     assert "twin:latest" not in {model.model for model in client.list().models}
     for stream in (False, True):

@@ -1,5 +1,7 @@
-"""The page in a browser over the real server with the demo model: the stream, the map, a phone's width; and Markdown of
-answers: what it looks like, what it may not do, and while it is written."""
+"""Tests the page in a browser over the real server with the demo model: the stream, the map, and a phone's width.
+
+Other tests check Markdown of answers: its looks, its limits, and its display while it is written.
+"""
 
 import json
 import re
@@ -17,7 +19,7 @@ from moegguf.models.catalog import demo_path
 RESIDENT = "document.getElementById('resident').textContent.startsWith('48 of 192 in memory')"
 PHONE, SMALLEST = {"width": 390, "height": 844}, {"width": 360, "height": 640}
 
-# How many pixels of the map are in memory's grey, and how many are hot (used or fetched just now).
+# Counts the pixels of the map that have memory's grey, and the hot pixels (used or fetched just now).
 COUNT_PIXELS = """() => {
   const canvas = document.getElementById("map"), counts = { grey: 0, hot: 0, sum: 0 };
   if (canvas.hidden) return counts;
@@ -102,7 +104,7 @@ def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, lo
     page.focus("#ram-budget")
     for _ in range(24):
         page.keyboard.press("ArrowLeft")
-    page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")  # without another answer
+    page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")  # no other answer is needed
     assert server.call("/budget?model=demo").json["n_slots"] == 24
     page.keyboard.press("Home")
     page.wait_for_selector("#budget-note >> text=is too small")
@@ -110,7 +112,7 @@ def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, lo
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#resident >> text='23 of 192 in memory, 1.27 MB'")
     assert page.inner_text("#budget-note") == ""  # it was about another budget
-    server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # by somebody else
+    server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # another client changes the budget
     until(page, "document.getElementById('ram-budget').value === '48'")
     labels = [page.inner_text(f"#bytes-chart small >> nth={i}") for i in range(2)]
     assert re.fullmatch(r"[125]0{0,2} [kM]B", labels[0]) and labels[1] == "0"
@@ -180,7 +182,7 @@ def test_nothing_overflows_on_a_phone(server: Server, look: Look, viewport: dict
     assert map_box["y"] + map_box["height"] < message_box["y"]
     assert message_box["y"] + message_box["height"] <= viewport["height"]
     page.reload()
-    page.wait_for_selector("#map")  # as it was chosen
+    page.wait_for_selector("#map")  # the choice survives a reload
     page.tap("#fold")
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
 

@@ -1,5 +1,8 @@
-"""Conversations on the page, over scripted answers: several kept in the browser, versions of a message, settings,
-pictures, tools, the choice of a model, stop, errors, API key, keyboard, colours, and what axe finds."""
+"""Tests conversations on the page, over scripted answers.
+
+Conversations are kept in the browser. Tests cover versions of a message, settings, pictures, tools, the choice of a
+model, stop, errors, and the API key. They also cover the keyboard, colours, and findings of the checker axe.
+"""
 
 import asyncio
 import base64
@@ -22,7 +25,7 @@ TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"t
 
 @pytest.fixture
 def manager(projector: Callable[..., Path]) -> FakeManager:
-    """Of `demo`, of `able` with tools and thinking, and of `see`, which reads pictures."""
+    """A manager of `demo`, of `able` with tools and thinking, and of `see`, which reads pictures."""
     path = demo_path()
     able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
     return FakeManager(FakeCatalog(entry_of(path), able, see), texts("Yes."))
@@ -136,7 +139,7 @@ def test_an_edited_question_and_another_answer_are_versions(manager: FakeManager
     page.wait_for_selector("#log >> text=Two?")
     page.hover(".user")
     page.click(".user [title='Previous version']")
-    page.wait_for_selector("#log >> text=No.")  # what was answered last
+    page.wait_for_selector("#log >> text=No.")  # the last answer
     assert page.inner_text(".user .content") == "One?"
 
 
@@ -300,7 +303,7 @@ def test_a_server_that_has_stopped_is_told_and_asked_again(manager: FakeManager,
 
 @pytest.fixture
 def violations() -> Callable[..., list[str]]:
-    """`violations(page, *rules)`: what axe finds on a page by these rules, or all: the serious and the critical."""
+    """Returns `violations(page, *rules)`: axe's serious and critical findings on a page, by these rules or all."""
     reason = "axe-playwright-python is not installed"
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
 

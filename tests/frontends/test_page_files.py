@@ -1,5 +1,7 @@
-"""What comes to the page and leaves it: files that are attached, models that are pulled and deleted, conversations that
-are searched and exported; and errors, which leave when they no longer hold."""
+"""Tests attached files, pulled and deleted models, and searched and exported conversations on the page.
+
+Other tests check that an error disappears when it no longer holds.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,7 @@ MODEL = "hf.co/user/repo-GGUF:Q4_K_M"
 
 @pytest.fixture
 def manager(projector: Callable[..., Path]) -> FakeManager:
-    """Of `demo`, of `able` with tools, and of `see`, which reads pictures."""
+    """A manager of `demo`, of `able` with tools, and of `see`, which reads pictures."""
     path = demo_path()
     able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
     return FakeManager(FakeCatalog(entry_of(path), able, see), [Delta(text="Yes.")])

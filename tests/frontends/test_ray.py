@@ -1,5 +1,7 @@
-"""`moegguf.serving.ray:app` on a local Ray, where that is installed: two replicas of the demo, and one model that is
-scaled; and without Ray the APIs in front of replicas: what they offer, and what they refuse."""
+"""Tests `moegguf.serving.ray:app` on a local Ray, if Ray is installed: two replicas of the demo, and a scaled model.
+
+Without Ray, tests check which calls the APIs in front of replicas offer and refuse.
+"""
 
 import json
 import urllib.request
@@ -50,7 +52,7 @@ def chat(application: RayApplication, *contents: str, path: str = "/v1/chat/comp
 
 
 class Stream:
-    """An answer that goes on until it is closed, or its replica has ended; the first line has arrived."""
+    """A streamed answer that is read up to its first line. It goes on until it is closed or its replica ends."""
 
     def __init__(self, application: RayApplication, text: str, path: str = "/api/chat", **options: Any) -> None:
         body = {"model": "demo", "messages": [{"role": "user", "content": text}], **options}
@@ -94,7 +96,8 @@ def test_an_answer_and_its_stream_are_the_same_on_each_api(application: RayAppli
 
 def test_each_conversation_goes_back_to_the_replica_that_holds_it(application: RayApplication) -> None:
     questions = ("What is an expert?", "Who are you?")
-    with ThreadPoolExecutor() as threads:  # so that Ray knows the queues of both: it passes over one that it does not
+    # The first calls make the queues of both replicas known to Ray, which passes over a replica with an unknown queue.
+    with ThreadPoolExecutor() as threads:
         list(threads.map(lambda i: chat(application, f"What is {i}?"), range(4)))
     first = [chat(application, text).json for text in questions]
     for question, answer in zip(questions, first, strict=True):

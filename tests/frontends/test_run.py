@@ -167,7 +167,7 @@ def test_a_pull_is_shown_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
 
 def test_stdout_is_utf8_whatever_the_locale_says(moegguf: Command, tiny: TinyModel) -> None:
     ask = ("run", tiny(), "é", "-n", 40, "--seed", 1, *QUICK)
-    done = moegguf(*ask, PYTHONIOENCODING="ascii")  # which reads what it writes as UTF-8
+    done = moegguf(*ask, PYTHONIOENCODING="ascii")  # the fixture reads the output as UTF-8
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
@@ -246,7 +246,7 @@ ASKED = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
 
 @pytest.fixture
 def unused(server: Server) -> Iterator[Server]:
-    """The server without a loaded model, before and after a test, also of those that other tests have left."""
+    """Yields the server without a loaded model. Models that other tests left are unloaded first."""
     for name in server.loaded():
         server.call("/api/generate", {"model": name, "keep_alive": 0})
     yield server
@@ -262,7 +262,8 @@ def test_the_server_answers_and_it_looks_the_same(here: Command, unused: Server)
     assert (served.returncode, unused.loaded().keys()) == (0, {"demo:latest"}), served.stderr
     alone = here(*ASKED, "-v", "--local", MOEGGUF_HOST=unused.url)
     assert served.stdout == alone.stdout
-    of_alone = [label for label in labels(alone.stderr) if label != "note"]  # that it is a second copy
+    # The note is about a second copy of the model.
+    of_alone = [label for label in labels(alone.stderr) if label != "note"]
     assert labels(served.stderr) == [*of_alone, "answered by"]
     assert re.search(rf"answered by: +{unused.url}\n", served.stderr)
     quiet = here(*ASKED, "--format", "json", "--system-prompt", "Be brief.", MOEGGUF_HOST=unused.url)
@@ -341,7 +342,7 @@ def test_another_server_is_not_asked(here: Command, client: Client) -> None:
 
 RESPONSES: dict[str, tuple[int, bytes]] = {
     "/api/ps": (200, b'{"models": []}'),
-    "/api/version": (200, b'{"version": "0.33.0"}'),  # as another program's
+    "/api/version": (200, b'{"version": "0.33.0"}'),  # the version of another program
     "/lines": (200, b'{"a": 1}\n\n{"a": 2}\n'),
     "/faulty": (200, b'{"a": 1}\n{"error": "the process has ended"}\n'),
     "/missing": (404, b'{"error": "model \'x\' not found"}'),
@@ -401,7 +402,7 @@ def test_an_error_line_raises_after_the_lines_before_it_and_a_cut_response_is_an
     ("path", "message", "status"),
     [
         ("/missing", "model 'x' not found", 404), ("/v1/missing", "no such model", 404),
-        ("/html", "not JSON", None), ("/moved", "302", 302),  # of another program; the key follows no redirect
+        ("/html", "not JSON", None), ("/moved", "302", 302),  # another program's replies; no key is sent to a redirect
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_an_error(client: Client, path: str, message: str, status: int | None) -> None:

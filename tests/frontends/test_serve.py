@@ -39,7 +39,7 @@ from tools.models import write_projector
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings at each start of a server, none of which runs."""
+    """Records the settings at each start of a server. No server runs."""
     found: list[Settings] = []
 
     def run(settings: Settings, *_: Any) -> int:
@@ -69,7 +69,7 @@ def test_workers_get_what_flags_say(started: list[Settings], tiny: TinyModel, mo
 
 
 def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
-    """What a worker of a server with these settings gets."""
+    """Returns the configuration that a server with these settings sends to a worker."""
     entry = model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
     size = measure(entry, LoadOverrides(n_ctx=256), settings, Memory(1 << 32, 1 << 32, "a test", 0))
     return size.load_config(size.plan_within({"RAM": 1 << 32}))

@@ -152,11 +152,11 @@ def test_downloads_get_an_error_when_the_server_ends(tmp_path: Path) -> None:
         finally:
             gate.open.set()
     kept = [path.stat().st_size for path in tmp_path.rglob("*.incomplete")]
-    assert kept and max(kept) > 0  # for the next pull
+    assert kept and max(kept) > 0  # the next pull uses this file
 
 
 def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
-    """Fails unless a stream and a reply that has not begun are told that the server ends."""
+    """Fails unless a stream, and a reply that has not begun, end with the error that the server shuts down."""
     ended, reply = {"error": "the server is shutting down; try again later."}, rest(whole)
     assert reply.startswith(b"HTTP/1.1 503") and b"application/json" in reply
     assert json.loads(reply.partition(b"\r\n\r\n")[2]) == ended
@@ -164,7 +164,7 @@ def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """All that is received until the end of the connection, which is closed."""
+    """Returns all bytes that arrive until the connection ends, and closes it."""
     connection.settimeout(20)
     with connection, connection.makefile("rb") as file:
         return file.read()
@@ -195,7 +195,7 @@ def test_more_connections_than_descriptors_are_refused_and_cost_nothing(tmp_path
 
 
 def test_a_workers_warning_is_one_line_of_the_log(tmp_path: Path) -> None:
-    """It comes once, however often the model is loaded."""
+    """A warning is logged once, even if the model is loaded twice."""
     contexts = tmp_path / "home" / "cache" / "contexts"
     contexts.parent.mkdir(parents=True)
     contexts.write_text("a file in place of the folder")

@@ -1,4 +1,4 @@
-"""What is printed on a terminal: the map of the experts, broken lines, progress, statistics, and `moegguf top`."""
+"""Tests output on a terminal: the map of experts, broken lines, progress, statistics, and `moegguf top`."""
 
 import base64
 import io
@@ -74,7 +74,7 @@ def test_experts_in_vram_and_in_ram_have_letters_of_their_own() -> None:
 
 
 def shown(deltas: list[str], width: int) -> list[str]:
-    """What a terminal shows of them."""
+    """Returns the lines that a terminal of this width shows after these pieces of text."""
     screen = pyte.HistoryScreen(width, 200, history=10)
     stream = pyte.Stream(screen)
     wrapper = Wrapper(lambda: width)

@@ -1,5 +1,8 @@
-"""Answers in process: one by a loop of its own, or many by a loop of many sequences, driven by its own steps, so that
-what happens does not depend on time."""
+"""Computes answers in the process of a test.
+
+`Answer` computes one answer in a loop of its own. Other helpers compute many answers in a loop of many sequences. Tests
+act at numbered steps of this loop, so that results do not depend on time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ TinyModel = Callable[..., Path]
 
 
 def ask(*messages: str, **options: Any) -> Request:
-    """A request at temperature 0: user and assistant messages in turn, options of Request and Sampling."""
+    """Returns a request at temperature 0.
+
+    `messages` are texts of the user and the assistant in turn. `options` are fields of Request and Sampling.
+    """
     sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
     turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
     options.setdefault("return_context", not messages)
@@ -38,8 +44,7 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 class Answer:
-    """One answer, by a loop that computes no other, on this thread. What is wrong with the request is raised at
-    construction."""
+    """An answer that a loop of its own computes on this thread. An error of the request is raised at construction."""
 
     def __init__(self, llm: Llama, request: Request) -> None:
         self.reports: list[PromptProgress] = []
@@ -57,7 +62,7 @@ class Answer:
         return self._sequence.summary
 
     def deltas(self, then: Callable[[], object] = lambda: None) -> list[Delta]:
-        """All of them; `then` is called after each delta and each report of progress."""
+        """Returns all deltas of the answer. `then` is called after each delta and each report of progress."""
         self._then = then
         self._loop.run()
         if self._error is not None:
@@ -81,13 +86,13 @@ class Answer:
 
 
 def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, AnswerSummary]:
-    """The text and the timing of an answer."""
+    """Returns the text and the summary of an answer."""
     answer = Answer(llm, ask(*messages, **options))
     return text_of(answer.deltas()), answer.summary
 
 
 def endless(llm: Llama, bias: float = -1000.0) -> dict[int, float]:
-    """The bias against tokens that end an answer."""
+    """Returns a logit bias against the tokens that end an answer."""
     return {token: bias for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)}
 
 
@@ -145,14 +150,14 @@ class Scripted:
 
 @contextmanager
 def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None) -> Iterator[BatchLoop]:
-    """A loop on its own thread."""
+    """Yields a new loop that runs on a thread of its own."""
     with started(BatchLoop(llm, schedule, step_tokens)) as loop:
         yield loop
 
 
 @contextmanager
 def started(loop: BatchLoop) -> Iterator[BatchLoop]:
-    """The loop, on its own thread."""
+    """Yields `loop`, which runs on a thread of its own until the end."""
     thread = threading.Thread(target=loop.run, name="loop")
     thread.start()
     try:
@@ -164,7 +169,7 @@ def started(loop: BatchLoop) -> Iterator[BatchLoop]:
 
 
 def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
-    """All of them, submitted at once."""
+    """Returns the answers to `requests`, which are submitted at once."""
     received = [Received() for _ in requests]
     for request, events in zip(requests, received, strict=True):
         loop.submit(request, events)
@@ -174,7 +179,7 @@ def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
 def answers_together(
     llm: Llama, requests: list[Request], schedule: Schedule | None = None, step_tokens: int | None = None
 ) -> list[Received]:
-    """All of them; each has arrived, in this order, before the first step: steps do not depend on when threads run."""
+    """Returns the answers to `requests`. All arrive before the first step, so steps do not depend on threads."""
     loop, received = BatchLoop(llm, schedule, step_tokens), [Received() for _ in requests]
     for n, (request, events) in enumerate(zip(requests, received, strict=True)):
         loop.submit(request, events)

@@ -20,9 +20,10 @@ Own = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """`reference(path, n_ubatch=512, repack=True)`: greedy logits of plain llama.cpp, from the same build.
+    """Returns `reference(path, n_ubatch=512, repack=True)`, which computes greedy logits with plain llama.cpp.
 
-    `resident=True` gives those of the expert store with a slot for every expert instead.
+    llama.cpp comes from the build that is tested. With `resident=True` the logits come from the expert store, with a
+    slot for every expert.
     """
     from running import N_NEW, N_PROMPT, Llama, WithoutRepacking, greedy_logits, hooks_off, random_prompt
 
@@ -107,7 +108,7 @@ def demo(shared: Llama) -> Llama:
 
 @pytest.fixture(scope="module")
 def whole(shared: Llama) -> str:
-    """Its whole answer to answering.QUESTION."""
+    """Returns the whole answer of `shared` to answering.QUESTION."""
     from answering import QUESTION, reply
 
     shared.reset()

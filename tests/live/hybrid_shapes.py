@@ -34,7 +34,7 @@ class Shape:
     keys: Keys
     recurrent: Dims
     attention: Dims
-    rest: Dims  # of every layer
+    rest: Dims  # tensors that every layer has
     outer: Dims
 
 

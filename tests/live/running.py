@@ -30,7 +30,7 @@ N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):
-    """Plain llama.cpp keeps weights in the CPU's interleaved layout; this one does not, as a pool of plain slots."""
+    """Plain llama.cpp, but without the CPU's interleaved layout of weights. A pool of plain slots lacks it, too."""
 
     def _attach_model(self, params: Structure) -> None:
         super()._attach_model(params)
@@ -38,7 +38,7 @@ class WithoutRepacking(Llama):
 
 
 def random_prompt(llm: Llama, n_tokens: int = N_PROMPT, seed: int = 0) -> list[int]:
-    """Random tokens: they route everywhere."""
+    """Returns random tokens, which the routers spread over all experts."""
     return np.random.default_rng(seed).integers(0, llm.n_vocab(), n_tokens).tolist()
 
 
@@ -59,7 +59,7 @@ def greedy_logits(
 
 
 def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
-    """A budget in bytes for exactly `n_slots` slots, of the CPU, or of a device or in RAM below it."""
+    """Returns a budget in bytes for exactly `n_slots` slots of the CPU, of a device, or in RAM below a device."""
     from moegguf.engine.plan import slot_bytes
     from moegguf.native.slot_sizes import padded
 
@@ -76,7 +76,7 @@ def written(writer: GGUFWriter, path: Path) -> Path:
 
 
 def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
-    """A LoRA adapter of rank 8 for one matrix, `shape` in numpy order, that changes logits."""
+    """Writes a LoRA adapter of rank 8 that changes logits. It has one matrix, whose `shape` is in numpy order."""
     writer, rng = GGUFWriter(path, arch), np.random.default_rng(0)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -103,7 +103,7 @@ def controller_of(llm: Llama) -> Controller:
 
 
 def count_scores(llm: Llama) -> list[bool]:
-    """Grows by one with each table of scores that the store is given, or with None."""
+    """Returns a list that grows at each call of store.set_scores(): True for a table of scores, False for None."""
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 
@@ -146,7 +146,7 @@ class Meddler:
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
-    """The store's figures of each device that computes layers, by ggml's name for it, in the order of their layers."""
+    """Returns the store's figures of each device that computes layers, by ggml's name, in the order of layers."""
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))
     return {figures["device"]: figures for figures in found}

@@ -64,7 +64,7 @@ def test_a_prefix_serves_requests_of_its_scale_only_in_memory_and_on_disk(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tiny("tiny-qwen2moe")
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "n_logprobs": 2}
-    for _ in range(2):  # then from disk
+    for _ in range(2):  # the second engine finds the first one's contexts on disk
         with Engine(load(path, adapter, context_store="64MiB")) as engine:
             found = [engine.generate(PROMPT, lora_scale=scale, **options)[0] for scale in (None, 2.0, None, 2.0)]
             engine.llm.close()

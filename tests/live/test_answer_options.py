@@ -1,4 +1,4 @@
-"""What can be asked of an answer: stop strings, how tokens are sampled, their chances, gaps to fill, formats."""
+"""Tests the options of an answer: stop strings, sampling, logprobs, gaps to fill, and formats."""
 
 from __future__ import annotations
 

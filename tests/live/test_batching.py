@@ -1,9 +1,9 @@
-"""Many answers on one context: none sees another's tokens, and what ends one does not reach another.
+"""Tests many answers on one context: an answer never sees another's tokens, and an error in one spares the others.
 
-On a processor with batch-invariant kernels, answers among others have the bits of solo ones. On another, last bits may
-differ, which the rounding of activations to eight bits enlarges: answers are compared within BOUND, and contamination
-is excluded exactly: the same steps beside other tokens give the same bits.
-MOEGGUF_INTERLEAVINGS sets how many answers of random interleavings are compared (default: a few hundred).
+On a processor with batch-invariant kernels, answers beside others have the bits of solo answers. On another processor
+last bits may differ, and the rounding of activations to eight bits enlarges the differences. There answers are compared
+within BOUND. Contamination is excluded exactly: equal steps beside other tokens give equal bits.
+MOEGGUF_INTERLEAVINGS is the number of answers in random interleavings that are compared (default: 200).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
 
-BOUND = 1.0  # of a logprob of the tiny models, whose random routers amplify last bits most
+# The largest allowed difference of a logprob. The random routers of the tiny models amplify last bits most.
+BOUND = 1.0
 PER_BLOCK = 25
 N_BLOCKS = -(-int(os.environ.get("MOEGGUF_INTERLEAVINGS", "200")) // PER_BLOCK)
 
@@ -60,7 +61,10 @@ def load(load: Load) -> Load:
 
 @pytest.fixture(scope="module")
 def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
-    """A model with six sequences and room for 40 % of its experts, and the same with one, all resident."""
+    """Yields two models.
+
+    The first has six sequences and room for 40 % of its experts. The second has one sequence and every expert.
+    """
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "flash_attn": None, "verbose": False}
     with Llama(tiny(), n_seq_max=6, expert_cache="40%", **options) as many, Llama(tiny(), **options) as one:
         yield many, one
@@ -123,7 +127,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             poisoned.add(i)
             options["logit_bias"] = {one.n_vocab(): 1.0}
         elif random.random() < 0.1:
-            options["seed"] = 1  # without reuse of a prefix
+            options["seed"] = 1  # a request with a seed reuses no prefix
         requests.append(of_tokens(one, tokens, **options))
         received.append(Received())
 
@@ -166,7 +170,7 @@ def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama
     lengths = [50, 3, 21, 34, 1, 13]
 
     def logprobs(target: int, seed: int) -> list[TokenLogprob]:
-        """Those of one sequence, whose tokens are always the same, beside others that `seed` decides."""
+        """Returns the logprobs of the sequence `target`. Its tokens are fixed; `seed` decides the others' tokens."""
         own, others = np.random.default_rng(target), np.random.default_rng(seed)
         requests = [
             of_tokens(many, random_tokens(many, own if i == target else others, n), seed=1)
@@ -175,7 +179,7 @@ def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama
         many.context.clear()
         received = answers_together(
             many, requests, step_tokens=16
-        )  # their order of arrival decides who gets which cells
+        )  # the order of the requests decides which cells each of them gets
         assert [events.error for events in received] == [None] * len(requests)
         return received[target].logprobs
 

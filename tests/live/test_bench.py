@@ -122,7 +122,7 @@ def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -
 
 
 PROMPTS = [Prompt(text, "text") for text in ("Once upon a time", "def main():", "The cat sat on the mat and")]
-# Shapes with an expert's width of 64 and heads wide enough; the experts are those of the model that is imitated.
+# Shapes with an expert's width of 64 and heads that are wide enough. `model` sets the numbers of experts.
 SHAPES = {
     "qwen2moe": replace(PRESETS["tiny-qwen2moe"], n_embd=512, n_embd_head=128, n_vocab=8192),
     "qwen3moe": replace(PRESETS["tiny-qwen3moe"], n_embd=512, n_vocab=8192),
@@ -188,7 +188,7 @@ SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_llama_cpp_and_moegguf_write_the_same_tokens_on_a_device_and_are_measured_alike(path: Path) -> None:
-    """Everything there; some layers' experts there; all on the CPU; moegguf with memory for 60 % of them."""
+    """Measures loads with all on the device, some experts there, all on the CPU, and moegguf with 60 % of experts."""
     from tools.gpu import measure
 
     def measured(each: Case) -> dict[str, Any]:

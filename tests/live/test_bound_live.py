@@ -1,5 +1,8 @@
-"""`moegguf bench --bound` and `--parallel`: bounds of the demo beside its speeds; the recorded routing
-gives the bytes that the store counted; sequences together get the tokens that each gets alone."""
+"""Tests `moegguf bench --bound` and `--parallel`.
+
+Bounds of the demo are printed beside its speeds. Bytes computed from the recorded routing equal the bytes that the
+store counted. Sequences that run together get the tokens that each gets alone.
+"""
 
 from functools import partial
 from pathlib import Path

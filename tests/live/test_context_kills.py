@@ -28,11 +28,11 @@ KILLS_OF_A_TEST = 50
 N_PROMPTS, N_NEW = 16, 6
 STORES = {"demo": "24MiB", "tiny-qwen35moe": "3MiB"}  # hold some of the prompts' blocks, so that others leave
 QUICK_KILLS = 3
-LONGEST_S = 0.5  # from a first answer to the kill
+LONGEST_S = 0.5  # the longest time from a first answer to the kill
 
 
 def prompts(n_vocab: int) -> list[list[int]]:
-    """Returns prompts of which some begin alike."""
+    """Returns prompts in groups of three. Two of each group begin with 100 and 200 tokens of the group's first."""
     texts = [np.random.default_rng(i).integers(5, n_vocab - 5, 300 + 40 * i).tolist() for i in range(N_PROMPTS)]
     return [texts[i // 3 * 3][: 100 * (i % 3)] + texts[i] for i in range(N_PROMPTS)]
 

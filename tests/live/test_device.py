@@ -1,8 +1,8 @@
-"""Experts in slots on a device: its logits, budgets that change, memory that is refused, and strict devices.
+"""Tests experts in slots on a device: logits, changed budgets, refused memory, and strict devices.
 
-A device is ggml's RPC server over loopback, whose memory is not host memory, or is behind a simulated link; a strict
-one asks of its users what CUDA does: padding behind rows, poison where nothing was written, and copies that come late
-and in any order (testing/link_device.cpp).
+A device is ggml's RPC server over loopback, whose memory is not host memory, or a device behind a simulated link. A
+strict device finds errors that would show on CUDA. Rows need padding behind them. Memory that nothing wrote holds
+poison. Copies complete late and in any order (testing/link_device.cpp).
 """
 
 import warnings
@@ -61,7 +61,7 @@ def test_slots_on_a_device_over_slots_in_ram_give_the_logits_of_that_device(
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
         assert llm.plan.device == "RPC0"
-        store.drain(10)  # what was predicted for the next token still arrives
+        store.drain(10)  # prefetches for the next token still arrive
         tiers, places = llm.session.tiers(), llm.session.places()
         there = {tier: llm.session.store.residency(tier) == 2 for tier in Tier}
         assert (places[there[Tier.COMPUTE]] == Place.VRAM).all()
@@ -95,19 +95,19 @@ def test_every_expert_in_vram_needs_no_ram(path: Path) -> None:
 
 
 def share_of(path: Path, n_slots: int) -> int:
-    """A budget in bytes for exactly so many slots on the first device, or in RAM below it."""
+    """Returns a budget in bytes for exactly `n_slots` slots on the first device, or in RAM below it."""
     return share_for(path, n_slots, find_gpus()[0].name)
 
 
 def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
-    """A model on a simulated device with so many slots there, and in RAM below it."""
+    """Loads a model with `vram` slots on a simulated device and `ram` slots in RAM below it."""
     device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1)
     budgets = {"vram_cache": share_of(path, vram), "expert_cache": share_of(path, ram)}
     return Llama(path, store=StoreOptions(device=device, staging=0), **budgets, **OPTIONS | options)
 
 
 def short_logits(llm: Llama, before_each: Callable[[], object] = lambda: None) -> Logits:
-    """Logits of a few tokens, where every pass has one."""
+    """Returns logits of a few tokens; every pass has one token."""
     return greedy_logits(llm, random_prompt(llm, 40), 8, before_each)
 
 
@@ -166,7 +166,7 @@ def test_budgets_of_both_tiers_move_while_the_model_writes(path: Path) -> None:
 
 @on_servers(1)
 def test_a_resident_pool_on_a_device_shrinks(path: Path) -> None:
-    """And grows; logits are those of every expert there in passes of as many tokens."""
+    """The pool shrinks and grows. At each size the logits equal the logits with a full pool, in passes of one token."""
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
         expected, llm.n_batch = short_logits(llm), n_batch
@@ -203,7 +203,7 @@ def test_a_budget_that_changes_holds_what_prompts_are_staged_in_as_at_load(path:
 
 @on_servers()
 def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> None:
-    """For a moment, and for good."""
+    """The device refuses memory once, and later every time."""
     with behind_a_link(path, 40, 30) as llm:
         expected = short_logits(llm)
         arm_fault("alloc", 1, errno=12)  # too little for both pools at once: slots are emptied first
@@ -225,7 +225,7 @@ def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> Non
 
 @on_servers()
 def test_a_context_takes_memory_of_slots(path: Path) -> None:
-    """Instead of failing where it does not fit beside them."""
+    """A context that does not fit beside the slots leaves memory for fewer slots, and the load succeeds."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
         used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes  # prompts are not staged where it is short
@@ -237,7 +237,7 @@ def test_a_context_takes_memory_of_slots(path: Path) -> None:
         assert 16 <= llm.stats().tiers[0].n_slots <= 30
         assert np.array_equal(short_logits(llm), expected)
     none = add_link_device(LINK, strict_seed=1, memory_bytes=used // 4)
-    warnings.simplefilter("ignore")  # in this process
+    warnings.simplefilter("ignore")  # the test has a process of its own, so other tests still see warnings
     with pytest.raises(AllocationError):
         Llama(path, store=StoreOptions(device=none, staging=0), **budgets, **OPTIONS)
 
@@ -264,7 +264,7 @@ def test_a_warm_start_has_what_was_used_most_in_vram_and_the_next_in_ram(own_pat
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_a_device_predicts_once_its_link_was_busy(path: Path) -> None:
-    """By its defaults: at load, and when slots were filled and the link was weighed."""
+    """Prefetching with default options is paused at load and while the link is measured. It begins later."""
     device = add_link_device(Link(1e7, 0.0), memory_bytes=DEVICE_BYTES)
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
     states = []
@@ -278,7 +278,10 @@ def test_a_device_predicts_once_its_link_was_busy(path: Path) -> None:
 
 
 def check_resized_slots(path: Path, device: str) -> None:
-    """Logits are plain llama.cpp's there, in slots whose numbers change before each pass; the prompt is staged."""
+    """Fails unless logits equal plain llama.cpp's on the device while the numbers of slots change before each pass.
+
+    The prompt is staged.
+    """
     layout, rng = read_layout(path), np.random.default_rng(0)
     n_least, n_total = 2 * layout.n_expert_used + layout.n_expert + 2, layout.n_expert_total
     most = (n_total * 3 // 4, n_total // 2)

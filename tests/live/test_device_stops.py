@@ -1,4 +1,4 @@
-"""What a layer with slots on a device costs beside its products: copies of adapters, copies of ids, and stops."""
+"""Tests the extra costs of a layer with slots on a device: copies of adapters, copies of ids, and stops."""
 
 import ctypes as c
 import os
@@ -21,7 +21,7 @@ from moegguf.testing.link_device import add_link_device
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
-REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}  # as tools/gpu/short_plan.py has them
+REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}  # the values of tools/gpu/short_plan.py
 
 
 def strict_devices(n: int) -> list[str]:

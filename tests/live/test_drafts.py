@@ -89,7 +89,7 @@ def request(number: int = 0, **options: Any) -> Request:
 
 
 def answered(llm: Llama, requests: Sequence[Request], drafts: Drafts | None) -> list[Received]:
-    """From an empty context."""
+    """Returns the answers of a loop that begins with an empty context and drafts with `drafts`."""
     llm.context.clear()
     llm.drafts, before = drafts, llm.drafts
     try:
@@ -105,7 +105,7 @@ def facts(received: Received) -> tuple[Any, ...]:
 
 
 def check_recalled(llm: Llama, requests: Sequence[Request]) -> None:
-    """Answers with drafts that are right and wrong are those without."""
+    """Fails unless answers with right and wrong drafts equal the answers without drafts."""
     undrafted = answered(llm, requests, None)
     Recalled.known = [received.summary.context for received in undrafted]
     Recalled.random, Recalled.n_accepted = np.random.default_rng(1), 0
@@ -237,7 +237,7 @@ def test_heads_of_the_file_draft_and_change_no_token(load: Load, tiny: TinyModel
         assert [*map(facts, drafted)] == [*map(facts, undrafted)]
         assert counted.drafted_tokens > counted.accepted_tokens > 0
     for draft in ("off", "ngram"):
-        with heads_of(load, path, draft=draft) as plain:  # which computes the last layer of fewer tokens
+        with heads_of(load, path, draft=draft) as plain:  # this model computes its last layer for fewer tokens
             assert not plain.layout.loads_heads
             assert [*map(facts, answered(plain, requests, None))] == [*map(facts, undrafted)]
 

@@ -126,7 +126,7 @@ def test_where_everything_would_go_is_said_without_loading(tiny: TinyModel) -> N
 
 
 def greedy_text(llm: Llama) -> str:
-    """For another process."""
+    """Returns a greedy answer and closes the model. Another process runs this function."""
     with llm:
         return reply(llm, QUESTION, max_tokens=12)[0]
 
@@ -156,7 +156,7 @@ def test_from_pretrained_opens_what_it_fetched(tmp_path: Path) -> None:
 
 
 def test_long_tokens_come_whole(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bindings give a token 32 bytes and return nonsense for longer ones."""
+    """The base class reserves 32 bytes for a token, and returns nonsense for a longer token."""
     bindings = library.llama_cpp()
     text = b"a token of more than 64 bytes: " + b" " * 100
 

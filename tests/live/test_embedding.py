@@ -116,7 +116,7 @@ def test_an_answer_after_an_embedding_is_the_same_as_without(shared: Llama) -> N
 
 
 def test_a_model_that_only_embeds_does_not_generate(shared: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared._ctx, "memory", None)  # as llama.cpp has it for encoders
+    monkeypatch.setattr(shared._ctx, "memory", None)  # llama.cpp gives encoders no memory
     with pytest.raises(CapabilityError, match="do not generate text"):
         reply(shared, QUESTION)
     with pytest.raises(CapabilityError, match="do not generate text"):

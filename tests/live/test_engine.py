@@ -166,7 +166,7 @@ def test_starters_are_answered_right_wherever_they_are_asked(quizzed: Engine) ->
 
 
 def test_much_of_what_it_cannot_know_it_does_not_tell(quizzed: Engine) -> None:
-    """Its card says how much."""
+    """The demo admits in at least half of the cases that it cannot know. Its card states the share."""
     cases = [case for case in quiz_demo.heldout_cases() if case.where == "cannot be known"]
     answers = quiz_demo.ask(quizzed, cases)
     assert sum(answer in case.right for case, answer in zip(cases, answers, strict=True)) >= len(cases) // 2

@@ -46,8 +46,11 @@ def device(devices: list[Device]) -> Device:
 
 @pytest.fixture(scope="session")
 def plain(devices: list[Device]) -> Plain:
-    """`plain(path, prompt, n_tokens, n_ubatch=N_UBATCH, device=None)`: what `logits_of` returns of plain llama.cpp with
-    every layer on the device (None: the first), computed once for each of these."""
+    """Returns `plain(path, prompt, n_tokens, n_ubatch=N_UBATCH, device=None)`.
+
+    This function returns `logits_of` plain llama.cpp with every layer on the device (None: the first device). It
+    computes the logits once for equal arguments.
+    """
     known: dict[tuple[Any, ...], Logits] = {}
 
     def compute(
@@ -66,7 +69,7 @@ def plain(devices: list[Device]) -> Plain:
 
 
 def logits_of(llm: Llama, prompt: Prompt, n_tokens: int, n_new: int = 4) -> Logits:
-    """Logits of the prompt, `n_tokens` of it at a time, and of `n_new` greedy tokens, from an empty context."""
+    """Returns logits of a prompt, `n_tokens` at a time, and of `n_new` greedy tokens, from an empty context."""
     llm.reset()
     for first in range(0, len(prompt), n_tokens):
         llm.eval(prompt[first : first + n_tokens])
@@ -76,12 +79,12 @@ def logits_of(llm: Llama, prompt: Prompt, n_tokens: int, n_new: int = 4) -> Logi
 
 
 def random_tokens(n_tokens: int, seed: int = 0) -> list[int]:
-    """They route everywhere."""
+    """Returns random tokens, which the routers spread over all experts."""
     return np.random.default_rng(seed).integers(0, 1024, n_tokens).tolist()
 
 
 def slots_of(path: Path, size: str) -> tuple[int, int]:
-    """Slots on the GPU and in RAM."""
+    """Returns the numbers of slots on the GPU and in RAM."""
     layout = read_layout(path)
     share = layout.n_expert_total * 2 // 5
     return {
@@ -107,9 +110,9 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes  # of the budget in VRAM
-    # A pool smaller than a layer may read a prompt in smaller passes, for which kernels sum in another order: the
-    # reference is given the same.
+        n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes  # slots of the VRAM budget, used for staging
+    # A pool smaller than a layer may read a prompt in smaller passes, for which kernels sum in another order. The
+    # reference has passes of equal size.
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, plain(path, prompt, n_tokens, n_ubatch, device))
     assert (tiers["VRAM"]["n_slots"] + n_staged, tiers["RAM"]["n_slots"]) == slots_of(path, size)

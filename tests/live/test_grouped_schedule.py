@@ -112,7 +112,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
 
 
 class Counted:
-    """A schedule that counts who decodes: of those chosen, of those that run."""
+    """A schedule that counts the decoding sequences, among the chosen ones and among all running ones."""
 
     def __init__(self, inner: ExpertFlow) -> None:
         self.inner = inner

@@ -1,8 +1,8 @@
-"""Models with a recurrent state answer many requests together, and draft, with the tokens of solo answers.
+"""Tests that models with a recurrent state answer many requests together, and draft, with the tokens of solo answers.
 
-Each sequence has a state of its own. Compared are answers with few slots, in passes of odd widths, after prefixes that
-other sequences have computed, after failed passes, and with drafts that are partly wrong, to those of a model with one
-sequence, every expert resident and no drafts.
+Each sequence has a state of its own. Answers come from few slots, in passes of odd widths. They also come after
+prefixes that other sequences have computed, after failed passes, and with drafts that are partly wrong. The reference
+is a model with one sequence, every expert resident and no drafts.
 """
 
 from __future__ import annotations
@@ -64,13 +64,16 @@ N_BACK = DRAFT_TOKENS[0]
 def pair(
     request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Llama, Llama]]:
-    """A model with eight sequences and room for 40 % of its experts, and the same with one, all resident."""
+    """Yields two models.
+
+    The first has eight sequences and room for 40 % of its experts. The second has one sequence and every expert.
+    """
     if request.param in SHAPES:
         path = write_hybrid(tmp_path_factory.mktemp("hybrid") / "model.gguf", request.param)
     else:
         path = tiny(request.param)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that bits depend on the pass
+        warnings.simplefilter("ignore")  # hides the warning that bits depend on the pass
         many = Llama(path, n_seq_max=N_SEQ, expert_cache="40%", draft="ngram", context_store=0, **OPTIONS)
     with many, Llama(path, draft="off", context_store=0, **OPTIONS) as one:
         yield many, one
@@ -121,7 +124,7 @@ def test_answers_together_have_the_bits_of_solo_ones(pair: tuple[Llama, Llama], 
 
 
 def test_prompts_that_begin_alike_compute_the_beginning_once(pair: tuple[Llama, Llama]) -> None:
-    """A state is copied where it has seen the shared tokens and nothing more."""
+    """A state is copied at the moment when its sequence has computed exactly the shared tokens."""
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one, shared=70)[:5]]
     expected = [solo(one, request) for request in requests]
@@ -245,7 +248,7 @@ def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
 def test_a_stop_string_within_a_draft_leaves_a_state_that_goes_on(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was evaluated beyond the stop string is taken back, and nothing is computed again."""
+    """Tokens evaluated beyond the stop string are rolled back, and no token is computed again."""
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     many, one = pair
     if one.layout.arch not in ROLLBACK_ARCHS:
@@ -342,7 +345,7 @@ def test_heads_of_the_file_draft_and_change_no_token(
 ) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that bits depend on the pass
+        warnings.simplefilter("ignore")  # hides the warning that bits depend on the pass
         llm = Llama(tiny(preset), n_seq_max=3, expert_cache="40%", draft="mtp", context_store=0, **OPTIONS)
     with llm:
         assert llm._drafts.in_use == "mtp" and llm.plan.n_rs_seq == N_BACK

@@ -1,4 +1,4 @@
-"""On a CPU hybrid models compute the same bits for a token in passes of any width, and beside any sequences."""
+"""Tests on a CPU that hybrid models compute equal bits for a token in passes of any width, beside any sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
 )
 
-# By preset or architecture: what makes its states.
+# The operations that compute a sequence's state, by preset or architecture.
 STATES = {
     "tiny-qwen35moe": {"GATED_DELTA_NET", "SSM_CONV"},
     "tiny-qwen4exp": {"GATED_DELTA_NET", "SSM_CONV", "TOP_K", "DSV4_HC_PRE"},
@@ -146,7 +146,7 @@ def test_a_hybrid_model_has_the_same_bits_in_passes_of_any_width_and_beside_othe
 
 
 def beside_others(sequences: Sequences, tokens: Sequence[int]) -> list[bytes]:
-    """Computes the first tokens of a text in passes with two other sequences, one of which is not in each pass."""
+    """Computes the first tokens of a text in passes beside sequence 1. Every second pass also has sequence 2."""
     found: list[bytes] = []
     for begin in range(0, N_TOGETHER, 7):
         chunks = [part(1, text(2), begin, begin + 7, wants_logits=False)]

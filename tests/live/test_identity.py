@@ -23,7 +23,7 @@ TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
 SIZES = ("minimum", "one layer", "40%", "all")
 READERS = [(1, 1), (2, 3), (4, 1)]  # and files of the split
 ALL_OFF = {"chunked": False, "preempt": False, "overlap": False, "sweep": False, "direct": False}
-# Pairs meet, not all combinations: those of switches, readers and sizes are tests/native/test_store_model.py's.
+# Not every combination of values runs here. tests/native/test_store_model.py combines switches, readers and sizes.
 POOLS = [(model, size, (m + s) % 2 == 0) for m, model in enumerate(MODELS) for s, size in enumerate(SIZES)]
 WAYS = [
     (model, *READERS[(m + n) % len(READERS)], switches)
@@ -73,7 +73,7 @@ def run_and_compare(
 def test_logits_are_identical_for_every_model_and_pool_size(
     tiny: TinyModel, load: Load, reference: Reference, model: tuple[str, str], size: str, repack: bool
 ) -> None:
-    # With every expert resident the background fill would leave nothing to prefetch.
+    # The background fill is off if every expert is resident, because it would leave nothing to prefetch.
     store = StoreOptions(repack=repack, readers=2, fill=size != "all")
     run_and_compare(load, reference, tiny(*model), size, store)
 
@@ -94,7 +94,7 @@ def test_logits_are_identical_for_every_way_of_moving_experts(
 
 @pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
 def test_rows_are_interleaved_past_the_cache(tiny: TinyModel, load: Load) -> None:
-    for quant, written in (("q4_0", True), ("q8_0", False)):  # that these are upstream's bytes is tested above
+    for quant, written in (("q4_0", True), ("q8_0", False)):  # the tests above compare the bytes to upstream's
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
             info = llm.session.store.info()
             assert info["n_uncached"] == (len(llm.session.layout.matrices) if written else 0)
@@ -146,7 +146,7 @@ PROMPT = [5, 9, 2, 11]
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of nodes in the order of computing, of models loaded from now on, as the hook is asked about them."""
+    """Lists the nodes of models that are loaded from now on, by name, in the order of calls of the hook."""
     base, hook = c.CDLL(str(library.find_library() / "libggml-base.so")), library.load().moegguf_eval
     base.ggml_get_name.restype, base.ggml_get_name.argtypes = c.c_char_p, [c.c_void_p]
     names: list[str] = []

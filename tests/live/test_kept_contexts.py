@@ -1,4 +1,7 @@
-"""Contexts on disk: after a restore every logit is that of never having stopped, and what is damaged is computed."""
+"""Tests contexts on disk.
+
+After a restore every logit equals the logit of an engine that never stopped. Damaged blocks are computed again.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -44,7 +47,7 @@ def engine(model: Path | str, **options: Any) -> Engine:
 
 
 def answer(engine: Engine, prompt: Sequence[int], owner: str = "", **sampling: Any) -> EngineAnswer:
-    """With the logits of every token of it, as logprobs of many."""
+    """Returns an answer with 20 logprobs of each token, which stand for its logits."""
     (found,) = engine.generate(
         list(prompt),
         Sampling(**{"temperature": 0.0, "max_tokens": N_NEW, "ignore_eos": True, **sampling}),
@@ -179,7 +182,7 @@ def test_other_computations_have_other_blocks(tiny: TinyModel, tmp_path: Path) -
 
 @on_servers()
 def test_a_context_in_a_devices_memory_is_restored(path: Path) -> None:
-    """By three engines; one block is damaged after the first."""
+    """Three engines answer in turn. One block is damaged after the first answer."""
     device, found = add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20, strict_seed=1), list[EngineAnswer]()
     for _ in range(3):
         with engine(path, store=StoreOptions(device=device), vram_cache="100%", parallel=1) as each:
@@ -207,7 +210,7 @@ def block_paths() -> list[Path]:
 
 
 def crafted(path: Path, index: int) -> None:
-    """With the right checksum: another type of K, more rows than there are, positions of another block."""
+    """Writes a wrong value into a block (type of K, number of rows or position) with the right checksum."""
     store = KvBlockStore(default_folder(), GIB)
     data = store.read(path.name)
     words = np.frombuffer(data, np.int32).copy()
@@ -240,7 +243,7 @@ def test_what_cannot_be_used_is_computed(
         found = answer(later, prompt)
         assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
         assert found.summary.disk_tokens == (2 * BLOCK_TOKENS if n_damaged == 1 else 0)
-    with engine(DEMO) as again:  # what was computed took its place
+    with engine(DEMO) as again:  # the computed blocks have replaced the damaged ones
         found = answer(again, prompt)
         assert found.logprobs == expected.logprobs
         assert computed(found) == (1, N_PROMPT - 1)

@@ -1,5 +1,8 @@
-"""Contexts of models whose memory cannot be cut everywhere: recurrent states and sliding windows are kept beside the
-blocks, a prompt goes on from the nearest of them with the same bits, and what is damaged is computed again."""
+"""Tests kept contexts of models whose memory cannot be cut everywhere.
+
+Recurrent states and sliding windows are kept beside the blocks. A prompt goes on from the nearest state with equal
+bits, and damaged states are computed again.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +39,8 @@ def prompt_of(n_tokens: int, seed: int = 0) -> list[int]:
 
 
 def engine(model: Path, **options: Any) -> Engine:
-    own = {"flash_attn": False} if "deepseek4" in model.name else {}  # its bits depend on where cells lie
+    # The bits of flash attention depend on where the cells of this architecture lie.
+    own = {"flash_attn": False} if "deepseek4" in model.name else {}
     return Engine(model, **{"parallel": 1, "n_ctx": 2048, "n_threads": 1, **own, **options})
 
 
@@ -178,7 +182,7 @@ def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: i
         found = answer(later, prompt)
     assert found.logprobs == expected.logprobs
     assert found.summary.cached_tokens == (MOST_STEP_TOKENS if kept else 0)
-    with engine(model) as again:  # what was computed took its place
+    with engine(model) as again:  # the computed states have replaced the damaged ones
         assert answer(again, prompt).summary.prompt_tokens == 1
 
 

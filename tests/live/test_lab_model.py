@@ -162,5 +162,5 @@ def test_training_goes_on_where_it_ended(dense: Path, tmp_path: Path) -> None:
     trained = network.layers[0].ffn.ffn.down.clone()
     with torch.no_grad():
         network.layers[0].ffn.ffn.down.zero_()
-    assert train(0) == n_tokens > 0  # its time is over, so it only reads
+    assert train(0) == n_tokens > 0  # no time is left, so it only reads tokens
     assert torch.equal(network.layers[0].ffn.ffn.down, trained)

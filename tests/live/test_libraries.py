@@ -24,7 +24,7 @@ def llm() -> Iterator[Llama]:
 
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a program does before it imports a library's classes: `llama_cpp.Llama = moegguf.Llama`."""
+    """Sets `llama_cpp.Llama = moegguf.Llama`, as a program does before it imports a library's classes."""
     monkeypatch.setattr(library.llama_cpp(), "Llama", Llama)
 
 
@@ -77,13 +77,13 @@ def test_langchains_chat(ours: None) -> None:
 def test_langchains_embeddings(ours: None) -> None:
     embeddings = community("embeddings", "LlamaCppEmbeddings")
     assert embeddings.embed_query("a cat")
-    vectors = embeddings.embed_documents(["a cat", "a dog"])  # of each token: this model does not pool
+    vectors = embeddings.embed_documents(["a cat", "a dog"])  # vectors of each token: this model does not pool
     assert {len(vector) for vector in vectors} == {embeddings.client.n_embd()}
     embeddings.client.close()
 
 
 class Found(BaseModel):
-    """What an answer is to have."""
+    """The schema of an answer: a name and a number."""
 
     name: Literal["moegguf", "llama"]
     n: int

@@ -75,7 +75,7 @@ class Footprint:
 
     def __init__(self) -> None:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps of freed memory depends on the tests before
+        ctypes.CDLL(None).malloc_trim(0)  # earlier tests decide how much freed memory malloc keeps
         self.threads = len(os.listdir("/proc/self/task"))
         self.files = len(os.listdir("/proc/self/fd"))
         self.bytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -88,7 +88,7 @@ class Footprint:
 def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
     options: dict[str, Any] = {"expert_cache": "40%", "n_threads": 1, "verbose": False}
     with Llama(tiny(), **options) as first:
-        first.eval([1, 2, 3])  # what the first evaluation in a process takes stays
+        first.eval([1, 2, 3])  # memory of the first evaluation in a process stays
     before = Footprint()
     llm = Llama(tiny(), progress=lambda _share: None, **options)
     llm.eval([1, 2, 3])

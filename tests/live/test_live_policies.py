@@ -54,7 +54,7 @@ def expected(tiny: TinyModel, reference: Reference) -> Callable[..., Logits]:
 
 @pytest.mark.parametrize(
     ("policy", "preset"),
-    [(name, PRESETS[n % 2]) for n, name in enumerate(policy_names()) if name != "static"],  # which needs a file
+    [(name, PRESETS[n % 2]) for n, name in enumerate(policy_names()) if name != "static"],  # static needs a file
 )
 def test_every_policy_decides_and_changes_no_bit(
     own: Own, load: Load, expected: Callable[..., Logits], policy: str, preset: str
@@ -271,7 +271,7 @@ def test_closing_waits_for_no_queue_of_a_slow_predictor(
     slow = SlowPredictor(MoeShape.of(read_layout(own())), reach=9)
     llm = load(own(), policy="lfu", predictor=slow, prefetch=PrefetchOptions(window=1), trace=tmp_path / "t", **TIGHT)
     assert np.array_equal(logits_of(llm), expected())
-    assert 0 < slow.calls < 40  # of 88 and more
+    assert 0 < slow.calls < 40  # a fast predictor is called at least 88 times
     begin = time.monotonic()
     llm.close()
     assert time.monotonic() - begin < 3
@@ -282,14 +282,14 @@ PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")
 
 
 def run(llm: Llama) -> Logits:
-    """Two requests, of which the first is one that the second can be matched with."""
+    """Runs two requests and returns the second's logits. A predictor can match the second with the first."""
     greedy_logits(llm, random_prompt(llm, 4, seed=1), 3)
     return greedy_logits(llm, random_prompt(llm, 12), 10)
 
 
 @pytest.fixture(scope="module")
 def resident() -> Logits:
-    # as `load` of conftest.py does
+    # The last three options are the values that the fixture `load` sets.
     with Llama(DEMO, expert_cache="100%", n_ubatch=4, n_ctx=128, n_threads=1, verbose=False, logits_all=True) as llm:
         return run(llm)
 
@@ -305,7 +305,7 @@ def test_a_strategy_decides_and_changes_no_bit(
     assert {switch: getattr(store.options, switch) for switch in strategy.switches} == strategy.switches
     assert llm.stats().evictions > 0
     if name == "moegguf":
-        assert (decided["policy"], decided["prefetch"]) == ("next-use", "off")  # as measured.json says
+        assert (decided["policy"], decided["prefetch"]) == ("next-use", "off")  # the choice in measured.json
         return
     assert (decided["policy"], decided["predictor"]) == (strategy.policy, strategy.predictor)
     assert decided["prefetch"] == ("on" if name in PAPERS else "off")

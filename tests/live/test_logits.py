@@ -196,7 +196,7 @@ def test_a_grammar_that_cannot_be_read_is_a_typed_error(model: Llama) -> None:
 
 
 def test_the_tokens_are_those_of_llama_cpp(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose own chain is safe where the text never ends."""
+    """llama.cpp's own chain of samplers is safe with a grammar whose text never ends."""
     form = grammar(r'root ::= ([a-z]+ | [0-9]+ | ", ")+')
 
     def tokens() -> list[int]:

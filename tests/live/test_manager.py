@@ -80,7 +80,7 @@ async def generate(manager: ModelManager, name: str, request: Request, overrides
 
 @dataclass(frozen=True)
 class Versions:
-    """Two files of one size, and the same answer's text of both, with these options."""
+    """Two model files of one size, options of a load, and the text of an answer from each file."""
 
     before: Path
     after: Path
@@ -116,7 +116,7 @@ async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(
         async with manager.lease("served", options) as lease:
             answer = lease.answer(ENDLESS)
             await anext(answer)
-            shutil.copy(versions.after, served)  # in place
+            shutil.copy(versions.after, served)  # overwrites the file in place
             with pytest.raises(ExpertIOError, match=r"served\.gguf' was written to after the model was loaded"):
                 _ = [event async for event in answer]
         assert await generate(manager, "served", story(3), options) == versions.new
@@ -200,7 +200,7 @@ async def test_a_budget_asked_for_in_a_run_is_kept_where_a_longer_context_loads_
 
 
 async def test_a_budget_grows_only_into_what_other_models_leave(files: Files) -> None:
-    shrunk_bytes = share_for(files.paths["a"], 38)  # of 64 slots: 40 % and a part stay
+    shrunk_bytes = share_for(files.paths["a"], 38)  # 40 % and a part of the 64 slots stay after the shrink
     memory_bytes = sum(files.size_bytes(name, n_ctx=512)[0] for name in "ab") - shrunk_bytes // 2
     async with running_manager(files, n_ctx=512, memory_bytes=memory_bytes) as manager:
         await manager.load("a", ONE_THREAD)

@@ -187,7 +187,7 @@ def test_what_follows_the_schema_passes(form: Any, text: str, passes: bool, walk
 
 WHOLE = st.integers(-300, 300)
 LARGE = st.integers(-(2**63), 2**63)
-DIGITS = st.integers(1 - 10**16, 10**16 - 1)  # as many as a number has without bounds
+DIGITS = st.integers(1 - 10**16, 10**16 - 1)  # a number without bounds has at most 16 digits
 
 
 @settings(deadline=None)  # another process compiles each grammar first

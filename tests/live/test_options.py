@@ -37,7 +37,7 @@ from moegguf.settings import read_settings
     ids=str,
 )  # fmt: skip
 def test_a_keyword_that_cannot_be_is_refused(tiny: TinyModel, wrong: dict[str, int], words: str) -> None:
-    """An unknown one names the nearest, or where they are listed."""
+    """The error for an unknown keyword names the nearest keyword, or the place of the list."""
     with pytest.raises(OptionError, match=words):
         Llama(tiny(), verbose=False, **wrong)
 
@@ -114,7 +114,7 @@ def test_a_context_of_any_size_can_be_filled_to_its_end(tiny: TinyModel, load: L
         assert len(timing.context) == llm.n_ctx()
 
 
-N_BEFORE = 6  # of N_NEW tokens
+N_BEFORE = 6  # tokens that are written before the budget changes
 
 
 @pytest.mark.parametrize("switch", [True, False], ids=["repacked", "plain"])
@@ -171,7 +171,7 @@ def test_shrinking_below_what_a_pass_may_need_is_refused(tiny: TinyModel, load: 
     assert 16 <= llm.stats().slots_used == llm.stats().n_slots < llm.plan.n_slots
 
 
-WIDTH = 64  # of tiny-qwen2moe
+WIDTH = 64  # the embedding width of tiny-qwen2moe
 
 
 @pytest.fixture

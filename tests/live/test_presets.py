@@ -46,7 +46,7 @@ def test_busy_refuses_an_unknown_load_and_an_unknown_system(setting: str) -> Non
 
 
 def test_drafts_measure_each_kind_of_text_and_one_that_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftGate, "is_due", lambda _self: True)  # else a busy machine may end all drafts
+    monkeypatch.setattr(DraftGate, "is_due", lambda _self: True)  # a busy machine may end all drafts otherwise
     monkeypatch.setattr(DraftGate, "widths", lambda _self, answers: [[4] * len(sources) for sources in answers])
     texts = Path(__file__).with_name("repeating.json")
     rows = rows_of("drafts", f"texts={texts}", "prompts=2", "rounds=1")

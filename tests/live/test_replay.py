@@ -42,7 +42,7 @@ PAIRS = [
     ("next-use", "eamc"), ("next-use", "skip"),
 ]  # fmt: skip
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")  # in turns: what differs between them is the layout
+PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")  # tests take turns with these presets, whose layouts differ
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots
 
 
 def simulated(trace: Trace, policy: Policy | str, predictor: str, path: Path, n_slots: int) -> SimResult:
-    """The same run without a model."""
+    """Simulates the run of a trace, without a model."""
     artifacts = Artifacts(read_layout(path))
     made = make_policy(policy, trace.shape, artifacts) if isinstance(policy, str) else policy
     ahead = make_predictor(predictor, trace.shape, artifacts)
@@ -108,7 +108,8 @@ def test_a_simulation_counts_what_the_run_counted(
 ) -> None:
     model = path(preset)
     trace = live(load, model, tmp_path / "t", policy, predictor, 22, logits_all=policy == "lfu-decay")
-    (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)  # what the run learned
+    # Removes the predictor's data that the run saved.
+    (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)
     assert trace.header.settings["events_dropped"] == 0
     assert_equal(trace, simulated(trace, policy, predictor, model, 22))
 
@@ -161,7 +162,7 @@ def test_what_the_store_carries_out_itself_needs_no_lockstep_at_any_budget(
 
 
 def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int) -> dict[str, TierSpan]:
-    """What each tier of a device has counted when the trace was written."""
+    """Returns the counters of each tier of a device at the time when the trace was written."""
     shares = dict(zip(("vram_cache", "expert_cache"), (share_for(path, n) for n in n_slots), strict=True))
     store = StoreOptions(sweep=False, device="RPC0", staging=staging)
     with Llama(
@@ -176,13 +177,15 @@ def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int
 
 
 def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
-    """What has to be equal, live and simulated. Copies to staging tensors that had begun and were not needed depend on
-    how fast they are."""
+    """Returns the figures that have to be equal in a live run and in its simulation.
+
+    Evictions and bytes of staging tensors are left out: the speed of a copy decides whether an unneeded copy began.
+    """
     figures = {name: ("lookups", "hits", *(() if name == STAGING else ("evictions", "bytes_in"))) for name in tiers}
     return {(name, figure): getattr(tiers[name], figure) for name in tiers for figure in figures[name]}
 
 
-# With staging the store gives slots to a prompt's experts by itself, before or after a listener's scores came.
+# A store with staging assigns slots to a prompt's experts by itself, before or after a listener's scores arrive.
 @pytest.mark.parametrize(
     ("vram", "ram", "n_slots", "staging"),
     [

@@ -116,7 +116,7 @@ def measure(path: Path, policy: str, predictor: str = "none", prefetch: str = "n
 
 
 def test_auto_takes_what_was_measured_to_be_best(path: Path, beside: Path, load: Load, expected: Logits) -> None:
-    found = load(path, **TIGHT).decisions()  # as nothing was
+    found = load(path, **TIGHT).decisions()  # nothing was measured yet
     assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "measuring")
     measure(path, "next-use", "skip")
     llm = load(path, **TIGHT)
@@ -147,7 +147,7 @@ FAILURES = [PermissionError(13, "Permission denied"), ValueError("truncated"), A
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Predictions fail: at what they are made from, or as the store begins with them."""
+    """Makes predictions fail when their artifacts are read, or when the store starts them."""
 
     def fail(*given: Any) -> Any:
         if len(given) == 1 or given[1] is not None:

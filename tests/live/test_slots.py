@@ -122,7 +122,7 @@ def test_a_slot_belongs_to_its_owner(loop: Loop, tmp_path: Path) -> None:
     assert loop.act("erase", owner="bob") == {"n_erased": 0}
     loop.save(tmp_path / "a", owner="ann")
     loop.act("erase", owner="ann")
-    loop.restore(tmp_path / "a", owner="bob")  # whose file it is, the folder says
+    loop.restore(tmp_path / "a", owner="bob")  # the folder, not the file, decides on the owner
     assert loop.answer(owner="ann").summary.cached_tokens == 0
     assert loop.answer(owner="bob").summary.cached_tokens > 0
 

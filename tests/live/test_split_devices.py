@@ -72,9 +72,9 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
 
 
 def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bool) -> Outcome:
-    """Compares logits of plain llama.cpp with this split and those of slots on its devices; the figures of these.
+    """Compares logits of plain llama.cpp with this split to slots on its devices. Returns figures of the slots.
 
-    Both read prompts in passes of the same size: the CPU's kernels round differently with others.
+    Both read prompts in passes of one size, because the CPU's kernels round differently in passes of another size.
     """
     with Llama(path, vram_cache=vram, expert_cache=share_for(path, n_ram), **OPTIONS, **split) as llm:
         store, passes = llm.session.store, count()
@@ -151,7 +151,10 @@ def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
 
 
 def check_placements(path: Path, alone: dict[str, int]) -> None:
-    """Several devices have slots, without a comparison, which one of them has; whole layers lie on one."""
+    """Fails unless "auto" puts slots on several devices without a comparison, and compares placements on one device.
+
+    Whole layers lie on one device.
+    """
     auto: dict[str, Any] = {"placement": "auto", "n_ctx": 512}
     plan = Llama.estimate(path, vram_cache="40%", expert_cache="50%", **auto)
     assert (plan.device, plan.placement) == ("RPC0, RPC1", None)
@@ -190,7 +193,7 @@ def test_devices_behind_links_and_layers_on_the_cpu(path: Path, n_links: int, vr
 @pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
 @on_servers()
 def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) -> None:
-    """In one pass through fewer slots of the CPU than a layer has experts."""
+    """A prompt streams in one pass, also through fewer slots of the CPU than a layer has experts."""
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=n_staging, repack=False)}
@@ -281,12 +284,12 @@ PLAIN = StoreOptions(repack=False)
 
 @pytest.fixture(autouse=True)
 def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured here, and hit rates of these runs, stay out of the user's cache folder."""
+    """Keeps measured speeds and hit rates of these tests out of the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
-    """Logits with experts placed so on a device behind a link, and what the plan and the store say."""
+    """Returns the logits with one kind of placement on a device behind a link, and facts of the plan and the store."""
     solver.KINDS_OF["auto"] = (kind,)  # this process knows no other
     link_device(Link(4e9, 5e-6))
     with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
@@ -326,9 +329,9 @@ def test_each_placement_gives_the_logits_of_every_expert_resident(
 
 
 class ExpertsOfTheFirstLayersOnTheCpu(Llama):
-    """What llama.cpp's --n-cpu-moe 2 does."""
+    """A model of plain llama.cpp with the option --n-cpu-moe 2."""
 
-    repack = False  # as slots that are not repacked
+    repack = False  # corresponds to slots that are not repacked
 
     def _attach_model(self, params: c.Structure) -> None:
         super()._attach_model(params)
@@ -340,7 +343,7 @@ class ExpertsOfTheFirstLayersOnTheCpu(Llama):
 
 
 def decisions(path: Path) -> dict[str, Any]:
-    """What is decided, and what is measured once."""
+    """Returns the decisions about placements and the speeds that are measured once."""
     link_device(Link(1e9, 20e-6))
     files = cache_folder() / "placements"
     found = Llama.estimate(path, placement="auto", n_ctx=512)
@@ -367,8 +370,10 @@ def decisions(path: Path) -> dict[str, Any]:
 
 
 def of_another_disk(path: Path) -> list[bool]:
-    """Whether speeds are known: at first, after measuring, for the same file on another file system, and there after
-    measuring again."""
+    """Returns four times whether speeds are known.
+
+    The times are: before and after a measurement, then before and after a measurement on another file system.
+    """
     name = link_device(Link(1e9, 20e-6))
     device = next(device for device in gpus() if device.name == name)
     known, found = KnownSpeeds(read_layout(path), 1), list[bool]()
@@ -404,7 +409,7 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
 )
 @on_servers(1)
 def test_prompts_stream_through_slots_of_device_layers(path: Path, n_slots: int, repack: bool) -> None:
-    """In one pass, also through fewer slots than a layer has experts, with other layers on the device."""
+    """A prompt streams in one pass, also through fewer slots than a layer has experts, beside layers on the device."""
     size = slot_bytes(read_layout(path).only((0, 1)))
     how: dict[str, Any] = {"placement": "layers", "vram_cache": "60%", "store": StoreOptions(repack=repack)}
     with Llama(path, expert_cache=n_slots * size, **how, **OPTIONS) as llm:

@@ -25,7 +25,7 @@ Outcome = tuple[Logits, dict[str, dict[str, Any]]]
 
 
 def turns(llm: Llama, prompts: tuple[int, ...]) -> Logits:
-    """Logits of prompts of these sizes one after another in one context, each answered with N_NEW greedy tokens."""
+    """Returns logits of prompts of these sizes in one context. N_NEW greedy tokens follow each prompt."""
     llm.reset()
     for n_tokens in prompts:
         llm.eval(random_prompt(llm, n_tokens, seed=n_tokens))
@@ -35,12 +35,12 @@ def turns(llm: Llama, prompts: tuple[int, ...]) -> Logits:
 
 
 def all_options() -> dict[str, Any]:
-    """Every layer on a device, or half of them on each of two."""
+    """Returns options that put every layer on the device, or half of the layers on each of two devices."""
     return {**OPTIONS, "n_gpu_layers": -1, **({"tensor_split": [1, 1]} if len(gpus()) > 1 else {})}
 
 
 def on(device: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call in a process of its own, with a device of a server, of two, or one behind a link."""
+    """Calls a function in a process of its own, with one or two devices of servers or a device behind a link."""
     if device == "link":
         return in_own_process(behind_a_link, call, arguments)
     return in_child(call, *arguments, n_servers=2 if device == "two" else 1)
@@ -54,7 +54,10 @@ def behind_a_link(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def compare(
     path: Path, sizes: list[tuple[int, int]], staging: int, prompts: tuple[int, ...]
 ) -> tuple[Logits, list[Outcome]]:
-    """Logits of plain llama.cpp on the device; those of slots there and below with staging tensors, and all figures."""
+    """Returns logits of plain llama.cpp on the device, and the logits and figures with slots and staging tensors.
+
+    `sizes` has pairs of numbers of slots, on the device and in RAM. The second value has an outcome for each pair.
+    """
     options, outcomes, device = all_options(), [], gpus()[0].name
     with hooks_off(), Llama(path, **options) as llm:
         plain = turns(llm, prompts)
@@ -107,8 +110,11 @@ def test_few_slots_in_ram_and_any_number_of_tensors(tiny: TinyModel, staging: in
 
 
 def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, int]]:
-    """Whether logits with budgets of so many experts are those of plain llama.cpp on the device in passes of as many
-    tokens; and these tokens, staging tensors, and bytes that came to them."""
+    """Returns an outcome for the budget of each number of experts in `sizes`.
+
+    An outcome is whether the logits equal plain llama.cpp's in passes of equal width, then this width, the number of
+    staging tensors, and the bytes that were copied to them.
+    """
     options, device, outcomes, plain = all_options(), gpus()[0].name, [], dict[int, Logits]()
     for n_ubatch in (1, 512):
         with hooks_off(), Llama(path, n_ubatch=n_ubatch, **options) as llm:

@@ -1,8 +1,8 @@
-"""Every feature on a strict simulated device (link_device.cpp), with slots for some experts, gives the bits of the same
-device with every expert resident.
+"""Tests every feature on a strict simulated device (link_device.cpp) with slots for some experts.
 
-The device is asynchronous, repeats graphs as CUDA does, and fills with NaN what is being written: what is read too
-early, overwritten too early or lies elsewhere by now shows in the logits, or as a fault that the device keeps.
+The bits equal the bits of this device with every expert resident. The device is asynchronous, repeats graphs as CUDA
+does, and fills memory with NaN while it is written. Data that is read too early, overwritten too early or moved
+shows in the logits, or as a fault that the device keeps.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Joining:
 
 @dataclass(frozen=True)
 class Batches:
-    """A scenario: so many answers of various lengths, which join and leave."""
+    """A scenario: `n` answers of various lengths, which join and leave."""
 
     n: int
 

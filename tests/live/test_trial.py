@@ -36,7 +36,7 @@ def process(code: str) -> tuple[str, ...]:
 ABORT = process("import os; os.write(2, b'x.c:1: GGML_ASSERT(n > 0) failed'); os.abort()")
 KILL = process("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 TOO_LONG = process("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
-BUS = process("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")  # what a failed read of a mapping ends with
+BUS = process("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")  # the signal of a failed read of a mapping
 SLEEP = process("import sys; sys.stdin.read()")
 BARE = process("""print('{"kind": "bare", "reason": "AssertionError: no"}')""")
 MEMORY = process("""print('{"kind": "memory", "reason": "bad_alloc"}')""")
@@ -61,7 +61,7 @@ def verdicts() -> list[Path]:
 
 
 def is_due(layout: ExpertLayout, options: dict[str, Any], projector: ProjectorHeader | None = None) -> bool:
-    """Whether loading with these keywords begins with a trial."""
+    """Returns whether loading with these keywords begins with a trial."""
     return trial._verdict(layout, trial._tried(options), projector).read(str) is None
 
 
@@ -105,7 +105,7 @@ def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
 
 
 def test_a_load_without_store_is_tried_with_it(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a big model would be in memory once more before the load."""
+    """A trial without the store would hold the whole model in memory a second time."""
     monkeypatch.setenv("MOEGGUF_HOOKS", "0")
     use(process("import os; os.environ['MOEGGUF_HOOKS'] == '1' or os.abort()"), monkeypatch)
     assert load(tiny("tiny-mix")).session is None
@@ -247,7 +247,7 @@ def test_a_trial_ends_with_the_process_that_waits_for_it() -> None:
 
 
 def renamed_tokens(tokens: list[Item]) -> list[Item]:
-    """An empty token is named after its place: here another has that name, and llama.cpp asserts that all differ."""
+    """Gives a token the name that llama.cpp derives for an empty token. llama.cpp aborts if two names are equal."""
     return [*tokens[:-2], b"", b"[EMPTY_1022]"]
 
 
@@ -284,7 +284,7 @@ def test_what_llama_cpp_aborts_on_ends_the_other_process_only(
 def test_processors_beyond_a_few_do_not_wait_in_a_trial(
     tiny: TinyModel, projector: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their time would count as computing, which is limited."""
+    """The processor time of a trial is limited, and waiting threads would use it up."""
     monkeypatch.setattr(trial, "count_cpus", lambda: 128)
     options = trial._request(read_layout(tiny()), {}, read_projector(projector("mlp"))).options
     assert (options["n_threads"], options["n_threads_batch"]) == (1, trial.MAX_IMAGE_THREADS)

@@ -198,7 +198,7 @@ def test_the_largest_image_of_a_kind_is_decoded(tiny: TinyModel, projector: Proj
 
 
 def test_a_cut_conversation_counts_its_images(tiny: TinyModel, projector: Projector, load: Load) -> None:
-    """It begins where it began the turn before, as long as there is room, so that the context is of use."""
+    """A cut conversation keeps its beginning from one turn to the next while it fits, so the context is reused."""
     llm = load(tiny(), mmproj=projector(), n_ctx=512)
     messages, cut = list[Message](), list[int]()
     for turn in range(12):
@@ -219,7 +219,7 @@ def test_threads_share_one_projector(
         def __init__(self, *arguments: Any) -> None:
             n_made.append(1)
             with suppress(threading.BrokenBarrierError):
-                begun.wait(0.2)  # where another thread makes one, too, it goes on at once
+                begun.wait(0.2)  # returns at once if another thread makes one, too
             super().__init__(*arguments)
 
     monkeypatch.setattr(engine, "Projector", Slow)

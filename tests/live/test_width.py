@@ -1,4 +1,4 @@
-"""On a CPU the bits of a token depend neither on the passes and threads that computed it nor on other sequences."""
+"""Tests on a CPU that the bits of a token depend neither on passes, nor on threads, nor on other sequences."""
 
 import itertools
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def computed(llm: Llama, tokens: list[int], n_past: int, sequence: int = 0) -> b
 
 
 def in_passes(llm: Llama, tokens: list[int], widths: list[int]) -> dict[int, bytes]:
-    """By number of tokens: the logits after a pass that ended there."""
+    """Returns the logits after each pass, by the number of tokens computed until then."""
     found, n_past = {}, 0
     for width in widths:
         found[n_past + width] = computed(llm, tokens[n_past : n_past + width], n_past)
@@ -93,7 +93,7 @@ def test_other_sequences_in_the_pass_and_in_the_cache_change_no_bit(llm: Llama, 
         )
         assert logits(llm) == alone[n + 3]
         llm.context.eval_sequences([SequenceTokens(1, others[52 + n : 53 + n], 52 + n, 1, Phase.DECODE)])
-    llm.context.truncate(0, sequence=1)  # frees cells before and between those of sequence 0
+    llm.context.truncate(0, sequence=1)  # frees cells before and between the cells of sequence 0
     for n in range(30, N_TOKENS):
         assert computed(llm, tokens[n : n + 1], n) == alone[n + 1], f"after {n + 1} tokens"
 

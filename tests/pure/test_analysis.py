@@ -79,7 +79,7 @@ def test_scores_come_one_predictor_after_the_other(analysis: Study) -> None:
 
 
 def kinds(sizes: dict[str, list[int]]) -> Trace:
-    """A trace with requests of these kinds and so many decoded tokens, kind after kind."""
+    """Returns a trace with a request for each number of decoded tokens in `sizes`, kind after kind."""
     labels = [kind for kind, lengths in sizes.items() for _ in lengths]
     wanted = [length for lengths in sizes.values() for length in lengths]
     whole = random_trace(n_sequences=len(wanted), n_prefill=2, n_decode=max(wanted))

@@ -1,4 +1,4 @@
-"""Where the artifacts of a model are searched and saved; files replaced as a whole, and what killed writers leave."""
+"""Tests where artifacts of a model are found and saved, files replaced as a whole, and leftovers of killed writers."""
 
 import errno
 import fcntl
@@ -34,7 +34,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def artifacts(file: Path, tmp_path: Path) -> Artifacts:
-    """Those of a model in a folder of its own."""
+    """The artifacts of a model in a folder of its own."""
     (tmp_path / "models").mkdir()
     os.link(file, tmp_path / "models" / "tiny.gguf")
     return Artifacts(read_layout(tmp_path / "models" / "tiny.gguf"))

@@ -23,14 +23,14 @@ from moegguf.serving.batch.batches import Batches
 from moegguf.serving.batch.database import FINAL, VERSION, Database
 from moegguf.serving.clients import current_owner
 
-OLD = Path(__file__).parents[1] / "recorded" / "batches"  # what the last version without a database wrote
+OLD = Path(__file__).parents[1] / "recorded" / "batches"  # files of the last version without a database
 DONE, RUNNING, WAITING = (
     "batch_495fb70aaab34d00968874b9",
     "batch_f0c7898272bb442d9c0b5a4b",
     "batch_3199e7261b83429eb3565108",
 )
 UPLOADED, KEPT = "file-e0279802e0ce4671a50ff8ce", "file-f4db530794d344f59940eff2"
-THEN_S = 1_795_900_000.0  # before the uploaded file expires
+THEN_S = 1_795_900_000.0  # a time before the uploaded file expires
 N_KILLS = int(os.environ.get("BATCH_KILLS", "8"))
 N_REQUESTS = 40
 N_PARALLEL = 3

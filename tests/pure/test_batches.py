@@ -120,7 +120,7 @@ async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         batch.expires_at = batch.created_at + 3  # whole seconds
         await until(lambda: endpoint.running == 1)
-        later = found.create(CHAT, stored(found, [request("c")]))  # its turn does not come in time
+        later = found.create(CHAT, stored(found, [request("c")]))  # this batch expires before its turn
         later.expires_at = batch.created_at + 2
         for each in (batch, later):
             await ended(found, each)
@@ -351,7 +351,7 @@ async def test_only_the_user_may_read_files_and_batches(tmp_path: Path, umask: i
             endpoint.released.set()
             await ended(found, batch)
             assert rights_of_others() == []
-        for path in (folder, *folder.rglob("*")):  # as older versions have left them
+        for path in (folder, *folder.rglob("*")):  # older versions left files with these modes
             path.chmod(0o777 if path.is_dir() else 0o666)
         (folder / "link").symlink_to(outside := tmp_path / "outside")
         outside.touch()

@@ -1,5 +1,7 @@
-"""`moegguf bench` without a library: what is run in which turn, what the rows say, how they are printed; memory groups
-on machines made of files, and files leaving the page cache."""
+"""Tests `moegguf bench` without a library: the order of runs, the contents of rows, and the formats of output.
+
+Memory groups are tested on machines made of files. Another test drops files from the page cache.
+"""
 
 import csv
 import io
@@ -49,7 +51,10 @@ SPEC = Spec("m.gguf", (Test(4, 0), Test(0, 2)), n_threads=2, repetitions=2, expe
 
 
 def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any]:
-    """What a child prints: 4 prompt tokens in `seconds`, 2 generated ones in `seconds` each, two repetitions."""
+    """Returns the output of a child with two repetitions.
+
+    4 prompt tokens take `seconds`, and each of 2 generated tokens takes `seconds`.
+    """
     ns = int(seconds * 1e9)
     figures = {
         "hit_rate": 0.75, "mb_per_token": 84.0, "stall_ms_per_token": 12.5, "hook_ms_per_token": 0.03,

@@ -1,5 +1,8 @@
-"""The bound of a measurement: the fewest experts that a traced routing has to read, by hand and against every choice of
-victims; what bytes, links and waits allow; and the table and fields that `moegguf bench --bound` prints."""
+"""Tests the bound of a measurement.
+
+The fewest experts that a traced routing has to read are computed by hand, and compared to every choice of victims.
+Other tests compute the speed that bytes, links and waits allow, and check the output of `moegguf bench --bound`.
+"""
 
 import json
 from collections.abc import Callable
@@ -81,7 +84,7 @@ def test_no_choice_of_victims_reads_fewer_experts(events: list[set[int]], n_slot
 
 
 def test_the_longest_of_reading_copying_and_computing_is_the_bound() -> None:
-    """Ten tokens in 2 s, of which 0.5 s were waits: 150 ms of computing a token, of 200 ms."""
+    """Ten tokens take 2 s, or 200 ms each. Waits take 0.5 s, which leaves 150 ms for computing a token."""
     slow = bound_figures(LeastBytes(8_000_000, 0, 40_000_000), LinkSpeeds(5e6, 0, 400e6), 10, 2.0, 0.5)
     assert list(slow) == list(FIGURES)
     assert slow["bound_read_mb_per_token"] == pytest.approx(0.8)
@@ -104,7 +107,7 @@ def test_where_nothing_is_read_all_the_time_without_waits_is_the_bound() -> None
 
 
 def bounded(seconds: float) -> dict[str, Any]:
-    """What a child prints of a run whose bounds are known."""
+    """Returns the output of a child for a run whose bounds are known."""
     found = result(seconds)
     for test in found["tests"]:
         n_tokens = 2 * (test["n_prompt"] + test["n_gen"])

@@ -1,5 +1,8 @@
-"""A chat template teaches the format in which its model writes thinking, text and tool calls: for every template of the
-pinned llama.cpp, what the template renders is read back, and a forced call has the template's own form."""
+"""Tests that moegguf learns from a chat template how its model writes thinking, text and tool calls.
+
+The tests render answers with every template of the pinned llama.cpp and parse them again. A forced call has the form of
+the template.
+"""
 
 import functools
 import json
@@ -293,7 +296,7 @@ def test_whatever_a_model_writes_is_read_without_an_error_and_however_it_is_cut(
 def test_text_that_only_looks_like_a_call_is_text(name: str) -> None:
     format_of = answer_format(TEMPLATES[name])
     form = format_of.tools[0]
-    # Where messages have headers, the closing mark is a control token that ends a message.
+    # The closing mark is a control token that ends a message in templates whose messages have headers.
     for mark in filter(None, (form.open, "" if format_of.channels else form.close)):
         answer = f"It writes {mark} before a call, and this is none."
         assert parsed(name, list(answer)) == (answer, "", [])

@@ -1,4 +1,4 @@
-"""Plans of two well-known models, of which only the headers are here, for cards with 8 and 16 GB."""
+"""Tests plans of two well-known models for cards with 8 and 16 GB. Only the headers of the models exist here."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from moegguf.quantities import GIB, MIB, Link
 from tools.models import PRESETS, write_sparse_model
 
 GB = 10**9
-CONTEXT_BYTES = 400 * MIB  # that a driver keeps for this process on a card that nothing else uses
+CONTEXT_BYTES = 400 * MIB  # a driver keeps these bytes for a process on an otherwise unused card
 RAM = Memory(128 * GIB, 120 * GIB, "the machine")
 
 Layouts = Callable[[str], ExpertLayout]
@@ -39,7 +39,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Layouts:
 
 
 def card(n_bytes: int, used_bytes: int = CONTEXT_BYTES) -> Device:
-    """A card with so much free memory."""
+    """Returns a card with `n_bytes` of free memory."""
     return Device("CUDA0", 0, n_bytes, n_bytes + used_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What the set-up of the tests does about Chromium: nothing that can fail."""
+"""Tests that the set-up of the tests never fails because Chromium cannot be installed."""
 
 from __future__ import annotations
 

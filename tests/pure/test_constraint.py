@@ -40,7 +40,7 @@ def matcher(form: Any = None, template: str | None = None, **options: Any) -> Ma
 
 
 def longest_step_s(form: Any, text: bytes) -> float:
-    """The longest of the masks for a text, as far as it is allowed."""
+    """Returns the longest time of a step in seconds: a mask and a byte of `text`, until a byte is not allowed."""
     begin, steps = time.thread_time(), list[float]()
     with contextlib.suppress(SchemaError):
         one = matcher(form)
@@ -71,7 +71,7 @@ def chain(n: int) -> dict[str, Any]:
 
 
 def doubling(word: str, n: int) -> dict[str, Any]:
-    """Each definition uses the next one twice."""
+    """Returns a schema in which each definition uses the next one twice."""
     defs: dict[str, Any] = {f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)}
     defs[f"d{n}"] = {"properties": {"a": {"type": "null"}}}
     return {word: [{"$ref": "#/$defs/d0"}] * 2, "$defs": defs}
@@ -213,11 +213,11 @@ COSTLY = (
 
 @pytest.mark.parametrize("pattern", COSTLY)
 def test_no_pattern_holds_a_model_for_long(pattern: str) -> None:
-    """It is either followed or refused, within limits of time for each token."""
+    """A costly pattern is either followed or refused, within a limit of time for each token."""
     assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine makes examples slow
 @given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
 def test_whatever_the_schema_says_there_is_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
     with contextlib.suppress(SchemaError):
@@ -264,7 +264,7 @@ BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}  # bounds
 
 
 def test_a_property_is_named_wherever_it_is_described_and_bounds_are_kept() -> None:
-    """What is not named stays out, unless it is asked for."""
+    """A property without a name in the schema is refused, unless the schema allows or requires it."""
     named = {"type": "object", "properties": {"a": {"type": "null"}}}
     both = {"allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": {"type": "null"}}}], "$defs": {"n": named}}
     for form, text, passes in (

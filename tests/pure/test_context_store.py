@@ -38,7 +38,7 @@ def test_a_block_is_read_as_it_was_written_also_by_another_process(store: KvBloc
         assert each.holds(NAMES[0])
         assert bytes(each.read(NAMES[0]) or b"") == data
         assert [(block.path.name, block.about) for block in stored_blocks(folder)] == [(NAMES[0], ABOUT)]
-    file = store.open(NAMES[0], 50_000)  # of a long image every cell is compared before it is restored
+    file = store.open(NAMES[0], 50_000)  # the head has all cells of a long image, for a comparison before a restore
     assert file is not None and file.n_bytes - file.begin == len(data) and file.head[:50_000] == data[:50_000]
     assert store.read(NAMES[1]) is None
     store.delete(NAMES[0])
@@ -141,7 +141,7 @@ def test_several_processes_stay_below_the_limit_together(folder: Path) -> None:
         stores[i % 2].write(name, ABOUT, [part])
     left = list(stored_blocks(folder))
     assert sum(block.n_bytes for block in left) <= 22 * MIB  # each counts the other's blocks once in a while
-    for block in left:  # which one of them deletes while the other reads
+    for block in left:  # one store deletes a block before the other one reads it
         stores[0].delete(block.path.name)
         assert stores[1].read(block.path.name) is None
     assert not stores[1].is_off

@@ -1,5 +1,7 @@
-"""What a prompt ends with when the answer continues a message, and how the answer is parsed and constrained then; which
-messages and tokens stay when not all fit."""
+"""Tests answers that continue a message: the end of their prompt, their parser and their constraint.
+
+Other tests check which messages and tokens stay in a prompt that is too long.
+"""
 
 import itertools
 from typing import Any
@@ -133,7 +135,7 @@ def test_a_conversation_begins_at_a_question_or_a_later_call() -> None:
 
 
 def test_the_beginning_stays_for_several_turns() -> None:
-    """Else every prompt would begin in another way, and nothing of the context could be reused."""
+    """A prompt that began differently in every turn could reuse nothing of the context."""
     turns = messages("ua" * 40 + "u")
     begins = []
     for n in range(1, len(turns) + 1, 2):

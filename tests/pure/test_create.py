@@ -1,5 +1,8 @@
-"""Names of our own: copies, recipes, models of blobs that were sent, what names add to the files of others; their index
-is whole after damage, crashes and many writers."""
+"""Tests names that users create: copies, recipes, and models of sent blobs.
+
+Other tests check the options that a name adds to files of another model. The index of names stays whole after damage,
+crashes and writes by many processes.
+"""
 
 import hashlib
 import json
@@ -108,7 +111,7 @@ def test_a_model_of_blobs(catalog: Catalog, tiny: Any) -> None:
     assert details(entry).n_expert > 0
     before = entry.path.stat()
     catalog.create("again", Recipe(files={"tiny.gguf": digest}))
-    assert entry.path.stat() == before  # as a server that has loaded it would notice
+    assert entry.path.stat() == before  # a server that has loaded the file would notice a change
     catalog.remove("again")
     catalog.copy("sent", "other")
     catalog.remove("sent")
@@ -156,7 +159,7 @@ def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.M
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         add_blob(catalog, digest, iter(()), 2 << 30)
     with pytest.raises(PullError, match=r"64\.0MiB to spare.* has 1\.00MiB free"):
-        add_blob(catalog, digest, [b"abc"])  # its size is not announced
+        add_blob(catalog, digest, [b"abc"])  # the caller announces no size
     assert files_of(data_folder()) == []
     monkeypatch.undo()
 
@@ -242,7 +245,7 @@ def test_a_modelfile_makes_the_model_again_after_its_name_is_gone(catalog: Catal
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
     catalog.remove("step")
-    if kind == "hub":  # its name has gone, too: the file is named
+    if kind == "hub":  # the name of the base has gone, too, so the file is named
         catalog.remove("u/r")
         assert parse(catalog.modelfile(made)).from_ == str(made.path)
         assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files

@@ -1,4 +1,4 @@
-"""How layers are split over devices: as llama.cpp does with a tensor_split, and by memory without one."""
+"""Tests the split of layers over devices: llama.cpp's with a tensor_split, and a split by memory without one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -254,7 +254,7 @@ def test_slots_in_ram_are_divided_so_that_both_have_what_they_need(n_on_cpu: int
 
 
 def test_auto_counts_what_lies_in_ram_beside_slots(layout: ExpertLayout) -> None:
-    """Where the CPU computes layers: their weights, context and buffers, too."""
+    """RAM also holds the weights, context and buffers of layers that the CPU computes."""
     how = budgets("25%", "auto", 4096, placement="slots", n_gpu_layers=9)
     most = make_plan(layout, machine(8 * GIB, 8 * GIB), how)
     beside = most.needs.compute_bytes + margin_bytes(GIB)

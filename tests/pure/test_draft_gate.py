@@ -20,7 +20,7 @@ class Simulation:
     def __init__(self, gate: DraftGate, cost: float, n_sequences: int = 1, noise: float = 0.02) -> None:
         self.gate, self._cost, self._n_sequences, self._noise = gate, cost, n_sequences, noise
         self._random = random.Random(0)
-        self.widths: list[int] = []  # of each pass, the first sequence's
+        self.widths: list[int] = []  # the width of the first sequence's draft in each pass
 
     def speed(self, n_tokens: int, chance: Callable[[int], float]) -> float:
         """Tokens of each sequence per second, in one answer of each."""
@@ -84,7 +84,7 @@ def test_the_time_of_a_pass_without_drafts_is_measured_again(monkeypatch: pytest
 
 
 def seconds_in_vain(gate: DraftGate, n_passes: int, look_s: float) -> float:
-    """Of passes of 1 s in which looking for drafts, which takes `look_s` more, finds none."""
+    """Returns the seconds of passes that find no draft. A pass takes 1 s, and a look for drafts takes `look_s` more."""
     seconds = 0.0
     for _ in range(n_passes):
         seconds += 1

@@ -1,5 +1,8 @@
-"""The laboratory's commands in docs/evidence and predictors/README.md exist; tables are what was recorded; what the
-demo is taught: every starter, one answer for each question, and only commands and options that exist."""
+"""Tests docs/evidence, predictors/README.md and the texts that the demo learns.
+
+Commands in the documents exist, and tables equal the recorded results. The demo learns every starter, one answer for
+each question, and only commands and options that exist.
+"""
 
 import re
 from dataclasses import replace
@@ -161,7 +164,7 @@ def test_systems_are_replayed_over_all_requests_after_others_that_warm_the_cache
 
 
 class EventByEvent(Replay):
-    """Replays without predictions as one with predictions is replayed."""
+    """A replay that handles events one by one, as a replay with predictions does."""
 
     def _replay_passes(self, context: object, meter: object) -> None:
         self._replay_events(self._store, None, meter)

@@ -34,7 +34,7 @@ def set_back(path: Path, before: os.stat_result) -> None:
 
 def rewrite(path: Path) -> None:
     before = path.stat()
-    write(path, path.stat().st_size - 1, b"?")  # which no sample has
+    write(path, path.stat().st_size - 1, b"?")  # no sample of the fingerprint has the last byte
     set_back(path, before)
 
 

@@ -1,5 +1,8 @@
-"""The sliding window: what each event predicts and what is an error; prefetch requests: the nearest layer first, within
-the budget, no expert twice and no resident one."""
+"""Tests the sliding window of forecasts, and requests for prefetches.
+
+Each event predicts certain layers, and wrong predictions are errors. Prefetches take the nearest layer first, stay
+within the budget, and leave out resident experts and experts that were requested before.
+"""
 
 from collections.abc import Callable
 
@@ -20,7 +23,7 @@ Answer = Callable[[int, int], object]
 
 
 class ByDistance(ScriptedPredictor):
-    """Predicts `answer(il, distance)`; `calls` are those it was asked for."""
+    """Predicts `answer(il, distance)`. `calls` has the arguments of each call."""
 
     def __init__(self, answer: Answer, reach: int = 9) -> None:
         super().__init__(lambda il: None, shape=FIVE, reach=reach)
@@ -48,7 +51,7 @@ def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() 
 
 
 def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
-    # From inputs, nothing is predicted before the first layer, which then does so for the whole window (footnote 1).
+    # A predictor that reads inputs predicts nothing before the first layer, then the whole window (footnote 1).
     predictor = ByDistance(lambda il, distance: by_distance(il, distance) if routed else None)
     forecast, routed = Forecast(FIVE, 3, again=False), list[int]()
     forecast.begin_pass(predictor)
@@ -60,7 +63,7 @@ def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
     assert predictor.calls == [(2, 1), (3, 2), (4, 3), (5, 3)]
     np.testing.assert_array_equal(forecast.probabilities()[1:], 0)  # routed by now
     forecast.begin_pass(ByDistance(by_distance))
-    assert forecast.known() == [1, 2, 3]  # from tokens: before the pass
+    assert forecast.known() == [1, 2, 3]  # a predictor that reads tokens predicts before the pass
 
 
 def test_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
@@ -143,7 +146,7 @@ def test_the_rules_hold_whatever_is_predicted(seed: int, budget_bytes: int, leas
         requested: list[tuple[int, int]] = []
         for il in (None, 1, 2, 3):
             table, resident = rng.random(FOUR.table, np.float32), rng.integers(0, 3, FOUR.table)
-            table[rng.random(FOUR.table) < 0.5] = 0  # such experts are never prefetched
+            table[rng.random(FOUR.table) < 0.5] = 0  # experts with a probability of 0 are never prefetched
             now = requests_of(prefetcher, forecast_of(table, il), resident)
             assert [layer for layer, _ in now] == sorted(layer for layer, _ in now)
             assert all(

@@ -1,5 +1,8 @@
-"""Trace files: what was written is read; damaged, foreign and forged files are a TraceError. Prompts files: both
-formats as documented, and each mistake named with its line."""
+"""Tests trace files and files of prompts.
+
+A written trace is read back unchanged. Damaged, foreign and forged files raise a TraceError. Prompts are read from both
+documented formats, and an error names the line of a mistake.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def npy(array: Any) -> bytes:
 
 
 def header_with(members: Members, changes: dict[str, Any]) -> Members:
-    """With other values in the header, or in its shape."""
+    """Returns members with other values in the header, or in the header's shape."""
     header = json.loads(members["header.json"])
     for key, value in changes.items():
         (header["shape"] if key in header["shape"] else header)[key] = value

@@ -1,4 +1,4 @@
-"""A model on Hugging Face is described and planned from its headers, of which no more is read than needed."""
+"""Tests descriptions and plans of a model on Hugging Face, which read only the needed part of its headers."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 @pytest.fixture
 def gates(hub: FakeHub, data: bytes) -> Iterator[list[Fault]]:
-    """Of the model no more than a tenth is sent, twice."""
+    """The hub sends no more than a tenth of the model, in two requests."""
     hub.faults[PATH] = list(gates := [Gate(len(data) // 10), Gate(len(data) // 10)])
     yield hub.faults[PATH]
     for gate in gates:

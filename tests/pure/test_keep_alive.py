@@ -18,7 +18,7 @@ from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import LeaseRequest, ManagedModel
 from moegguf.serving.model_manager import ModelManager
 
-LOOP = asyncio.new_event_loop()  # of requests that no manager has
+LOOP = asyncio.new_event_loop()  # the loop of requests without a manager
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
         await until(lambda: manager.loaded()[0].queue == 2)
         group.create_task(request(manager, "many", "b", "say other"))
         await until(lambda: manager._short)  # the load of b is due, has been measured and waits for memory
-        group.create_task(request(manager, "one", "a", "say later"))  # its turn is before that of "many1"
+        group.create_task(request(manager, "one", "a", "say later"))  # this turn comes before "many1"
         await until(lambda: manager.loaded()[0].queue == 3)
         go.touch()
     assert done == ["held", "many0", "many1", "other", "later"]
@@ -147,7 +147,7 @@ class Queue:
         self.tickets.append(request.ticket)
 
     def serve(self) -> tuple[int, str]:
-        """The number and the client of the request whose turn it is, from its beginning to its end."""
+        """Serves the next request from its beginning to its end. Returns its number and its client."""
         first = self.model.queue[0]
         self.model.grant(first)
         self.model.release(first)

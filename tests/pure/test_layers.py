@@ -1,4 +1,7 @@
-"""Who may import whom: arrows run down the packages only, modules in no circle. Everything public has a docstring."""
+"""Tests imports: a package imports only packages below it, and no modules import each other in a circle.
+
+Everything public has a docstring.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "moegguf"
 
-# What each package may import of moegguf, besides itself and the floor (the modules that lie in no package).
+# The packages that each package may import, in addition to itself and the floor (the modules in no package).
 ALLOWED: dict[str, set[str]] = {
     "floor": set(),
     "gguf": set(),
@@ -122,7 +125,7 @@ def test_packages_import_each_other_in_one_direction_only() -> None:
 
 def test_no_module_but_the_manager_and_its_leases_uses_worker_processes() -> None:
     users = {name_of(path) for path in MODULES if "moegguf.serving.worker_process" in imports_of(path)}
-    starts_early = "moegguf.chat.local"  # before it has a manager, which gets these workers
+    starts_early = "moegguf.chat.local"  # it starts workers first, and then hands them to its manager
     assert users == {"moegguf.serving.model_manager", "moegguf.serving.lease", starts_early}
 
 

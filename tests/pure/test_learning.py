@@ -1,5 +1,8 @@
-"""`moegguf.learning`: training reduces the loss and follows from its seed, strategies are judged on other requests than
-they are learned from, and what is saved is whole."""
+"""Tests `moegguf.learning`.
+
+Training reduces the loss, and its result follows from the seed. Strategies are judged on requests that they did not
+learn from. Saved files are whole.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent, broken; a library that was
-compiled for another processor is refused; the number of compute threads, from times and loads that are made up."""
+"""Tests free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent and broken.
+
+A library that was compiled for another processor is refused. The number of compute threads follows from invented times
+and loads.
+"""
 
 import os
 from pathlib import Path
@@ -207,7 +210,7 @@ def test_a_processor_that_lacks_instructions_is_a_library_error_and_an_unknown_o
 
 
 class Governed:
-    """A clock, and a governor that is asked every quarter of a second."""
+    """A clock, and a governor that decides every quarter of a second."""
 
     def __init__(self, n_cpu: int, n_max: int | None = None) -> None:
         self.governor = ThreadGovernor(n_cpu, n_max or n_cpu)

@@ -1,4 +1,4 @@
-"""Which models are unloaded so that another fits, and when it has to wait."""
+"""Tests which models are unloaded so that another model fits, and when a load has to wait."""
 
 import json
 from collections.abc import Callable
@@ -159,7 +159,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_of(n_bytes: int) -> Memory:
-    """Memory for all models together, all of which is free."""
+    """Returns memory for all models together, without any use yet."""
     return Memory(n_bytes, n_bytes, "a test", 0)
 
 
@@ -210,7 +210,7 @@ def test_whole_layers_on_a_device_are_counted_there_and_the_worker_gets_the_plan
     assert sent(found, plan) == plan
     fewer = found.plan_within({RAM: plan.host_bytes, "GPU0": found.minimum["GPU0"]})
     assert fewer.total_bytes <= found.minimum["GPU0"]
-    assert (fewer.device is None) == (choice == "layers")  # else with slots alone
+    assert (fewer.device is None) == (choice == "layers")  # "auto" keeps slots on the device
 
 
 def test_a_model_fastest_on_the_cpu_takes_nothing_of_a_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

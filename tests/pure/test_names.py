@@ -1,4 +1,4 @@
-"""What a model may be called, and what a name can never be: an error of ours each time, and no file is opened."""
+"""Tests names of models. A text that cannot be a name raises an error of moegguf, and opens no file."""
 
 import os
 import subprocess

@@ -1,5 +1,8 @@
-"""Bodies of every API: null is the same as absent for each field that may be left out, in all models and in the raw
-objects that validators read; and a whole number may be written as 8.0."""
+"""Tests bodies of every API with null fields, and whole numbers that are written as 8.0.
+
+A null has the effect of an absent field for each field that may be left out. This holds for all models, and for the raw
+objects that validators read.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ DATA = (  # objects whose keys are a client's own, not fields
 )  # fmt: skip
 
 
-SCHEMAS = ("/api/chat", "/api/generate", "/completion", "/infill")  # which have a schema as it is
+SCHEMAS = ("/api/chat", "/api/generate", "/completion", "/infill")  # a body of these paths has a plain JSON schema
 
 
 def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
@@ -93,7 +96,7 @@ def test_a_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
 
 
 def whole_numbers(schema: Any, path: str = "", is_wrapped: bool = False) -> Iterator[str]:
-    """Where a schema of pydantic has a whole number that refuses 8.0."""
+    """Yields the places of whole numbers that refuse 8.0 in a schema of pydantic."""
     if isinstance(schema, list | tuple):
         for i, each in enumerate(schema):
             yield from whole_numbers(each, f"{path}[{i}]")
@@ -130,7 +133,7 @@ def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
     elif isinstance(value, dict):
         yield value
         for name, each in value.items():
-            if not (name in data and isinstance(each, dict)) and name != "output":  # which may be any JSON
+            if not (name in data and isinstance(each, dict)) and name != "output":  # output may be any JSON
                 yield from objects(each, data)
 
 

@@ -249,7 +249,7 @@ class LoadedError(MoeggufError):
 
 @pytest.fixture(autouse=True)
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LoadConfig]]:
-    """What workers were sent."""
+    """Keeps workers and models from loading. Returns the configurations that workers would receive."""
     configs = list[LoadConfig]()
     monkeypatch.setattr(Process, "configs", configs, raising=False)
 
@@ -280,7 +280,7 @@ def plan_sent(configs: list[LoadConfig]) -> Plan:
 
 
 def takes(command: Callable[..., Any], row: Row, files: dict[str, Path]) -> bool:
-    """Whether a command has all of these flags."""
+    """Returns whether a command has the flags of a row and of these files."""
     return row.flags.keys() | files.keys() <= inspect.signature(command).parameters.keys()
 
 
@@ -354,7 +354,7 @@ def of_bench(path: Path, row: Row, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def same(plan: Plan, facts: dict[str, Any]) -> None:
-    """Facts of `estimate` are those of this plan."""
+    """Fails unless the facts of `estimate` describe this plan."""
     assert json.loads(json.dumps(plan.facts())) == facts
 
 
@@ -375,11 +375,11 @@ def test_commands_and_llama_make_the_same_plan(
     expected = of_llama(path, row, files)
     assert of_serve(path, row, files, monkeypatch, nothing_loads) == expected, "serve"
     alone = of_llama(path, row, files, n_seq_max=1, kv_tokens=None)
-    if takes(run_command.run, row, files):  # for one person, who needs one sequence
+    if takes(run_command.run, row, files):  # one person needs one sequence
         assert of_run(path, row, files, monkeypatch, nothing_loads) == alone, "run"
     if takes(estimate_command, row, files):
         same(expected, of_estimate(path, row, files, capsys))
-    if takes(batch_command, row, files):  # which has one request, and so needs one sequence
+    if takes(batch_command, row, files):  # one request needs one sequence
         assert of_batch(path, row, tmp_path, nothing_loads) == alone, "batch"
 
 

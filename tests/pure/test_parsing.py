@@ -1,5 +1,7 @@
-"""Answers are parsed to the same parts however they are chunked, and no text is lost; they end before the first stop
-string."""
+"""Tests the parsing of answers.
+
+The parts of an answer do not depend on its chunks, and no text is lost. An answer ends before the first stop string.
+"""
 
 import time
 from typing import Any

@@ -84,7 +84,10 @@ AMPLE = Memory(64 * GIB, 60 * GIB, "the machine")
 def planned(
     layout: ExpertLayout, share: float | None, speeds: Speeds = RTX_3070, memory: Memory = AMPLE, **budgets: Any
 ) -> Plan:
-    """On a device with room for so many of the experts beside everything else; None: not even for that."""
+    """Plans for a device with room for a share of the experts beside everything else.
+
+    With None the device has too little room even for everything else.
+    """
     needs = Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
     free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
     device = Device("GPU0", 0, free, 64 * GIB)
@@ -174,7 +177,7 @@ def test_of_several_turns_of_measuring_each_figure_is_the_best() -> None:
     second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
-    assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)  # both of one turn: the soonest for so many bytes
+    assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)  # both come from the turn that copies `n_bytes` first
     assert (many.copy_bytes_per_ns, many.copy_ns) == (2, 70)
 
 

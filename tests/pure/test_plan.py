@@ -98,7 +98,7 @@ def test_prompts_are_read_in_longer_passes_where_experts_have_no_slot(layout: Ex
     ("options", "why"),
     [
         ({"budget": "100%"}, "every expert has a slot"),
-        ({"flash_attn": False}, "attention may not be fused"),  # its scores would grow with the pass
+        ({"flash_attn": False}, "attention may not be fused"),  # scores of attention would grow with the pass
         ({"n_batch": 512}, "neither the context nor a batch"),
         ({"n_ubatch": 512}, "as given"),
         ({"n_ctx": 512}, "neither the context nor a batch"),
@@ -234,7 +234,7 @@ def test_compute_grows_with_batch_and_context_and_more_slots_and_larger_passes_p
 
 
 def test_batch_and_slots_are_chosen_together(layout: ExpertLayout) -> None:
-    """Where buffers for 512 tokens leave no layer's experts, a smaller pass leaves room for them."""
+    """Buffers for 512 tokens leave too little room for a layer's experts. A smaller pass leaves enough room."""
     size = slot_bytes(layout)
     large, small = Sizes(4096).needs(layout, 512), Sizes(4096).needs(layout, 64)
     free = large.total_bytes(0) + MARGIN_BYTES + 5 * size  # 5 slots beside 512 tokens: passes of one token

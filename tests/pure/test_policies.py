@@ -1,5 +1,7 @@
-"""Each policy by a few events and its victim: the lowest score, least recently used among equals. Policies by tier;
-strategies by name."""
+"""Tests each policy by a few events and its victim: the expert with the lowest score, least recently used among equals.
+
+Other tests cover policies by tier, and strategies by name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ Expert = tuple[int, int]
 
 
 def victim(policy: Policy, residents: Sequence[Expert], used: Sequence[int]) -> tuple[int, int]:
-    """Which of the residents (il, expert) goes first after tokens that used these experts of layer 1, one each."""
+    """Returns the resident (il, expert) that is evicted first after tokens that each used one expert of layer 1."""
     history, scores = History(TWO), None
     for n, expert in enumerate(used):
         history.update(RoutingEvent(n, 0, 0, Phase.DECODE, -1, 1, np.array([[expert]], np.int32)))

@@ -1,5 +1,8 @@
-"""What predictors are made of: counted by hand, and refused where it does not fit the model. Their files: what was
-saved comes back; anything else is ignored with exactly one warning."""
+"""Tests arrays of predictors, and files of these arrays.
+
+Arrays are compared to counts by hand. Arrays that do not fit the model are refused. A saved file is read back
+unchanged, and a bad file is ignored with exactly one warning.
+"""
 
 from __future__ import annotations
 

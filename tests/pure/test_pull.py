@@ -130,7 +130,8 @@ def test_those_who_ask_at_a_time_go_on_with_what_others_received(repo: FakeHub) 
     left.set()  # the one who began it leaves; the others stay
     first.join(20)
     assert isinstance(results[0], PullError)
-    until(lambda: sum(path.startswith("/api/models") for _, path, _ in repo.requests) >= 2)  # of the other name
+    # The second request belongs to the pull of the other name.
+    until(lambda: sum(path.startswith("/api/models") for _, path, _ in repo.requests) >= 2)
     gate.open.set()
     for thread in others:
         thread.join(30)
@@ -175,7 +176,7 @@ def start_pull(hub: FakeHub, home: Path, **extra: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Gate]]:
-    """Another process that has reported 1 MiB of the model, of which the hub sends no more than 2 MiB until told so."""
+    """Starts another process and waits until it reports 1 MiB. The hub stops at 2 MiB until the gate opens."""
     gate = Gate(2 << 20)
     repo.faults["x-Q4_K_M.gguf"] = [gate]
     with start_pull(repo, tmp_path) as process:
@@ -207,7 +208,7 @@ def test_two_processes_fetch_a_file_once(repo: FakeHub, gated_pull: tuple[subpro
     told: list[PullStatus] = []
     waiting = threading.Thread(target=pull, args=("user/repo-gguf", Catalog(), told.append))
     waiting.start()
-    until(lambda: any((s.completed_bytes or 0) >= 1 << 20 for s in told))  # what the other process has
+    until(lambda: any((s.completed_bytes or 0) >= 1 << 20 for s in told))  # bytes of the other process are counted
     gate.open.set()
     waiting.join(20)
     assert told[-1].status == "success" and process.wait(20) == 0
@@ -272,7 +273,8 @@ def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub, monkeypatch: pyt
     assert nothing_has_a_name()
     assert [name for name in stored() if name.endswith(".incomplete")] != []
     repo.requests.clear()
-    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (2 << 20) + 99)  # what is there needs none
+    # The disk has room only for the missing bytes.
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (2 << 20) + 99)
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA
     assert repo.gets("x-Q4_K_M.gguf") == [f"bytes={1 << 20}-"]

@@ -1,4 +1,4 @@
-"""Sizes, budgets, times and environment variables: what is accepted, what refusals say, and how they are told."""
+"""Tests sizes, budgets, times and environment variables: accepted texts, messages of refusals, and printed forms."""
 
 import contextlib
 import math

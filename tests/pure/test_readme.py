@@ -1,5 +1,8 @@
-"""Commands in the README and docs exist, their Python compiles, their links lead somewhere; the page of architecture
-names files that exist, and every package; of deployment, variables and options exist and the config files are valid."""
+"""Tests the README and docs: commands exist, Python code compiles, and links lead somewhere.
+
+The page of the architecture names files that exist, and every package. Variables and options on the page of deployment
+exist, and its configuration files are valid.
+"""
 
 import ast
 import functools
@@ -147,7 +150,7 @@ def test_every_path_on_the_page_exists_and_every_file_is_on_it() -> None:
 def test_every_variable_is_one_of_the_servers() -> None:
     known = help_of("serve")
     text = PAGE + "".join(FILES.values())
-    own = {"MOEGGUF_MEMORY_LIMIT"}  # of compose.yaml
+    own = {"MOEGGUF_MEMORY_LIMIT"}  # a variable of compose.yaml alone
     assert own <= set(re.findall(r"\$\{(\w+)", FILES["compose.yaml"]))
     assert {name for name in re.findall(r"\bMOEGGUF_[A-Z_]+\b", text) if name not in known} == own
 

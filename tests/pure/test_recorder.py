@@ -46,7 +46,7 @@ def record(path: Path, *events: RoutingEvent | Announcement, inputs: bool = Fals
 def test_a_trace_listened_to_and_recorded_is_the_same_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: Trace, block_passes: int
 ) -> None:
-    """Of batches, the first block may have none."""
+    """The first block of a trace with batches may have no batch."""
     monkeypatch.setattr(recorder, "BLOCK_PASSES", block_passes)
     session = Recorder(tmp_path / "t.npz", SMALL, replace(trace.header, labels={}), inputs=True)
     for event in trace.events():

@@ -1,5 +1,8 @@
-"""What is checked before a release: the version in all places, contents of wheels and of the source distribution, sums,
-and the workflow that makes them."""
+"""Tests the checks before a release.
+
+They cover the version in all places, the contents of wheels and of the source distribution, checksums, and the
+workflow.
+"""
 
 import io
 import re

@@ -44,23 +44,25 @@ CONVERSATIONS: dict[str, tuple[list[Message], list[dict[str, Any]]]] = {
     "text beside a call": ([SYSTEM, QUESTION, {**CALLING, "content": "text beside a call"}, RESULT, ANSWER], [TOOL]),
 }
 
-WITHOUT_TOOLS = {  # they have no place for the descriptions of tools
+WITHOUT_TOOLS = {  # templates without a place for descriptions of tools
     "HuggingFaceTB-SmolLM3-3B", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
     "deepseek-ai-DeepSeek-V3.1", "google-gemma-2-2b-it", "llama-cpp-rwkv-world", "microsoft-Phi-3.5-mini-instruct",
 }  # fmt: skip
-WITHOUT_CALLS = {  # they do not write the calls of earlier answers
+WITHOUT_CALLS = {  # templates that leave out the calls of earlier answers
     "HuggingFaceTB-SmolLM3-3B", "LFM2-8B-A1B", "LFM2.5-Instruct", "google-gemma-2-2b-it",
     "ibm-granite-granite-3.3-2B-Instruct", "llama-cpp-rwkv-world", "microsoft-Phi-3.5-mini-instruct",
 }  # fmt: skip
-EITHER_TEXT_OR_CALLS = {  # they write either the text of a message or its calls
+EITHER_TEXT_OR_CALLS = {  # templates that write either the text of a message or its calls
     "Cohere2MoE", "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "MiniMax-M1", "Mistral-Small-3.2-24B-Instruct-2506",
     "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use", "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "llama-cpp-deepseek-r1", "meta-llama-Llama-3.1-8B-Instruct",
     "meta-llama-Llama-3.2-3B-Instruct", "meta-llama-Llama-3.3-70B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407",
     "muse-glimmer", "openai-gpt-oss-120b", "upstage-Solar-Open-100B",
 }  # fmt: skip
-SYSTEM_WITH_LAST_QUESTION = {"mistralai-Mistral-Nemo-Instruct-2407"}  # which has to end the conversation
-PYTHON_TOOLS = {"Apriel-1.6-15b-Thinker-fixed", "unsloth-Apriel-1.5"}  # their tools are written as Python prints them
+# Templates that write the system's message only if a question ends the conversation.
+SYSTEM_WITH_LAST_QUESTION = {"mistralai-Mistral-Nemo-Instruct-2407"}
+# Templates that write tools as Python prints them.
+PYTHON_TOOLS = {"Apriel-1.6-15b-Thinker-fixed", "unsloth-Apriel-1.5"}
 
 
 def template(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Where a request begins, and which of its evaluations are the prompt."""
+"""Tests where a request begins, and which of its evaluations belong to the prompt."""
 
 from collections.abc import Generator
 
@@ -24,7 +24,7 @@ class Context:
         self.n_past += n_tokens
 
     def generate(self, n_prompt: int, *, keep: int = 0) -> Generator[int, None, None]:
-        """A prompt of which `keep` tokens are in the context already, then token by token."""
+        """Evaluates `n_prompt` tokens after `keep` tokens that the context holds, then one token after another."""
 
         def steps() -> Generator[int, None, None]:
             self.n_past = keep

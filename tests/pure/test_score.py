@@ -193,7 +193,8 @@ def test_distances_between_uses_and_counts_without_the_prompt() -> None:
     assert figures.reuse_distances[4] == pytest.approx(0.2)
     assert sum(figures.reuse_distances.values()) == pytest.approx(1)
     assert figures.next_token.tolist() == [0.5, 0.5]
-    assert figures.windows_same[2] == pytest.approx(1 / 3)  # of tokens 2, 3, 4 only token 3's is among the two before
+    # Only token 3 of the tokens 2, 3 and 4 uses an expert of the two tokens before.
+    assert figures.windows_same[2] == pytest.approx(1 / 3)
     figures = reuse(
         hand_made(TWO_LAYERS, [[[[3], [3]], [[0], [1]], [[0], [2]]], [[[3], [3]], [[2], [2]], [[2], [2]]]], prefill=1)
     )

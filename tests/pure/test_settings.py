@@ -1,4 +1,4 @@
-"""What the environment may say to a server, and what is refused; the table of options, and what is printed from it."""
+"""Tests a server's variables of the environment, refused values, the table of options, and texts printed from it."""
 
 import dataclasses
 import inspect

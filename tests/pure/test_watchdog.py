@@ -100,7 +100,7 @@ def test_first_tokens_outliers_prompts_and_passes_of_other_numbers_of_sequences_
     assert run.dog.last_gain == pytest.approx(0.1)
     run = Run(1000, 900)
     while not run.dog.trials:
-        for n_sequences, took_ns in ((8, 10**6), (7, 10**6)):  # between single tokens
+        for n_sequences, took_ns in ((8, 10**6), (7, 10**6)):  # passes of several sequences between single tokens
             run.dog.token(run.stall_ns, n_sequences)
             run.stall_ns += took_ns
         run.dog.token(run.stall_ns)

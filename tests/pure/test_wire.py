@@ -1,5 +1,8 @@
-"""Messages between server and worker survive encoding and decoding, invalid ones are refused; what is sent together;
-the failure line of a worker's log."""
+"""Tests messages between server and worker.
+
+Messages survive encoding and decoding, and invalid messages are refused. Other tests check which deltas are sent
+together, and the failure line of a worker's log.
+"""
 
 import json
 from types import MappingProxyType, SimpleNamespace
@@ -171,7 +174,7 @@ def test_lines_of_a_block_leave_in_one_call_also_where_it_fails() -> None:
 
 
 def sent(texts_and_waits: list[tuple[str, float]], *, stream: bool = True) -> tuple[list[str], str]:
-    """The deltas that are sent before the end, and after it, where `texts` come with these waits in seconds."""
+    """Returns the deltas sent before an answer's end, and the text sent at its end. Waits are in seconds."""
     found, now_s = list[str](), 1000.0
     events = Events(
         stream=stream, send=lambda delta: found.append(delta.text),  # type: ignore[union-attr]
