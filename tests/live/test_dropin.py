@@ -5,6 +5,7 @@ import multiprocessing
 import pickle
 import pydoc
 import re
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,8 @@ def test_type_checkers_see_what_a_program_uses(tmp_path: Path) -> None:
     config = tmp_path / "mypy.ini"  # other packages are Any: to read their sources takes most of the time
     config.write_text("[mypy]\nfollow_imports = skip\n[mypy-moegguf.*]\nfollow_imports = silent\n")
     options = (f"--config-file={config}", f"--cache-dir={tmp_path}")
+    recursion_limit = sys.getrecursionlimit()
     written, _, _ = api.run([*options, *map(str, tmp_path.glob("*.py"))])
+    sys.setrecursionlimit(recursion_limit)  # mypy raises it, which other tests of this process would notice
     assert re.findall(r"(\w+)\.py:\d+: error", written) == ["wrong"] * 5, written
     assert 'note: Revealed type is "moegguf.engine.plan.Plan"' in written
