@@ -71,13 +71,13 @@ def loss_rows(figures: Figures) -> list[str]:
 
 
 def earlier_stages(path: Path) -> list[str]:
-    """The rows of stages in the card at `path`, if there is one: of the runs that made the file which it describes."""
+    """Returns the rows of stages in the card at `path`: the earlier runs that made the file. Without a card: none."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return re.findall(r"^\| [^|]+ \| [\d,]+ \| [\d,]+ \| \d+ \|$", text, re.MULTILINE)
 
 
 def stage_rows(figures: Figures) -> list[str]:
-    """One line per stage that took time, those of earlier runs first."""
+    """Returns one table row per stage that took time. The rows of earlier runs come first."""
     own = [
         f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |"
         for name, one in figures.stages.items()

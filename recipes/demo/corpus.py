@@ -34,13 +34,13 @@ class Document:
 
     @property
     def heldout(self) -> bool:
-        """Whether this document is kept out of training."""
+        """True if this document is kept out of training."""
         return self.digest % HELDOUT_ONE_IN == 0
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kind of text is, under which licences, and how many characters of it are taken at most."""
+    """A kind of text: its description, its licences, and the largest number of characters to take."""
 
     about: str
     licence: str

@@ -182,17 +182,17 @@ class DemoModel(nn.Module):
         return functional.linear(self.output_norm(x if wanted is None else x[wanted]), self.output)
 
     def mixtures(self) -> list[MoE]:
-        """The mixture of each layer, for its load and balance loss."""
+        """Returns the mixture of each layer, for its load and balance loss."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
 
 def quantised_on_export(name: str, weight: Tensor) -> bool:
-    """Whether the GGUF file holds this weight in Q4_0: all matrices but routers, embedding and output."""
+    """Returns True if the GGUF file holds this weight in Q4_0: all matrices but routers, embedding and output."""
     return weight.dim() >= 2 and not name.endswith("router") and name not in ("token_embd", "output")
 
 
 def round_q4_0(weight: Tensor) -> Tensor:
-    """Each block of 32 as llama.cpp's Q4_0 would give it back; gradients pass as if nothing had happened."""
+    """Rounds each block of 32 values to the values of llama.cpp's Q4_0. Gradients pass through unchanged."""
     with torch.no_grad():
         blocks = weight.view(-1, 32)
         peak = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True))
