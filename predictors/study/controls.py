@@ -1,5 +1,6 @@
-"""Controls for what is measured: a predictor that no other could beat, and the router itself, whose figures show
-whether events and model fit together. Neither predicts.
+"""Controls for the measurements of predictors: an oracle that no predictor can beat, and the router itself.
+
+The router's figures show whether events and model fit together. Neither control predicts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ ORACLE = "oracle"
 
 
 class Oracle(Predictor):
-    """Reads the trace that it is replayed on. Predicts the whole pass in progress as it was recorded, with certainty.
+    """Reads the replayed trace. Predicts the whole pass in progress as it was recorded, with probabilities 0 and 1.
 
-    It follows the tokens, not the numbers of passes, which a replay may split.
+    The oracle follows the tokens, not the numbers of passes, since a replay may split a pass.
     """
 
     name: ClassVar[str] = ORACLE
@@ -28,12 +29,12 @@ class Oracle(Predictor):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.shape, reach=len(trace.shape.layers))
         self._expert_ids = trace.expert_ids
-        self._first = 0  # token of the pass in progress
-        self._n_tokens = 0  # of that pass, as far as it has been routed
+        self._first = 0  # first token of the pass in progress
+        self._n_tokens = 0  # tokens of that pass that have been routed
         self._pass = -1
 
     def announce(self, announcement: Announcement) -> None:
-        """The next pass begins."""
+        """Begins the next pass."""
         self._end_pass()
 
     def observe(self, event: RoutingEvent) -> None:
@@ -48,7 +49,7 @@ class Oracle(Predictor):
         self._n_tokens = 0
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """1 for the experts of the pass's first token, at any distance; None after the end."""
+        """Returns 1 for the experts of the pass's first token, at any distance; None after the end of the trace."""
         row = self.shape.row_of.get(il)
         if row is None or self._first >= self._expert_ids.shape[1]:
             return None

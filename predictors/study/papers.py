@@ -231,7 +231,7 @@ class Workload:
         trace = self.study.trace
         options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
         predictor = self.study.predictor(system.predictor)
-        if system.prefetch is not None:  # the store asks what knows all layers at once for all of them
+        if system.prefetch is not None:  # a store uses all predictions of a predictor that knows every layer at once
             predictor.reach = min(predictor.reach, system.prefetch.window)
         replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)
         replay.next_layer = system.next_layer
@@ -240,9 +240,14 @@ class Workload:
     def _figures(self, replay: Replay) -> dict[str, Any]:
         """Returns figures of a replay.
 
-        token_ms, prompt_ms: milliseconds of each counted request, per token and of its prompt. by_request: other
-        figures of each request. The rest is over all decoded tokens together. ready: the share of look-ups that found
-        the expert there; late: on its way. ahead: of the experts fetched ahead, the shares in time, late, and not used.
+        Figures of each counted request:
+        - token_ms, prompt_ms: milliseconds per token and of the prompt.
+        - by_request: other figures.
+
+        Figures over all decoded tokens together:
+        - ready: the share of look-ups that found the expert in memory.
+        - late: the share of look-ups that found the expert on its way.
+        - ahead: the experts fetched ahead, as shares in time, late, and not used.
         """
         counted = replay.counted()
         ms = counted["sim_clock_ns"] / 1e6
@@ -264,7 +269,7 @@ class Workload:
         }
 
     def _shares(self, counted: Mapping[str, npt.NDArray[np.int64]], passes: npt.NDArray[np.bool_]) -> dict[str, float]:
-        """Returns figures of some passes. experts: moved in a pass, on average."""
+        """Returns figures of some passes. experts: the mean number of experts moved in a pass."""
         of = {name: int(values[passes].sum()) for name, values in counted.items()}
         n_passes = int(passes.sum())
         moved = of["bytes_missed"] + of["bytes_prefetched"]
@@ -281,8 +286,11 @@ Eams = list[npt.NDArray[np.float32]]
 
 
 def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
-    """Of each request its EAMs of one phase: (n_layer, n_expert) counts of tokens, of so many windows of its tokens,
-    each half of them, evenly spaced; of one: of all its tokens."""
+    """Returns the EAMs of each request's tokens of one phase: counts of tokens (n_layer, n_expert).
+
+    n_windows: the number of EAMs of a request. One EAM counts all its tokens. If there are more, each counts half of
+    the tokens, in evenly spaced windows.
+    """
     of = trace.sequence_of
     phases = trace.phase_of
     layers = list(trace.shape.layers)
@@ -298,8 +306,10 @@ def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
 
 
 def collection(trace: Trace, n_entries: int) -> Eamc:
-    """MoE-Infinity's collection after the last `n_entries` requests of a trace; where there are fewer, after windows of
-    its requests in place of whole ones."""
+    """Returns MoE-Infinity's collection of the last `n_entries` requests of a trace.
+
+    If the trace has fewer requests, windows of its requests take the place of whole requests.
+    """
     n_windows = max(1, -(-n_entries // max(1, len(trace.sequences()))))
     eamc = Eamc(*trace.shape.table)
     for counts in request_counts(trace, Phase.DECODE, n_windows)[-n_entries:] if n_entries else ():
@@ -308,7 +318,11 @@ def collection(trace: Trace, n_entries: int) -> Eamc:
 
 
 def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
-    """The collection after so many requests of each trace, all where None, to where `Artifacts` finds it."""
+    """Writes MoE-Infinity's collection to the file that `Artifacts` reads.
+
+    The collection has `n_entries` entries of each trace, or one entry per request if n_entries is None. If n_entries is
+    0, the function only removes the file.
+    """
     path = folder / "eamc.safetensors"
     path.unlink(missing_ok=True)
     if n_entries == 0:
@@ -319,7 +333,9 @@ def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | No
 
 
 def routing_digest(trace: Trace) -> str:
-    """The sha256 of what is replayed: tokens, requests, phases, and the experts that routers chose. Times and inputs
-    differ from one recording of the same requests to the next, in rounding at least."""
+    """Returns the sha256 of the data that is replayed: tokens, requests, phases, and the chosen experts.
+
+    Times and inputs are left out, since they differ between two recordings of the same requests.
+    """
     parts = trace.tokens, trace.sequence_of, trace.phase_of, trace.expert_ids
     return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
