@@ -129,23 +129,23 @@ class Tally:
         self.tokens[:, row] += self._increments_of(n_used)[n_right]
 
     def _increments_of(self, n_used: int) -> Ids:
-        """Increments of `tokens` for 0, 1, ..., n_used right experts; last without a prediction."""
+        """Returns the increments of `tokens` for 0, 1, ..., n_used right experts. The last row is for no prediction."""
         if n_used not in self._increments:
             rows = [(n_used, n_right, n_right == n_used, n_right > 0) for n_right in range(n_used + 1)]
             self._increments[n_used] = np.array([*rows, (0, 0, 0, 0)], np.int64)
         return self._increments[n_used]
 
     def mean(self, column: int) -> Figures:
-        """Figures of one distance over all layers but the first."""
+        """Returns the figures of one distance over all layers but the first."""
         first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
         return self.figures(column, np.arange(first, len(self.shape.layers)))
 
     def by_layer(self, column: int) -> dict[int, Figures]:
-        """{il: figures} of one distance."""
+        """Returns {il: figures} of one distance."""
         return {il: self.figures(column, np.array([row])) for row, il in enumerate(self.shape.layers)}
 
     def figures(self, column: int, rows: Ids) -> Figures:
-        """Figures of one distance (by its position in `distances`), pooled over these MoE layers."""
+        """Returns the figures of one distance (by its position in `distances`), pooled over these MoE layers."""
         used, right, all_right, any_right = self.tokens[column, rows].T
         ranks = self.ranks[column, rows].sum(axis=0)
         due = int(ranks[0, 1:].sum())
@@ -168,10 +168,10 @@ class Tally:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """part / whole; None when whole is 0."""
+    """Returns part / whole; None when whole is 0."""
     return float(part / whole) if whole else None
 
 
 def ratios(parts: Ids, wholes: Ids) -> tuple[float | None, ...]:
-    """`ratio`, pair by pair."""
+    """Returns the `ratio` of each pair."""
     return tuple(ratio(part, whole) for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True))

@@ -82,15 +82,18 @@ class FreshGate(Predictor):
             self._input = event.il, event.inputs[0].copy()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """None but at distance 0."""
+        """Returns the router's own choice at distance 0, and None at any other distance."""
         if distance != 0 or self._input is None or self._input[0] != il or il not in self._routers.routers:
             return None
         return probabilities(self._routers, il, self._input[1])
 
 
 def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
-    """(n_expert,) in [0, 1] for one router input (n_embd,), as llama.cpp chooses: higher is chosen sooner, excluded
-    groups are 0. 0.5 is an even share among n_expert_used: scores, made to add up to 1, against 1 / n_expert_used."""
+    """Returns a value in [0, 1] for each expert (n_expert,), from one router input (n_embd,).
+
+    llama.cpp chooses the experts with the highest values. Experts of excluded groups have the value 0. An expert has
+    the value 0.5 if its share of all scores is 1 / n_expert_used.
+    """
     router = routers.routers[il]
     scores = _scores(routers, router, inputs)
     lowest = float(scores.min(where=np.isfinite(scores), initial=0.0))
@@ -100,7 +103,7 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
 
 
 def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
-    """(n_expert,): the scores by which experts are chosen; -inf in groups that were not chosen."""
+    """Returns the scores by which experts are chosen (n_expert,), with -inf in groups that were not chosen."""
     logits = router.matrix @ inputs
     if router.logit_bias is not None:
         logits += router.logit_bias

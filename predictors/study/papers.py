@@ -1,9 +1,9 @@
-"""Strategies at a paper's link and compute times, request by request: simulated, exact, the same on any machine.
+"""Simulates strategies at a paper's link and compute times. Results are exact and do not depend on the machine.
 
-The experts that a token uses of a layer take as long on the modelled link, beside the layer's compute, as in the paper.
-A pass of several tokens takes a layer's time once, as on a GPU that is far from busy. Some requests warm a system's
-cache first and are not counted. Each counted request has a figure of its own, so that an interval is one over requests.
-Simulated time leaves out the cost of a predictor.
+A token uses several experts of a layer. Their transfer time over the modelled link, relative to the layer's compute
+time, is as in the paper. A pass of several tokens takes a layer's compute time once, as on a GPU that is far from busy.
+Some requests warm a system's cache first and are not counted. Each counted request has its own figure, so that an
+interval is over requests. Simulated time leaves out the cost of a predictor.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ from predictors.study.replay import Replay
 class Link:
     """Times of a paper."""
 
-    expert_us: float  # one expert takes it on the paper's link
-    layer_us: float  # compute of a layer in a pass
+    expert_us: float  # time of one expert on the paper's link
+    layer_us: float  # compute time of a layer in a pass
     n_expert_used: int  # experts of a layer that a token of the paper's model uses
     source: str
 
     def expert_us_of(self, shape: MoeShape) -> float:
-        """Returns the time of an expert of this shape on the link. A token's experts of a layer then take as long
-        beside the layer's compute as in the paper."""
+        """Returns the time of an expert of this shape on the link, in microseconds.
+
+        All experts that a token uses in a layer then take as long together as in the paper.
+        """
         return self.expert_us * self.n_expert_used / shape.n_expert_used
 
     def options(self, shape: MoeShape) -> SimOptions:
-        """Returns a replay at these times."""
+        """Returns the options of a replay at these times."""
         link_bytes_per_s = shape.expert_bytes / self.expert_us_of(shape) * 1e6
         return SimOptions(link_bytes_per_s=link_bytes_per_s, layer_pass_us=self.layer_us)
 
@@ -77,16 +79,16 @@ LINKS = {
 
 
 class System(NamedTuple):
-    """A system that is replayed: its parts, and the store's switches. next_layer: it fetches the whole next layer."""
+    """A system that is replayed: its parts, and the store's switches."""
 
     policy: str
     predictor: str = "none"
     prefetch: PrefetchOptions | None = None
     store: StoreOptions = StoreOptions()
-    next_layer: bool = False
+    next_layer: bool = False  # prefetch the whole next layer instead of predicting
 
     def settings(self) -> dict[str, Any]:
-        """Returns what identifies the system: of its options those that are not the defaults."""
+        """Returns the parts that identify the system, with only the options that differ from the defaults."""
         prefetch = None if self.prefetch is None else changed(self.prefetch)
         parts = self._asdict() | {"prefetch": prefetch, "store": changed(self.store)}
         return parts
@@ -99,7 +101,7 @@ def changed(options: Any) -> dict[str, Any]:
 
 
 def strategy(name: str) -> System:
-    """Returns a strategy's parts. moegguf's own are as for a model that nothing was measured of or trained for."""
+    """Returns a strategy's parts. moegguf's own strategy is the one for a model without measurements or training."""
     found = STRATEGIES[name]
     if found.policy == AUTO:
         return System(UNMEASURED.policy, SKIP, PrefetchOptions(), found.store)
@@ -154,10 +156,11 @@ def ahead(paper: str, window: int) -> System:
 
 
 def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
-    """Returns the systems that a paper's claims are judged by. All of them sweep prompts or none does, as the paper's
-    strategy does, so that no arm has what another one lacks.
+    """Returns the systems that a paper's claims are judged by.
 
-    window: of the paper's prefetching, as chosen on other requests; None: the strategy's.
+    Either all of them sweep prompts or none does, as in the paper's strategy, so that the comparison is fair.
+
+    window: the window of the paper's prefetching, which was chosen on other requests; None: the strategy's window.
     """
     own = strategy(paper) if window is None else ahead(paper, window)
     systems = {**{name: strategy(name) for name in BASES}, paper: own, **BASELINES[paper]}
@@ -165,22 +168,24 @@ def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
 
 
 def beside(system: System, other: System) -> System:
-    """Returns the system with the other one's sweep."""
+    """Returns the system with the `sweep` option of the other system."""
     return system._replace(store=replace(system.store, sweep=other.store.sweep))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A study whose trace has requests that warm a cache, followed by the ones that are counted: of several that decode
-    together the first one."""
+    """A study whose trace has requests that warm a cache, followed by the requests that are counted."""
 
     study: Study
-    counted: Sequence[int]
+    counted: Sequence[int]  # numbers of the counted requests; if several decode together, only the first one
 
     @classmethod
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
-        """Returns all requests of the study, after the requests of `warm`, which are not counted. With n_counted: about
-        that many of them, equally many of each kind, in order of arrival."""
+        """Returns the requests of `warm`, which are not counted, and then the requests of the study.
+
+        n_counted: use about this number of the study's requests, equally many of each kind, in order of arrival. None:
+        use all.
+        """
         sequences = study.trace.sequences()
         labels = study.trace.header.labels
         kinds = sorted({labels.get(sequence, "") for sequence in sequences})
@@ -191,11 +196,11 @@ class Workload:
 
     @classmethod
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
-        """Returns groups of `n_together` requests: their prompts one after another, then a token of each in a pass, as
-        long as all decode. The first `n_warm` groups are not counted.
+        """Returns groups of `n_together` requests that decode together. The first `n_warm` groups are not counted.
 
-        Requests follow in order of arrival until all were used, then in random orders: of large groups some share
-        requests. Each appearance in a group is a request of its own.
+        The prompts of a group are computed one after another. Then each pass has one token of each request, until the
+        first request ends. Requests follow in order of arrival until all were used, then in random orders, so large
+        groups may share requests. Each appearance in a group counts as a request of its own.
         """
         trace = study.trace
         random = np.random.default_rng(0)

@@ -106,7 +106,7 @@ def _replay(trace: Trace, judges: Sequence[Judge]) -> None:
 
 
 def _tables(judges: Sequence[_BatchJudge]) -> tuple[PredictorScore, ...]:
-    """One score for each judge; a name used twice gets a number."""
+    """Returns one score for each judge. Appends a number to a name that occurs again."""
     seen: Counter[str] = Counter()
     tables = []
     for judge in judges:
@@ -149,7 +149,7 @@ class _BatchJudge(Judge):
         self._n_steps = np.zeros(len(self.distances), np.int64)
 
     def table(self) -> PredictorScore:
-        """`Judge.table`, with batch_accuracy."""
+        """Returns the table of `Judge` with batch_accuracy."""
         self._close_batch()
         sums = zip(self.distances, self._sums.tolist(), self._n_steps.tolist(), strict=True)
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}
@@ -180,7 +180,7 @@ class _BatchJudge(Judge):
         self._batch.add(sequence)
 
     def _close_batch(self) -> None:
-        """Scores the steps that all requests of the batch took part in and all of whose layers were predicted."""
+        """Scores the steps in which all requests of the batch decoded and all layers were predicted."""
         complete = self._batch_sequences * (len(self.shape.layers) - 1)
         for step in self._steps.values():
             for column in np.flatnonzero(step.n_predicted == complete) if complete else ():

@@ -107,7 +107,7 @@ class SequenceGroups(RoutingListener):
 
 
 class ExpertFlow:
-    """A schedule for `Engine`. A step computes all prompts and one group of the decoding sequences (`SequenceGroups`)."""
+    """A schedule for `Engine`. A step computes all prompts and one of the `SequenceGroups` of decoding sequences."""
 
     @classmethod
     def of(cls, llm: Llama) -> Schedule | None:
