@@ -108,7 +108,7 @@ def make(args: argparse.Namespace) -> card.Card:
 def convert_once(
     network: Network, split: convert.Split, rows: torch.Tensor, rounded: convert.Rounding, path: Path
 ) -> None:
-    """Converts the network, or takes from the file what an earlier call made."""
+    """Converts the network and saves it to `path`. If the file exists, loads it instead."""
     if path.exists():
         for layer in network.layers:
             sizes = split.n_shared, split.n_expert, split.n_ff_exp, split.n_expert_used
@@ -121,14 +121,14 @@ def convert_once(
 
 
 class Clock:
-    """Seconds of each step."""
+    """A clock that measures the seconds of each step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._start = time.monotonic()
 
     def lap(self, step: str) -> None:
-        """Ends a step."""
+        """Ends a step, and records its seconds."""
         now = time.monotonic()
         self.seconds[step], self._start = round(now - self._start, 1), now
 

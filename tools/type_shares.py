@@ -217,7 +217,7 @@ class Quantiser:
 
 
 def count(quantiser: Quantiser, file: File) -> Counter[str]:
-    """Bytes by type of all matrices of a file."""
+    """Returns the bytes of a file's matrices by type."""
     shape = SHAPES[file.shape]
     names = quantiser.ggml.types
     if isinstance(file.made, str):

@@ -184,24 +184,24 @@ class Ggml:
         return None
 
     def type_name(self, ggml_type: int) -> str:
-        """ggml's name of a type; empty where the number is not in use."""
+        """Returns ggml's name of a type, or "" if the number is not in use."""
         self._base.ggml_type_name.restype = c.c_char_p
         self._base.ggml_type_size.restype = c.c_size_t
         is_used = self._base.ggml_type_size(ggml_type) > 0
         return (self._base.ggml_type_name(ggml_type) or b"").decode() if is_used else ""
 
     def op_name(self, node: int) -> str:
-        """ggml's name of the operation of a node at an address."""
+        """Returns ggml's name of the operation of a node at an address."""
         self._base.ggml_op_desc.restype = c.c_char_p
         return str(self._base.ggml_op_desc(c.c_void_p(node)).decode())
 
     def row_bytes(self, ggml_type: int, n: int) -> int:
-        """The bytes of n values of that type."""
+        """Returns the number of bytes of n values of this type."""
         self._base.ggml_row_size.restype = c.c_size_t
         return int(self._base.ggml_row_size(ggml_type, c.c_int64(n)))
 
     def quantized(self, ggml_type: int, values: Array) -> bytes:
-        """float32 values [..., n] as ggml stores them in that type."""
+        """Returns the bytes of the values [..., n], quantised by ggml to this type."""
         flat = np.ascontiguousarray(values, np.float32)
         n = flat.shape[-1]
         out = np.zeros((flat.size // n, self.row_bytes(ggml_type, n)), np.uint8)
@@ -214,7 +214,7 @@ class Ggml:
         return out.tobytes()
 
     def graph(self, buffer_type: c.c_void_p | None = None) -> Graph:
-        """A new graph, whose weights go into that buffer type; plain memory by default."""
+        """Returns a new graph, whose weights are in this buffer type; None: in plain memory."""
         return Graph(self._base, self._backend, self._device, self.plain, buffer_type or self.plain)
 
 
@@ -345,7 +345,7 @@ def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type
 
 
 def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collection[str]) -> Iterator[Case]:
-    """Both products with every type but `left_out`, plain and interleaved."""
+    """Yields MUL_MAT and MUL_MAT_ID with every type of weights but `left_out`, plain and interleaved."""
     x = np.random.default_rng(0).standard_normal((n_rows, n_in)).astype(np.float32)
     skipped = {"f64", "i8", "i16", "i32", "i64", "q8_1", "q8_K", *left_out}
     for name, ggml_type in ggml.types.items():
@@ -671,7 +671,7 @@ def print_operations(model: Path) -> int:
 def cases(
     n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2, left_out: Collection[str] = ()
 ) -> Iterator[Case | StateCase]:
-    """All operations, products with weights [n_out, n_in], of n_rows rows. left_out: types of weights."""
+    """Yields all operations with n_rows rows. Weights are [n_out, n_in]. left_out: types of weights to leave out."""
     ggml = Ggml(n_threads)
     yield from products(ggml, n_in, n_out, n_rows, left_out)
     yield from others(ggml, n_in, n_rows)
@@ -680,7 +680,7 @@ def cases(
 
 
 def silence() -> None:
-    """Drops what ggml logs in this process from now on."""
+    """Switches off ggml's log in this process."""
     c.CDLL(str(library.find_library() / "libggml-base.so")).ggml_log_set(QUIET, None)
 
 

@@ -164,7 +164,7 @@ def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
 
 
 def costs() -> dict[str, Any]:
-    """{shape: {predictor: figures}}."""
+    """Measures every predictor with every shape. Returns {shape: {predictor: figures}}."""
     return {
         title: {
             name: cost(shape, make(shape, np.random.default_rng(1)), of).figures()

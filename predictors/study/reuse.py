@@ -103,7 +103,7 @@ def _mean_skew(counts: Counts) -> Skew:
 
 
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
-    """Shares of experts used in the tokens just before, of the same request and of another drawn for each."""
+    """Returns `windows_same` and `windows_other`. A random other request is drawn for each request."""
     found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [experts, of those seen before]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
@@ -122,7 +122,7 @@ def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, flo
 
 
 def _reuse_distances(paths: list[Used]) -> dict[int, float]:
-    """Histogram of tokens between two uses of an expert within a request."""
+    """Returns the histogram of tokens between two uses of an expert within a request."""
     bounds = np.array(DISTANCES)
     bins = np.zeros(len(DISTANCES) + 2)  # first use, then up to each bound, then beyond
     for path in paths:
@@ -144,5 +144,5 @@ def _next_token(paths: list[Used], n_row: int) -> Floats:
 
 
 def _shares(parts: Floats, wholes: Floats) -> Floats:
-    """parts / wholes; nan where a whole is 0."""
+    """Returns parts / wholes, with nan where a whole is 0."""
     return np.divide(parts, wholes, out=np.full_like(wholes, np.nan), where=wholes > 0)

@@ -80,7 +80,7 @@ def parse_setting(default: Any, text: str) -> Any:
 
 
 def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
-    """(trace to train on, trace to score on), no request in both."""
+    """Returns the trace to train on and the trace to score on. No request is in both."""
     trace = trace_file.read(args.trace)
     if args.heldout_trace:
         return trace, trace_file.read(args.heldout_trace)

@@ -48,14 +48,14 @@ class Conversation:
 
 @dataclass
 class Encoded:
-    """Ids, the same with IGNORED wherever the model is not the one who speaks, and positions."""
+    """The tokens of a conversation."""
 
     ids: list[int] = field(default_factory=list)
-    spoken: list[int] = field(default_factory=list)
+    spoken: list[int] = field(default_factory=list)  # the ids of the model's own turns, IGNORED elsewhere
     positions: list[int] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], *, own: bool = False, gap: int = 0) -> None:
-        """Append a piece, `gap` positions behind the last one."""
+        """Appends ids, `gap` positions after the last one. own: the ids are the model's own turn."""
         start = self.positions[-1] + 1 + gap if self.positions else 0
         self.ids.extend(ids)
         self.spoken.extend(ids if own else [IGNORED] * len(ids))
@@ -64,7 +64,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Chat:
-    """Batches of conversations of up to the row's length, and rows of the corpus so that it is not forgotten."""
+    """Batches of conversations, and of rows of the corpus, so that the model does not forget the corpus."""
 
     tokenizer: Tokenizer
     conversations: Sequence[list[Message]]
@@ -82,12 +82,12 @@ class Chat:
         return Sandbox().from_string(CHAT_TEMPLATE)
 
     def excerpt(self, rng: random.Random, n_tokens: int) -> str:
-        """Some text of the corpus."""
+        """Returns a random text of the corpus with n_tokens tokens."""
         start = rng.randrange(len(self.corpus) - n_tokens)
         return str(self.tokenizer.decode(self.corpus[start : start + n_tokens].tolist())).strip()
 
     def draw(self, rng: random.Random) -> list[Message]:
-        """A conversation of the file, reworded; more often than by chance a starter, which has to be right."""
+        """Returns a random conversation, reworded. Starters are drawn more often, since their answers must be right."""
         return reworded(rng.choice(self.starters if rng.random() < STARTERS else self.conversations), rng)
 
     @cached_property

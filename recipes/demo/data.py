@@ -58,7 +58,7 @@ def load(path: Path) -> Corpus:
 
 
 def save(path: Path, tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> None:
-    """Tokenise the corpus into one .npz file."""
+    """Tokenises the corpus into one .npz file."""
     arrays: dict[str, NDArray[Any]] = {}
     train = []
     for kind in corpus.KINDS:
@@ -83,7 +83,7 @@ class Windows:
         self.epoch, self.order = -1, np.arange(0)
 
     def window(self, index: int) -> Tokens:
-        """Window number `index` of an endless sequence of epochs: n_ctx + 1 tokens."""
+        """Returns window number `index` of an endless sequence of epochs: n_ctx + 1 tokens."""
         epoch, position = divmod(index, self.n_windows)
         if epoch != self.epoch:
             self.epoch = epoch

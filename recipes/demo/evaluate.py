@@ -81,7 +81,7 @@ def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, 
 
 
 def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
-    """Greedy answers under llama.cpp through the file's own chat template; " [cut]" marks one cut off."""
+    """Returns llama.cpp's greedy answers with the file's chat template. " [cut]" marks an answer that was cut off."""
     llm = open_gguf(path, n_ctx)
     found = {}
     for question in questions:

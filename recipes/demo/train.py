@@ -76,7 +76,7 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
 
 
 def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr: float) -> None:
-    """Append to the log: loss, speed, and how unevenly each layer routes (coefficient of variation)."""
+    """Appends to the log: loss, speed, and each layer's coefficient of variation of the experts' loads."""
     uneven = [float(m.load.std(correction=0) / m.load.mean()) for m in model.mixtures()]
     line = {
         **asdict(progress),
@@ -90,7 +90,7 @@ def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr:
 
 
 def run(stage: Stage, model: DemoModel, folder: Path) -> Progress:
-    """Train until the stage's minutes are used up, going on from `folder`/STAGE.pt if it exists."""
+    """Trains until the stage's minutes are used up. Continues from `folder`/STAGE.pt if it exists."""
     checkpoint, log = folder / f"{stage.name}.pt", folder / f"{stage.name}.jsonl"
     optimizer = optimiser(model)
     progress = resume(checkpoint, model, optimizer)

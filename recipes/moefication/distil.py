@@ -79,7 +79,7 @@ def distil(
 def _resume(
     checkpoint: Path | None, trained: dict[str, nn.Parameter], optimizer: torch.optim.AdamW
 ) -> tuple[int, float]:
-    """Steps and seconds so far."""
+    """Loads the checkpoint if it exists. Returns the steps and seconds so far."""
     if checkpoint is None or not checkpoint.exists():
         return 0, 0.0
     saved = torch.load(checkpoint)
@@ -91,7 +91,10 @@ def _resume(
 
 
 def divergence(network: Network, dense: Network, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Mean Kullback-Leibler divergence of next tokens, in nats, from the dense network to this one with `weights`."""
+    """Returns the mean Kullback-Leibler divergence of next tokens, in nats, between `dense` and this network.
+
+    weights: parameters that replace the ones of `network`.
+    """
     with torch.no_grad():
         wanted = dense(ids).log_softmax(dim=-1)
     given = torch.func.functional_call(network, weights, (ids,)).log_softmax(dim=-1)

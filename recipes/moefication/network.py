@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def zeros(*sizes: int) -> nn.Parameter:
-    """Room for a matrix that is loaded later."""
+    """Returns a matrix of zeros, whose values are loaded later."""
     return nn.Parameter(torch.zeros(*sizes))
 
 
@@ -147,7 +147,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Token ids to logits; the embedding is the output matrix too."""
+    """The whole network, from token ids to logits. The embedding is also the output matrix."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Network(nn.Module):
         self.output_norm = RMSNorm(shape.n_embd, shape.norm_eps)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """ids: (B, T) -> (B, T, n_embd), what the output matrix is multiplied with."""
+        """Returns the input of the output matrix: ids (B, T) -> (B, T, n_embd)."""
         x = functional.embedding(ids, self.token_embd)
         angles = rope(self.shape, ids.shape[1])
         for layer in self.layers:
