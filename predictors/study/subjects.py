@@ -100,7 +100,7 @@ class Bench:
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns about `n_counted` requests for reporting, equally many of each kind, after some that only warm."""
+        """Returns about `n_counted` of the requests in `workload`, equally many of each kind."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
@@ -153,7 +153,7 @@ def recordings() -> dict[str, str]:
 
 
 def note_recording(name: str, digest: str) -> None:
-    """Writes the digest of the recording that a subject's figures are from, beginning now."""
+    """Writes the digest of the recording from which a subject's figures are now computed."""
     text = json.dumps(recordings() | {name: digest}, indent=1)
     (RESULTS / "recordings.json").write_text(text + "\n", encoding="utf-8")
 

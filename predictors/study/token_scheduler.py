@@ -114,7 +114,7 @@ def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths
     return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 
-ROUNDS = 2  # K-means rounds of a split, which starts from the groups of the last split
+ROUNDS = 2  # K-means rounds of a split, which starts from the groups of the previous split
 MAX_ROUNDS = 10
 
 _ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
