@@ -8,8 +8,8 @@ become part of moegguf.
 
 The busiest neurons become a shared expert. The others are clustered by co-activation, four times over, and a linear
 router is fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025). The fit makes
-choices depend on the previous layer and the previous token about as much as is published of trained models. Then
-the down matrices are fitted anew. With --distil-minutes they are also trained towards the dense model's probabilities.
+the router's choices depend on the previous layer and token about as much as is published of trained models. Then the
+down matrices are fitted anew. With --distil-minutes they are also trained towards the dense model's probabilities.
 
 The program needs the extra `lab`. After an interruption, a new start continues the work.
 The program writes the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing.
