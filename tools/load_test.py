@@ -156,7 +156,7 @@ class Outcome:
 
     @property
     def growth_bytes(self) -> int:
-        """Memory at the end beyond that in the middle of the run; 0 with fewer than three samples."""
+        """Growth of memory from the middle of the run to its end; 0 with fewer than three samples."""
         sizes = [sum(each.values()) for each in self.memory_bytes]
         return sizes[-1] - sizes[len(sizes) // 2] if len(sizes) > 2 else 0
 
@@ -168,7 +168,7 @@ class Outcome:
         return self.answers > 0 and not faults and self.growth_bytes <= self.most_growth_mb * 1e6
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, with percentiles in place of the single times."""
+        """Returns all figures, with percentiles in place of the single times."""
         figures = asdict(self)
         del figures["first_s"], figures["between_s"]
         return {
@@ -181,7 +181,7 @@ class Outcome:
 
 
 def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p99 and the maximum, in milliseconds; empty with fewer than two times."""
+    """Returns p50, p90, p99 and the maximum in milliseconds; empty with fewer than two times."""
     if len(times_s) < 2:
         return {}
     cuts = statistics.quantiles(times_s, n=100, method="inclusive")
@@ -189,7 +189,7 @@ def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
 
 
 class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
-    """Status 503, with or without Retry-After."""
+    """The server answered with status 429 or 503, with or without Retry-After."""
 
     def __init__(self, has_retry_after: bool) -> None:
         super().__init__()
@@ -199,8 +199,10 @@ class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
 async def request_answer(
     client: httpx.AsyncClient, model: str, question: Question, most_parts: int | None = None
 ) -> Answer:
-    """One streamed answer; of one that has more than `most_parts` the beginning, before the client disconnects. Raises
-    BusyServer, RuntimeError for any other error of the server, and httpx's errors."""
+    """Requests one streamed answer. Disconnects after more than `most_parts` parts, and returns the parts so far.
+
+    Raises BusyServer, RuntimeError for any other error of the server, and httpx's errors.
+    """
     answer = Answer()
     start = time.perf_counter()
     dialect = DIALECTS[question.dialect]
@@ -230,8 +232,10 @@ async def request_answer(
 
 
 class Run:
-    """N concurrent clients, for a time or a number of requests. `cancels`: the share of requests whose client leaves
-    after a few parts of the answer."""
+    """A run of N concurrent clients, for a time or a number of requests.
+
+    cancels: the share of requests whose client disconnects after a few parts of the answer.
+    """
 
     def __init__(
         self, client: httpx.AsyncClient, model: str, questions: Sequence[Question], clients: int, cancels: float = 0.0
@@ -253,7 +257,7 @@ class Run:
             self.expected[question] = first
 
     async def run_clients(self, seconds: float, requests: int | None = None) -> Outcome:
-        """All clients at once, for `seconds` or until `requests` were sent."""
+        """Runs all clients at once, for `seconds` or until `requests` were sent."""
         start = time.perf_counter()
         self._end_s = start + seconds
         self._n_left = requests

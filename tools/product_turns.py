@@ -1,12 +1,13 @@
 """Compares moegguf's kernels with llama.cpp's by the processor time of one product of experts, in turns.
 
-Three processes with one thread each stay loaded: with llama.cpp's kernels of the same build (MOEGGUF_KERNELS=upstream),
-with the fastest of moegguf's, and with those for processors without AVX-512. A prompt has 512 tokens, and a token of
-decoding other experts each time, so that weights come from memory: 128 experts of 768 x 2048, of which a token uses 8.
+Three processes with one thread each stay loaded. The first one uses llama.cpp's kernels of the same build
+(MOEGGUF_KERNELS=upstream), the second one the fastest of moegguf's kernels, and the third one moegguf's kernels for
+processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has 512 tokens.
+Each token of decoding uses other experts than the last one, so that weights come from memory.
 
 Usage: python tools/product_turns.py [TYPE ...] [--rounds N] [--interleaved]
 Prints for each type the ratio of times of prompts and of decoding: the median, and in brackets the least and the
-greatest. The types are ggml's names; without any, all that ggml can make quickly.
+greatest. TYPE is ggml's name of a type. Without TYPE, the program measures every type that ggml can make quickly.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_pas
 
 
 def work(name: str, is_interleaved: bool) -> None:
-    """Answers each line on the input, the name of a kind of pass, with the time of a turn."""
+    """Reads the name of a kind of pass from each line of the input, and prints the time of one turn of it."""
     silence()
     ggml = Ggml(1)
     started = {
@@ -75,7 +76,7 @@ class Worker:
         )  # fmt: skip
 
     def turn(self, kind: str) -> float:
-        """The seconds of a pass of that kind."""
+        """Returns the seconds of processor time of a pass of this kind."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(f"{kind}\n")

@@ -59,7 +59,7 @@ def preload(sanitizer: str) -> str:
 
 @contextmanager
 def busy(n_processes: int) -> Iterator[None]:
-    """Processes that never sleep, so that threads are preempted where a quiet machine would not do it."""
+    """Starts processes that never sleep, so that threads are preempted more often. Kills them at exit."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(n_processes)]
     try:
@@ -71,7 +71,7 @@ def busy(n_processes: int) -> Iterator[None]:
 
 
 def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[Path]]:
-    """pytest's exit status, or the sanitizer's, and the reports of this run."""
+    """Runs pytest. Returns the exit status of pytest or the sanitizer, and the sanitizer's reports."""
     prefix = library.parent / "reports" / time.strftime("%Y-%m-%dT%H-%M-%S")
     prefix.parent.mkdir(exist_ok=True)
     options = {name: f"{value} log_path={prefix}" for name, value in OPTIONS.items()}

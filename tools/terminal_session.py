@@ -54,7 +54,7 @@ def record() -> pyte.Screen:
         screen.write_process_input = shell.send  # type: ignore[method-assign]  # pyte's hook: replies to the program
 
         def wait_for(prompt: str) -> None:
-            """Until the cursor is behind the prompt, and nothing more comes."""
+            """Waits until the cursor is behind the prompt and no more output arrives."""
             end_s = time.monotonic() + TIMEOUT_S
             while time.monotonic() < end_s:
                 try:

@@ -1,9 +1,9 @@
 """Prints which share of the bytes of widely used Mixture-of-Experts GGUFs each type of tensors has.
 
 Usage: python -m tools.type_shares [--files]
-A file whose header is public is counted as its header says. Any other one is computed from the published shape of its
-model by the quantiser of the pinned llama.cpp, which also decides what replaces a type whose blocks do not divide a
-row. `--files` prints a line for each file with its source in place of the table of types.
+A file with a public header is counted from its header. Any other file is computed from the published shape of its
+model, by the quantiser of the pinned llama.cpp. The quantiser also replaces a type whose blocks do not divide a row.
+`--files` prints a line for each file with its source in place of the table of types.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FTYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as its card describes it. Latent attention counts as if it were plain attention of these heads."""
+    """The shape of a model, from its card. Latent attention counts as plain attention with these heads."""
 
     arch: str
     n_embd: int
@@ -39,14 +39,14 @@ class Shape:
     n_head_kv: int
     d_head: int
     n_expert: int
-    n_ff: int  # of an expert
-    n_ff_shared: int  # of what every token takes, in each layer with experts
+    n_ff: int  # an expert's width
+    n_ff_shared: int  # width of the shared expert in each layer with experts; 0: none
     n_ff_dense: int
     n_vocab: int
     matrices: tuple[str, ...] = ("gate", "up", "down")
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes, as ggml orders dimensions, of all matrices."""
+        """Yields the name of each matrix, and its shape in ggml's order of dimensions."""
         yield "token_embd.weight", (self.n_embd, self.n_vocab)
         yield "output.weight", (self.n_embd, self.n_vocab)
         for il in range(self.n_layer):
@@ -217,7 +217,7 @@ class Quantiser:
 
 
 def count(quantiser: Quantiser, file: File) -> Counter[str]:
-    """Bytes by type of all matrices of a file."""
+    """Returns the bytes of a file's matrices by type."""
     shape = SHAPES[file.shape]
     names = quantiser.ggml.types
     if isinstance(file.made, str):

@@ -125,7 +125,7 @@ def unpack(sdist: Path, target: Path) -> None:
 
 
 def extract(sdist: Path, folder: str, wanted: tuple[str, ...], target: Path) -> None:
-    """Unpacks what begins with one of `wanted` below `folder` into `target`."""
+    """Unpacks into `target` the files below `folder` whose paths begin with one of `wanted`."""
     paths = tuple(folder + path for path in wanted)
     with tarfile.open(sdist) as archive:
         for member in archive:
@@ -173,7 +173,7 @@ def prepare() -> Path:
 
 
 def replace(tree: Path, fresh: Path) -> None:
-    """Puts `fresh` in the place of `tree`; what has not changed keeps its time."""
+    """Replaces `tree` by `fresh`. Unchanged files keep their modification times."""
     keep_unchanged(tree, fresh)
     shutil.rmtree(tree, ignore_errors=True)
     fresh.rename(tree)

@@ -1,17 +1,18 @@
-"""Says which results change their bits with the number of rows that the CPU computes together.
+"""Lists the operations whose results change their bits with the number of rows that the CPU computes together.
 
-Each operation of the supported architectures' graphs is computed by ggml for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
-(tokens), and every row is compared with what the same row gives alone. Products are taken with every quantisation that
-ggml can make, as plain and, where the processor has a layout for it, as interleaved weights; attention over a cache of
-several sequences. That others' cells change no bit is a property of a whole graph: tests/live/test_width.py.
+ggml computes each operation of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
+(tokens). The program compares the bits of every row with the bits of the row computed alone. Products use every
+quantisation that ggml can make, as plain weights and, where the processor has a layout for them, as interleaved
+weights. Attention reads a cache of several sequences. The cells of other sequences must not change a bit either: this
+is a property of a whole graph, which tests/live/test_width.py checks.
 
-Operations with a recurrent state are computed for several sequences together, in passes of each width. Every token's
-output, and every state that is returned, are compared with those of the sequence alone, token by token.
+Operations with a recurrent state are computed for several sequences together, in passes of each width. The program
+compares every token's output, and every returned state, with the results for the sequence alone, token by token.
 
 Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all] [--model FILE]
-Lists the operations of which a row changes, with the widths and how many of their rows; `--all` lists the others too.
-The exit status is 1 where a row changes. With a model: lists the operations of its graph, and which of the checked ones
-stand for each. The exit status is 1 where one is not checked.
+The program lists each operation with a changed row: the widths, and the number of changed rows at each width. `--all`
+lists the other operations too. The exit status is 1 if a row changes. With a model, the program lists the operations of
+the model's graph, and the checked operations that stand for each. The exit status is then 1 if one is not checked.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ CHECKED_BY = {
     "TANH": "tanh", "TOP_K": "top-k",
 }  # fmt: skip
 
-QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda _level, _text, _data: None)  # as long as ggml
+# ggml keeps a pointer to this function, so Python must not free it.
+QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda _level, _text, _data: None)
 
 Array = npt.NDArray[Any]
-Compute = Callable[[Sequence[int]], Array]  # of the rows by number: the result, with rows first
+Compute = Callable[[Sequence[int]], Array]  # maps row numbers to the result, whose first axis is the row
 
 
 class InitParams(c.Structure):
@@ -75,13 +77,13 @@ class InitParams(c.Structure):
 
 @dataclass(frozen=True)
 class Case:
-    """An operation, and what computes some of its rows."""
+    """An operation, and the function that computes some of its rows."""
 
     name: str
     compute: Compute
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
-        """By width: the rows whose bits are not those of the row alone. Without widths at which none is."""
+        """Returns {width: rows whose bits differ from the row computed alone}. Omits the widths that change no row."""
         alone = [self.compute([row]).tobytes() for row in range(max(widths))]
         found = {}
         for width in widths:
@@ -92,22 +94,25 @@ class Case:
         return found
 
 
-# The outputs [n, n_tokens, ...] and the states [n_back, n, ...] after the last tokens, the last one's first, of some
-# sequences that begin in these states [n, ...] before token `begin`, and end before token `end`.
+# Computes tokens `begin` to `end` - 1 of n sequences: (states [n, ...] before `begin`, sequences, begin, end). Returns
+# the outputs [n, n_tokens, ...] and the states [n_back, n, ...] after each of the last n_back tokens, the last first.
 Advance = Callable[[Array, Sequence[int], int, int], tuple[Array, Array]]
 
 
 @dataclass(frozen=True)
 class StateCase:
-    """An operation with a state for each sequence, and what computes some tokens of some sequences."""
+    """An operation with a state for each sequence, and the function that computes some tokens of some sequences."""
 
     name: str
     advance: Advance
     first: Array  # the states [N_STATES, ...] before the first token
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
-        """By width: the tokens whose output or state has other bits where sequences are computed together, in passes of
-        that width, than in the sequence alone. Without widths at which none has."""
+        """Returns {width: tokens whose output or state changes}. Omits the widths that change no token.
+
+        A token changes if its bits in passes of this width, with all sequences together, differ from its bits when its
+        sequence is computed alone.
+        """
         n_tokens = max(widths)
         alone = [self._alone(sequence, n_tokens) for sequence in range(N_STATES)]
         outputs, states = (np.stack(arrays) for arrays in zip(*alone, strict=True))
@@ -119,7 +124,7 @@ class StateCase:
         return found
 
     def _alone(self, sequence: int, n_tokens: int) -> tuple[Array, Array]:
-        """The output of each token of a sequence, and the state after each one."""
+        """Returns the output of each token of a sequence, and the state after each token."""
         outputs, states = [], []
         state = self.first[sequence : sequence + 1]
         for token in range(n_tokens):
@@ -179,24 +184,24 @@ class Ggml:
         return None
 
     def type_name(self, ggml_type: int) -> str:
-        """ggml's name of a type; empty where the number is not in use."""
+        """Returns ggml's name of a type, or "" if the number is not in use."""
         self._base.ggml_type_name.restype = c.c_char_p
         self._base.ggml_type_size.restype = c.c_size_t
         is_used = self._base.ggml_type_size(ggml_type) > 0
         return (self._base.ggml_type_name(ggml_type) or b"").decode() if is_used else ""
 
     def op_name(self, node: int) -> str:
-        """ggml's name of the operation of a node at an address."""
+        """Returns ggml's name of the operation of a node at an address."""
         self._base.ggml_op_desc.restype = c.c_char_p
         return str(self._base.ggml_op_desc(c.c_void_p(node)).decode())
 
     def row_bytes(self, ggml_type: int, n: int) -> int:
-        """The bytes of n values of that type."""
+        """Returns the number of bytes of n values of this type."""
         self._base.ggml_row_size.restype = c.c_size_t
         return int(self._base.ggml_row_size(ggml_type, c.c_int64(n)))
 
     def quantized(self, ggml_type: int, values: Array) -> bytes:
-        """float32 values [..., n] as ggml stores them in that type."""
+        """Returns the bytes of the values [..., n], quantised by ggml to this type."""
         flat = np.ascontiguousarray(values, np.float32)
         n = flat.shape[-1]
         out = np.zeros((flat.size // n, self.row_bytes(ggml_type, n)), np.uint8)
@@ -209,7 +214,7 @@ class Ggml:
         return out.tobytes()
 
     def graph(self, buffer_type: c.c_void_p | None = None) -> Graph:
-        """A new graph, whose weights go into that buffer type; plain memory by default."""
+        """Returns a new graph, whose weights are in this buffer type; None: in plain memory."""
         return Graph(self._base, self._backend, self._device, self.plain, buffer_type or self.plain)
 
 
@@ -233,12 +238,12 @@ class Graph:
         return tensor
 
     def array(self, values: Array) -> c.c_void_p:
-        """A tensor with the values and shape of a float32, float16 or int32 array."""
+        """Returns a tensor with the values and shape of a float32, float16 or int32 array."""
         kinds = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(np.int32): I32}
         return self.input(kinds[values.dtype], values.shape, np.ascontiguousarray(values).tobytes())
 
     def op(self, name: str, *arguments: Any) -> c.c_void_p:
-        """The node that ggml_<name> makes. Numbers that are no tensors are given as ctypes."""
+        """Returns the node that ggml_<name> makes. A number that is no tensor must be a ctypes value."""
         return Ggml._pointer(getattr(self._base, f"ggml_{name}"), self._contexts[0], *arguments)
 
     def change(self, name: str, *arguments: Any) -> None:
@@ -246,7 +251,7 @@ class Graph:
         getattr(self._base, f"ggml_{name}")(*arguments)
 
     def supports(self, node: c.c_void_p) -> bool:
-        """Whether the CPU computes this node, whose weights are in the buffer type of weights."""
+        """Returns True if the CPU can compute this node with its weights in the buffer type of weights."""
         self._allocate()
         self._base.ggml_backend_dev_supports_op.restype = c.c_bool
         return bool(self._base.ggml_backend_dev_supports_op(self._device, node))
@@ -265,7 +270,7 @@ class Graph:
         )
 
     def prepare(self, node: c.c_void_p) -> Callable[[], None]:
-        """Returns what computes the node, as often as it is called. The inputs have their values."""
+        """Returns a function that computes the node. Sets the values of the inputs once, before."""
         self._base.ggml_new_graph.restype = c.c_void_p
         graph = c.c_void_p(self._base.ggml_new_graph(self._contexts[0]))
         self._base.ggml_build_forward_expand(graph, node)
@@ -340,7 +345,7 @@ def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type
 
 
 def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collection[str]) -> Iterator[Case]:
-    """Both products with every type but `left_out`, plain and interleaved."""
+    """Yields MUL_MAT and MUL_MAT_ID with every type of weights but `left_out`, plain and interleaved."""
     x = np.random.default_rng(0).standard_normal((n_rows, n_in)).astype(np.float32)
     skipped = {"f64", "i8", "i16", "i32", "i64", "q8_1", "q8_K", *left_out}
     for name, ggml_type in ggml.types.items():
@@ -541,7 +546,7 @@ def advance_delta_net(
 
 
 def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """The scan of Mamba 2, whose states decay head by head, and that of Mamba 1, value by value."""
+    """Yields the scan of Mamba 2, whose states decay head by head, and the scan of Mamba 1, value by value."""
     rng = np.random.default_rng(7)
 
     def tokens(*shape: int) -> Array:
@@ -575,7 +580,7 @@ def advance_scan(
 
 
 def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """The convolutions before states, over four tokens, and that of LFM2, over three."""
+    """Yields the convolution before recurrent states, over four tokens, and LFM2's convolution, over three tokens."""
     rng = np.random.default_rng(8)
     n = 192
     x = rng.standard_normal((N_STATES, n_tokens, n)).astype(np.float32)
@@ -666,7 +671,7 @@ def print_operations(model: Path) -> int:
 def cases(
     n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2, left_out: Collection[str] = ()
 ) -> Iterator[Case | StateCase]:
-    """All operations, products with weights [n_out, n_in], of n_rows rows. left_out: types of weights."""
+    """Yields all operations with n_rows rows. Weights are [n_out, n_in]. left_out: types of weights to leave out."""
     ggml = Ggml(n_threads)
     yield from products(ggml, n_in, n_out, n_rows, left_out)
     yield from others(ggml, n_in, n_rows)
@@ -675,7 +680,7 @@ def cases(
 
 
 def silence() -> None:
-    """Drops what ggml logs in this process from now on."""
+    """Switches off ggml's log in this process."""
     c.CDLL(str(library.find_library() / "libggml-base.so")).ggml_log_set(QUIET, None)
 
 

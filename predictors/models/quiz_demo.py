@@ -1,11 +1,12 @@
-"""Ask the demo model what it must know, as the server would: at the sampling that its file asks for.
+"""Sends the demo model the questions that it must know, and counts the right answers.
 
     python -m predictors.models.quiz_demo --times 20
     python -m predictors.models.quiz_demo -m build/demo/out/moegguf-demo-Q4_0.gguf
 
-Starters (the page's and the documentation's questions) are asked alone, after a greeting, as second turn after each
-other starter, behind system messages, and after more than 600 and 1,500 tokens of conversation or of other text. An
-answer is right if it is the one that is taught, to the letter. Held-out questions are worded as no taught one is.
+The model answers with the sampling of its file, as under the server. The starters are the questions of the page and of
+the documentation. Each starter is sent alone, after a greeting, as the second turn after each other starter, and behind
+system messages. It is also sent after more than 600 and 1,500 tokens of conversation or of other text. An answer is
+right if it equals the taught answer to the letter. Held-out questions have wordings that are not taught.
 """
 
 import argparse
@@ -28,9 +29,9 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer the user's question. Y
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation that ends with a question, and its right answers. `where`: what comes before the question."""
+    """A conversation that ends with a question, and its right answers."""
 
-    where: str
+    where: str  # the situation: what comes before the question
     messages: Sequence[Message]
     right: frozenset[str]
     tools: Sequence[Tool] = ()
@@ -42,7 +43,7 @@ class Case:
 
 
 def long_talk(known: Mapping[str, str], n_words: int, seed: int) -> list[Message]:
-    """Questions with their answers, some of each kind, of about so many words."""
+    """Returns questions with their answers, each answer once, of about `n_words` words together."""
     firsts = list({answer: question for question, answer in reversed(list(known.items()))}.values())
     random.Random(seed).shuffle(firsts)
     talk: list[Message] = []
@@ -53,7 +54,7 @@ def long_talk(known: Mapping[str, str], n_words: int, seed: int) -> list[Message
 
 
 def starter_cases() -> Iterator[Case]:
-    """Each starter in each situation."""
+    """Yields each starter in each situation."""
     known = questions.answers()
     starters = questions.starters()
     text = (ROOT / "LICENSE").read_text(encoding="utf-8") + (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
@@ -75,20 +76,20 @@ def starter_cases() -> Iterator[Case]:
 
 
 def taught_cases() -> Iterator[Case]:
-    """Every question as it is taught."""
+    """Yields every question in its taught wording."""
     for question, answer in questions.answers().items():
         yield Case("taught", [{"role": "user", "content": question}], frozenset({answer}))
 
 
 def heldout_cases() -> Iterator[Case]:
-    """Questions in wordings that are not taught, and those that it cannot know."""
+    """Yields questions in wordings that are not taught, and questions that the model cannot know."""
     for one in questions.heldout():
         where = "held-out wordings" if len(one.right) == 1 else "cannot be known"
         yield Case(where, [{"role": "user", "content": one.question}], one.right)
 
 
 def tool_cases() -> Iterator[Case]:
-    """Starters beside made-up tools, and questions that need one, which it is too small to call."""
+    """Yields starters beside made-up tools, and questions that need a tool. The model is too small to call a tool."""
     rng = random.Random("quiz")
     known = questions.answers()
     for _ in range(N_TOOL_QUESTIONS):
@@ -100,26 +101,26 @@ def tool_cases() -> Iterator[Case]:
 
 
 def ask(engine: Engine, cases: Sequence[Case]) -> list[str]:
-    """The answers at the model's own sampling."""
+    """Returns the answers to all cases, with the sampling of the model's file."""
     plain = iter(engine.chat([case.messages for case in cases if not case.tools], max_tokens=MAX_ANSWER_TOKENS))
     return [text_of(ask_with_tools(engine, case) if case.tools else next(plain)) for case in cases]
 
 
 def ask_with_tools(engine: Engine, case: Case) -> EngineAnswer:
-    """The answer to a case with tools."""
+    """Returns the answer to a case with tools."""
     given = tuple({"type": "function", "function": tool} for tool in case.tools)
     return engine.chat(case.messages, tools=given, max_tokens=MAX_ANSWER_TOKENS)[0]
 
 
 def text_of(answer: EngineAnswer) -> str:
-    """An answer's text; raises its error."""
+    """Returns an answer's text, or raises its error."""
     if answer.error is not None:
         raise answer.error
     return answer.text
 
 
 def count(cases: Sequence[Case], answers: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """{situation: (right, asked)}."""
+    """Returns {situation: (right answers, questions)}."""
     asked = Counter[str]()
     right = Counter[str]()
     for case, answer in zip(cases, answers, strict=True):
@@ -131,7 +132,7 @@ def count(cases: Sequence[Case], answers: Sequence[str]) -> dict[str, tuple[int,
 def scores(
     model: str, times: int = 1, *, taught: bool = False, wrong: list[str] | None = None
 ) -> dict[str, tuple[int, int]]:
-    """{situation: (right, asked)}; appends to `wrong` what was not."""
+    """Returns {situation: (right answers, questions)}. Appends a line for each wrong answer to `wrong`."""
     with Engine(model, parallel=8, n_ctx=2048) as engine:
         cases = [case for case in starter_cases() for _ in range(times)]
         cases += [*tool_cases(), *heldout_cases(), *(taught_cases() if taught else ())]
@@ -145,7 +146,7 @@ def scores(
 
 
 def main() -> None:
-    """Parses the command line, asks and prints."""
+    """Parses the command line, sends the questions, and prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default="demo", help="a name or a file")
     parser.add_argument("--times", type=int, default=1, help="how often each starter is asked in each situation")

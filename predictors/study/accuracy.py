@@ -1,14 +1,14 @@
-"""Counts of right and wrong predictions per distance and target layer, and each paper's figures computed from them.
+"""Counts right and wrong predictions per distance and target layer, and computes each paper's figures from them.
 
-Definitions, for a token whose layer i used the experts R (|R| = n_expert_used), predicted k MoE layers earlier; where
-i < k from the first MoE layer (ProMoE, section 4, footnote 1), so the distance is min(k, i):
-- ACCURACY_i(k) (ProMoE, section 4): exactly n_expert_used experts are predicted; the share of them that is in R.
-- top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was.
-- precision and recall of a prefetcher that requests the n most probable.
+A token used the experts R (|R| = n_expert_used) in MoE layer i. They were predicted k MoE layers earlier, or from the
+first MoE layer if i < k (ProMoE, section 4, footnote 1). The distance is therefore min(k, i). Definitions:
+- ACCURACY_i(k) (ProMoE, section 4): the share of the n_expert_used most probable experts that is in R.
+- top-k hit and at-least-one (DuoServe-MoE, table 3): all of R was predicted; some of R was predicted.
+- precision and recall of a prefetcher that requests the n most probable experts.
 - FETCHRATE_i(k), which predictors/study/fetching.py counts, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k).
 An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
-Figures are over the predictions made; their share of those due is `coverage`. No layer precedes the first MoE layer:
-means over layers leave it out.
+Figures are over the predictions that were made; `coverage` is their share of the predictions that were due. No layer
+precedes the first MoE layer, so means over layers leave it out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 
-NO_PREDICTION, NOT_DUE = -1, -2  # in place of expert ids
-PADDING = 2  # extra columns that these two index
+NO_PREDICTION, NOT_DUE = -1, -2  # stand in place of an expert id
+PADDING = 2  # extra columns that NO_PREDICTION and NOT_DUE index
 WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
 Ids = npt.NDArray[np.int64]
@@ -30,38 +30,34 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Figures:
-    """One predictor at one distance, for one layer or as the mean over layers; None without any prediction.
+    """Figures of one predictor at one distance, for one layer or as the mean over layers.
 
-    due: predictions due. Tuples are by n - 1, for a prefetcher that requests the n most probable, n up to
-    2 x n_expert_used. moved_per_useful: bytes fetched for one byte that was used, when those experts are fetched that
-    an LRU cache lacks; one that is there moves nothing, however right its prediction.
+    A figure is None without any prediction. Item n - 1 of a tuple is for a prefetcher that requests the n most probable
+    experts, for n up to 2 x n_expert_used.
     """
 
-    due: int
-    coverage: float
+    due: int  # number of predictions that were due
+    coverage: float  # share of the due predictions that were made
     accuracy: float | None
     top_k_hit: float | None
     at_least_one: float | None
     precision: tuple[float | None, ...]
     recall: tuple[float | None, ...]
+    # Bytes fetched for one byte that was used. Only experts that an LRU cache lacks are fetched.
     moved_per_useful: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
 class PredictorScore:
-    """A predictor's figures.
-
-    means: {distance: mean over layers}. layers: {distance: {il: figures}}. fresh: the fresh-gate control (distance 0:
-    the router's own input through the router), None without one; its accuracy must be 1. batch_accuracy: ExpertFlow's,
-    {distance: ...}, only from `score`. fetch_rates: {distance: FETCHRATE}, only with a link.
-    """
+    """A predictor's figures."""
 
     name: str
-    means: dict[int, Figures]
-    layers: dict[int, dict[int, Figures]]
+    means: dict[int, Figures]  # {distance: mean over layers}
+    layers: dict[int, dict[int, Figures]]  # {distance: {il: figures}}
+    # The fresh-gate control: the router with its own input, at distance 0. Its accuracy must be 1. None: no control.
     fresh: Figures | None = None
-    batch_accuracy: dict[int, float | None] | None = None
-    fetch_rates: dict[int, float | None] = field(default_factory=dict)
+    batch_accuracy: dict[int, float | None] | None = None  # ExpertFlow's, {distance: accuracy}; set only by `score`
+    fetch_rates: dict[int, float | None] = field(default_factory=dict)  # {distance: FETCHRATE}; empty without a link
 
     def good_pred(self, distance: int) -> float | None:
         """Returns GOODPRED; None where either factor is unknown."""
@@ -71,9 +67,9 @@ class PredictorScore:
 
 
 class LayerLru:
-    """Contents of an LRU cache of a share of each layer's experts, at least n_expert_used.
+    """The contents of an LRU cache that holds a share of each layer's experts, at least n_expert_used.
 
-    absent (n_row, n_expert): whether the cache lacks the expert.
+    absent (n_row, n_expert): True where the cache lacks the expert.
     """
 
     def __init__(self, shape: MoeShape, share: float) -> None:
@@ -83,7 +79,7 @@ class LayerLru:
         self.absent: Mask = np.ones((len(shape.layers), shape.n_expert), np.bool_)
 
     def use(self, row: int, ids: Ids) -> None:
-        """The experts `ids` (n,) of a layer were used, in this order."""
+        """Records that a layer used the experts `ids` (n,), in this order."""
         last = self._last[row]
         last[ids] = np.arange(self._clock, self._clock + len(ids))
         self._clock += len(ids)
@@ -94,9 +90,11 @@ class LayerLru:
 class Tally:
     """Counts of one predictor by distance and MoE layer.
 
-    tokens (n_distance, n_row, 4): over predictions made, experts used, experts right, times all were right, times any
-    was. ranks (n_distance, n_row, n_rank, 6): how often the prediction at a rank was NOT_DUE, NO_PREDICTION, or an
-    expert (WRONG or RIGHT, plus ABSENT when the LRU cache lacked it).
+    tokens (n_distance, n_row, 4): sums over the predictions that were made. The four counts are the experts used, the
+    experts predicted right, the times that all were right, and the times that any was right.
+
+    ranks (n_distance, n_row, n_rank, 6): the number of times that the prediction at a rank was of each kind. The kinds
+    are NOT_DUE, NO_PREDICTION, and an expert (WRONG or RIGHT, plus ABSENT when the LRU cache lacked the expert).
     """
 
     def __init__(self, shape: MoeShape, distances: tuple[int, ...]) -> None:
@@ -116,7 +114,7 @@ class Tally:
     def add(self, row: int, predicted: Ids, used: Ids, absent: Mask) -> None:
         """Counts predictions (n_distance, n_rank), the most probable first, of one token's experts in one layer.
 
-        used (n_used,): those experts. absent (n_expert,): whether the LRU cache lacks an expert.
+        used (n_used,): the experts that the token used. absent (n_expert,): True where the LRU cache lacks the expert.
         """
         kind = self._kind
         n_used = len(used)
@@ -131,23 +129,23 @@ class Tally:
         self.tokens[:, row] += self._increments_of(n_used)[n_right]
 
     def _increments_of(self, n_used: int) -> Ids:
-        """Increments of `tokens` for 0, 1, ..., n_used right experts; last without a prediction."""
+        """Returns the increments of `tokens` for 0, 1, ..., n_used right experts. The last row is for no prediction."""
         if n_used not in self._increments:
             rows = [(n_used, n_right, n_right == n_used, n_right > 0) for n_right in range(n_used + 1)]
             self._increments[n_used] = np.array([*rows, (0, 0, 0, 0)], np.int64)
         return self._increments[n_used]
 
     def mean(self, column: int) -> Figures:
-        """Figures of one distance over all layers but the first."""
+        """Returns the figures of one distance over all layers but the first."""
         first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
         return self.figures(column, np.arange(first, len(self.shape.layers)))
 
     def by_layer(self, column: int) -> dict[int, Figures]:
-        """{il: figures} of one distance."""
+        """Returns {il: figures} of one distance."""
         return {il: self.figures(column, np.array([row])) for row, il in enumerate(self.shape.layers)}
 
     def figures(self, column: int, rows: Ids) -> Figures:
-        """Figures of one distance (by its position in `distances`), pooled over these MoE layers."""
+        """Returns the figures of one distance (by its position in `distances`), pooled over these MoE layers."""
         used, right, all_right, any_right = self.tokens[column, rows].T
         ranks = self.ranks[column, rows].sum(axis=0)
         due = int(ranks[0, 1:].sum())
@@ -170,10 +168,10 @@ class Tally:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """part / whole; None when whole is 0."""
+    """Returns part / whole; None when whole is 0."""
     return float(part / whole) if whole else None
 
 
 def ratios(parts: Ids, wholes: Ids) -> tuple[float | None, ...]:
-    """`ratio`, pair by pair."""
+    """Returns the `ratio` of each pair."""
     return tuple(ratio(part, whole) for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True))

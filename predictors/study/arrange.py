@@ -17,12 +17,12 @@ Indices = npt.NDArray[np.int64]
 
 
 def used_experts(trace: Trace, tokens: Indices | npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """(n tokens, len(shape.layers), n_expert): the experts that each of these tokens used."""
+    """Returns the experts that each of these tokens used: (n_tokens, len(shape.layers), n_expert)."""
     return multi_hot(trace.expert_ids[:, tokens].transpose(1, 0, 2), trace.shape.n_expert)
 
 
 def arranged(trace: Trace, sequences: Iterable[int]) -> Trace:
-    """The passes of these requests, one request after another in this order."""
+    """Returns the passes of these requests, one request after another in this order."""
     place = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
     part = separated(trace.select(place))
     places = np.array([place[sequence] for sequence in part.pass_sequence.tolist()], np.int64)
@@ -30,7 +30,7 @@ def arranged(trace: Trace, sequences: Iterable[int]) -> Trace:
 
 
 def separated(trace: Trace) -> Trace:
-    """The same tokens without passes of several requests: each of these becomes one for each request and phase."""
+    """Splits each pass of several requests into one pass for each request and phase. The tokens stay."""
     if trace.token_sequence is None or trace.n_tokens == 0:
         return trace
     pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
@@ -44,8 +44,10 @@ def separated(trace: Trace) -> Trace:
 
 
 def joined(trace: Trace, before: Trace) -> Trace:
-    """The passes of `before`, whose requests get other numbers, and then the trace's. Both have passes of one request
-    each, of one model."""
+    """Returns the passes of `before` and then the passes of `trace`. The requests of `before` get new numbers.
+
+    Both traces must be of one model, and each pass must have one request.
+    """
     first = 1 + max(trace.sequences(), default=-1)
     parts = replace(before, pass_sequence=before.pass_sequence + np.int32(first)), trace
     labels = {first + sequence: label for sequence, label in before.header.labels.items()} | trace.header.labels
@@ -62,8 +64,10 @@ def joined(trace: Trace, before: Trace) -> Trace:
 
 
 def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray[np.int32]] | None = None) -> Trace:
-    """Passes of these tokens (indices into the trace), each announced where its tokens are known. names: the request
-    of each of them; None: as in the trace."""
+    """Returns a trace with passes of these tokens (indices into `trace`). A pass is announced if its tokens are known.
+
+    names: the request of each token, pass by pass; None: the request in `trace`.
+    """
     lengths = [len(tokens) for tokens in passes]
     tokens = np.concatenate([np.empty(0, np.int64), *passes])
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -86,11 +90,11 @@ def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:
-    """A control without order: in each layer separately, each request's choices in decode passes are permuted.
+    """Makes a control without order: permutes each request's choices in decode passes, in each layer separately.
 
-    Which experts a request uses and how often, tokens and inputs are unchanged; their correlation with the choices, and
-    that between layers and between tokens, is removed. So what is left of a predictor's accuracy is what the request
-    as a whole tells. Weights are permuted with their experts.
+    The tokens, the inputs, and each request's number of uses of an expert are unchanged. The correlation of choices
+    with tokens and inputs, between layers and between tokens is removed. A predictor's remaining accuracy comes from
+    the request as a whole. Weights are permuted with their experts.
     """
     rng = np.random.default_rng(seed)
     decode = trace.phase_of == Phase.DECODE
@@ -108,7 +112,7 @@ def shuffled(trace: Trace, seed: int) -> Trace:
 
 
 def answered(trace: Trace, n_prompt: Mapping[int, int]) -> Trace:
-    """Requests computed in one pass each, as if all after the first n_prompt[sequence] tokens had been decoded."""
+    """Splits each request's only pass into a prompt of n_prompt[sequence] tokens and one decode pass per token."""
     starts = list[int]()
     phases = list[Phase]()
     sequences = list[int]()

@@ -1,4 +1,4 @@
-"""The store's own predictors, asked for one layer at a time: what is measured is what acts."""
+"""Runs the store's own predictors one layer at a time, so that a study measures the engine's predictors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from moegguf.trace.simulate import announce_to, layout_of
 
 
 class Asked(Predictor):
-    """What `make` gives, as a store without files computes it: of each layer the latest prediction, at any distance.
+    """A predictor that a store without files computes. It returns the latest prediction of a layer, at any distance.
 
-    The store has slots for all experts but one: a resident one predicts nothing. It follows each sequence by itself.
+    The store has slots for all experts but one, since a store with a slot for every expert predicts nothing. The store
+    follows each sequence by itself.
     """
 
     def __init__(self, make: Callable[[], Predictor]) -> None:
         self._make, inner = make, make()
         super().__init__(inner.shape, inner.reach)
-        # ClassVars of each class, here those of what is asked:
+        # ClassVars of Predictor, here set to the values of the inner predictor:
         self.name, self.needs_inputs = inner.name, inner.needs_inputs  # type: ignore[misc]
         n_layer = len(self.shape.layers)
         options = StoreOptions(repack=False, simulate=True)
@@ -32,19 +33,19 @@ class Asked(Predictor):
         self._controller = build_controller(self.shape, LRU, inner, self._store, acting)
 
     def announce(self, announcement: Announcement) -> None:
-        """Tokens are evaluated next."""
+        """Announces the tokens of the next pass to the store."""
         announce_to(self._store.context, announcement)
         if self._controller is not None:
             self._controller.announce(announcement)
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer was routed."""
+        """Sends the routing of a layer to the store."""
         self._store.context.acquire(event.il, event.expert_ids, event.inputs)
         if self._controller is not None:
             self._controller.observe(event)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """What is expected of a layer that is not yet routed in this pass."""
+        """Returns the probabilities of a layer's experts (n_expert,), or None if unknown or beyond the reach."""
         probabilities, known = self._store.forecast()
         return probabilities[il] if known[il] and distance <= self.reach else None
 
@@ -56,5 +57,5 @@ class Asked(Predictor):
 
 
 def asked(make: Callable[[], Predictor]) -> Predictor:
-    """What `make` gives, which can be asked."""
+    """Returns the predictor of `make`. If the predictor is native, the result runs it in a store (`Asked`)."""
     return Asked(make) if make().native() is not None else make()

@@ -1,4 +1,4 @@
-"""What the commands of this folder share: a trace with its model's artifacts, and how a command runs."""
+"""Parts that the commands of this folder share: a trace with its model's artifacts, and the start of a command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moegguf.trace.simulate import SimOptions
 from predictors.study.controls import ORACLE, FreshGate, Oracle
 from predictors.study.token_scheduler import RoutingPaths, make_paths
 
-DEFAULT_TOKENS = 2500  # precise to about a percent, in a minute or two
+DEFAULT_TOKENS = 2500  # figures are precise to about a percent, after a minute or two
 
 PredictorNames = Annotated[
     list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
@@ -28,19 +28,19 @@ class Study(TraceAnalysis):
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
-        """`open`, with the model by name. Raises the errors of both `open` and `find_model`."""
+        """Calls `open` with the model of this name. Raises the errors of `open` and `find_model`."""
         return cls.open(file, find_model(model) if model else None, folder)
 
     known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)
 
     def new_predictor(self, name: str) -> Predictor:
-        """The predictor of this name: the oracle and the control of what is measured, too."""
+        """Returns the predictor of this name, also the oracle and the fresh-gate control."""
         if name == FreshGate.name:
             return FreshGate(self.trace.shape, self.artifacts.routers())
         return Oracle(self.trace) if name == ORACLE else super().new_predictor(name)
 
     def paths(self, name: str) -> RoutingPaths:
-        """New routing paths of this name, for the token scheduler. Raises OptionError."""
+        """Returns new routing paths of this name, for the token scheduler. Raises OptionError."""
         return make_paths(name, self.trace.shape, self.artifacts)
 
 

@@ -1,5 +1,6 @@
-"""Controls for what is measured: a predictor that no other could beat, and the router itself, whose figures show
-whether events and model fit together. Neither predicts.
+"""Controls for the measurements of predictors: an oracle that no predictor can beat, and the router itself.
+
+The router's figures show whether events and model fit together. Neither control predicts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ ORACLE = "oracle"
 
 
 class Oracle(Predictor):
-    """Reads the trace that it is replayed on. Predicts the whole pass in progress as it was recorded, with certainty.
+    """Reads the replayed trace. Predicts the whole pass in progress as it was recorded, with probabilities 0 and 1.
 
-    It follows the tokens, not the numbers of passes, which a replay may split.
+    The oracle follows the tokens, not the numbers of passes, since a replay may split a pass.
     """
 
     name: ClassVar[str] = ORACLE
@@ -28,12 +29,12 @@ class Oracle(Predictor):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.shape, reach=len(trace.shape.layers))
         self._expert_ids = trace.expert_ids
-        self._first = 0  # token of the pass in progress
-        self._n_tokens = 0  # of that pass, as far as it has been routed
+        self._first = 0  # first token of the pass in progress
+        self._n_tokens = 0  # tokens of that pass that have been routed
         self._pass = -1
 
     def announce(self, announcement: Announcement) -> None:
-        """The next pass begins."""
+        """Begins the next pass."""
         self._end_pass()
 
     def observe(self, event: RoutingEvent) -> None:
@@ -48,7 +49,7 @@ class Oracle(Predictor):
         self._n_tokens = 0
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """1 for the experts of the pass's first token, at any distance; None after the end."""
+        """Returns 1 for the experts of the pass's first token, at any distance; None after the end of the trace."""
         row = self.shape.row_of.get(il)
         if row is None or self._first >= self._expert_ids.shape[1]:
             return None
@@ -81,15 +82,18 @@ class FreshGate(Predictor):
             self._input = event.il, event.inputs[0].copy()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """None but at distance 0."""
+        """Returns the router's own choice at distance 0, and None at any other distance."""
         if distance != 0 or self._input is None or self._input[0] != il or il not in self._routers.routers:
             return None
         return probabilities(self._routers, il, self._input[1])
 
 
 def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
-    """(n_expert,) in [0, 1] for one router input (n_embd,), as llama.cpp chooses: higher is chosen sooner, excluded
-    groups are 0. 0.5 is an even share among n_expert_used: scores, made to add up to 1, against 1 / n_expert_used."""
+    """Returns a value in [0, 1] for each expert (n_expert,), from one router input (n_embd,).
+
+    llama.cpp chooses the experts with the highest values. Experts of excluded groups have the value 0. An expert has
+    the value 0.5 if its share of all scores is 1 / n_expert_used.
+    """
     router = routers.routers[il]
     scores = _scores(routers, router, inputs)
     lowest = float(scores.min(where=np.isfinite(scores), initial=0.0))
@@ -99,7 +103,7 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
 
 
 def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
-    """(n_expert,): the scores by which experts are chosen; -inf in groups that were not chosen."""
+    """Returns the scores by which experts are chosen (n_expert,), with -inf in groups that were not chosen."""
     logits = router.matrix @ inputs
     if router.logit_bias is not None:
         logits += router.logit_bias

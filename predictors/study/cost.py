@@ -1,9 +1,9 @@
-"""What one prediction costs, as the store computes it on its own thread: a step of `regenerate`.
+"""Measures the time of one prediction, which the store computes on its own thread: a step of `regenerate`.
 
     python -m predictors.study.regenerate --only costs
 
-Weights are random; times depend on their sizes. They are those of the thread's own clock for each record that it
-follows, so nothing of a layer's compute is in them, and the machine should be idle.
+Weights are random, since times depend only on their sizes. A time is measured by the thread's own clock, and does not
+include a layer's compute. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Random = np.random.Generator
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds: of a layer the median and the 99th percentile, and of what is done before a pass the median."""
+    """Microseconds of a predictor."""
 
-    layer: float
-    layer_99: float
-    before: float
+    layer: float  # median of a layer
+    layer_99: float  # 99th percentile of a layer
+    before: float  # median of the work before a pass
 
     def figures(self) -> dict[str, float]:
-        """Rounded."""
+        """Returns the figures by name, rounded to 0.1 us."""
         return {name: round(value, 1) for name, value in vars(self).items()}
 
 
@@ -120,7 +120,7 @@ def _eamc(n_entries: int) -> Callable[[MoeShape, Random], Predictor]:
     return make
 
 
-# {what is predicted with: (how it is made, the strategy that uses it)}
+# {title: (function that makes the predictor, name of the strategy that uses it)}
 PREDICTORS: Mapping[str, tuple[Callable[[MoeShape, Random], Predictor], str]] = {
     "skip, 2 layers": (_skip, "moegguf"),
     "ProMoE's networks": (_mlp, "promoe"),
@@ -132,8 +132,10 @@ PREDICTORS: Mapping[str, tuple[Callable[[MoeShape, Random], Predictor], str]] = 
 
 
 def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
-    """Of a predictor as the strategy of this name uses it, with a quarter of the experts in memory and routing drawn at
-    random."""
+    """Measures a predictor with the options of the strategy `name`.
+
+    A quarter of the experts is in memory, and routing is random.
+    """
     rng = np.random.default_rng(0)
     n_slots = len(shape.layers) * shape.n_expert // 4
     options = StoreOptions(repack=False, simulate=True, link_bytes_per_s=2e10)
@@ -162,7 +164,7 @@ def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
 
 
 def costs() -> dict[str, Any]:
-    """{shape: {predictor: figures}}."""
+    """Measures every predictor with every shape. Returns {shape: {predictor: figures}}."""
     return {
         title: {
             name: cost(shape, make(shape, np.random.default_rng(1)), of).figures()

@@ -1,13 +1,14 @@
-"""Measurements of docs/evidence/batches.md: answers to several requests at once, and bounds of what that can gain.
+"""Measurements of docs/evidence/batches.md: answers to several requests at once, and bounds of the possible gain.
 
     python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,expertflow
     python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
     python -m predictors.study.evidence passes -m model.gguf --batch 1,8
 
-`batches` answers the demo's questions, so many at once, in a process of its own each time. `bound` says how few bytes
-any eviction can read for requests that decode together, and what the store's own reads, on routing that is drawn at
-random or reused as published. `passes` computes tokens of several sequences together with every expert in memory, on
-one thread, whose processor time other work on the machine changes least.
+`batches` answers the demo's questions, `--batch` at once, and uses a new process for each measurement. `bound` computes
+the least bytes that any eviction can read for requests that decode together, and the bytes of the store's own eviction.
+Its routing is drawn at random, or experts are reused as published of a model. `passes` computes tokens of several
+sequences together with every expert in memory. It uses one thread, since other work on the machine changes the
+processor time of one thread least.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class Batch:
     n_tokens: int
 
     def measured(self) -> dict[str, float]:
-        """Its figures, from a process of its own. Raises CalledProcessError."""
+        """Runs `measure` in a new process, and returns the figures. Raises CalledProcessError."""
         command = [sys.executable, "-m", "predictors.study.evidence", "batch", json.dumps(vars(self))]
         return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
 
     def measure(self) -> dict[str, float]:
-        """Its figures, in this process: of decoding and prompts together, but for those of loading."""
+        """Returns the figures, measured in this process over prompts and decoding. Loading is left out."""
         options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
         with Engine(
             self.model, self.batch, schedule=SCHEDULES[self.schedule], context_store=0, draft="off", **options
@@ -90,13 +91,13 @@ class Batch:
 
 
 def _asked() -> list[str]:
-    """The demo's questions as prompts."""
+    """Returns the demo's questions as prompts."""
     entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
     return [f"<|im_start|>user\n{e['ask'][-1]}<|im_end|>\n<|im_start|>assistant\n" for e in entries if "ask" in e]
 
 
 def batches(measurements: Sequence[Batch], rounds: int) -> str:
-    """The table of measurements, every round of which runs each once. Raises CalledProcessError."""
+    """Runs every measurement once per round, and returns their table. Raises CalledProcessError."""
     found: dict[Batch, list[dict[str, float]]] = {each: [] for each in measurements}
     for _ in range(rounds):
         for each, figures in found.items():
@@ -105,8 +106,11 @@ def batches(measurements: Sequence[Batch], rounds: int) -> str:
 
 
 def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
-    """Markdown: experts of a layer that a pass needs, hits, bytes, memory and speed of each batch and schedule; its
-    ratio to the first one, paired by round, as median (least to greatest)."""
+    """Returns a Markdown table with a row for each batch and schedule.
+
+    Its columns are the experts of a layer that a pass needs, the hits, bytes, memory and speed. The last column is the
+    ratio of speeds to the first row, paired by round, as median (least to greatest).
+    """
     lines = ["| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"]
     lines.append("|---" * 8 + "|")
     first = [figures["ts"] for figures in next(iter(found.values()))]
@@ -125,7 +129,7 @@ def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
 
 @dataclass(frozen=True)
 class Bound:
-    """Requests that decode together: `batch` of `n_tokens` each, whose experts have `n_slots`."""
+    """`batch` requests of `n_tokens` each that decode together, with `n_slots` slots for experts."""
 
     routing: str
     batch: int
@@ -133,8 +137,11 @@ class Bound:
     n_slots: int
 
     def figures(self, shape: MoeShape) -> dict[str, float]:
-        """Distinct experts of a layer and pass; the most hits and least MB per token, by Belady's eviction of what the
-        passes look up together; MB per token of the store's own eviction."""
+        """Returns the figures by name.
+
+        experts: distinct experts of a layer in a pass. hit_rate and mb_per_token: the most hits and the least MB per
+        token, by Belady's eviction. own_mb_per_token: MB per token of the store's own eviction.
+        """
         trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)
         lookups = Lookups.of(trace)
         best = belady(lookups, self.n_slots)
@@ -149,7 +156,7 @@ class Bound:
 
 
 def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> Trace:
-    """Requests whose topics are independent of each other; "random": as is every token."""
+    """Returns requests whose topics are independent. With the routing "random", every token is independent."""
     made = synthesize("qwen3-30b" if routing == RANDOM else routing, shape, n_tokens, 0, n_requests)
     made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))  # known, so that passes are announced
     if routing != RANDOM:
@@ -161,7 +168,7 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
 
 
 def together_in_passes(trace: Trace, n_requests: int) -> Trace:
-    """A token of every request in each pass."""
+    """Puts one token of every request into each pass."""
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests
@@ -169,7 +176,7 @@ def together_in_passes(trace: Trace, n_requests: int) -> Trace:
 
 
 def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
-    """Markdown; each routing's bytes beside those of its first row."""
+    """Returns a Markdown table of the bounds. Bytes are also shown relative to the first row of a routing."""
     lines = ["| routing | at once | experts of a layer | hits at most | MB a token at least | | the store's | |"]
     lines.append("|---" * 8 + "|")
     first: dict[str, dict[str, float]] = {}
@@ -186,8 +193,10 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
 
 
 def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
-    """Markdown: ms of one thread's processor per decoded token, in passes of so many sequences, the least of rounds in
-    turns."""
+    """Measures one thread's processor time per token, in passes of each number of sequences in `batches`.
+
+    All numbers take turns in each round. Returns a Markdown table with the least time of all rounds, in ms.
+    """
     options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}
     found: dict[int, list[float]] = {batch: [] for batch in batches}
     n_past = [0] * max(batches)
@@ -246,7 +255,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Does what was asked; returns the exit status."""
+    """Runs a command; returns the exit status."""
     args = arguments(given)
     if args.command == "batches":
         chosen = itertools.product(map(int, args.batch.split(",")), args.schedule.split(","))

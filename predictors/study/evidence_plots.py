@@ -39,7 +39,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _model() -> Any:
-    """Hit rates of LRU by share, and skip's accuracy by distance, beside what was published."""
+    """Plots LRU's hit rates by share and skip's accuracy by distance, with the published values."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 2.6))
     own = {float(share): rate for share, rate in figures(f"{LABORATORY}/hits")["lru"].items()}
     left.plot(list(own), list(own.values()), "o-", color="black", label="laboratory model, 8 of 64")
@@ -60,7 +60,7 @@ def _model() -> Any:
 
 
 def _speeds(names: Sequence[str], step: str, title: str) -> Any:
-    """Speed of each system against the papers' base on each model: the median over requests, and its interval."""
+    """Plots each system's speed against the papers' base on each model: the median over requests, and its interval."""
     figure, axes = pyplot.subplots(len(names), squeeze=False, sharex=True, layout="constrained")
     height = 0.4
     for axis, name in zip(axes[:, 0], names, strict=True):

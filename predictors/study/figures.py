@@ -60,7 +60,7 @@ def figures(name: str) -> dict[str, Any]:
 
 
 def systems(name: str) -> Mapping[str, Any]:
-    """{system: its figures} of a step, or of one of its settings. Raises NotCountedError."""
+    """Returns {system: figures} of a step, or of one setting of a step. Raises NotCountedError."""
     name, _, setting = name.partition(":")
     found = figures(name)
     parts = found["settings"].get(setting) if setting else found["systems"]
@@ -75,24 +75,26 @@ def ratios(base: Mapping[str, Any], other: Mapping[str, Any], of: str = "token_m
 
 
 def wholes(of: Mapping[str, Any]) -> list[float]:
-    """Milliseconds of each request's prompt and answer."""
+    """Returns the milliseconds of each request's prompt and answer together."""
     return [first + n * ms for first, n, ms in zip(of["prompt_ms"], of["tokens"], of["token_ms"], strict=True)]
 
 
 def spread(values: Sequence[float], decimals: int = 2) -> str:
-    """Median (least to greatest)."""
+    """Returns the text "median (least to greatest)"."""
     low, middle, high = (f"{value:.{decimals}f}" for value in (min(values), median(values), max(values)))
     return f"{middle} ({low} to {high})"
 
 
 def percent(share: float | None) -> str:
-    """One decimal."""
+    """Returns a share as text in percent with one decimal."""
     return NONE if share is None else f"{share:.1%}".replace("%", " %")
 
 
 def text_of(text: str, model: str) -> str:
-    """The text with every question in braces answered for a model, where there is an answer. Raises NotCountedError
-    where there is none to any of them."""
+    """Returns the text with every question in braces replaced by its answer for a model.
+
+    Raises NotCountedError if no question has an answer.
+    """
     missing = list[NotCountedError]()
 
     def answered(found: re.Match[str]) -> str:
@@ -238,19 +240,19 @@ def _mean_speed(name: str, keys: Sequence[str]) -> Paired:
 
 
 def _tail(name: str, keys: Sequence[str]) -> float:
-    """The 99th percentile of tokens over the mean."""
+    """Returns the 99th percentile of the times of tokens over their mean."""
     own = systems(name)[keys[0]]
     return float(own["percentiles_ms"]["99"] / fmean(own["token_ms"]))
 
 
 def _less(name: str, keys: Sequence[str]) -> float:
-    """The second of two figures, less the first."""
+    """Returns the second of two figures, less the first."""
     half = len(keys) // 2
     return _number(name, keys[half:]) - _number(name, keys[:half])
 
 
 def _steadier(name: str, keys: Sequence[str]) -> float:
-    """Hits that the base loses between two settings, less the hits that the system loses."""
+    """Returns the hits that the base loses between two settings, less the hits that the system loses."""
     own, base, first, second = keys
     lost = [_number(name, ["settings", first, of, "ready"]) - _number(name, ["settings", second, of, "ready"])
             for of in (base, own)]  # fmt: skip
@@ -263,21 +265,26 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Requests after a shift until RUN of them take at most WITHIN times what they take where the kind was known; None
-    where that does not come among those that were counted."""
+    """Counts the requests after a shift until the system has recovered; None if it did not.
+
+    The system has recovered when RUN successive requests take on average at most WITHIN times the time that they take
+    with a collection that knows the kind.
+    """
     slower = [shifted / known for shifted, known in zip(of["shifted_ms"], of["known_ms"], strict=True)]
     runs = [fmean(slower[at : at + RUN]) for at in range(len(slower) - RUN + 1)]
     return next((at for at, ratio in enumerate(runs) if ratio <= WITHIN), None)
 
 
 def _loss(name: str, keys: Sequence[str]) -> float:
-    """The first request after a shift beside itself where its kind was known, the median over kinds."""
+    """Returns the time of the first request after a shift over its time with a known kind, as median over kinds."""
     return median(of["shifted_ms"][0] / of["known_ms"][0] for of in figures(name)["kinds"].values())
 
 
 def _regained(name: str, keys: Sequence[str]) -> float:
-    """Requests until the last kind had recovered, times -1. Raises NotCountedError where one did not among those that
-    were counted."""
+    """Returns the largest number of requests until recovery of all kinds, times -1.
+
+    Raises NotCountedError if a kind did not recover within the counted requests.
+    """
     found = [_recovered(of) for of in figures(name)["kinds"].values()]
     if None in found:
         raise NotCountedError(name)

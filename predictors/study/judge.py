@@ -1,6 +1,6 @@
 """Measures a predictor: stores its predictions and compares them with the routing that follows.
 
-Decode passes of one token are measured; predictors get all events.
+Only decode passes of one token are measured, but predictors receive all events.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ BEFORE = -1  # the row before a pass's first MoE layer
 
 
 class _Plan(NamedTuple):
-    """Predictions to make after a row: (il, distance) line by line, and pending[rows, columns] = predictions[lines]."""
+    """The predictions to make after a row. They are stored by pending[rows, columns] = predictions[lines]."""
 
-    targets: list[tuple[int, int]]
+    targets: list[tuple[int, int]]  # (il, distance) of each line of predictions
     rows: Ids
     columns: Ids
     lines: Ids
@@ -33,9 +33,10 @@ class _Plan(NamedTuple):
 class Judge:
     """Figures of one predictor at several distances. Memory does not grow with the number of events.
 
-    control: a predictor that is the router itself, at distance 0 for the event just observed. Its accuracy must be 1:
-    if not, the events do not match the model. A predictor with a reach of 0 is its own control. lru_share: share of
-    each layer's experts in the LRU cache that moved_per_useful and FETCHRATE assume. link: FETCHRATE is counted on it.
+    control: a predictor that is the router itself, at distance 0 for the event just observed. If its accuracy is not 1,
+    the events do not match the model. A predictor with a reach of 0 is its own control. lru_share: the share of each
+    layer's experts in the LRU cache that moved_per_useful and FETCHRATE assume. link: the link on which FETCHRATE is
+    counted.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Judge:
         self._announced = self._single = False
 
     def announce(self, announcement: Announcement) -> None:
-        """Tokens are evaluated next. Raises what the predictor raises."""
+        """Announces the tokens of the next pass. Errors of the predictor are not caught."""
         for predictor in self._driven:
             predictor.announce(announcement)
         self._pending.fill(NOT_DUE)
@@ -79,7 +80,7 @@ class Judge:
             self._predict_from(BEFORE)
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer was routed: compares the predictions made for it, then predicts the layers after it."""
+        """Compares the routing of a layer with the predictions for it, then predicts the layers after it."""
         row = self.shape.row_of.get(event.il)
         if row is None:
             return
@@ -105,7 +106,7 @@ class Judge:
                 fetches.compute()
 
     def table(self) -> PredictorScore:
-        """The figures so far."""
+        """Returns the figures so far."""
         columns = {distance: column for column, distance in enumerate(self.distances)}
         return PredictorScore(
             name=self.predictor.name,
@@ -116,10 +117,10 @@ class Judge:
         )
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Called at each comparison with the arguments of `Tally.add`; for subclasses."""
+        """Does nothing. A subclass may override it to receive each comparison, with the arguments of `Tally.add`."""
 
     def _make_plans(self) -> dict[int, _Plan]:
-        """The predictions to make after each row of the MoE layers, and before the first."""
+        """Returns the predictions to make after each row of the MoE layers, and before the first row."""
         n_row = len(self.shape.layers)
         targets: dict[int, dict[int, list[int]]] = {row: {} for row in range(BEFORE, n_row)}
         for column, distance in enumerate(self.distances):
@@ -129,7 +130,7 @@ class Judge:
         return {row: self._plan_after(row, columns) for row, columns in targets.items()}
 
     def _plan_after(self, row: int, targets: dict[int, list[int]]) -> _Plan:
-        """The plan of one row. targets: {later row: columns of the distances it is predicted for}."""
+        """Returns the plan of one row. targets: {later row: columns of the distances to predict it for}."""
         cells = [(target, column, line) for line, target in enumerate(targets) for column in targets[target]]
         rows, columns, lines = np.array(cells, np.int64).reshape(-1, 3).T
         return _Plan([(self.shape.layers[target], target - row) for target in targets], rows, columns, lines)
@@ -167,13 +168,16 @@ class Judge:
             self._fetches[column].predict(target, named[self._lru.absent[target, named]].tolist())
 
     def _predict(self, predictor: Predictor, il: int, distance: int, line: Float32s) -> None:
-        """Puts the probabilities into `line` (n_expert,); zeros without valid ones."""
+        """Writes the predicted probabilities into `line` (n_expert,), or zeros if there are no valid ones."""
         found = predictor.predict(il, distance)
         valid = found is not None and found.shape == line.shape and math.isfinite(found.sum())
         line[:] = found if valid else 0
 
     def _ranked(self, probabilities: Float32s) -> Ids:
-        """Experts (n, n_rank) of (n, n_expert) probabilities, the most probable first; NO_PREDICTION where it is 0."""
+        """Returns experts (n, n_rank), the most probable first. An expert with probability 0 is NO_PREDICTION.
+
+        probabilities: (n, n_expert).
+        """
         ranks = np.argsort(-probabilities, axis=1, kind="stable")[:, : self.tally.n_rank]
         ranks[probabilities[self._lines[: len(ranks)], ranks] <= 0] = NO_PREDICTION
         return ranks

@@ -1,13 +1,15 @@
-"""Strategies in real time behind a simulated link: the same requests for all in turns, each by a process of its own.
+"""Measures strategies in real time behind a simulated link. They answer the requests in turns, each in its own process.
 
     python -m predictors.study.live --paper promoe
 
-Layers compute on one processor; link, readers, predictors and controller have the other one. How long the experts that
-a token uses of a layer take beside it is as in the paper named: the link is as fast as that asks for, beside a layer's
-time measured here with every expert resident. Requests are those of `predictors/study/requests.py` for reporting, their
-answers texts that exist, read token by token; the first ones warm caches and end the trials of moegguf's prefetching,
-and are not counted.
-Writes predictors/results/laboratory/live-PAPER.json. The machine must be idle.
+Layers compute on one processor. The link, the readers, the predictors and the controller use the other ones. A layer's
+compute time is measured here with every expert resident. The link's speed is then set so that the ratio of an expert's
+transfer time to a layer's compute time is as in the named paper.
+
+The requests are the ones for reporting in `predictors/study/requests.py`. An answer is an existing text that the model
+reads token by token. The first requests are not counted: they warm the caches, and moegguf's trials of prefetching end.
+
+The program writes predictors/results/laboratory/live-PAPER.json. The machine must be idle.
 """
 
 from __future__ import annotations
@@ -40,17 +42,16 @@ RESIDENT = "resident"
 
 @dataclass(frozen=True)
 class Worker:
-    """What a process serves: a strategy behind a link, or with every expert resident. system: its name, or "NAME with
-    PREDICTOR", which then takes the place of its own and is acted on."""
+    """The options of a process that answers requests with one strategy behind a link."""
 
     model: str
-    system: str
-    link: str
-    share: str
+    system: str  # name of a strategy, or "NAME with PREDICTOR": this predictor replaces the strategy's, and prefetches
+    link: str  # speed of the simulated link
+    share: str  # share of the experts in memory; "100%": every expert is resident
     n_ctx: int
 
     def serve(self, requests: IO[str], answers: IO[str]) -> None:
-        """A line for each line: {"prompt", "answer": tokens} becomes figures of the answer."""
+        """Reads {"prompt": tokens, "answer": tokens} from each line, and writes a line with the answer's figures."""
         strategy, _, predictor = self.system.partition(" with ")
         spec = Spec(
             self.model, (Test(self.n_ctx, 0),), strategy=strategy, predictor=predictor or None,
@@ -87,7 +88,7 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
 
 
 def _divide_processors() -> None:
-    """This thread computes, and has one processor; all others of the process have the other ones."""
+    """Moves this thread, which computes, to the first processor, and the process's other threads to the other ones."""
     first, *others = sorted(os.sched_getaffinity(0) | _machine())
     for task in os.listdir("/proc/self/task"):
         computes = int(task) == os.getpid()
@@ -100,7 +101,7 @@ def _machine() -> set[int]:
 
 @contextmanager
 def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
-    """The worker's process."""
+    """Starts the worker's process. Closes its input and waits for its end at exit."""
     command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -109,7 +110,7 @@ def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dict[str, Any]:
-    """One answer's figures. Raises ValueError where the process has ended."""
+    """Sends a request, and returns the figures of its answer. Raises ValueError if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()
@@ -117,7 +118,7 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 
 
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
-    """Those to warm up with, then those that are counted, as in the simulation."""
+    """Returns the requests for warming up, then the counted requests, which the simulation counts too."""
     trace = bench.reporting.trace
     counted = bench.some(N_COUNTED).counted
     chosen = [*[s for s in trace.sequences() if s not in counted][:N_WARM], *counted[:N_COUNTED]]
@@ -128,18 +129,18 @@ def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
 
 
 def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int) -> float:
-    """Of a token with every expert resident, its share of one layer."""
+    """Returns the median microseconds of a token with every expert resident, over the first four requests."""
     with serving(Worker(model, "lru", "10GB/s", "100%", n_ctx)) as process:
         return median(ask(process, request)["token_ms"] for request in requests[:4]) * 1e3
 
 
 def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
-    """Every system on every request, in turns."""
+    """Measures every system on every request, in turns."""
     requests = requests_of(bench)
     shape = bench.reporting.trace.shape
     n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
     models = {name: _model(bench, trained=name in LINKS) for name in systems}
-    if "moe-infinity" in systems:  # it has learned the requests that were measured last
+    if "moe-infinity" in systems:  # MoE-Infinity has learned the last requests of the learning part
         write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
     layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
     expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
@@ -169,7 +170,7 @@ def _figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _model(bench: Bench, trained: bool) -> str:
-    """The laboratory model in a folder of its own: with what was trained for it beside it, or with nothing."""
+    """Returns the path of the laboratory model, with its trained predictors beside it or without any."""
     path = bench.work / "live" / ("trained.gguf" if trained else "bare.gguf")
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
@@ -197,7 +198,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.worker:
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what libraries print
+        os.dup2(2, 1)  # lines that libraries print go to stderr
         Worker(**args.worker).serve(sys.stdin, answers)
         return 0
     bench = Bench(LABORATORY, args.work)

@@ -1,4 +1,4 @@
-"""What prefetching could save at best: a trace replayed with a predictor that reads it.
+"""Computes the most that prefetching could save, by the replay of a trace with a predictor that reads the trace.
 
 python -m predictors.study.oracle routing.npz --expert-cache 30% --link 1 --layer-compute 2400
 """

@@ -1,9 +1,9 @@
-"""Strategies at a paper's link and compute times, request by request: simulated, exact, the same on any machine.
+"""Simulates strategies at a paper's link and compute times. Results are exact and do not depend on the machine.
 
-The experts that a token uses of a layer take as long on the modelled link, beside the layer's compute, as in the paper.
-A pass of several tokens takes a layer's time once, as on a GPU that is far from busy. Some requests warm a system's
-cache first and are not counted. Each counted request has a figure of its own, so that an interval is one over requests.
-Simulated time leaves out the cost of a predictor.
+A token uses several experts of a layer. Their transfer time over the modelled link, relative to the layer's compute
+time, is as in the paper. A pass of several tokens takes a layer's compute time once, as on a GPU that is far from busy.
+Some requests warm a system's cache first and are not counted. Each counted request has its own figure, so that an
+interval is over requests. Simulated time leaves out the cost of a predictor.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ from predictors.study.replay import Replay
 class Link:
     """Times of a paper."""
 
-    expert_us: float  # one expert takes it on the paper's link
-    layer_us: float  # compute of a layer in a pass
+    expert_us: float  # time of one expert on the paper's link
+    layer_us: float  # compute time of a layer in a pass
     n_expert_used: int  # experts of a layer that a token of the paper's model uses
     source: str
 
     def expert_us_of(self, shape: MoeShape) -> float:
-        """Returns the time of an expert of this shape on the link. A token's experts of a layer then take as long
-        beside the layer's compute as in the paper."""
+        """Returns the time of an expert of this shape on the link, in microseconds.
+
+        All experts that a token uses in a layer then take as long together as in the paper.
+        """
         return self.expert_us * self.n_expert_used / shape.n_expert_used
 
     def options(self, shape: MoeShape) -> SimOptions:
-        """Returns a replay at these times."""
+        """Returns the options of a replay at these times."""
         link_bytes_per_s = shape.expert_bytes / self.expert_us_of(shape) * 1e6
         return SimOptions(link_bytes_per_s=link_bytes_per_s, layer_pass_us=self.layer_us)
 
@@ -77,16 +79,16 @@ LINKS = {
 
 
 class System(NamedTuple):
-    """A system that is replayed: its parts, and the store's switches. next_layer: it fetches the whole next layer."""
+    """A system that is replayed: its parts, and the store's switches."""
 
     policy: str
     predictor: str = "none"
     prefetch: PrefetchOptions | None = None
     store: StoreOptions = StoreOptions()
-    next_layer: bool = False
+    next_layer: bool = False  # prefetch the whole next layer instead of predicting
 
     def settings(self) -> dict[str, Any]:
-        """Returns what identifies the system: of its options those that are not the defaults."""
+        """Returns the parts that identify the system, with only the options that differ from the defaults."""
         prefetch = None if self.prefetch is None else changed(self.prefetch)
         parts = self._asdict() | {"prefetch": prefetch, "store": changed(self.store)}
         return parts
@@ -99,7 +101,7 @@ def changed(options: Any) -> dict[str, Any]:
 
 
 def strategy(name: str) -> System:
-    """Returns a strategy's parts. moegguf's own are as for a model that nothing was measured of or trained for."""
+    """Returns a strategy's parts. moegguf's own strategy is the one for a model without measurements or training."""
     found = STRATEGIES[name]
     if found.policy == AUTO:
         return System(UNMEASURED.policy, SKIP, PrefetchOptions(), found.store)
@@ -154,10 +156,11 @@ def ahead(paper: str, window: int) -> System:
 
 
 def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
-    """Returns the systems that a paper's claims are judged by. All of them sweep prompts or none does, as the paper's
-    strategy does, so that no arm has what another one lacks.
+    """Returns the systems that a paper's claims are judged by.
 
-    window: of the paper's prefetching, as chosen on other requests; None: the strategy's.
+    Either all of them sweep prompts or none does, as in the paper's strategy, so that the comparison is fair.
+
+    window: the window of the paper's prefetching, which was chosen on other requests; None: the strategy's window.
     """
     own = strategy(paper) if window is None else ahead(paper, window)
     systems = {**{name: strategy(name) for name in BASES}, paper: own, **BASELINES[paper]}
@@ -165,22 +168,24 @@ def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
 
 
 def beside(system: System, other: System) -> System:
-    """Returns the system with the other one's sweep."""
+    """Returns the system with the `sweep` option of the other system."""
     return system._replace(store=replace(system.store, sweep=other.store.sweep))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A study whose trace has requests that warm a cache, followed by the ones that are counted: of several that decode
-    together the first one."""
+    """A study whose trace has requests that warm a cache, followed by the requests that are counted."""
 
     study: Study
-    counted: Sequence[int]
+    counted: Sequence[int]  # numbers of the counted requests; if several decode together, only the first one
 
     @classmethod
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
-        """Returns all requests of the study, after the requests of `warm`, which are not counted. With n_counted: about
-        that many of them, equally many of each kind, in order of arrival."""
+        """Returns the requests of `warm`, which are not counted, and then the requests of the study.
+
+        n_counted: use about this number of the study's requests, equally many of each kind, in order of arrival. None:
+        use all.
+        """
         sequences = study.trace.sequences()
         labels = study.trace.header.labels
         kinds = sorted({labels.get(sequence, "") for sequence in sequences})
@@ -191,11 +196,11 @@ class Workload:
 
     @classmethod
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
-        """Returns groups of `n_together` requests: their prompts one after another, then a token of each in a pass, as
-        long as all decode. The first `n_warm` groups are not counted.
+        """Returns groups of `n_together` requests that decode together. The first `n_warm` groups are not counted.
 
-        Requests follow in order of arrival until all were used, then in random orders: of large groups some share
-        requests. Each appearance in a group is a request of its own.
+        The prompts of a group are computed one after another. Then each pass has one token of each request, until the
+        first request ends. Requests follow in order of arrival until all were used, then in random orders, so large
+        groups may share requests. Each appearance in a group counts as a request of its own.
         """
         trace = study.trace
         random = np.random.default_rng(0)
@@ -231,7 +236,7 @@ class Workload:
         trace = self.study.trace
         options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
         predictor = self.study.predictor(system.predictor)
-        if system.prefetch is not None:  # the store asks what knows all layers at once for all of them
+        if system.prefetch is not None:  # a store uses all predictions of a predictor that knows every layer at once
             predictor.reach = min(predictor.reach, system.prefetch.window)
         replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)
         replay.next_layer = system.next_layer
@@ -240,9 +245,14 @@ class Workload:
     def _figures(self, replay: Replay) -> dict[str, Any]:
         """Returns figures of a replay.
 
-        token_ms, prompt_ms: milliseconds of each counted request, per token and of its prompt. by_request: other
-        figures of each request. The rest is over all decoded tokens together. ready: the share of look-ups that found
-        the expert there; late: on its way. ahead: of the experts fetched ahead, the shares in time, late, and not used.
+        Figures of each counted request:
+        - token_ms, prompt_ms: milliseconds per token and of the prompt.
+        - by_request: other figures.
+
+        Figures over all decoded tokens together:
+        - ready: the share of look-ups that found the expert in memory.
+        - late: the share of look-ups that found the expert on its way.
+        - ahead: the experts fetched ahead, as shares in time, late, and not used.
         """
         counted = replay.counted()
         ms = counted["sim_clock_ns"] / 1e6
@@ -264,7 +274,7 @@ class Workload:
         }
 
     def _shares(self, counted: Mapping[str, npt.NDArray[np.int64]], passes: npt.NDArray[np.bool_]) -> dict[str, float]:
-        """Returns figures of some passes. experts: moved in a pass, on average."""
+        """Returns figures of some passes. experts: the mean number of experts moved in a pass."""
         of = {name: int(values[passes].sum()) for name, values in counted.items()}
         n_passes = int(passes.sum())
         moved = of["bytes_missed"] + of["bytes_prefetched"]
@@ -281,8 +291,11 @@ Eams = list[npt.NDArray[np.float32]]
 
 
 def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
-    """Of each request its EAMs of one phase: (n_layer, n_expert) counts of tokens, of so many windows of its tokens,
-    each half of them, evenly spaced; of one: of all its tokens."""
+    """Returns the EAMs of each request's tokens of one phase: counts of tokens (n_layer, n_expert).
+
+    n_windows: the number of EAMs of a request. One EAM counts all its tokens. If there are more, each counts half of
+    the tokens, in evenly spaced windows.
+    """
     of = trace.sequence_of
     phases = trace.phase_of
     layers = list(trace.shape.layers)
@@ -298,8 +311,10 @@ def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
 
 
 def collection(trace: Trace, n_entries: int) -> Eamc:
-    """MoE-Infinity's collection after the last `n_entries` requests of a trace; where there are fewer, after windows of
-    its requests in place of whole ones."""
+    """Returns MoE-Infinity's collection of the last `n_entries` requests of a trace.
+
+    If the trace has fewer requests, windows of its requests take the place of whole requests.
+    """
     n_windows = max(1, -(-n_entries // max(1, len(trace.sequences()))))
     eamc = Eamc(*trace.shape.table)
     for counts in request_counts(trace, Phase.DECODE, n_windows)[-n_entries:] if n_entries else ():
@@ -308,7 +323,11 @@ def collection(trace: Trace, n_entries: int) -> Eamc:
 
 
 def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
-    """The collection after so many requests of each trace, all where None, to where `Artifacts` finds it."""
+    """Writes MoE-Infinity's collection to the file that `Artifacts` reads.
+
+    The collection has `n_entries` entries of each trace, or one entry per request if n_entries is None. If n_entries is
+    0, the function only removes the file.
+    """
     path = folder / "eamc.safetensors"
     path.unlink(missing_ok=True)
     if n_entries == 0:
@@ -319,7 +338,9 @@ def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | No
 
 
 def routing_digest(trace: Trace) -> str:
-    """The sha256 of what is replayed: tokens, requests, phases, and the experts that routers chose. Times and inputs
-    differ from one recording of the same requests to the next, in rounding at least."""
+    """Returns the sha256 of the data that is replayed: tokens, requests, phases, and the chosen experts.
+
+    Times and inputs are left out, since they differ between two recordings of the same requests.
+    """
     parts = trace.tokens, trace.sequence_of, trace.phase_of, trace.expert_ids
     return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()

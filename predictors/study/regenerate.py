@@ -1,13 +1,13 @@
-"""Regenerates what docs/evidence.md rests on: `make evidence`, some hours.
+"""Regenerates the results that docs/evidence.md shows. `make evidence` runs it, which takes some hours.
 
     python -m predictors.study.regenerate --model laboratory
     python -m predictors.study.regenerate --model demo --only link-promoe
 
 Makes the model if it is not bundled, records the requests and trains the predictors. Then it takes one step after
 another. A step writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
-key is made of all that the figures depend on: the version of the code, the recording, and the settings. A result with
-the same key is not counted again, so an interrupted run goes on where it ended. A page that shows a result with another
-key says that an earlier version recorded it.
+key contains everything that the figures depend on: the version of the code, the recording, and the settings. A result
+whose key has not changed is not counted again, so a new run continues an interrupted one. A page that shows a result
+with another key says that an earlier version recorded it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def count_reuse(bench: Bench) -> dict[str, Any]:
 
 
 def hit_curve(bench: Bench) -> dict[str, Any]:
-    """Hit rates while decoding, by policy and share of the experts, without predictions; Belady's bound."""
+    """Computes hit rates while decoding, by policy and share of the experts, without predictions."""
     names = ["lru", "lfu-decay", "slru", "next-use"]
     rows = bench.reporting.simulate(names, ["none"], SHARES)
     found: dict[str, dict[str, float]] = {}
@@ -134,13 +134,13 @@ def accuracies(bench: Bench) -> dict[str, Any]:
 
 
 def scored(name: str) -> list[str]:
-    """The predictors that a subject has."""
+    """Returns the predictors that a subject has."""
     untrained = {"mlp", "routing-path", "expert-mlp"} - SUBJECTS[name].training.keys()
     return [predictor for predictor in SCORED if predictor not in untrained]
 
 
 def learned(bench: Bench) -> dict[str, Any]:
-    """The validation of ProMoE's networks by epoch, the mean over networks, and their size."""
+    """Returns the validation curve of ProMoE's networks by epoch, as mean over networks, and their size."""
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
     shape = bench.reporting.trace.shape
     curve = facts["curve"]
@@ -153,8 +153,10 @@ def learned(bench: Bench) -> dict[str, Any]:
 
 
 def tuned(paper: str) -> Step:
-    """Chooses the window of the paper's strategy, where the paper leaves it open: the fastest one on some requests for
-    choosing, after some requests for learning."""
+    """Makes the step that chooses the window of a paper's strategy, if the paper leaves it open.
+
+    The chosen window is the fastest one on some requests for choosing, after some requests for learning.
+    """
 
     def take(bench: Bench) -> dict[str, Any]:
         bench.learn(N_ENTRIES)
@@ -174,7 +176,7 @@ def tuned(paper: str) -> Step:
 
 
 def _is_trained(bench: Bench, paper: str, window: int) -> bool:
-    """Returns whether there are networks for this distance, where the paper's predictor has other ones for each."""
+    """Returns True if the paper's predictor can predict at this distance. ProMoE has networks for each distance."""
     if paper != "promoe":
         return True
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
@@ -182,7 +184,7 @@ def _is_trained(bench: Bench, paper: str, window: int) -> bool:
 
 
 def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
-    """The settings of the paper's systems on a subject, and others."""
+    """Returns a function of a subject: the settings of the paper's systems, and `others`."""
 
     def settings(name: str) -> Any:
         systems = systems_of(paper, chosen_window(name, paper))
@@ -194,8 +196,11 @@ def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
 
 
 def at_link(paper: str, share: float | None) -> Step:
-    """A paper's strategy and its bases at the paper's times. share: of the experts in memory; None: slots for the
-    experts that a token chooses in two layers, which is DuoServe-MoE's pool."""
+    """Makes the step that replays a paper's strategy and its bases at the paper's times.
+
+    share: the share of the experts in memory. None: slots for the experts that a token chooses in two layers, which is
+    DuoServe-MoE's pool.
+    """
 
     def take(bench: Bench) -> dict[str, Any]:
         bench.learn(N_ENTRIES)
@@ -212,7 +217,10 @@ def at_link(paper: str, share: float | None) -> Step:
 
 
 def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
-    """The paper's systems with {name: (share of the experts in memory, part of the paper's time of an expert)}."""
+    """Makes the step that replays a paper's systems with each setting.
+
+    settings: {name: (share of the experts in memory, part of the paper's time of an expert)}.
+    """
 
     def take(bench: Bench) -> dict[str, Any]:
         found = {}
@@ -227,12 +235,12 @@ def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
 
 
 def scaled(link: Link, part: float) -> Link:
-    """The link with a part of an expert's time."""
+    """Returns the link with `part` of an expert's time."""
     return replace(link, expert_us=link.expert_us * part)
 
 
 def batches(paper: str) -> Step:
-    """The paper's systems in the paper's batches, with half of the experts in memory."""
+    """Makes the step that replays a paper's systems in the paper's batches, with half of the experts in memory."""
 
     def take(bench: Bench) -> dict[str, Any]:
         found = {}
@@ -247,7 +255,7 @@ def batches(paper: str) -> Step:
 
 
 def scheduler(bench: Bench) -> dict[str, Any]:
-    """Experts of a pass, by who shares it: ExpertFlow's scheduler by its network's paths, and bounds."""
+    """Counts the experts of a pass for each order of requests: ExpertFlow's scheduler, and bounds."""
     study = bench.reporting
     found = {}
     slots = {share: slots_of(study.trace.shape, share) for share in (0.25, 0.5)}
@@ -271,7 +279,7 @@ def scheduler(bench: Bench) -> dict[str, Any]:
 
 
 def bound(bench: Bench) -> dict[str, Any]:
-    """Bytes that requests which decode together must read, and that the store reads, on routing that is made up."""
+    """Computes the least bytes of requests that decode together, and the store's bytes, on made-up routing."""
     shape = shape_of("qwen3-30b", 24, 60, 4, 5_600_000)
     found = {
         routing: {str(n): Bound(routing, n, 384, 534).figures(shape) for n in (1, 4, 8, 16, 32)}
@@ -281,7 +289,7 @@ def bound(bench: Bench) -> dict[str, Any]:
 
 
 def capacity(bench: Bench) -> dict[str, Any]:
-    """MoE-Infinity with collections of different sizes."""
+    """Replays MoE-Infinity with collections of different sizes."""
     found: dict[str, Any] = {}
     for n in (0, 12, 120, 1000):
         bench.learn(n)
@@ -290,13 +298,13 @@ def capacity(bench: Bench) -> dict[str, Any]:
 
 
 def _moe_infinity(bench: Bench, workload: Workload, name: str) -> dict[str, Any]:
-    """Figures of MoE-Infinity with the collection that it has now, by this name."""
+    """Returns {name: figures} of MoE-Infinity with the collection that was written last."""
     systems = {name: systems_of("moe-infinity", chosen_window(bench.name, "moe-infinity"))["moe-infinity"]}
     return workload.systems(systems, slots_of(workload.study.trace.shape, SHARE), LINKS["moe-infinity"])
 
 
 def look_up(bench: Bench) -> dict[str, Any]:
-    """Microseconds of one query of the collection, at each layer: the median, and the 99th percentile."""
+    """Measures one query of the collection at each layer: median and 99th percentile in microseconds."""
     found = {}
     trace = bench.learning.trace
     for n in (120, 1000):
@@ -307,7 +315,7 @@ def look_up(bench: Bench) -> dict[str, Any]:
 
 
 def shift(bench: Bench) -> dict[str, Any]:
-    """MoE-Infinity after the kind of text has changed, beside itself with a collection that knew the kind already."""
+    """Replays MoE-Infinity after a change of the kind of text, with a collection that lacks or has the new kind."""
     learning = bench.learning
     found = {}
     labels = learning.trace.header.labels
@@ -327,13 +335,13 @@ def shift(bench: Bench) -> dict[str, Any]:
 
 
 def ablation(bench: Bench) -> dict[str, Any]:
-    """ProMoE, step by step from the paper's base."""
+    """Replays ProMoE, step by step from the paper's base."""
     n_slots = slots_of(bench.reporting.trace.shape, SHARE)
     return {"share": SHARE, "systems": bench.workload.systems(ablation_systems(bench.name), n_slots, LINKS["promoe"])}
 
 
 def ablation_systems(name: str) -> dict[str, System]:
-    """The steps, with the window that was chosen for the subject."""
+    """Returns the steps of ABLATION, with the window that was chosen for the subject."""
     window = chosen_window(name, "promoe")
     if window is None:
         return ABLATION
@@ -342,12 +350,12 @@ def ablation_systems(name: str) -> dict[str, System]:
 
 
 def _same(*settings: Any) -> Callable[[str], Any]:
-    """Settings that every subject has."""
+    """Returns a function that returns these settings for every subject."""
     return lambda name: settings
 
 
 def _trained(*settings: Any) -> Callable[[str], Any]:
-    """Settings, and how a subject's predictors were trained."""
+    """Returns a function of a subject: these settings, and the training of its predictors."""
     return lambda name: [*settings, SUBJECTS[name].training]
 
 
@@ -377,7 +385,7 @@ STEPS: dict[str, Step] = {
 
 
 def key_of(name: str, step: str) -> dict[str, Any]:
-    """Returns what the figures of a step on a subject depend on, also of one in real time (live-PAPER)."""
+    """Returns the key of a step on a subject: everything that its figures depend on. Real-time steps are live-PAPER."""
     of = STEPS[step].settings(name) if step in STEPS else vars(LINKS[step.removeprefix("live-")])
     settings = json.dumps(of, sort_keys=True)
     digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -385,7 +393,7 @@ def key_of(name: str, step: str) -> dict[str, Any]:
 
 
 def is_current(result: str) -> bool:
-    """Returns whether a recorded result (MODEL/STEP) has the key that it would have now."""
+    """Returns True if a recorded result (MODEL/STEP) has the key that it would have now."""
     found = read_result(result)
     name, _, step = result.partition("/")
     return found is not None and (step == CARD or found.get("key") == key_of(name, step))
@@ -396,7 +404,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def take_step(step: str, bench: Bench, again: bool) -> None:
-    """Takes a step and writes its result, unless it is there with the same key."""
+    """Takes a step and writes its result. Does nothing if the recorded result is current, unless `again` is True."""
     result = f"{bench.name}/{step}"
     if is_current(result) and not again:
         return
@@ -406,7 +414,7 @@ def take_step(step: str, bench: Bench, again: bool) -> None:
 
 
 def write_result(step: str, bench: Bench, command: str, figures: Mapping[str, Any]) -> None:
-    """Records figures with what they came about by."""
+    """Writes the figures of a step, with the command, commit, machine and key that produced them."""
     facts = {
         "command": f"python -m predictors.study.{command}",
         "commit": _git("rev-parse", "--short", "HEAD"),

@@ -2,8 +2,7 @@
 
     python -m predictors.study.render
 
-A table stands between `<!-- table: MODEL/NAME -->` and `<!-- end -->`; a test holds that every one is what the results
-say.
+A table stands between `<!-- table: MODEL/NAME -->` and `<!-- end -->`. A test compares every table with the results.
 The plots need matplotlib (the extra `lab`).
 """
 
@@ -48,17 +47,17 @@ PLOTS = {paper: NAMES[paper] for paper in LINKS} | {
 
 
 def pages() -> list[Path]:
-    """The pages that hold tables."""
+    """Returns the pages that hold tables."""
     return [DOCS / "evidence.md", *sorted((DOCS / "evidence").glob("*.md"))]
 
 
 def rendered(text: str) -> str:
-    """The page with every table as the results say. Raises KeyError for a table that is not known."""
+    """Returns a page with every table written from the results. Raises KeyError for an unknown table."""
     return TABLE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", text)
 
 
 def table(name: str) -> str:
-    """Markdown. A table of what an earlier version recorded says so."""
+    """Returns a table as Markdown. A line before it says if an earlier version recorded its results."""
     if name in WHOLE:
         return WHOLE[name]()
     model, _, step = name.partition("/")
@@ -71,13 +70,13 @@ def table(name: str) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Returns a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def systems_table(name: str) -> str:
-    """Systems of one step: hits, what they wait and move, and how fast beside the bases, over requests."""
+    """Returns the table of a step's systems: hits, waits, moved experts, and speeds against the bases."""
     if "settings" in figures(name):
         return settings_table(name)
     systems: Mapping[str, Any] = recorded.systems(name)
@@ -100,7 +99,7 @@ def systems_table(name: str) -> str:
 
 
 def _speed(name: str, system: str, base: str) -> str:
-    """Speed of a system beside another, of a step or a setting."""
+    """Returns the speed of a system relative to another, in a step or a setting of a step."""
     return interval(speed_of(name, system, base))
 
 
@@ -109,7 +108,7 @@ def _ahead(shares: Sequence[float] | None) -> str:
 
 
 def settings_table(name: str) -> str:
-    """Systems by setting: what they find ready, and how fast they are beside `none`."""
+    """Returns the table of systems by setting: share of experts found ready, and speed relative to `none`."""
     settings = figures(name)["settings"]
 
     def cell(setting: str, system: str) -> str:
@@ -124,7 +123,7 @@ def settings_table(name: str) -> str:
 
 
 def scheduler_table(model: str) -> str:
-    """ExpertFlow's scheduler: experts of a pass and what is moved, by who shares it."""
+    """Returns the table of ExpertFlow's scheduler: experts of a pass and moved experts, for each order of requests."""
     found = figures(f"{model}/scheduler")["at_once"]
     kinds = ["hits 25%", "moved 25%", "hits 50%", "moved 50%"]
 
@@ -151,7 +150,7 @@ def bound_table(model: str) -> str:
 
 
 def shift_table(model: str) -> str:
-    """MoE-Infinity after a shift, by kind of text."""
+    """Returns the table of MoE-Infinity after a change of the kind of text, by kind."""
     rows = []
     for kind, of in figures(f"{model}/shift")["kinds"].items():
         slower = [a / b for a, b in zip(of["shifted_ms"], of["known_ms"], strict=True)]
@@ -161,7 +160,7 @@ def shift_table(model: str) -> str:
 
 
 def accuracy_table(model: str) -> str:
-    """Predictors by distance."""
+    """Returns the table of predictors by distance."""
     rows = [
         [name, k, *[percent(of[measure]) for measure in ("accuracy", "shuffled", "all", "any", "batch", "good")]]
         for name, by_k in figures(f"{model}/accuracy").items()
@@ -172,7 +171,7 @@ def accuracy_table(model: str) -> str:
 
 
 def hits_table(model: str) -> str:
-    """Hit rates by policy and share."""
+    """Returns the table of hit rates by policy and share of the experts."""
     found = figures(f"{model}/hits")
     shares = list(found["lru"])
     rows = [[policy, *[percent(by_share.get(share)) for share in shares]] for policy, by_share in found.items()]
@@ -180,7 +179,7 @@ def hits_table(model: str) -> str:
 
 
 def model_table(model: str) -> str:
-    """The card: losses by kind of text, and answers."""
+    """Returns the tables of the model's card: losses by kind of text, and answers."""
     card = read_result(f"{model}/laboratory-model")
     assert card is not None
     losses = [
@@ -193,7 +192,7 @@ def model_table(model: str) -> str:
 
 
 def routing_table(model: str) -> str:
-    """Statistics of routing beside those published."""
+    """Returns the table of statistics of routing, with the published ones."""
     reuse = figures(f"{model}/reuse")
     hits = figures(f"{model}/hits")["lru"]
     accuracy = figures(f"{model}/accuracy")["skip"]
@@ -219,7 +218,7 @@ def routing_table(model: str) -> str:
 
 
 def costs_table(model: str) -> str:
-    """Microseconds of a prediction, by predictor and shape."""
+    """Returns the table of microseconds of a prediction, by predictor and shape."""
     found = figures(f"{model}/costs")
 
     def cells(of: Mapping[str, float]) -> list[str]:
@@ -234,12 +233,12 @@ def costs_table(model: str) -> str:
 
 
 def plot(name: str) -> str:
-    """The picture of this name."""
+    """Returns the Markdown of the picture of this name."""
     return f"![{PLOTS[name]}]({name}.svg)"
 
 
 def own_table(model: str) -> str:
-    """moegguf's default beside LRU and each paper's strategy, at that paper's times."""
+    """Returns the table that compares moegguf's default with LRU and each paper's strategy, at the paper's times."""
 
     def row(paper: str) -> list[str]:
         pairs = ((paper, "lru"), ("moegguf", "lru"), ("moegguf", paper))
@@ -250,7 +249,7 @@ def own_table(model: str) -> str:
 
 
 def tuned_table(model: str) -> str:
-    """The window that was chosen for each paper's strategy, and ms a token with each window."""
+    """Returns the table of the windows chosen for the papers' strategies, and of ms per token with each window."""
     found = {paper: figures(f"{model}/tuned-{paper}") for paper in WINDOWS}
 
     def far(window: str | int) -> str:
@@ -264,14 +263,14 @@ def tuned_table(model: str) -> str:
 
 
 def learned_table(model: str) -> str:
-    """The validation of ProMoE's networks by epoch."""
+    """Returns the table of the validation of ProMoE's networks by epoch."""
     found = figures(f"{model}/learned")
     row = [f"{found['weights']:,}", *[percent(value) for value in found["curve"]]]
     return markdown(["weights of a network", *[f"epoch {n + 1}" for n in range(len(found["curve"]))]], [row])
 
 
 def claims_table(paper: str | None = None) -> str:
-    """All claims, or the claims of one paper, on every model."""
+    """Returns the table of all claims, or of one paper's claims, on every model."""
     rows = [
         [*([] if paper else [NAMES[claim.paper]]), claim.text, *[_judged(claim, model) for model in COLUMNS],
          NONE if isinstance(claim.judged, str) else claim.confidence]
@@ -284,7 +283,7 @@ def claims_table(paper: str | None = None) -> str:
 
 
 def _judged(claim: Claim, model: str) -> str:
-    """The verdict on a model and its figures, and whether an earlier version recorded one of them."""
+    """Returns the verdict on a model with its figures, and a mark if an earlier version recorded one of them."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     earlier = verdict not in (UNTESTED, OPEN) and not _is_counted(claim, model)
@@ -292,7 +291,7 @@ def _judged(claim: Claim, model: str) -> str:
 
 
 def changes_table() -> str:
-    """Claims whose verdict is another one than in the version before, on a model that was counted since, and why."""
+    """Returns the list of claims whose verdict has changed since the last version, with the reason."""
     earlier = json.loads((RESULTS / "earlier.json").read_text("utf-8"))
     verdicts = {(claim.paper, claim.text): claim for claim in CLAIMS}
     rows = []
@@ -307,7 +306,7 @@ def changes_table() -> str:
 
 
 def _counted_now(claim: Claim, model: str) -> str | None:
-    """The verdict where everything that it rests on has been counted by this version."""
+    """Returns the verdict on a model, or None if this version has not counted all figures of the claim."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     return verdict if verdict not in (UNTESTED, OPEN) and _is_counted(claim, model) else None
@@ -318,7 +317,7 @@ def _is_counted(claim: Claim, model: str) -> bool:
 
 
 def _from_pages(row: list[str]) -> list[str]:
-    """Links as the pages in the folder need them."""
+    """Changes the links of a row for pages in the folder evidence/."""
     return [cell.replace("](evidence/", "](") for cell in row]
 
 

@@ -1,7 +1,7 @@
-"""A replay that is counted pass by pass, and a baseline that is no policy: every expert of the next layer, ahead.
+"""A replay that is counted pass by pass, and a baseline without a predictor: prefetch every expert of the next layer.
 
-The simulator itself counts by request and phase; a latency at the 99th percentile, and the time to a first token, need
-each pass.
+The simulator itself counts by request and phase. The 99th percentile of latencies and the time to the first token need
+the counts of each pass.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ COUNTED = (
 
 
 class NextLayer(Controller):
-    """SE-MoE's and MoESys's way: once a layer has been routed, the whole next layer is fetched, and nothing is
-    predicted. The first layer follows the last."""
+    """The method of SE-MoE and MoESys: prefetches the whole next layer once a layer has been routed.
+
+    It uses no prediction. The first layer follows the last one.
+    """
 
     def __init__(self, shape: MoeShape, store: Store) -> None:
         self._store = store
@@ -33,27 +35,27 @@ class NextLayer(Controller):
         self._following = dict(zip(shape.layers, np.roll(shape.layers, -1).tolist(), strict=True))
 
     def announce(self, announcement: Announcement) -> None:
-        """Nothing depends on the tokens."""
+        """Does nothing, since the method does not depend on the tokens."""
 
     def observe(self, event: RoutingEvent) -> None:
-        """Requests all of the layer that follows."""
+        """Requests all experts of the layer that follows."""
         self._store.prefetch(np.full_like(self._experts, self._following[event.il]), self._experts)
 
 
 class Replay(Simulation):
-    """`next_layer`: with that baseline in place of a predictor."""
+    """A replay with counts of each pass. If `next_layer` is True, `NextLayer` replaces the predictor."""
 
     next_layer = False
 
     def counted(self) -> dict[str, npt.NDArray[np.int64]]:
-        """{each of COUNTED: (n_pass,) what one pass added to it}, of the passes of `self.trace`. Raises as `run`."""
+        """Runs the replay. Returns the increments by each pass: {name in COUNTED: (n_pass,)}. Raises as `run` does."""
         self._noted: list[dict[str, int]] = []
         result = self.run()
         noted = np.array([[of[name] for name in COUNTED] for of in (*self._noted, result.counters)], np.int64)
         return dict(zip(COUNTED, (noted[1:] - noted[:-1]).T, strict=True))
 
     def passes(self, sequence: int, phase: Phase) -> npt.NDArray[np.bool_]:
-        """(n_pass,): which belong to a request, or to those decoded together with it, in one phase."""
+        """Returns True for each pass of one phase whose first request is `sequence`: (n_pass,)."""
         return np.asarray((self.trace.pass_sequence == sequence) & (self.trace.pass_phase == phase))
 
     def _controller(self, store: Store) -> Controller | None:
@@ -69,7 +71,7 @@ class Replay(Simulation):
         super()._replay_events(store, controller, meter)
 
     def _note_passes(self, meter: Any) -> None:
-        """Notes the store's counters whenever a pass begins."""
+        """Makes `meter` record the store's counters at the beginning of each pass."""
         begin = meter.begin
 
         def noting(*of_pass: Any) -> None:

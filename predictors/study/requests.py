@@ -3,11 +3,13 @@
     python -m predictors.study.requests write -o requests.jsonl
     python -m predictors.study.requests record lab.gguf -o build/evidence
 
-Of 300 requests (`predictors/texts.py`) the first 180 are for learning (collections, counts, networks), the next 40 for
-choosing, the last 80 for reporting. The manifest that ships has their hashes, so every machine has the same ones or
-says which differs. `record` writes learning.trace, choosing.trace and reporting.trace. A request is computed in one
-pass, each of whose tokens routes as if it had been decoded, but for rounding; what comes after the opening then counts
-as decoded, token by token.
+The texts come from `predictors/texts.py`. The first 180 requests are for learning (collections, counts, networks), the
+next 40 for choosing, and the last 80 for reporting. The manifest in this repository has the hashes of all requests. On
+any machine, a request that differs from the manifest is an error that names the request.
+
+`record` writes learning.trace, choosing.trace and reporting.trace. A request is computed in one pass. Except for
+rounding, each token is routed there as in decoding. The tokens after the opening are therefore written as decoded, one
+pass per token.
 """
 
 from __future__ import annotations
@@ -43,12 +45,12 @@ class Request:
 
     @property
     def opening(self) -> str:
-        """The prompt."""
+        """The prompt: the first characters of the text."""
         return self.text[:OPENING_CHARS]
 
 
 def load(folder: Path) -> list[Request]:
-    """The requests in order of arrival. Raises ValueError."""
+    """Returns the requests in order of arrival. Raises ValueError if a text cannot be fetched."""
     found = [(kind, text) for kind, of in texts.load(folder).items() for text in of.requests]
     roles = [role for role, n in ROLES.items() for _ in range(n)]
     ordered = sorted(found, key=lambda one: texts.digest(f"arrival {one[1]}"))
@@ -56,7 +58,7 @@ def load(folder: Path) -> list[Request]:
 
 
 def manifest(requests: Sequence[Request]) -> dict[str, object]:
-    """What identifies them: no text."""
+    """Returns the sources of the texts and the hash of each request. Contains no text."""
     sources = {kind: {**asdict(source), "read": source.read.__name__} for kind, source in texts.SOURCES.items()}
     return {
         "sources": sources,
@@ -65,7 +67,7 @@ def manifest(requests: Sequence[Request]) -> dict[str, object]:
 
 
 def checked(folder: Path) -> list[Request]:
-    """`load`; raises ValueError where a request is not the manifest's."""
+    """Loads the requests. Raises ValueError if a request differs from the manifest."""
     requests = load(folder)
     known = json.loads(MANIFEST.read_text("utf-8"))["requests"]
     for number, (own, other) in enumerate(zip(manifest(requests)["requests"], known, strict=True)):  # type: ignore[call-overload]
@@ -75,14 +77,14 @@ def checked(folder: Path) -> list[Request]:
 
 
 def write_prompts(path: Path, requests: Sequence[Request]) -> None:
-    """As `moegguf trace record` and `moegguf bench` read them: a .jsonl, and the whole text beside it as .txt."""
+    """Writes a .jsonl for `moegguf trace record` and `moegguf bench`, and a .txt with the whole text beside it."""
     rows = [{"prompt": r.opening, "completion": r.text[OPENING_CHARS:], "label": r.kind} for r in requests]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path.with_suffix(".txt").write_text("\n\n".join(r.text for r in requests), encoding="utf-8")
 
 
 def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bool) -> None:
-    """The routing of these requests, as if each had been answered token by token after its opening."""
+    """Records the routing of these requests, as if each had been answered token by token after its opening."""
     prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
     options = RecordOptions(n_predict=0, inputs=inputs)
     record(model, prompts, path, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")
@@ -107,7 +109,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Does what was asked; returns the exit status."""
+    """Runs a command; returns the exit status."""
     args = arguments(given)
     folder = texts.cache_folder()
     try:

@@ -1,8 +1,8 @@
-"""Reuse statistics of a trace: how often experts are used, and how soon again, within requests and across.
+"""Reuse statistics of a trace: how often experts are used, and how soon again, within requests and across requests.
 
-MoE-Infinity (section 4.2, figure 2) finds use skewed within a request and uniform across requests; whether that holds
-decides whether policies based on the request can help. Any short sample looks skewed, so every figure of a request is
-compared with one of as many tokens drawn from all requests. Decode only.
+MoE-Infinity (section 4.2, figure 2) finds that use is skewed within a request and uniform across requests. Policies
+based on the request can help only if this holds. Any short sample looks skewed. Every figure of a request is therefore
+compared with the figure of a sample of the same size, drawn from all requests. Only decoding counts.
 """
 
 from __future__ import annotations
@@ -26,38 +26,34 @@ Used = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Skew:
-    """Means over MoE layers. covering: share of the experts that make up COVERED of the uses. entropy: 1 is uniform."""
+    """The unevenness of the use of experts, as means over MoE layers."""
 
-    covering: float
-    entropy: float
+    covering: float  # smallest share of the experts that has the share COVERED of the uses
+    entropy: float  # entropy of the uses, relative to uniform use: 1 is uniform
 
 
 @dataclass(frozen=True, eq=False)
 class Reuse:
-    """Use of experts while decoding.
+    """The use of experts while decoding.
 
-    counts (n_sequence, n_row, n_expert): tokens that used an expert; sequences and layers (il) are its first two axes.
-    Skews: within a request (mean over requests), of as many tokens drawn from all requests (mean over requests), of all
-    requests together. windows: {n tokens: share}, of a token's experts used in the n tokens before, of the same request
-    and of another at the same position; a token with fewer before it is left out. reuse_distances: {tokens since the
-    last use in the request, upper bound: share of uses}, 0 for a first use, -1 beyond. next_token (n_row,): share of a
-    token's experts that the next token uses too.
+    The windows are {n: share of a token's experts that were used in the n tokens before it}. A token with fewer than n
+    tokens before it is left out.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # il of each row
     sequences: tuple[int, ...]
-    counts: Counts
-    within: Skew
-    same_size: Skew
-    merged: Skew
-    windows_same: dict[int, float]
-    windows_other: dict[int, float]
-    reuse_distances: dict[int, float]
-    next_token: Floats
+    counts: Counts  # (n_sequence, n_row, n_expert): number of tokens that used an expert
+    within: Skew  # skew of a request, mean over requests
+    same_size: Skew  # skew of tokens drawn from all requests, as many as a request has, mean over requests
+    merged: Skew  # skew of all requests together
+    windows_same: dict[int, float]  # uses in the token's own request
+    windows_other: dict[int, float]  # uses in another request, at the token's position
+    reuse_distances: dict[int, float]  # {upper bound of the tokens since the last use: share}; 0: first use, -1: beyond
+    next_token: Floats  # (n_row,): share of a token's experts that the next token uses too
 
 
 def reuse(trace: Trace, seed: int = 0) -> Reuse:
-    """The figures of a trace. `seed` selects the tokens and requests to compare with; nan without any use."""
+    """Returns the figures of a trace; nan without any use. `seed` selects the tokens and requests to compare with."""
     paths = _paths(trace.decode())
     rng = np.random.default_rng(seed)
     counts = np.array([path.sum(axis=0) for path in paths.values()], np.int64).reshape(-1, *_table(trace))
@@ -81,12 +77,12 @@ def _table(trace: Trace) -> tuple[int, int]:
 
 
 def _paths(decode: Trace) -> dict[int, Used]:
-    """{sequence: (n_tokens, n_row, n_expert)}: the experts each token used."""
+    """Returns the experts that each token used: {sequence: (n_tokens, n_row, n_expert)}."""
     return {sequence: used_experts(decode, decode.sequence_of == sequence) for sequence in decode.sequences()}
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """`Reuse.counts` for requests of the same lengths made of tokens drawn from all requests."""
+    """Returns `Reuse.counts` of made-up requests: the lengths are the real ones, and tokens come from all requests."""
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
     tokens = np.concatenate(paths)
@@ -94,7 +90,7 @@ def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
 
 
 def _mean_skew(counts: Counts) -> Skew:
-    """Skew of counts (..., n_row, n_expert), averaged over rows in which anything was used."""
+    """Returns the skew of counts (..., n_row, n_expert), averaged over rows in which anything was used."""
     rows = counts.reshape(-1, counts.shape[-1])
     rows = rows[rows.sum(axis=1) > 0]
     if not len(rows):
@@ -107,7 +103,7 @@ def _mean_skew(counts: Counts) -> Skew:
 
 
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
-    """Shares of experts used in the tokens just before, of the same request and of another drawn for each."""
+    """Returns `windows_same` and `windows_other`. A random other request is drawn for each request."""
     found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [experts, of those seen before]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
@@ -126,7 +122,7 @@ def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, flo
 
 
 def _reuse_distances(paths: list[Used]) -> dict[int, float]:
-    """Histogram of tokens between two uses of an expert within a request."""
+    """Returns the histogram of tokens between two uses of an expert within a request."""
     bounds = np.array(DISTANCES)
     bins = np.zeros(len(DISTANCES) + 2)  # first use, then up to each bound, then beyond
     for path in paths:
@@ -148,5 +144,5 @@ def _next_token(paths: list[Used], n_row: int) -> Floats:
 
 
 def _shares(parts: Floats, wholes: Floats) -> Floats:
-    """parts / wholes; nan where a whole is 0."""
+    """Returns parts / wholes, with nan where a whole is 0."""
     return np.divide(parts, wholes, out=np.full_like(wholes, np.nan), where=wholes > 0)

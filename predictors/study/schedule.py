@@ -23,7 +23,7 @@ from predictors.study.common import Study, run
 from predictors.study.flags import Folder, ModelFile, Shares, Tokens
 from predictors.study.scheduling import OrderEffect, compare
 
-Effects = dict[int, list[OrderEffect]]  # {requests per batch: what each order of them uses and hits}
+Effects = dict[int, list[OrderEffect]]  # {requests per batch: the effect of each order}
 
 
 def compare_orders(
@@ -34,9 +34,11 @@ def compare_orders(
     policy: str,
     progress: Progress = no_progress,
 ) -> Effects:
-    """By the predicted paths of this name. Raises OptionError for unknown names, and for a batch that the trace has too
-    few requests for."""
-    study.paths(paths)  # before any work
+    """Compares the orders for each batch size. `paths` names the predicted paths.
+
+    Raises OptionError for an unknown name, or if the trace has too few requests for a batch size.
+    """
+    study.paths(paths)  # raises an error for an unknown name before the work begins
     slots = {share: slots_of(study.trace.shape, share) for share in shares}
     step = step_reporter(progress, "batches", len(batch_sizes))
     found = Effects()

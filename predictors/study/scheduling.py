@@ -1,8 +1,8 @@
-"""What ExpertFlow's token scheduler would save on a trace, if its requests had been decoded together.
+"""Computes the savings of ExpertFlow's token scheduler on a trace, as if its requests had been decoded together.
 
-Twice `batch_size` requests decode side by side, a token each per round (section 4.2's dual batch): each round is two
-passes of half of them. Which half goes first, and with whom, is what orders differ in. The passes are then replayed in
-the store, one after another.
+2 * batch_size requests decode side by side, with one token each per round (section 4.2's dual batch). Each round is two
+passes, each with half of the requests. The orders differ in the requests of each half, and in the half that goes first.
+The passes are then replayed in the store, one after another.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped, separated, used_experts
 from predictors.study.token_scheduler import Indices, Paths, RoutingPaths, TokenScheduler, clustered, similarities
 
-STARTS = 4  # of the oracle's clustering: saves a third more than one; more add little
+STARTS = 4  # random starts of the oracle's clustering: four save a third more than one, and more add little
 
 Round = list[Indices]  # the passes of a round, in order
-Split = Callable[[Indices], Round]  # of the tokens of a round
+Split = Callable[[Indices], Round]  # divides the tokens of a round into passes
 
 
 @dataclass(frozen=True)
 class OrderEffect:
-    """One order of requests. experts: distinct (layer, expert) of a pass, the mean over passes. replays: {share of the
-    experts in memory: the replay}. us_per_step: time of the scheduler, None where it needs none.
-    """
+    """The effect of one order of requests."""
 
     order: str
-    experts: float
-    replays: dict[float, SimResult]
-    us_per_step: float | None = None
+    experts: float  # number of distinct (layer, expert) in a pass, mean over passes
+    replays: dict[float, SimResult]  # {share of the experts in memory: result of the replay}
+    us_per_step: float | None = None  # time of the scheduler per pass; None for an order without a scheduler
 
 
 def compare(
@@ -48,10 +46,11 @@ def compare(
     policy: Callable[[], AnyPolicy] = lambda: LRU,
     seed: int = 0,
 ) -> list[OrderEffect]:
-    """Oracle, predicted, random and fifo, in this order.
+    """Returns the effects of the orders oracle, predicted, random and fifo, in this order.
 
-    paths: those that "predicted" groups by; "oracle" groups by what is recorded, which nobody knows in advance. slots:
-    {share: slots} to replay with, each with a new `policy`. Raises OptionError when the trace has too few requests.
+    "predicted" groups tokens by `paths`. "oracle" groups them by the recorded routing, which is unknown in advance.
+    slots: {share: slots} to replay with, each with a new `policy`. Raises OptionError when the trace has too few
+    requests.
     """
     trace = separated(trace)
     pools = list(_pools(trace, 2 * batch_size)) if batch_size > 0 else []
@@ -78,18 +77,20 @@ def compare(
 
 
 def experts_per_batch(paths: Paths, batches: Sequence[Indices | slice]) -> float:
-    """Distinct (layer, expert) that a batch uses, the mean over batches: the sum that the paper's formula 5 minimises.
+    """Returns the number of distinct (layer, expert) that a batch uses, as mean over batches (the paper's formula 5).
 
-    Its formula 4 joins the paths of a batch with AND; the experts that a batch loads are their OR, as in section 5.2.
+    The paper's formula 4 joins the paths of a batch with AND. The experts that a batch loads are the OR of its paths,
+    as in section 5.2.
     """
     return float(np.mean([np.count_nonzero(paths[batch].any(axis=0)) for batch in batches]))
 
 
 def balanced_groups(paths: Paths, n_groups: int, seed: int) -> list[Indices]:
-    """Balanced K-means: ascending indices of the tokens of each group. Groups are equal in size, or differ by one.
+    """Returns the ascending indices of each group's tokens, by balanced K-means. Group sizes differ by at most one.
 
-    Of STARTS clusterings from random centroids (the paper has one) the one with the fewest experts (formula 5) is
-    taken. Deterministic by seed. OptionError when n_groups is not between 1 and the number of tokens.
+    The function makes STARTS clusterings from random centroids (the paper makes one), and returns the clustering with
+    the fewest experts (formula 5). The result depends only on the arguments. Raises OptionError when n_groups is not
+    between 1 and the number of tokens.
     """
     if not 1 <= n_groups <= len(paths):
         raise OptionError(f"n_groups must be between 1 and the {len(paths)} tokens, but is {n_groups}.")
@@ -105,7 +106,7 @@ def _replays(trace: Trace, slots: dict[float, int], policy: Callable[[], AnyPoli
 
 
 def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
-    """For each `size` requests in order of arrival: their decode tokens, round after round, as long as all decode."""
+    """Yields the rounds of decode tokens for each `size` requests in order of arrival, until one of them ends."""
     decoding = (trace.pass_phase == Phase.DECODE) & (np.diff(trace.pass_start) == 1)
     tokens = [trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)] for sequence in trace.sequences()]
     tokens = [of for of in tokens if len(of)]
@@ -115,7 +116,7 @@ def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
 
 
 class _Predicted:
-    """Splits a round as the scheduler would live: by what was routed before it, and by the tokens that come."""
+    """Splits a round as the scheduler would on a running model: by earlier routing and by the round's tokens."""
 
     def __init__(self, trace: Trace, paths: Callable[[], RoutingPaths], batch_size: int) -> None:
         self._trace = trace
@@ -127,7 +128,7 @@ class _Predicted:
 
     @property
     def us_per_step(self) -> float:
-        """Mean processor time of the scheduler for a pass, prediction included."""
+        """The scheduler's mean processor time for a pass in microseconds, with prediction."""
         return self._spent_s / max(1, self._n_steps) * 1e6
 
     def __call__(self, tokens: Indices) -> Round:
@@ -148,7 +149,7 @@ class _Predicted:
         return passes
 
     def _begin(self, requests: list[int], tokens: Indices) -> None:
-        """Other requests decode from here on; of their prompts the last token is known."""
+        """Begins with other requests: makes a new scheduler, which observes the last token of each prompt."""
         self._requests = requests
         self._scheduler = self._make()
         before = tokens - 1

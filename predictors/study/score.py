@@ -32,8 +32,10 @@ HEADS = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved"
 def score_named(
     study: Study, names: Sequence[str], link: SimOptions | None = None, progress: Progress = no_progress
 ) -> ScoreTable:
-    """Every predictor named by every paper's measure, at distances that lie within the model; FETCHRATE with a link.
-    Raises OptionError."""
+    """Scores the named predictors by the measures of each paper, at the distances that fit the model's layers.
+
+    FETCHRATE needs a link. Raises OptionError for an unknown name.
+    """
     names = study.predictors(names)
     distances = [distance for distance in DISTANCES if distance < max(2, len(study.trace.shape.layers))]
     tables = []

@@ -20,15 +20,16 @@ from predictors.study.judge import DISTANCES, Judge
 
 
 def batch_accuracy(true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]) -> float:
-    """Experts both used and predicted, over those used or predicted, in [0, 1]; 1 where there are neither.
+    """Returns ExpertFlow's batch-level accuracy: the experts used and predicted, over the experts used or predicted.
 
-    true, predicted: (..., n_layer, n_expert), each matrix the OR over the routing paths of a batch's tokens; the mean
-    over leading axes. The formula itself is missing from the text available, so this is an interpretation. Element-wise
-    agreement is ruled out by the paper's table 1: with 8 tokens on 128 experts, predicting nothing would reach 93 %,
-    and 3 to 6 % are reported for the baselines. The share of the used experts that were predicted is unlikely:
-    everything predicted would reach 100 %, and the paper's previous-token baseline would be below chance in 8 of its 9
-    settings with WMT16. Intersection over union counts both errors the paper names (section 3.2.2), mis-prefetched and
-    missed.
+    true, predicted: (..., n_layer, n_expert). Each matrix is the OR over the routing paths of a batch's tokens. The
+    result is the mean over the leading axes, in [0, 1]. A matrix without any used or predicted expert counts as 1.
+
+    The formula is missing from the available text, so this is an interpretation. The paper's table 1 rules out
+    element-wise agreement: with 8 tokens on 128 experts, an empty prediction would reach 93 %, but the table reports
+    3 to 6 % for the baselines. The share of used experts that were predicted is unlikely. A prediction of all experts
+    would reach 100 %, and the paper's previous-token baseline would be below chance in 8 of its 9 settings with WMT16.
+    Intersection over union counts both errors that the paper names (section 3.2.2), mis-prefetched and missed.
     """
     either = np.count_nonzero(true | predicted, axis=(-2, -1))
     both = np.count_nonzero(true & predicted, axis=(-2, -1))
@@ -40,22 +41,22 @@ BATCH_SEQUENCES = 8  # the smallest batch of ExpertFlow's table 1
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Figures of several predictors over one trace.
+    """Figures of several predictors over one trace, each with a control.
 
-    controls: copies of the same predictors, over the trace with the decode routing of each request shuffled; the
-    difference of a predictor and its control is due to order. tokens: decode passes of one token, those measured.
+    A control is a copy of a predictor, measured over the trace with the decode routing of each request shuffled. The
+    order of tokens causes the difference between a predictor and its control.
     """
 
     distances: tuple[int, ...]
     n_expert_used: int
     lru_share: float
     batch_sequences: int
-    tokens: int
+    tokens: int  # number of measured passes: decode passes of one token
     scores: tuple[PredictorScore, ...]
     controls: tuple[PredictorScore, ...]
 
     def control_of(self, name: str) -> PredictorScore | None:
-        """The control of the predictor of this name; None when there is none."""
+        """Returns the control of the predictor of this name; None if there is none."""
         return next((control for control in self.controls if control.name == name), None)
 
 
@@ -71,10 +72,10 @@ def score(
 ) -> ScoreTable:
     """Runs predictors over the events of the trace and measures them; definitions are in `predictors.study.accuracy`.
 
-    Batch-level accuracy (ExpertFlow, section 5.2): requests are put into batches of batch_sequences in order of
-    appearance; the experts of a batch's tokens at the same decode step are joined, true and predicted, and compared
-    by `batch_accuracy` where all were predicted. A pass of several requests is scored as one pass of each. Raises what
-    a predictor raises.
+    For the batch-level accuracy (ExpertFlow, section 5.2), requests are put into batches of batch_sequences in order of
+    appearance. The true experts of a batch's tokens at one decode step are joined, and so are the predicted experts.
+    `batch_accuracy` compares them if all tokens have predictions. A pass of several requests is scored as one pass of
+    each request. Errors of a predictor are not caught.
     """
     trace = separated(trace)
     controls = copy.deepcopy(list(predictors))
@@ -105,7 +106,7 @@ def _replay(trace: Trace, judges: Sequence[Judge]) -> None:
 
 
 def _tables(judges: Sequence[_BatchJudge]) -> tuple[PredictorScore, ...]:
-    """One score for each judge; a name used twice gets a number."""
+    """Returns one score for each judge. Appends a number to a name that occurs again."""
     seen: Counter[str] = Counter()
     tables = []
     for judge in judges:
@@ -148,7 +149,7 @@ class _BatchJudge(Judge):
         self._n_steps = np.zeros(len(self.distances), np.int64)
 
     def table(self) -> PredictorScore:
-        """`Judge.table`, with batch_accuracy."""
+        """Returns the table of `Judge` with batch_accuracy."""
         self._close_batch()
         sums = zip(self.distances, self._sums.tolist(), self._n_steps.tolist(), strict=True)
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}
@@ -179,7 +180,7 @@ class _BatchJudge(Judge):
         self._batch.add(sequence)
 
     def _close_batch(self) -> None:
-        """Scores the steps that all requests of the batch took part in and all of whose layers were predicted."""
+        """Scores the steps in which all requests of the batch decoded and all layers were predicted."""
         complete = self._batch_sequences * (len(self.shape.layers) - 1)
         for step in self._steps.values():
             for column in np.flatnonzero(step.n_predicted == complete) if complete else ():

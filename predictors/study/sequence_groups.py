@@ -1,4 +1,4 @@
-"""ExpertFlow's token scheduler on a running model: while a group of sequences computes, the next one's experts come."""
+"""ExpertFlow's token scheduler on a running model: fetches the next group's experts while a group computes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ class NextToken(NamedTuple):
 
 
 class SequenceGroups(RoutingListener):
-    """Half of the sequences at a time, those with similar predicted paths, then the other half. None waits for more
-    than 2 * N_GROUPS - 2 steps.
+    """Schedules half of the sequences, a group with similar predicted paths, and then the other half.
 
-    prefetch: while a group computes, what the following one is predicted to use is fetched, layer after layer, once the
-    layer was computed: before that, experts of its own would have to go, and a routing event drops what is requested
-    for its layer. It listens to the store from the first `next_group` until `close`, which may be followed by another.
+    No sequence waits for more than 2 * N_GROUPS - 2 steps.
+
+    prefetch: while a group computes, the store fetches the experts that the following group will probably use. The
+    experts of a layer are requested when the layer has been computed. An earlier request would evict experts of the
+    group that computes, and a routing event drops the requests for its layer.
+
+    The object listens to the store from the first `next_group` until `close`. A later `next_group` starts it again.
     """
 
     listen_options = ListenOptions()
@@ -46,14 +49,14 @@ class SequenceGroups(RoutingListener):
         self._shape = MoeShape.of(session.layout)
         self._paths = paths or best_paths(session)
         self._scheduler = TokenScheduler(self._shape, self._paths, 1)
-        self._lock = threading.Lock()  # of the paths: events come on another thread
-        self._positions: dict[int, int] = {}  # by sequence, of the token that its path was last predicted from
+        self._lock = threading.Lock()  # guards the paths: events come on another thread
+        self._positions: dict[int, int] = {}  # {sequence: position of the token that its path was predicted from}
         self._prefetch = prefetch
-        self._following: npt.NDArray[np.bool_] | None = None  # what the following group is predicted to use
+        self._following: npt.NDArray[np.bool_] | None = None  # experts that the following group will probably use
         self._listening = False
 
     def next_group(self, sequences: Mapping[int, NextToken]) -> list[int]:
-        """Those of `sequences` that compute now."""
+        """Returns the numbers of the sequences that compute now."""
         if not self._listening:
             self._listening = True
             self._session.listeners.add(self)
@@ -68,7 +71,7 @@ class SequenceGroups(RoutingListener):
             return group
 
     def observe(self, event: RoutingEvent) -> None:
-        """Follows the sequences, and requests what is needed next of a layer that was computed."""
+        """Follows the sequences, and requests the experts of a computed layer that the following group needs."""
         with self._lock:
             self._paths.observe(event)
             following = self._following
@@ -78,7 +81,7 @@ class SequenceGroups(RoutingListener):
             self._session.store.prefetch(np.full(len(experts), event.il, np.int32), experts)
 
     def close(self) -> None:
-        """Listens no longer. Twice is harmless."""
+        """Stops listening to the store. A second call does nothing."""
         if self._listening:
             self._listening = False
             self._session.listeners.remove(self)
@@ -93,7 +96,10 @@ class SequenceGroups(RoutingListener):
                 self._paths.expect(sequence, np.array([token], np.int32))
 
     def _predicted(self, group: list[int]) -> npt.NDArray[np.bool_] | None:
-        """(n_moe_layer, n_expert): what the group is more likely than not to use, at most as much as it can."""
+        """Returns the experts that a group will use with a probability of at least 0.5: (n_moe_layer, n_expert).
+
+        A layer has at most as many experts as the group's tokens can use. None: no prefetching, or nothing is known.
+        """
         likely = self._scheduler.likely(group) if self._prefetch else None
         if likely is None:
             return None
@@ -101,35 +107,33 @@ class SequenceGroups(RoutingListener):
 
 
 class ExpertFlow:
-    """A schedule for `Engine`: one group of the sequences that decode computes (`SequenceGroups`); prompts take part in
-    every step."""
+    """A schedule for `Engine`. A step computes all prompts and one of the `SequenceGroups` of decoding sequences."""
 
     @classmethod
     def of(cls, llm: Llama) -> Schedule | None:
-        """The schedule for a model; None for one whose experts are all in memory, which gains nothing by smaller
-        steps."""
+        """Returns the schedule for a model, or None if all experts are in memory: smaller steps then save nothing."""
         return None if llm.session is None or llm.plan.resident else cls(SequenceGroups(llm.session))
 
     def __init__(self, groups: SequenceGroups) -> None:
         self._groups = groups
 
     def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
-        """Those of `running` that compute next."""
+        """Returns the sequences that compute next."""
         decoding = [answer for answer in running if answer.decodes]
         tokens = {answer.number: NextToken(answer.context[-1], len(answer.context)) for answer in decoding}
         group = set(self._groups.next_group(tokens))
         return [answer for answer in running if answer.number in group or answer.number not in tokens]
 
     def ran(self, step: Step) -> None:
-        """Nothing depends on it."""
+        """Does nothing, since the schedule does not depend on finished steps."""
 
     def close(self) -> None:
-        """Listens to the model no longer, until it is asked again."""
+        """Stops listening to the model, until the next `choose`."""
         self._groups.close()
 
 
 def best_paths(session: Session) -> RoutingPaths:
-    """From the token ids where the model's table is known, else from each sequence's last tokens."""
+    """Returns paths from token ids if the model's table is known, otherwise from each sequence's last tokens."""
     shape = MoeShape.of(session.layout)
     try:
         return make_paths("token-id", shape, Artifacts(session.layout))

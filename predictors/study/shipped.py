@@ -1,10 +1,11 @@
-"""Three figures of a trace that ships, which a test replays: where they move, so does what other results rest on.
+"""Computes three figures of a trace in this repository. A test replays the trace and compares the figures.
 
     python -m predictors.study.shipped --from build/evidence/demo/reporting.trace   # records the trace and its figures
     python -m predictors.study.shipped                                              # its figures alone
 
-The trace is a few requests of the demo. Whoever changes the code so that a figure moves records them anew, and raises
-CODE_VERSION in predictors/study/regenerate.py: pages then say which results an earlier version recorded.
+The trace has a few requests of the demo. If a change of the code moves a figure, other results move as well. Record the
+figures anew, and raise CODE_VERSION in predictors/study/regenerate.py. Pages then say which results an earlier version
+recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TRACE = RESULTS / "shipped.trace"
 FIGURES = TRACE.with_suffix(".json")
 N_REQUESTS, N_TOKENS = 4, 96  # requests, and tokens of each
 SHARE = 0.25
-# Counts alone, without matrices: another processor's rounding moves none of them.
+# Systems that use only counts and no matrices: the rounding of another processor does not change their figures.
 SYSTEMS = {
     "none": System("lru", store=BARE),
     "algorithm 1": System("sparsity", store=BARE),
@@ -48,8 +49,12 @@ def cut(recording: Path) -> None:
 
 
 def replayed() -> dict[str, float]:
-    """Returns three figures: the share of look-ups that LRU finds ready, the experts that MoE-Infinity's eviction moves
-    for a token, and the speed of ProMoE's prefetching by a table of tokens. The first request only warms the cache."""
+    """Returns the three figures. The first request only warms the cache.
+
+    - LRU, ready: the share of look-ups that find the expert in memory.
+    - algorithm 1: the experts that MoE-Infinity's eviction moves for a token.
+    - token table: the speed of ProMoE's prefetching by a table of tokens, relative to no prefetching.
+    """
     trace = read(TRACE)
     study = Study(trace, Artifacts(None, trace.header.fingerprint, Path(__file__).parents[1] / "demo"))
     first, *others = trace.sequences()

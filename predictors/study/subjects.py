@@ -76,7 +76,7 @@ class Bench:
         return self.work / "predictors"
 
     def trace(self, role: str) -> Path:
-        """A recording."""
+        """Returns the path of a recording."""
         return self.work / f"{role}.trace"
 
     @cached_property
@@ -96,11 +96,11 @@ class Bench:
 
     @cached_property
     def workload(self) -> Workload:
-        """All requests that figures are about, after some that only warm the cache."""
+        """All requests for reporting, after some requests that only warm the cache."""
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns about `n_counted` of these requests, equally many of each kind, after some that warm it."""
+        """Returns about `n_counted` of the requests in `workload`, equally many of each kind."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
@@ -115,7 +115,7 @@ class Bench:
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
-        """Makes what is missing. Raises CalledProcessError."""
+        """Makes the model, recordings and predictors that are missing. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
             run("recipes.make_lab_model", "-o", str(self.model), *(self.subject.recipe or ()))
@@ -132,7 +132,7 @@ class Bench:
             self.train(predictor)
 
     def train(self, predictor: str) -> None:
-        """Trains a predictor, unless it is there. Raises CalledProcessError."""
+        """Trains a predictor if its file does not exist. Raises CalledProcessError."""
         if (self.predictors / f"{predictor}.safetensors").exists():
             return
         options = [word for setting in self.subject.training[predictor] for word in ("--set", setting)]
@@ -153,7 +153,7 @@ def recordings() -> dict[str, str]:
 
 
 def note_recording(name: str, digest: str) -> None:
-    """Notes the recording that a subject's figures are about from now on."""
+    """Writes the digest of the recording from which a subject's figures are now computed."""
     text = json.dumps(recordings() | {name: digest}, indent=1)
     (RESULTS / "recordings.json").write_text(text + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Traces of any shape whose routing is reused as a real model's, drawn at random: for simulations without a model.
+"""Draws random traces of any shape, which reuse experts as a real model does: for simulations without a model.
 
     python -m predictors.study.synthesize --locality qwen3-30b --layers 48 -o routing.npz
 
@@ -31,7 +31,7 @@ from tools.models.locality import Locality, find_locality, popularity
 def shape_of(
     name: str, n_layer: int, n_expert: int | None = None, n_expert_used: int | None = None, expert_bytes: int = 1 << 20
 ) -> MoeShape:
-    """A shape with experts in every layer; as many as that model has where None. Raises OptionError."""
+    """Returns a shape with experts in every layer. None: the number of the model `name`. Raises OptionError."""
     locality = find_locality(name)
     n_expert = n_expert or locality.n_expert
     n_expert_used = n_expert_used or locality.n_expert_used
@@ -41,11 +41,12 @@ def shape_of(
 
 
 def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_requests: int = 1) -> Trace:
-    """A trace of requests with `n_tokens` decoded tokens each, reused as in the model of this name (`LOCALITIES`).
+    """Draws a trace of requests with `n_tokens` decoded tokens each.
 
-    Requests share which experts are popular; each has its own topic. Layers are independent of each other. A shape with
-    other experts than the model's takes the same process: about the same hit rates at the same share of experts, as far
-    as a token uses the same share of them. Raises OptionError.
+    Experts are reused as in the model of this name (`LOCALITIES`). All requests have the same popular experts, but each
+    request has its own topic. Layers are independent of each other. The shape may have another number of experts than
+    the model. Hit rates at a given share of experts then stay about the same, if a token uses the same share of experts
+    as in the model. Raises OptionError.
     """
     locality = find_locality(name)
     rng = np.random.default_rng(seed)
@@ -56,7 +57,7 @@ def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_reque
         header=TraceHeader(f"synthetic routing as of {locality.model}", settings={"locality": name, "seed": seed}),
         pass_sequence=np.repeat(np.arange(n_requests, dtype=np.int32), n_tokens),
         pass_phase=np.full(n_all, Phase.DECODE, np.uint8),
-        pass_first_token=np.full(n_all, -1, np.int32),  # no tokens that could have been announced
+        pass_first_token=np.full(n_all, -1, np.int32),  # no token was known for an announcement
         pass_ns=np.arange(n_all, dtype=np.int64),
         pass_start=np.arange(n_all + 1, dtype=np.int64),
         tokens=np.full(n_all, -1, np.int32),
@@ -67,7 +68,7 @@ def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_reque
 def _choices(
     locality: Locality, shape: MoeShape, n_tokens: int, n_requests: int, rng: np.random.Generator
 ) -> npt.NDArray[np.int16]:
-    """(n_requests * n_tokens, n_expert_used): the experts of one layer, the largest logits first."""
+    """Draws the experts of one layer, the largest logits first: (n_requests * n_tokens, n_expert_used)."""
     popular = sqrt(locality.constant) * popularity(shape.n_expert, rng)
     size = (n_tokens, shape.n_expert)
     found = []

@@ -1,13 +1,15 @@
-"""ExpertFlow's token scheduler (sections 3.3 and 4.2): which of the running sequences compute in the next step, by what
-each will use next, its predicted routing path.
+"""ExpertFlow's token scheduler (sections 3.3 and 4.2): chooses the sequences of the next step by predicted paths.
 
-All running sequences are split into groups of similar predicted paths by balanced K-means (section 3.3.3), and each
-step computes one group; when all have computed, they are split anew. KV stays where it is, by sequence id: that is the
-paper's merge and re-index. A path is which experts of each layer a token uses, as recorded or as predicted: by the
-paper's network (section 3.1), or, cheaper, by the token-id table or the sequence's own last tokens.
+A path is the set of experts that a token uses in each layer. It is recorded, or predicted by the paper's network
+(section 3.1). Cheaper predictions come from the token-id table or from the sequence's own last tokens.
 
-With n sequences in groups of at most m no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own: it
-may compute first in one round and last in the next. Those that arrive within a round join the next one."""
+Balanced K-means (section 3.3.3) splits all running sequences into groups with similar predicted paths. Each step
+computes one group. When all groups have computed, the sequences are split anew. The KV cache is not moved, since a
+sequence id finds its cells: this replaces the paper's merge and re-index.
+
+With n sequences in groups of at most m, no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own
+steps. The longest wait is of a sequence that computes first in one round and last in the next. A sequence that arrives
+within a round joins the next round."""
 
 from __future__ import annotations
 
@@ -32,20 +34,20 @@ PATHS = ("recent", "token-id", "routing-path")
 
 
 class RoutingPaths:
-    """Follows sequences, and predicts what each of them uses next. Calls come from one thread at a time."""
+    """Follows sequences, and predicts the experts that each uses next. Calls come from one thread at a time."""
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
         self._paths: dict[int, Float32s | None] = {}
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer was routed, of one sequence or several."""
+        """Receives the routing of a layer, of one or several sequences."""
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """These tokens of a sequence are evaluated next, whenever that is; once for each of its tokens."""
+        """Receives the tokens that a sequence evaluates in its next step. Each token is passed once."""
 
     def path(self, sequence: int) -> Float32s | None:
-        """(n_moe_layer, n_expert): the probability that the sequence uses an expert next; None: unknown."""
+        """Returns the probabilities that the sequence uses an expert next: (n_moe_layer, n_expert); None: unknown."""
         return self._paths.get(sequence)
 
     def forget(self, sequence: int) -> None:
@@ -54,8 +56,9 @@ class RoutingPaths:
 
 
 class RecentPaths(RoutingPaths):
-    """A sequence goes on as it did: how often its last tokens used an expert, each half as much after
-    RECENT_HALF_LIFE_TOKENS.
+    """Predicts that a sequence uses the experts of its last tokens.
+
+    The probability is a running mean of uses, in which a token's weight halves after `half_life_tokens` tokens.
     """
 
     name: ClassVar[str] = "recent"
@@ -65,7 +68,7 @@ class RecentPaths(RoutingPaths):
         self._kept = np.float32(np.exp2(-1 / half_life_tokens))
 
     def observe(self, event: RoutingEvent) -> None:
-        """Counts the last token of each sequence that decodes."""
+        """Counts the experts of each sequence's last token."""
         row = self.shape.row_of.get(event.il)
         if row is None or event.expert_ids.max(initial=0) >= self.shape.n_expert:
             return
@@ -80,7 +83,7 @@ class RecentPaths(RoutingPaths):
 
 
 class PredictedPaths(RoutingPaths):
-    """Paths from the tokens themselves, by a predictor that needs nothing else and knows all layers at once."""
+    """Paths from a predictor that needs only tokens and predicts all layers at once."""
 
     def __init__(self, predictor: Predictor) -> None:
         super().__init__(predictor.shape)
@@ -88,7 +91,7 @@ class PredictedPaths(RoutingPaths):
         self._followers: dict[int, Predictor] = {}
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Predicts; the path is unknown where the predictor has no answer for a layer."""
+        """Predicts the path. The path is unknown if the predictor has no prediction for a layer."""
         follower = self._followers.get(sequence) or copy.deepcopy(self._predictor)
         self._followers[sequence] = follower
         follower.announce(Announcement(sequence, Phase.DECODE, tokens))
@@ -103,7 +106,7 @@ class PredictedPaths(RoutingPaths):
 
 
 def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths:
-    """The predicted paths of this name (`PATHS`). Raises OptionError for an unknown name, or without a trained file."""
+    """Returns the paths of this name (`PATHS`). Raises OptionError if the name is unknown or its file is missing."""
     if name == RecentPaths.name:
         return RecentPaths(shape)
     if name not in PATHS:
@@ -111,7 +114,7 @@ def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths
     return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 
-ROUNDS = 2  # of K-means each time: it goes on from the last round's groups
+ROUNDS = 2  # K-means rounds of a split, which starts from the groups of the previous split
 MAX_ROUNDS = 10
 
 _ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
@@ -123,17 +126,17 @@ Indices = npt.NDArray[np.int64]
 
 
 class TokenScheduler:
-    """Groups of at most `group_size` sequences. Deterministic, from what it was asked and what the paths predict."""
+    """Forms groups of at most `group_size` sequences. The groups depend only on earlier calls and on the paths."""
 
     def __init__(self, shape: MoeShape, paths: RoutingPaths, group_size: int) -> None:
         self.shape = shape
         self.paths = paths
         self.group_size = max(1, group_size)
         self._round: list[list[int]] = []  # groups that have not computed in this round
-        self._medoids: list[int] = []  # a sequence of each group of the last round
+        self._medoids: list[int] = []  # one sequence of each group of the last round
 
     def next_group(self, running: Sequence[int]) -> list[int]:
-        """The sequences that compute now, some of `running` (which is not empty)."""
+        """Returns the sequences that compute now, out of `running`, which must not be empty."""
         present = set(running)
         self._round = [left for group in self._round if (left := [s for s in group if s in present])]
         if not self._round:
@@ -142,16 +145,19 @@ class TokenScheduler:
 
     @property
     def following(self) -> list[int]:
-        """The group that computes next, if it is known yet: what may be fetched meanwhile."""
+        """The group that computes next, whose experts may be fetched meanwhile. Empty if not known yet."""
         return list(self._round[0]) if self._round else []
 
     def likely(self, sequences: Sequence[int]) -> Float32s | None:
-        """(n_moe_layer, n_expert): the probability that any of these sequences uses an expert next; None: unknown."""
+        """Returns the probabilities that any of these sequences uses an expert next: (n_moe_layer, n_expert).
+
+        None: no path is known.
+        """
         known = [path for sequence in sequences if (path := self.paths.path(sequence)) is not None]
         return 1 - np.prod([1 - path for path in known], axis=0, dtype=np.float32) if known else None
 
     def _split(self, running: list[int]) -> list[list[int]]:
-        """Groups by similarity; of sequences that nothing is known about, and of one group, in order of arrival."""
+        """Splits sequences by similarity, or in order of arrival if there is one group or a path is unknown."""
         n_groups = -(-len(running) // self.group_size)
         known = [path for sequence in running if (path := self.paths.path(sequence)) is not None]
         if n_groups == 1 or len(known) < len(running):
@@ -163,7 +169,7 @@ class TokenScheduler:
         return [[running[i] for i in group.tolist()] for group in groups]
 
     def _first_medoids(self, similarity: Float32s, n_groups: int, running: list[int]) -> Indices:
-        """Those of the last round that still run; the others as far as can be from all before."""
+        """Returns the last round's medoids that still run, and adds the sequences that are least similar to them."""
         place = {sequence: i for i, sequence in enumerate(running)}
         chosen = [place[sequence] for sequence in self._medoids if sequence in place][:n_groups]
         while len(chosen) < n_groups:
@@ -174,9 +180,10 @@ class TokenScheduler:
 
 
 def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
-    """Whether each expert is active or idle, as ExpertFlow predicts (section 3.1).
+    """Returns True for the active experts and False for the idle ones, as ExpertFlow predicts them (section 3.1).
 
-    probabilities (..., n_expert). The n_expert_used likeliest of a layer are active, but none without any probability.
+    probabilities (..., n_expert). The n_expert_used likeliest experts of a layer are active. An expert with probability
+    0 is idle.
     """
     k = min(n_expert_used, probabilities.shape[-1])
     kth = np.partition(probabilities, -k, axis=-1)[..., -k, np.newaxis]
@@ -184,9 +191,10 @@ def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool
 
 
 def similarities(paths: Paths) -> Float32s:
-    """(n_tokens, n_tokens): 1 - Hamming distance / size of a path, the usual form of formula 6 (missing from our text).
+    """Returns 1 - Hamming distance / size of a path, for each pair of tokens: (n_tokens, n_tokens).
 
-    Bit by bit, on this thread: a matrix product's threads would compete with those that compute the model.
+    This is the usual form of formula 6, which is missing from the available text. The function compares bits on its own
+    thread, since the threads of a matrix product would compete with the threads that compute the model.
     """
     flat = np.packbits(paths.reshape(len(paths), -1), axis=1)
     words = np.pad(flat, ((0, 0), (0, flat.shape[1] % 2))).view(np.uint16)
@@ -195,10 +203,10 @@ def similarities(paths: Paths) -> Float32s:
 
 
 def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_ROUNDS) -> list[Indices]:
-    """Ascending indices of the tokens of each group; groups are equal in size, or differ by one. They begin with these
-    centroids, which become the token of each group that is most similar to its others, until they stay.
+    """Returns the ascending indices of each group's tokens. Group sizes differ by at most one.
 
-    similarity (n_tokens, n_tokens).
+    The groups start from these centroids. In each round, the token that is most similar to the others of its group
+    becomes the group's centroid. The rounds end when no centroid changes. similarity (n_tokens, n_tokens).
     """
     for _ in range(most_rounds):
         groups = _balanced(similarity[:, centroids])
@@ -210,7 +218,10 @@ def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_R
 
 
 def _balanced(similarity: Float32s) -> list[Indices]:
-    """similarity (n_tokens, n_groups), to the centroids. Tokens that lose most by their second choice come first."""
+    """Returns the tokens of each group. Tokens that lose most by their second choice choose first.
+
+    similarity (n_tokens, n_groups): similarity of each token to each centroid.
+    """
     n_tokens, n_groups = similarity.shape
     preferences = np.argsort(-similarity, axis=1, kind="stable")
     ordered = np.take_along_axis(similarity, preferences, axis=1)
@@ -228,5 +239,5 @@ def _balanced(similarity: Float32s) -> list[Indices]:
 
 
 def _medoids(similarity: Float32s, groups: list[Indices]) -> Indices:
-    """The token of each group that is most similar to its others."""
+    """Returns the token of each group that is most similar to the group's other tokens."""
     return np.array([group[np.argmax(similarity[np.ix_(group, group)].sum(axis=1))] for group in groups], np.int64)

@@ -80,7 +80,7 @@ def parse_setting(default: Any, text: str) -> Any:
 
 
 def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
-    """(trace to train on, trace to score on), no request in both."""
+    """Returns the trace to train on and the trace to score on. No request is in both."""
     trace = trace_file.read(args.trace)
     if args.heldout_trace:
         return trace, trace_file.read(args.heldout_trace)
@@ -105,12 +105,12 @@ def train(args: argparse.Namespace, training: Trace) -> Weights:
 
 
 def report_step(step: str, share: float) -> None:
-    """Prints a step of a training: its validation curve."""
+    """Prints a step of a training, with its share of the whole."""
     print(f"{share:4.0%} {step}", flush=True)
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
-    """What a repetition needs: the command, the data by digest, seeds, software. Nothing of the time or the place."""
+    """Returns the facts to repeat a training: options, digests of the data, seeds, software. No time and no path."""
     options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
     options += [word for setting in args.set for word in ("--set", setting)]
     return {
@@ -123,7 +123,7 @@ def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[
 
 
 def data_of(path: Path, part: Trace) -> dict[str, Any]:
-    """A trace file by its digest, how it was recorded, and the requests that were used of it."""
+    """Describes a trace file: its digest, the settings of its recording, and the requests that were used."""
     return {
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "recorded_with": dict(part.header.settings),
@@ -141,7 +141,7 @@ def _version(package: str) -> str:
 
 
 def evaluate(name: str, heldout: Trace, sources: Artifacts) -> ScoreTable:
-    """Scores on held-out requests, beside those of skip where the trace has inputs."""
+    """Scores the predictor on held-out requests. If the trace has inputs, scores the predictor skip as well."""
     names = [name] if heldout.inputs is None else [name, "skip"]
     predictors: list[Predictor] = [asked(partial(make_predictor, name, heldout.shape, sources)) for name in names]
     if isinstance(predictors[0], NoPrediction):
@@ -150,7 +150,7 @@ def evaluate(name: str, heldout: Trace, sources: Artifacts) -> ScoreTable:
 
 
 def figures(table: ScoreTable) -> Figure:
-    """ProMoE's ACCURACY by predictor and window; controls are the same predictor on the shuffled trace."""
+    """Returns ProMoE's ACCURACY by predictor and window. A control is the predictor on the shuffled trace."""
     rows = [(found.name, found) for found in table.scores]
     rows += [(f"{found.name}, shuffled", found) for found in table.controls]
     return {name: {k: mean.accuracy for k, mean in found.means.items() if k > 0} for name, found in rows}

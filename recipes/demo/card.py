@@ -18,7 +18,7 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 
 @dataclass(frozen=True)
 class Figures:
-    """Everything the card states that had to be measured."""
+    """The measured figures that the card states."""
 
     shape: Shape
     n_parameters: int
@@ -38,19 +38,19 @@ class Figures:
 
 
 def overall(losses: Mapping[str, KindLoss]) -> float:
-    """Mean nats per token over all kinds together."""
+    """Returns the mean nats per token over all kinds together."""
     total = sum(one.nats_per_token * one.tokens for one in losses.values())
     return total / sum(one.tokens for one in losses.values())
 
 
 def overall_bits(losses: Mapping[str, KindLoss], corpus: Corpus) -> float:
-    """Bits per byte over all kinds together."""
+    """Returns the bits per byte over all kinds together."""
     n_bytes = {kind: corpus.heldout_bytes[kind] for kind in losses}
     return sum(losses[kind].bits_per_byte * n_bytes[kind] for kind in losses) / sum(n_bytes.values())
 
 
 def data_rows(corpus: Corpus) -> list[str]:
-    """One line per kind of text."""
+    """Returns one table row per kind of text."""
     return [
         f"| {kind} | {KINDS[kind].about} | {KINDS[kind].licence} | {corpus.train_tokens[kind]:,} | {len(tokens):,} |"
         for kind, tokens in corpus.heldout.items()
@@ -58,7 +58,7 @@ def data_rows(corpus: Corpus) -> list[str]:
 
 
 def loss_rows(figures: Figures) -> list[str]:
-    """One line per kind, and one over all."""
+    """Returns one table row per kind of text, and one row over all kinds."""
     full, q4, long = figures.losses_f32, figures.losses_q4, figures.losses_long
     rows = [
         f"| {k} | {full[k].nats_per_token:.3f} | {q4[k].nats_per_token:.3f} | {q4[k].bits_per_byte:.3f}"
@@ -71,13 +71,13 @@ def loss_rows(figures: Figures) -> list[str]:
 
 
 def earlier_stages(path: Path) -> list[str]:
-    """The rows of stages in the card at `path`, if there is one: of the runs that made the file which it describes."""
+    """Returns the rows of stages in the card at `path`: the earlier runs that made the file. Without a card: none."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return re.findall(r"^\| [^|]+ \| [\d,]+ \| [\d,]+ \| \d+ \|$", text, re.MULTILINE)
 
 
 def stage_rows(figures: Figures) -> list[str]:
-    """One line per stage that took time, those of earlier runs first."""
+    """Returns one table row per stage that took time. The rows of earlier runs come first."""
     own = [
         f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |"
         for name, one in figures.stages.items()
@@ -87,12 +87,12 @@ def stage_rows(figures: Figures) -> list[str]:
 
 
 def score_rows(figures: Figures) -> list[str]:
-    """One line per situation: how many of the answers were right."""
+    """Returns one table row per situation, with the number of right answers."""
     return [f"| {where} | {right} of {n} | {right / n:.0%} |" for where, (right, n) in figures.scores.items()]
 
 
 def routing_rows(load: torch.Tensor) -> list[str]:
-    """One line per layer. load: (n_layer, n_expert), rows adding up to 1."""
+    """Returns one table row per layer. load: (n_layer, n_expert), each row adds up to 1."""
     rows = []
     for il, shares in enumerate(load):
         uneven = float(shares.std(correction=0) / shares.mean())
@@ -103,7 +103,7 @@ def routing_rows(load: torch.Tensor) -> list[str]:
 
 
 def answer_rows(figures: Figures) -> list[str]:
-    """Question and answer, with a star at questions that were not trained on."""
+    """Returns a line per question with its answer. A star marks a question that was not trained on."""
     return [
         f"- **{question}**{'' if question in figures.questions_seen else ' *'} {answer}"
         for question, answer in figures.answers.items()

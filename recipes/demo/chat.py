@@ -48,14 +48,14 @@ class Conversation:
 
 @dataclass
 class Encoded:
-    """Ids, the same with IGNORED wherever the model is not the one who speaks, and positions."""
+    """The tokens of a conversation."""
 
     ids: list[int] = field(default_factory=list)
-    spoken: list[int] = field(default_factory=list)
+    spoken: list[int] = field(default_factory=list)  # the ids of the model's own turns, IGNORED elsewhere
     positions: list[int] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], *, own: bool = False, gap: int = 0) -> None:
-        """Append a piece, `gap` positions behind the last one."""
+        """Appends ids, `gap` positions after the last one. own: the ids are the model's own turn."""
         start = self.positions[-1] + 1 + gap if self.positions else 0
         self.ids.extend(ids)
         self.spoken.extend(ids if own else [IGNORED] * len(ids))
@@ -64,7 +64,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Chat:
-    """Batches of conversations of up to the row's length, and rows of the corpus so that it is not forgotten."""
+    """Batches of conversations, and of rows of the corpus, so that the model does not forget the corpus."""
 
     tokenizer: Tokenizer
     conversations: Sequence[list[Message]]
@@ -82,26 +82,26 @@ class Chat:
         return Sandbox().from_string(CHAT_TEMPLATE)
 
     def excerpt(self, rng: random.Random, n_tokens: int) -> str:
-        """Some text of the corpus."""
+        """Returns a random text of the corpus with n_tokens tokens."""
         start = rng.randrange(len(self.corpus) - n_tokens)
         return str(self.tokenizer.decode(self.corpus[start : start + n_tokens].tolist())).strip()
 
     def draw(self, rng: random.Random) -> list[Message]:
-        """A conversation of the file, reworded; more often than by chance a starter, which has to be right."""
+        """Returns a random conversation, reworded. Starters are drawn more often, since their answers must be right."""
         return reworded(rng.choice(self.starters if rng.random() < STARTERS else self.conversations), rng)
 
     @cached_property
     def starters(self) -> list[list[Message]]:
-        """The questions that the page and the documentation ask, with their answers."""
+        """Returns the questions of the web page and the documentation, with their answers."""
         known = questions.answers()
         return [questions.exchange(question, known[question]) for question in questions.starters()]
 
     def plain(self, rng: random.Random) -> list[Message]:
-        """A conversation as `draw` gives it, without its system message."""
+        """Returns a conversation from `draw` without its system message."""
         return [m for m in self.draw(rng) if m["role"] != "system"]
 
     def vary(self, rng: random.Random, n_tokens: int) -> Conversation:
-        """A conversation at random; one in three goes on for up to about so many tokens."""
+        """Returns a random conversation. One in three continues with more questions, up to about `n_tokens` tokens."""
         if rng.random() < WITH_TOOLS:
             messages, defined = tools.conversation(rng, lambda: self.plain(rng))
             if rng.random() < 0.2:
@@ -119,7 +119,7 @@ class Chat:
         return Conversation(messages)
 
     def long(self, rng: random.Random, n_tokens: int) -> Encoded:
-        """One conversation of almost so many tokens: behind a long text, or with many turns."""
+        """Returns one conversation of almost `n_tokens` tokens, with a long text before it or with many turns."""
         messages: list[Message] = []
         if rng.random() < LONG_TEXT:
             text = self.excerpt(rng, rng.randrange(n_tokens // 4, n_tokens * 3 // 4))
@@ -133,8 +133,10 @@ class Chat:
             messages, encoded = longer, candidate
 
     def encode(self, conversation: Conversation, rng: random.Random | None = None) -> Encoded:
-        """The conversation as the chat template writes it. With `rng` its turns are apart, as if up to the context's
-        length had been said between them: so distances are learnt that a short row does not have."""
+        """Returns the tokens of a conversation, as the chat template writes it.
+
+        With `rng`, the positions of its turns are moved apart, by up to the context's length. The model then learns
+        distances between turns that a short row does not have."""
         messages, done, encoded = conversation.messages, "", Encoded()
         gap = 0
         if rng:
@@ -142,7 +144,7 @@ class Chat:
             gap = rng.randrange(N_CTX) // (n_turns + 1)
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("tool_calls"):
-                continue  # a call was forced, not said
+                continue  # the server forces a call; the model does not learn to write it
             prompt = self.render(conversation, messages[:i], add_generation_prompt=True)
             whole = self.render(conversation, messages[: i + 1], add_generation_prompt=False).removesuffix("\n")
             question = prompt.rindex(f"{IM_START}user")
@@ -155,17 +157,17 @@ class Chat:
         return encoded
 
     def render(self, conversation: Conversation, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of the first messages."""
+        """Returns the text of the first messages."""
         variables = {"messages": messages, "tools": conversation.tools or None}
         return str(self.template.render(**variables, add_generation_prompt=add_generation_prompt))
 
     def deltas(self, rng: random.Random, n_tokens: int) -> Iterator[Encoded]:
-        """Encoded conversations without end."""
+        """Yields encoded conversations without end."""
         while True:
             yield self.encode(self.vary(rng, n_tokens), rng if rng.random() < APART else None)
 
     def row(self, rng: random.Random, n_ctx: int) -> tuple[Encoded, list[int]]:
-        """n_ctx + 1 ids and their conversations' numbers; what is left over at the end is padding."""
+        """Returns n_ctx + 1 ids and the conversation number of each. The row ends with padding, whose number is -1."""
         size = n_ctx + 1
         row, numbers = Encoded(), list[int]()
         n_refused = 0
@@ -182,12 +184,16 @@ class Chat:
         return self.padded(row, size), numbers + [-1] * (size - len(numbers))
 
     def padded(self, row: Encoded, size: int) -> Encoded:
-        """The row with padding behind it, up to so many tokens."""
+        """Appends padding to the row until it has `size` tokens, and returns it."""
         row.add([special_id(self.tokenizer, END_OF_TEXT)] * (size - len(row.ids)))
         return row
 
     def batch(self, step: int) -> Batch:
-        """Conversations do not see each other; a row of the corpus, or of one long conversation, is one piece."""
+        """Returns the batch of a step, which depends only on the step's number.
+
+        Attention is masked between the conversations of a row. A row of the corpus, or of one long conversation, is
+        not divided.
+        """
         n_ctx, n_chat, n_base = self.steps[step % len(self.steps)]
         rng = random.Random(step)
         base = self.windows[n_ctx].batch(step, n_base)

@@ -34,13 +34,13 @@ class Document:
 
     @property
     def heldout(self) -> bool:
-        """Whether this document is kept out of training."""
+        """True if this document is kept out of training."""
         return self.digest % HELDOUT_ONE_IN == 0
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kind of text is, under which licences, and how many characters of it are taken at most."""
+    """A kind of text: its description, its licences, and the largest number of characters to take."""
 
     about: str
     licence: str
@@ -60,7 +60,7 @@ KINDS = {
 
 
 def read_text(path: Path) -> str:
-    """The file as text, or "" when it cannot be read as UTF-8."""
+    """Returns the file as text, or "" if it cannot be read as UTF-8."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return raw.decode("utf-8")
@@ -106,12 +106,12 @@ def plain_roff(text: str) -> str:
 
 
 def files(root: Path, pattern: str) -> Iterator[Path]:
-    """Plain files under a folder in a fixed order; none when the folder is absent."""
+    """Returns the plain files under a folder in a fixed order; none if the folder does not exist."""
     return (p for p in sorted(root.glob(pattern)) if p.is_file() and not p.is_symlink())
 
 
 def python_documents() -> Iterator[Document]:
-    """Python's own modules, without tests and without anything installed later."""
+    """Yields Python's own modules, without tests and without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data", "ensurepip"}
     for path in files(root, "**/*.py"):
@@ -121,7 +121,7 @@ def python_documents() -> Iterator[Document]:
 
 
 def gather() -> Iterator[Document]:
-    """Every document this machine has, before selection."""
+    """Yields every document of this machine, before the selection."""
     yield from python_documents()
     for topic, text in sorted(topics.topics.items()):
         yield Document("pydoc", f"pydoc/{topic}", text)
@@ -142,13 +142,13 @@ def gather() -> Iterator[Document]:
 
 
 def usable(text: str) -> bool:
-    """Long enough, and almost wholly ASCII: the vocabulary is too small for more scripts."""
+    """Returns True if a text is long enough and almost wholly ASCII: the vocabulary is too small for more scripts."""
     ascii_chars = sum(c < "\x80" for c in text)
     return len(text) >= MIN_DOCUMENT_CHARS and ascii_chars >= 0.99 * len(text)
 
 
 def select(documents: Iterable[Document]) -> list[Document]:
-    """Shuffle by digest, drop copies, cut long texts, and keep each kind within its `max_chars`."""
+    """Sorts documents by digest, drops copies, cuts long texts, and keeps each kind within its `max_chars`."""
     left = {kind: facts.max_chars for kind, facts in KINDS.items()}
     seen: set[str] = set()
     chosen = []
@@ -164,7 +164,7 @@ def select(documents: Iterable[Document]) -> list[Document]:
 
 
 def write_heldout(documents: Iterable[Document], folder: Path) -> None:
-    """Write the held-out texts as FOLDER/KIND.txt, for evaluations elsewhere."""
+    """Writes the held-out texts as FOLDER/KIND.txt, for evaluations elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         texts = [d.text for d in documents if d.kind == kind and d.heldout]

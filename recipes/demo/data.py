@@ -20,34 +20,33 @@ Tokens = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Batch:
-    """ids and targets: (B, T); mask: (B, 1, T, T), true where to look, or None for plain causal; positions: (B, T), or
-    None for 0, 1, 2 and so on."""
+    """B rows of T tokens to train on."""
 
-    ids: Tensor
-    targets: Tensor
-    mask: Tensor | None = None
-    positions: Tensor | None = None
+    ids: Tensor  # (B, T)
+    targets: Tensor  # (B, T)
+    mask: Tensor | None = None  # (B, 1, T, T), true where a token attends to another; None: causal attention
+    positions: Tensor | None = None  # (B, T); None: 0, 1, 2 and so on
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on, tokens and size in bytes of what is held out, by kind."""
+    """The tokens to train on and the held-out tokens. The keys of the dictionaries are kinds of text."""
 
     train: Tokens
-    train_tokens: dict[str, int]
+    train_tokens: dict[str, int]  # number of tokens
     heldout: dict[str, Tokens]
-    heldout_bytes: dict[str, int]
+    heldout_bytes: dict[str, int]  # size of the held-out text
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> Tokens:
-    """All documents one after the other, each closed by END_OF_TEXT."""
+    """Returns the tokens of all documents one after the other, with END_OF_TEXT after each."""
     end = special_id(tokenizer, END_OF_TEXT)
     encodings = tokenizer.encode_batch([d.text for d in documents], add_special_tokens=False)
     return np.array([i for encoding in encodings for i in (*encoding.ids, end)], dtype=np.uint16)
 
 
 def load(path: Path) -> Corpus:
-    """Read what `save` wrote."""
+    """Reads the file that `save` wrote."""
     arrays = np.load(path)
     kinds = [kind for kind in corpus.KINDS if f"heldout.{kind}" in arrays]
     return Corpus(
@@ -59,7 +58,7 @@ def load(path: Path) -> Corpus:
 
 
 def save(path: Path, tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> None:
-    """Tokenise the corpus into one .npz file."""
+    """Tokenises the corpus into one .npz file."""
     arrays: dict[str, NDArray[Any]] = {}
     train = []
     for kind in corpus.KINDS:
@@ -84,7 +83,7 @@ class Windows:
         self.epoch, self.order = -1, np.arange(0)
 
     def window(self, index: int) -> Tokens:
-        """Window number `index` of an endless sequence of epochs: n_ctx + 1 tokens."""
+        """Returns window number `index` of an endless sequence of epochs: n_ctx + 1 tokens."""
         epoch, position = divmod(index, self.n_windows)
         if epoch != self.epoch:
             self.epoch = epoch

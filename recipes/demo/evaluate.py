@@ -15,20 +15,20 @@ from recipes.demo.model import DemoModel
 from recipes.demo.train import loss_of
 
 LOSS_CTX = 512  # tokens of a window
-LEAST_WINDOWS = 10  # of each kind of text; of a kind with more, every n-th is scored
+LEAST_WINDOWS = 10  # windows to score of each kind of text; of a longer text only every n-th window is scored
 
 
 @dataclass(frozen=True)
 class KindLoss:
-    """Mean loss over one kind of held-out text of so many tokens, scored in windows without overlap."""
+    """The mean loss over one kind of held-out text, scored in windows without overlap."""
 
-    tokens: int
+    tokens: int  # length of the text
     nats_per_token: float
     bits_per_byte: float
 
 
 def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
-    """Rows of n_ctx + 1 tokens, from all of the text; a rest at the end that fills no row is left out."""
+    """Returns rows of n_ctx + 1 tokens, spread over the whole text. Leaves out a rest at the end that fills no row."""
     n_rows = (len(tokens) - 1) // n_ctx
     if n_rows == 0:
         raise ValueError(f"{len(tokens)} held-out tokens do not fill one window of {n_ctx}")
@@ -37,7 +37,7 @@ def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
 
 
 def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int) -> KindLoss:
-    """From the summed loss of the rows, and the size of the text they were cut from."""
+    """Computes a mean loss from the summed loss of the rows, and from the size of the text that they were cut from."""
     scored = rows[:, 1:].size
     mean = total / scored
     return KindLoss(n_tokens, mean, mean * n_tokens / (n_bytes * math.log(2)))
@@ -45,7 +45,7 @@ def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int
 
 @torch.no_grad()
 def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tuple[dict[str, KindLoss], torch.Tensor]:
-    """Loss by kind, and how often each expert was chosen: (n_layer, n_expert), rows adding up to 1."""
+    """Returns the loss by kind, and the share of choices of each expert: (n_layer, n_expert), each row adds up to 1."""
     losses = {}
     load = torch.zeros(model.shape.n_layer, model.shape.n_expert)
     for kind, tokens in corpus.heldout.items():
@@ -59,13 +59,13 @@ def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tup
 
 
 def open_gguf(path: Path, n_ctx: int) -> Any:
-    """The file under llama.cpp on the CPU, keeping the logits of every token."""
+    """Opens the file with llama.cpp on the CPU, which keeps the logits of every token."""
     options = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_gpu_layers": 0}
     return library.llama_cpp().Llama(str(path), logits_all=True, verbose=False, **options)
 
 
 def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, KindLoss]:
-    """Loss by kind under llama.cpp, over the same windows."""
+    """Returns the loss by kind, computed by llama.cpp over the windows of `torch_losses`."""
     llm = open_gguf(path, n_ctx)
     losses = {}
     for kind, tokens in corpus.heldout.items():
@@ -81,7 +81,7 @@ def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, 
 
 
 def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
-    """Greedy answers under llama.cpp through the file's own chat template; " [cut]" marks one cut off."""
+    """Returns llama.cpp's greedy answers with the file's chat template. " [cut]" marks an answer that was cut off."""
     llm = open_gguf(path, n_ctx)
     found = {}
     for question in questions:

@@ -81,13 +81,13 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
 
 
 def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
-    """The model as it was trained, nothing rounded."""
+    """Writes the model as it was trained, without rounding."""
     writer = gguf.GGUFWriter(path, "qwen2moe")
     writer.add_name("moegguf demo")
     writer.add_description(DESCRIPTION)
     writer.add_license(LICENCE)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_sampling_temp(0.0)  # so small a model is right only where it takes the likeliest token
+    writer.add_sampling_temp(0.0)  # a model of this size is right only where it takes the likeliest token
     add_shape(writer, model.shape)
     add_tokenizer(writer, tokenizer)
     for name, weight in model.state_dict().items():
@@ -99,7 +99,7 @@ def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Q4_0 by llama.cpp's own quantiser; embedding and output in Q8_0, routers and norms stay F32."""
+    """Quantises a file with llama.cpp: Q4_0, but the embedding and output in Q8_0, and the routers and norms in F32."""
     llama_cpp = library.llama_cpp()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0

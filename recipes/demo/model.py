@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.out = matrix(shape.n_embd, shape.n_embd, gain=1 / math.sqrt(2 * shape.n_layer))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """x: (B, T, n_embd); mask: (B, 1, T, T), true where to look, or None for plain causal."""
+        """x: (B, T, n_embd); mask: (B, 1, T, T), true where a token attends to another; None: causal attention."""
         n_batch, n_tokens, _ = x.shape
 
         def heads(weight: Tensor, bias: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class MoE(nn.Module):
         self.balance_loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (n_tokens, n_embd). Leaves behind `load` (share per expert) and `balance_loss` (1 = even)."""
+        """Computes the mixture. Sets `load` (share per expert) and `balance_loss` (1 = even). x: (n_tokens, n_embd)."""
         probs = functional.linear(x, self.router).softmax(dim=-1)
         weights, ids = probs.topk(self.shape.n_expert_used, dim=-1)
         counts = torch.bincount(ids.flatten(), minlength=self.shape.n_expert)
@@ -118,7 +118,7 @@ class MoE(nn.Module):
         return self.experts(x, weights, ids, counts) + shared * (x @ self.router_shexp).sigmoid()[:, None]
 
     def experts(self, x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
-        """Sort the choices by expert, run each expert once on its tokens, add the results up per token."""
+        """Sorts the choices by expert, runs each expert once on its tokens, and adds the results up per token."""
         order = ids.flatten().argsort()
         tokens = order // self.shape.n_expert_used
         parts = [
@@ -153,7 +153,7 @@ class Layer(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """Token ids to logits."""
+    """The whole network, from token ids to logits."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -173,8 +173,11 @@ class DemoModel(nn.Module):
     def forward(
         self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, wanted: Tensor | None = None
     ) -> Tensor:
-        """ids: (B, T) -> logits: (B, T, n_vocab). positions: (B, T), else 0, 1, 2 and so on. wanted: (B, T), true for
-        the tokens whose logits are wanted: (n, n_vocab)."""
+        """Returns logits (B, T, n_vocab) of ids (B, T).
+
+        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), true for n tokens; the result is then their logits
+        (n, n_vocab).
+        """
         x = functional.embedding(ids, self.token_embd)
         rope = self.rope(torch.arange(ids.shape[1])[None] if positions is None else positions)
         for layer in self.layers:
@@ -182,17 +185,17 @@ class DemoModel(nn.Module):
         return functional.linear(self.output_norm(x if wanted is None else x[wanted]), self.output)
 
     def mixtures(self) -> list[MoE]:
-        """The mixture of each layer, for its load and balance loss."""
+        """Returns the mixture of each layer, for its load and balance loss."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
 
 def quantised_on_export(name: str, weight: Tensor) -> bool:
-    """Whether the GGUF file holds this weight in Q4_0: all matrices but routers, embedding and output."""
+    """Returns True if the GGUF file holds this weight in Q4_0: all matrices but routers, embedding and output."""
     return weight.dim() >= 2 and not name.endswith("router") and name not in ("token_embd", "output")
 
 
 def round_q4_0(weight: Tensor) -> Tensor:
-    """Each block of 32 as llama.cpp's Q4_0 would give it back; gradients pass as if nothing had happened."""
+    """Rounds each block of 32 values to the values of llama.cpp's Q4_0. Gradients pass through unchanged."""
     with torch.no_grad():
         blocks = weight.view(-1, 32)
         peak = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True))

@@ -25,7 +25,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_weights(path: Path, model: DemoModel) -> None:
-    """Put the file's weights into a model of the same shape; ValueError where the shapes differ."""
+    """Copies the file's weights into a model of the same shape. Raises ValueError if the shapes differ."""
     tensors: Mapping[str, gguf.ReaderTensor] = {t.name: t for t in gguf.GGUFReader(path).tensors}
     state = {}
     for name, weight in model.state_dict().items():

@@ -27,7 +27,7 @@ def with_splits(vocabulary: models.BPE) -> Tokenizer:
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """Learn the merges. The specials take the ids 0, 1, 2."""
+    """Learns the merges. The special tokens have the ids 0, 1, 2."""
     tokenizer = with_splits(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,

@@ -21,18 +21,18 @@ LOG_EVERY_STEPS = 20
 
 @dataclass(frozen=True)
 class Stage:
-    """What is trained for how long; `rounded` trains through the weights as Q4_0 will round them."""
+    """A stage of training: its data, its length and its peak learning rate."""
 
     name: str
     minutes: float
     peak_lr: float
     batch: Callable[[int], Batch]
-    rounded: bool = False
+    rounded: bool = False  # train with the weights rounded as Q4_0 will round them
 
 
 @dataclass
 class Progress:
-    """How far a stage has come; kept in its checkpoint and, at the end, in the card."""
+    """The progress of a stage. Its checkpoint and, at the end, the card contain it."""
 
     steps: int = 0
     tokens: int = 0
@@ -40,13 +40,13 @@ class Progress:
 
 
 def learning_rate(stage: Stage, seconds: float) -> float:
-    """Linear warm-up over 2 % of the budget, then linearly down to 3 % of the peak."""
+    """Returns the learning rate: it rises linearly over 2 % of the budget, then falls linearly to 3 % of the peak."""
     done = min(1.0, seconds / (60 * stage.minutes))
     return stage.peak_lr * min(1.0, (done + 1e-4) / 0.02, 0.03 + 0.97 * (1 - done))
 
 
 def optimiser(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
+    """Returns AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -54,19 +54,19 @@ def optimiser(model: nn.Module) -> torch.optim.AdamW:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats."""
+    """Returns the mean loss in nats per token."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Write a checkpoint beside the old one, then put it in its place."""
+    """Writes a checkpoint to a temporary file, then replaces the old one with it."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 
 def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Load a checkpoint if there is one."""
+    """Loads a checkpoint if there is one, and returns its progress."""
     if not path.exists():
         return Progress()
     state = torch.load(path)
@@ -76,7 +76,7 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
 
 
 def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr: float) -> None:
-    """Append to the log: loss, speed, and how unevenly each layer routes (coefficient of variation)."""
+    """Appends to the log: loss, speed, and each layer's coefficient of variation of the experts' loads."""
     uneven = [float(m.load.std(correction=0) / m.load.mean()) for m in model.mixtures()]
     line = {
         **asdict(progress),
@@ -90,7 +90,7 @@ def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr:
 
 
 def run(stage: Stage, model: DemoModel, folder: Path) -> Progress:
-    """Train until the stage's minutes are used up, going on from `folder`/STAGE.pt if it exists."""
+    """Trains until the stage's minutes are used up. Continues from `folder`/STAGE.pt if it exists."""
     checkpoint, log = folder / f"{stage.name}.pt", folder / f"{stage.name}.jsonl"
     optimizer = optimiser(model)
     progress = resume(checkpoint, model, optimizer)

@@ -72,7 +72,7 @@ class Card:
 
 
 def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
-    """Mean loss by kind of text in nats per token, each row a context of its own."""
+    """Returns the mean loss by kind of text in nats per token. Each row is a context of its own."""
     llm = open_gguf(path, N_CTX)
 
     def loss(row: Rows) -> float:
@@ -86,7 +86,7 @@ def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
 
 @torch.no_grad()
 def unevenness(network: Network, heldout: Mapping[str, Rows]) -> list[float]:
-    """By layer, the coefficient of variation of how often each expert is chosen over the held-out rows."""
+    """Returns the coefficient of variation of the experts' loads in each layer, over the held-out rows."""
     loads: list[Tensor] = []
     counted = [
         layer.ffn.register_forward_pre_hook(lambda ffn, inputs: loads.append((ffn.weights(inputs[0]) > 0).sum((0, 1))))

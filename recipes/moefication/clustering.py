@@ -1,11 +1,11 @@
-"""Which neurons are shared, and which of the others go together: clusters of equal size by co-activation.
+"""Chooses the shared neurons, and divides the others into clusters of equal size by co-activation.
 
-More experts than one clustering of the neurons gives are clustered again, from other tokens: a neuron then lies in
-several experts, each time beside others, as knowledge that is common to several experts of a trained model does.
+One clustering uses each neuron once. If the model needs more experts, the neurons are clustered again, from other
+tokens. A neuron then lies in several experts, as several experts of a trained model share some knowledge.
 
-As in MoEfication (Zhang et al., 2022, section 3.2, co-activation graph split) and CMoE (Pei et al., 2025, section 3.1:
-shared neurons, then balanced k-means). SwiGLU has no zeros to count, so what counts is a neuron's contribution: how
-long the vector is that it adds to the stream.
+The methods are from MoEfication (Zhang et al., 2022, section 3.2, co-activation graph split) and from CMoE (Pei et al.,
+2025, section 3.1: shared neurons, then balanced k-means). SwiGLU has no zeros to count. A neuron's contribution is
+therefore the length of the vector that it adds to the stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROUNDS = 8
 
 
 def order_neurons(contributions: Tensor, n_shared: int, n_expert: int, n_ff_exp: int) -> Tensor:
-    """The neurons in the order of a Mixture: the shared ones, then expert after expert. contributions: (n, n_ff)."""
+    """Returns the neurons in the order of a Mixture: shared neurons, then each expert. contributions: (n, n_ff)."""
     by_size = contributions.square().mean(dim=0).argsort(descending=True)
     shared, others = by_size[:n_shared], by_size[n_shared:].sort().values
     order, n_clusters = [shared], len(others) // n_ff_exp
@@ -31,7 +31,7 @@ def order_neurons(contributions: Tensor, n_shared: int, n_expert: int, n_ff_exp:
 
 
 def balanced_clusters(rows: Tensor, n_clusters: int, seed: int = 0) -> Tensor:
-    """The cluster of each row: k-means on the sphere, each cluster with equally many rows."""
+    """Returns the cluster of each row, by k-means on the sphere. All clusters have the same number of rows."""
     rows = functional.normalize(rows, dim=1)
     start = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n_clusters]
     centres, clusters = rows[start], torch.empty(0)
@@ -43,7 +43,7 @@ def balanced_clusters(rows: Tensor, n_clusters: int, seed: int = 0) -> Tensor:
 
 
 def fill_evenly(similarity: Tensor) -> Tensor:
-    """A column for each row, each column as often: rows with the clearest preference choose first."""
+    """Returns a column for each row, each column equally often. Rows with the clearest preference choose first."""
     n_rows, n_columns = similarity.shape
     best = similarity.topk(min(2, n_columns), dim=1).values
     wishes = similarity.argsort(dim=1, descending=True).tolist()

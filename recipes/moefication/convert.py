@@ -1,7 +1,7 @@
-"""From a dense network to a mixture of experts, layer by layer, with what tokens of text do in each layer.
+"""Converts a dense network to a mixture of experts, layer by layer, from the activations of tokens of text.
 
-Each layer sees what the converted layers before it give, and its down matrices are fitted to what the dense network
-has in the stream after it, so that a layer makes good for the experts that were not computed up to there.
+A layer's input is the output of the converted layers before it. Its down matrices are fitted to the dense network's
+stream after the layer. Each layer thereby corrects the error of the experts that were not computed up to there.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from recipes.moefication.network import FeedForward, Layer, Mixture, Network, ro
 
 CLUSTERING_TOKENS = 4096
 ROWS_AT_ONCE = 8
-ROUTER_RIDGE, DOWN_RIDGE = 0.1, 0.03  # of the mean of the diagonal
-# A router is fitted to its own input and, with less weight, to those of the layers before; and to what clusters give
-# at its token and, with more weight, at those before. Which experts it chooses then follows from what layers and tokens
-# have in common, as in trained models, and what is left out by choosing them is no more.
+ROUTER_RIDGE, DOWN_RIDGE = 0.1, 0.03  # relative to the mean of the diagonal
+# A router is fitted to its own input and, with less weight, to the inputs of the layers before it. Its target is the
+# clusters' contribution at its token and, with more weight, at the tokens before. Its choices then depend on features
+# that layers and tokens have in common, as in trained models. These choices leave out no more of the output.
 LAYERS_BEFORE, WEIGHT_BEFORE = 8, 0.5
-TOKENS_BEFORE, SMOOTHING = 0.75, 0.8  # weight of the running mean of tokens, and what it keeps at each
+TOKENS_BEFORE, SMOOTHING = 0.75, 0.8  # weight of the running mean of tokens; share of the mean that each token keeps
 
 Rounding = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a feed-forward network is divided. router_std: standard deviation of a router's logits; chosen experts weigh
-    nearly the same where it is small."""
+    """The division of a feed-forward network into experts."""
 
     n_expert: int
     n_expert_used: int
     n_ff_exp: int
     n_expert_shared: int
-    router_std: float = 0.5
+    router_std: float = 0.5  # standard deviation of a router's logits; if small, chosen experts weigh about the same
 
     @property
     def n_shared(self) -> int:
@@ -47,7 +46,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """What tells it from others, for files."""
+        """A name for files. Splits that differ only in `router_std` have one name."""
         return f"{self.n_expert}x{self.n_ff_exp}-{self.n_expert_used}-{self.n_expert_shared}"
 
     def check(self, n_ff: int) -> None:
@@ -66,7 +65,7 @@ class Split:
 def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, progress: Callable[[str], None]) -> None:
     """Replaces each layer's feed-forward network by a Mixture. ids: (B, T), the text to fit on.
 
-    `rounded` gives a matrix as the file will hold it: down matrices are fitted to gate and up after rounding.
+    `rounded` rounds a matrix as the file will: down matrices are fitted to the rounded gate and up matrices.
     """
     split.check(network.shape.n_ff)
     angles = rope(network.shape, ids.shape[1])
@@ -87,7 +86,7 @@ def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, prog
 
 
 def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """The function over a few rows at a time."""
+    """Applies the function to a few rows at a time, and returns the joined results."""
     n_rows = ROWS_AT_ONCE if rows.dim() == 3 else ROWS_AT_ONCE * 512
     return torch.cat([function(part) for part in rows.split(n_rows)])
 
@@ -95,10 +94,10 @@ def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 def mixture(
     ffn: FeedForward, split: Split, inputs: Sequence[Tensor], sizes: Tensor, rounded: Rounding, n_ctx: int
 ) -> Mixture:
-    """The same neurons in clusters, with a router.
+    """Returns the neurons of `ffn` in clusters, with a router.
 
-    inputs: (n_tokens, n_embd), of this layer and of those before it, of rows of n_ctx tokens; sizes: (n_tokens, 1), of
-    the stream.
+    inputs: (n_tokens, n_embd) each, first of this layer, then of the layers before it; tokens are rows of n_ctx.
+    sizes: (n_tokens, 1), the root mean square of each token's stream.
     """
     x = inputs[0]
     contributions = in_parts(ffn.neurons, x).abs() * ffn.down.norm(dim=0) / sizes
@@ -115,7 +114,7 @@ def mixture(
 
 
 def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
-    """Least squares from the routers' inputs to what is wanted of each cluster, scaled to `std`: (n_expert, n_embd).
+    """Fits a router by least squares from the inputs to the wanted logits, scaled to `std`: (n_expert, n_embd).
 
     MoEfication fits a small network to the clusters' activation (section 3.3); a router of llama.cpp is linear.
     """
@@ -129,7 +128,10 @@ def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
 
 
 def smoothed(contributions: Tensor) -> Tensor:
-    """(B, T, n_expert) -> (B * T, n_expert): each token's, less their mean, mixed with those of tokens before it."""
+    """Subtracts each token's mean, and mixes each token with the running mean of the tokens before it.
+
+    contributions: (B, T, n_expert). Returns (B * T, n_expert).
+    """
     own = contributions - contributions.mean(dim=2, keepdim=True)
     before = own.clone()
     for at in range(1, own.shape[1]):
@@ -138,8 +140,11 @@ def smoothed(contributions: Tensor) -> Tensor:
 
 
 def _balance(layer: Mixture, order: Tensor, x: Tensor, contributions: Tensor) -> Tensor:
-    """By neuron of the dense network, what its copies' outputs are multiplied with so that, together, they give as much
-    as it did where it contributes: several copies may be chosen, or none."""
+    """Returns a factor for each neuron of the dense network, by which the outputs of its copies are multiplied.
+
+    The chosen experts may contain several copies of a neuron, or none. With the factor, the copies together contribute
+    about as much as the neuron did, by least squares over the tokens.
+    """
     weights = layer.weights(x).repeat_interleave(layer.n_ff_exp, dim=-1)
     ones = weights.new_ones(len(x), layer.n_ff_shexp)
     given = torch.zeros_like(contributions).index_add_(1, order, torch.cat((ones, weights), dim=-1))
@@ -148,9 +153,10 @@ def _balance(layer: Mixture, order: Tensor, x: Tensor, contributions: Tensor) ->
 
 
 def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> tuple[Tensor, float]:
-    """Moves the down matrices so that the chosen neurons give the target; returns (output, share that is missing).
+    """Fits the down matrices so that the chosen neurons' output is the target. Returns (output, missing share).
 
-    Errors count in proportion to the stream, which the next norm divides by its size: a few tokens have a huge one.
+    An error counts in proportion to its token's stream, since the next norm divides by its size. A few tokens have a
+    huge stream.
     """
     neurons = in_parts(layer.weighted_neurons, x)
     missing = target - functional.linear(neurons, layer.ffn.down)
@@ -160,12 +166,12 @@ def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> tuple[T
 
 
 def ridge(inputs: Tensor, outputs: Tensor, strength: float) -> Tensor:
-    """The matrix (n_outputs, n_inputs) that maps inputs to outputs best, held down in proportion to each input."""
+    """Returns the matrix (n_outputs, n_inputs) of a ridge regression, with a penalty in proportion to each input."""
     return solve(inputs.T @ inputs, inputs.T @ outputs, strength)
 
 
 def solve(gram: Tensor, products: Tensor, strength: float) -> Tensor:
-    """`ridge` of inputs with this Gram matrix, which is overwritten, and these products with the outputs."""
+    """Solves `ridge` from the inputs' Gram matrix and their products with the outputs. Overwrites `gram`."""
     diagonal = gram.diagonal().clone()
     gram.diagonal().add_(strength * (diagonal + diagonal.mean() * 1e-3))
     return torch.cholesky_solve(products, torch.linalg.cholesky(gram)).T.contiguous()

@@ -1,7 +1,7 @@
 """A short training of the converted network towards the dense one's probabilities, with weights rounded as in the file.
 
-Knowledge distillation (Hinton et al., 2015): the down matrices learn to do without the experts that were not chosen.
-Routers stay, and with them what was measured of routing.
+This is knowledge distillation (Hinton et al., 2015): the down matrices learn to make up for the experts that were not
+chosen. The routers do not change.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ LOG_EVERY_STEPS = 4
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, and how: each step takes `n_rows` rows; the learning rate warms up and falls to zero."""
+    """The length and the learning rates of a training: the rate warms up, then falls to zero."""
 
     minutes: float
-    n_rows: int = 2
+    n_rows: int = 2  # rows of text in a step
     peak_lr: float = 3e-4
     save_every_steps: int = 8
 
     def learning_rate(self, seconds: float) -> float:
-        """Linear warm-up over 5 % of the time, then linearly down."""
+        """Returns the learning rate: it rises linearly over 5 % of the time, then falls linearly to zero."""
         done = min(1.0, seconds / max(60 * self.minutes, 1e-9))
         return self.peak_lr * min(1.0, (done + 1e-3) / 0.05, 1.0 - done)
 
@@ -79,7 +79,7 @@ def distil(
 def _resume(
     checkpoint: Path | None, trained: dict[str, nn.Parameter], optimizer: torch.optim.AdamW
 ) -> tuple[int, float]:
-    """Steps and seconds so far."""
+    """Loads the checkpoint if it exists. Returns the steps and seconds so far."""
     if checkpoint is None or not checkpoint.exists():
         return 0, 0.0
     saved = torch.load(checkpoint)
@@ -91,7 +91,10 @@ def _resume(
 
 
 def divergence(network: Network, dense: Network, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Mean Kullback-Leibler divergence of next tokens, in nats, from the dense network to this one with `weights`."""
+    """Returns the mean Kullback-Leibler divergence of next tokens, in nats, between `dense` and this network.
+
+    weights: parameters that replace the ones of `network`.
+    """
     with torch.no_grad():
         wanted = dense(ids).log_softmax(dim=-1)
     given = torch.func.functional_call(network, weights, (ids,)).log_softmax(dim=-1)

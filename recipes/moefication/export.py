@@ -1,8 +1,8 @@
-"""The converted network as a GGUF file of architecture `deepseek` (DeepSeek-MoE's first release).
+"""Writes the converted network as a GGUF file of architecture `deepseek` (DeepSeek-MoE's first release).
 
-Of llama.cpp's architectures with a shared expert it is the one that leaves a Llama layer as it is: no norms or biases
-in the attention, no gate on the shared expert, the same order of rotary pairs; and it multiplies softmax with
-`expert_weights_scale`. What was not converted is copied byte by byte.
+Among llama.cpp's architectures with a shared expert, only this one computes the rest of a layer as Llama does. It has
+no norms or biases in the attention, no gate on the shared expert, and Llama's order of rotary pairs. It also multiplies
+the softmax with `expert_weights_scale`. Tensors that were not converted are copied byte by byte.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def write(path: Path, network: Network, split: Split, source: GGUFReader, quant:
 
 
 def rounding(quant: str) -> Rounding:
-    """How the file rounds a matrix, as far as fitting makes good for it: only four bits are worth it."""
+    """Returns the rounding that fitting corrects: Q4_0 rounds, and the finer types return a matrix unchanged."""
     return round_q4_0 if quant == "q4_0" else lambda weight: weight
 
 
 def expert_bytes(shape: Shape, split: Split, quant: str) -> int:
-    """The bytes of one expert's three matrices."""
+    """Returns the bytes of one expert's three matrices."""
     n_values, n_bytes = GGML_QUANT_SIZES[FILE_TYPES[quant][0]]
     return 3 * shape.n_embd * split.n_ff_exp // n_values * n_bytes
 

@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def zeros(*sizes: int) -> nn.Parameter:
-    """Room for a matrix that is loaded later."""
+    """Returns a matrix of zeros, whose values are loaded later."""
     return nn.Parameter(torch.zeros(*sizes))
 
 
@@ -82,7 +82,7 @@ class FeedForward(nn.Module):
         self.gate, self.up, self.down = zeros(n_ff, n_embd), zeros(n_ff, n_embd), zeros(n_embd, n_ff)
 
     def neurons(self, x: Tensor) -> Tensor:
-        """What each neuron gives for x, before the down matrix."""
+        """Returns the activation of each neuron for x: the input of the down matrix."""
         return functional.silu(functional.linear(x, self.gate)) * functional.linear(x, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class FeedForward(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A FeedForward whose neurons lie in order: the shared expert's, then those of expert 0, 1, ...
+    """A FeedForward whose neurons lie in order: first the shared expert's neurons, then the neurons of expert 0, 1, ...
 
     A chosen expert's weight is its probability times n_expert.
     """
@@ -104,19 +104,19 @@ class Mixture(nn.Module):
 
     @classmethod
     def empty(cls, n_embd: int, n_shared: int, n_expert: int, n_ff_exp: int, n_expert_used: int) -> Mixture:
-        """One whose weights are loaded later."""
+        """Returns a Mixture whose weights are loaded later."""
         ffn = FeedForward(n_embd, n_shared + n_expert * n_ff_exp)
         return cls(ffn, zeros(n_expert, n_embd), n_ff_exp, n_expert_used)
 
     def weights(self, x: Tensor) -> Tensor:
-        """(..., n_expert): the weight of each chosen expert, 0 for the others."""
+        """Returns (..., n_expert): the weight of each chosen expert, 0 for the others."""
         probs = functional.linear(x, self.router).float().softmax(dim=-1)
         chosen = probs.topk(self.n_expert_used, dim=-1).indices
         kept: Tensor = torch.zeros_like(probs).scatter(-1, chosen, probs.gather(-1, chosen))
         return kept * len(self.router)
 
     def weighted_neurons(self, x: Tensor) -> Tensor:
-        """What each neuron gives, times its expert's weight. Every expert is computed: for fitting, not for speed."""
+        """Returns each neuron's activation times its expert's weight. Computes every expert, so it is slow."""
         neurons = self.ffn.neurons(x)
         shared, routed = neurons.split([self.n_ff_shexp, neurons.shape[-1] - self.n_ff_shexp], dim=-1)
         weights = self.weights(x).to(x.dtype).repeat_interleave(self.n_ff_exp, dim=-1)
@@ -147,7 +147,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Token ids to logits; the embedding is the output matrix too."""
+    """The whole network, from token ids to logits. The embedding is also the output matrix."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Network(nn.Module):
         self.output_norm = RMSNorm(shape.n_embd, shape.norm_eps)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """ids: (B, T) -> (B, T, n_embd), what the output matrix is multiplied with."""
+        """Returns the input of the output matrix: ids (B, T) -> (B, T, n_embd)."""
         x = functional.embedding(ids, self.token_embd)
         angles = rope(self.shape, ids.shape[1])
         for layer in self.layers:

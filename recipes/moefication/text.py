@@ -14,21 +14,21 @@ from predictors import texts
 
 N_CTX = 256
 DOCUMENT_CHARS = 2000
-HELDOUT_ROWS = 4  # of each kind, whose loss is measured
+HELDOUT_ROWS = 4  # rows of each kind whose loss is measured
 
 Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Text:
-    """Rows of N_CTX tokens: to fit on, the kinds in turns, and held out, by kind."""
+    """Rows of N_CTX tokens."""
 
-    fit: Rows
-    heldout: dict[str, Rows]
+    fit: Rows  # rows to fit on, the kinds of text in turns
+    heldout: dict[str, Rows]  # held-out rows, {kind of text: rows}
 
 
 def load(model: Path, folder: Path, n_rows: int) -> Text:
-    """At most n_rows rows to fit on. Raises ValueError when a text cannot be fetched."""
+    """Loads the text, with at most n_rows rows to fit on. Raises ValueError when a text cannot be fetched."""
     found = texts.load(folder)
     llm = library.llama_cpp().Llama(str(model), vocab_only=True, verbose=False)
 

@@ -32,17 +32,17 @@ def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
 
 
 def exchange(question: str, answer: str) -> list[Message]:
-    """A question and its answer."""
+    """Returns a question and its answer as messages."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def answers() -> dict[str, str]:
-    """What is taught: {question: answer}."""
+    """Returns the questions that the model learns: {question: answer}."""
     return {question: entry["answer"] for entry in lines(TAUGHT) if "ask" in entry for question in entry["ask"]}
 
 
 def starters() -> list[str]:
-    """The questions that the page offers, and those that README and docs ask the demo."""
+    """Returns the questions that the page offers, and the questions to the demo in README and docs."""
     page = PAGE.read_text(encoding="utf-8")
     offered = re.findall(r"<button[^>]*>([^<]+)</button>", page[page.index('class="starters"') :].partition("</ul>")[0])
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]

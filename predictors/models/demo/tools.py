@@ -1,7 +1,8 @@
 """Made-up tools beside a question, so that definitions of tools in the prompt do not confuse the model.
 
-It is too small to copy names and values out of its prompt: in 200 conversations it learnt the form of a call, and none
-of 44 calls was right. So it learns to say that, and to answer beside tools what it knows.
+The model is too small to copy names and values out of its prompt. After 200 conversations with calls it knew the form
+of a call, but none of 44 calls was right. The model therefore learns to say that it is too small, and to answer the
+questions that it knows when tools are defined.
 """
 
 import random
@@ -25,15 +26,15 @@ TOO_SMALL = (
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tool may be called, what it takes, and how one asks for it."""
+    """A kind of tool."""
 
-    names: tuple[str, ...]
-    about: tuple[str, ...]
-    keys: tuple[str, ...]
-    questions: tuple[str, ...]
+    names: tuple[str, ...]  # names to choose from
+    about: tuple[str, ...]  # descriptions to choose from
+    keys: tuple[str, ...]  # names of the tool's arguments
+    questions: tuple[str, ...]  # forms of questions that need the tool
 
     def tool(self, rng: random.Random) -> Tool:
-        """Its definition, as clients of OpenAI's API write it."""
+        """Returns the definition of a random tool of this kind, in the format of OpenAI's API."""
         properties: dict[str, Any] = {key: {"type": "string"} for key in self.keys}
         if rng.random() < 0.3:
             properties = {key: {**value, "description": f"the {key}"} for key, value in properties.items()}
@@ -82,8 +83,11 @@ KINDS = (
 
 
 def conversation(rng: random.Random, plain: Callable[[], list[Message]]) -> tuple[list[Message], list[Tool]]:
-    """One to three tools beside a question that needs none (`plain` gives it with its answer), or that needs one; some
-    of these after a call and its result, which a server can force."""
+    """Returns a conversation and one to three defined tools.
+
+    The question needs no tool, and `plain` returns it with its answer. Or the question needs a tool: then the model
+    answers that it is too small, sometimes after a call and its result, since a server can force a call.
+    """
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)))
     defined = [kind.tool(rng) for kind in kinds]
     if rng.random() < 0.6:

@@ -50,14 +50,14 @@ PATTERNS = (
 
 
 def wordings(question: str) -> list[str]:
-    """The forms that `reword` gives a question, before it changes case and punctuation."""
+    """Returns the forms of a question that `reword` chooses from, before it changes case and punctuation."""
     return [
         form.format(found[1]) for pattern, forms in PATTERNS if (found := pattern.match(question)) for form in forms
     ]
 
 
 def reword(question: str, rng: random.Random) -> str:
-    """The same question as another person might type it: other words, case, punctuation, an opening, a slip."""
+    """Changes a question as another person might type it: words, case, punctuation, an opening, a typing error."""
     forms = wordings(question)
     if forms and rng.random() < 0.35:
         question = rng.choice(forms)
@@ -78,5 +78,5 @@ def reword(question: str, rng: random.Random) -> str:
 
 
 def reworded(messages: Sequence[Message], rng: random.Random) -> list[Message]:
-    """The same conversation with its user's messages reworded."""
+    """Returns a copy of a conversation in which the user's messages are reworded."""
     return [{**m, "content": reword(m["content"], rng)} if m["role"] == "user" else m for m in messages]
