@@ -39,9 +39,7 @@ def prompt_of(n_tokens: int, seed: int = 0) -> list[int]:
 
 
 def engine(model: Path, **options: Any) -> Engine:
-    # The bits of flash attention depend on where the cells of this architecture lie.
-    own = {"flash_attn": False} if "deepseek4" in model.name else {}
-    return Engine(model, **{"parallel": 1, "n_ctx": 2048, "n_threads": 1, **own, **options})
+    return Engine(model, **{"parallel": 1, "n_ctx": 2048, "n_threads": 1, **options})
 
 
 def answer(engine: Engine, prompt: Sequence[int], owner: str = "") -> EngineAnswer:
