@@ -73,7 +73,7 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
     path = find_model(model)
     layout = read_layout(path)
     if not layout.is_moe:
-        raise OptionError(f"{model} has no experts, of which something could be learned; name another model.")
+        raise OptionError(f"{model} has no experts, so there is nothing to learn; name another model.")
     with showing_progress() as progress:
         learning = _recorded(path, layout, strategies, given, chosen, progress)
         learnt = [learning.learn(name, _reporting(progress, name)) for name in strategies]

@@ -113,9 +113,9 @@ class Llama(UpstreamLlama):
                 four replace parts of it. None: MOEGGUF_STRATEGY, else "moegguf".
             store: how experts are moved, instead of as the strategy does.
             policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-                `scores(history, forecast)`, a class of such objects as "FILE.py:CLASS", or "auto": that of
-                MOEGGUF_POLICY, else the strategy's.
-                "vram=NAME,ram=NAME" names those of a GPU's slots and of slots in RAM, LRU where none is named.
+                `scores(history, forecast)`, a class of such objects as "FILE.py:CLASS", or "auto": the
+                policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy for a
+                GPU's slots and one for slots in RAM; LRU decides where none is named.
             predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`), an object, or
                 "FILE.py:CLASS".
             lockstep: decisions act at a fixed place of each pass, so that a simulation repeats them; slower.

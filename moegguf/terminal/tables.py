@@ -195,7 +195,7 @@ def _expert_rows(facts: Facts) -> Iterator[Row]:
     experts = facts["experts"]
     share = experts["all_bytes"] / facts["file_bytes"]
     yield "layers with experts", f"{experts['layers']} of {facts['n_layer']}"
-    yield "experts in a layer", f"{experts['per_layer']}, of which a token uses {experts['used']}"
+    yield "experts in a layer", f"{experts['per_layer']}; a token uses {experts['used']}"
     yield "shared experts", f"{experts['shared']}, which every token uses" if experts["shared"] else "none"
     yield "one expert", _range(format_bytes(experts["smallest_bytes"]), format_bytes(experts["largest_bytes"]))
     yield "all experts", f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)"

@@ -42,8 +42,8 @@ def test_an_imported_trace_is_shown_and_simulated_as_a_recorded_one(here: Comman
     assert (shape.layers, shape.n_expert, shape.expert_bytes) == ((1, 2, 3), 8, 9 << 20)
     text = here("trace", "show", imported).stdout
     assert re.search(r"layers +3 with experts of 4\n", text)
-    assert "8, of which a token uses 2\n" in text and "9.4 MB" in text
-    assert "40, of which 30 were decoded" in text
+    assert "8; a token uses 2\n" in text and "9.4 MB" in text
+    assert "40; 30 of them were decoded" in text
     facts = json.loads(here("trace", "show", imported, "--json").stdout)
     assert (facts["n_requests"], facts["shape"]["n_expert"]) == (2, 8)
     rows = json.loads(here("trace", "simulate", imported, "--expert-cache", "50%", "--json").stdout)
@@ -52,7 +52,7 @@ def test_an_imported_trace_is_shown_and_simulated_as_a_recorded_one(here: Comman
 
 def test_a_recorded_trace_is_shown(here: Command, recorded: Path, trace: Trace) -> None:
     text = here("trace", "show", recorded).stdout
-    assert f"{trace.n_tokens}, of which {trace.decode().n_tokens} were decoded" in text
+    assert f"{trace.n_tokens}; {trace.decode().n_tokens} of them were decoded" in text
     assert "4 (2 chat, 2 code)" in text and "weights, inputs" in text
     assert re.search(r"reuse +\d+\.\d% of a decoded token's experts", text)
 

@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_written_is_named(
 
 
 def test_a_trace_that_nothing_can_be_learned_from_is_refused(trace: Trace, artifacts: Artifacts) -> None:
-    with pytest.raises(OptionError, match="at least 4 requests, of which one judges, but there are 3; give more texts"):
+    with pytest.raises(OptionError, match="one of them judges what was learned, but there are 3; give more texts"):
         Learning(trace.select(range(3)), artifacts)
     with pytest.raises(OptionError, match="recorded from another model"):
         Learning(replace(trace, header=replace(trace.header, fingerprint="0" * 32)), artifacts)

@@ -4,16 +4,15 @@
 // values of each column in a vector, and scales. Both ways add products of a block exactly, as integers, and blocks one
 // after the other with fma, so their bits are equal.
 //
-// How a type is added (its unpacking is all that is written):
+// To add a type, write only its unpacking:
 // 1. Write a struct in plain_types.h. There are two kinds:
 //    - a scale in floating point for each 32 values: derive from `Scaled`, as PlainQ8_0 and PlainMxfp4 do, or from
 //      `ScaledWithMin`, as PlainQ5_1 does. `codes` returns the 32 codes of a block.
 //    - blocks of 256 values with integer scales of 8 bits for each 16 values: derive from `Superblock`, as PlainQ2K and
 //      PlainQ3K do. `unpack` fills an `Unpacked` with codes, scales, and d. A scale for 32 values is written twice.
-//    Where codes come from tables, derive from `Grid` in grids.h: `prepare` finds what the tables' indices are.
+//    Where codes come from tables, derive from `Grid` in grids.h: `prepare` finds the tables' indices.
 // 2. Choose its codes: `Unsigned<zero, fit>` where all are from 0 to 32 and `zero` stands for 0, which is the fastest,
-// or
-//    `Signed` for those from -127 to 127.
+//    or `Signed` for codes from -127 to 127.
 // 3. Add it to `find_plain` below, and its name to PLAIN in tests/native/test_width_check.py.
 #pragma once
 
