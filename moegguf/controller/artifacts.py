@@ -42,12 +42,14 @@ T = TypeVar("T")
 class Artifacts:
     """The files about one model, given by its layout, or from a trace alone by the fingerprint in it.
 
-    `folder` is searched first.
+    `folder` is searched first. With `only_folder`, no other folder is searched: files that this user's earlier runs
+    wrote do not count.
     """
 
     layout: ExpertLayout | None
     trace_fingerprint: str = ""
     folder: Path | None = None
+    only_folder: bool = False
 
     @cached_property
     def fingerprint(self) -> str:
@@ -69,7 +71,11 @@ class Artifacts:
 
     def folders(self) -> Iterator[Path]:
         """Folders to search, nearest first; they need not exist."""
-        yield from (folder for folder in (self.folder, self.model_folder, self.user_folder) if folder is not None)
+        if self.folder is not None:
+            yield self.folder
+        if self.only_folder:
+            return
+        yield from (folder for folder in (self.model_folder, self.user_folder) if folder is not None)
         for part in package_folders():
             for shipped in (part / "predictors", part.parent / "predictors"):
                 for path in sorted(shipped.glob(f"*/{MEASURED}")):

@@ -56,7 +56,8 @@ def replayed() -> dict[str, float]:
     - token table: the speed of ProMoE's prefetching by a table of tokens, relative to no prefetching.
     """
     trace = read(TRACE)
-    study = Study(trace, Artifacts(None, trace.header.fingerprint, Path(__file__).parents[1] / "demo"))
+    demo = Path(__file__).parents[1] / "demo"
+    study = Study(trace, Artifacts(None, trace.header.fingerprint, demo, only_folder=True))
     first, *others = trace.sequences()
     workload = Workload.of(replace(study, trace=trace.select(others)), trace.select([first]))
     of = workload.systems(SYSTEMS, slots_of(trace.shape, SHARE), LINKS["promoe"])

@@ -1,7 +1,14 @@
 """Figures of the trace that ships are replayed exactly, so that results recorded with this version of the code hold."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
+import pytest
+
+from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.collection import Eamc
+from moegguf.trace.format import read
 from predictors.study import shipped
 from predictors.study.regenerate import CODE_VERSION
 
@@ -14,3 +21,16 @@ def test_the_shipped_trace_is_small_and_its_three_figures_are_replayed_exactly()
         f"the code counts other figures: python -m predictors.study.shipped, and CODE_VERSION {CODE_VERSION + 1}"
     )
     assert 0 < recorded["LRU, ready"] < 1 and recorded["token table, times as fast"] != 1
+
+
+@pytest.mark.usefixtures("user")
+def test_replayed_figures_ignore_a_collection_that_an_earlier_run_saved() -> None:
+    trace = read(shipped.TRACE)
+    artifacts = Artifacts(None, trace.header.fingerprint)
+    shape = trace.shape
+    collection = Eamc(*shape.table)
+    collection.add(np.ones(shape.table, np.float32))
+    artifacts.save_collection(shape, collection.weights())
+    assert artifacts.collection(shape) is not None
+    assert replace(artifacts, folder=shipped.TRACE.parent, only_folder=True).collection(shape) is None
+    assert shipped.replayed() == json.loads(shipped.FIGURES.read_text(encoding="utf-8"))
