@@ -29,8 +29,10 @@ FIRST_TOKEN_S = 60.0
 INSTALL_S = 1800.0
 MOST_BYTES = {"wheel": 40 << 20, "plugin": 1 << 30, "sdist": 24 << 20}
 QUESTION = "What does moegguf do?"
-LICENCES = (  # licences of moegguf, llama.cpp, its bindings, and the page's libraries
+LICENCES = (  # licences of moegguf, libgomp (which auditwheel adds), llama.cpp, its bindings, and the page's libraries
     r"moegguf-[^/]+\.dist-info/licenses/LICENSE",
+    r"moegguf-[^/]+\.dist-info/licenses/licenses/GCC-runtime-exception\.txt",
+    r"moegguf-[^/]+\.dist-info/licenses/licenses/GPL-3\.0\.txt",
     r"moegguf/lib/LICENSE",
     r"moegguf/bindings/LICENSE\.md",
     r"moegguf/server/static/vendor/LICENSE\.txt",

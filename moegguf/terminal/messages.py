@@ -9,6 +9,7 @@ import codecs
 import io
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,9 +33,19 @@ _ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#
 
 
 def print_message(text: str) -> None:
-    """Prints on stderr; a closed stderr is ignored."""
+    """Prints on stderr, and breaks lines between words on a terminal. A closed stderr is ignored."""
     with suppress(OSError, ValueError, AttributeError):  # closed or missing
+        if sys.stderr.isatty():
+            text = "\n".join(map(_broken_line, text.split("\n")))
         print(text, file=sys.stderr, flush=True)
+
+
+def _broken_line(line: str) -> str:
+    """Returns the line with a break wherever it would run over the terminal's right edge. Words stay whole."""
+    columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    if columns < len(line):
+        return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+    return line
 
 
 def print_error(error: Exception, before: str = "") -> None:

@@ -53,3 +53,13 @@ def test_the_largest_model_that_is_read_as_it_answers_fits_best_else_the_fastest
     assert best_fit_of([small, large, slow, too_large]) == "large"
     assert best_fit_of([model("slower", 1, 1.0), slow, too_large]) == "slow"
     assert best_fit_of([too_large]) is None
+
+
+def test_an_error_breaks_between_words_on_a_terminal(tmp_path: Path) -> None:
+    command = moegguf_command("run", "nothing-like-this", "hi")
+    with Terminal(command, environment(MOEGGUF_HOME=str(tmp_path)), columns=60, rows=20) as terminal:
+        assert terminal.exit_code() == 1
+        lines = terminal.text.splitlines()
+    assert lines[0] == "error: there is no model named 'nothing-like-this'; models"
+    assert any("huggingface.co/models?library=gguf&search=" in line for line in lines)
+    assert " `moegguf list` " in f" {' '.join(line.strip() for line in lines)} "

@@ -26,6 +26,7 @@ CONTENTS = (
     f"moegguf-{__version__}.dist-info/licenses/LICENSE", "moegguf/lib/LICENSE", "moegguf/lib/UPSTREAM",
     "moegguf/lib/libmoegguf.so", "moegguf/lib/libllama.so", "moegguf/bindings/LICENSE.md", "moegguf/demo/demo.gguf",
     "moegguf/server/static/index.html", "moegguf/server/static/vendor/LICENSE.txt",
+    *(f"moegguf-{__version__}.dist-info/licenses/licenses/{name}.txt" for name in ("GCC-runtime-exception", "GPL-3.0")),
 )  # fmt: skip
 SOURCES = ("pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "patches/UPSTREAM", "patches/series")
 
