@@ -24,6 +24,7 @@ from moegguf.models.details import details, files_of, main_type, parameters, par
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import fetchable_name, library
 from moegguf.models.sources import demo_path, hub_offline
+from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import Link, parse_link, parse_size
 from moegguf.settings import read_load_keywords
 
@@ -107,10 +108,16 @@ class SupposedDevice:
 def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: SupposedDevice | None = None) -> Facts:
     """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
 
-    given: options of loading by name. device: what one that is only supposed would give.
+    given: options of loading by name; they replace parameters of the model's name. device: what one that is only
+    supposed would give.
     """
     with described(model) as (entry, is_here):
-        options = {**files_of(entry), **(given or {})}
+        own = {
+            option: entry.parameters[name]
+            for name, option in LOAD_PARAMETERS.items()
+            if entry.parameters.get(name) and name != "num_gpu"  # a command or a server decides about GPUs
+        }
+        options = {**files_of(entry), **own, **(given or {})}
         spec = LoadSpec.of(options, commands=True)
         layout = read_model(entry.path, spec)
         plan = plan_here(layout, spec)

@@ -317,6 +317,16 @@ def test_a_split_model_is_pulled_whole_and_runs(mine: Mine) -> None:
     assert answered.returncode == 0, answered.stderr
 
 
+def test_estimate_uses_the_parameters_of_a_name_and_flags_replace_them(mine: Mine, tmp_path: Path) -> None:
+    file = tmp_path / "Modelfile"
+    file.write_text("FROM demo\nPARAMETER num_ctx 768\nPARAMETER expert_cache 50%\n")
+    assert mine("create", "small", "-f", file).returncode == 0
+    of_the_name = json.loads(mine("estimate", "small", "--json").stdout)
+    assert (of_the_name["n_ctx"], of_the_name["expert_cache"]) == (768, "50%")
+    by_flags = json.loads(mine("estimate", "small", "--ctx", 512, "--json").stdout)
+    assert (by_flags["n_ctx"], by_flags["expert_cache"]) == (512, "50%")
+
+
 def test_create_from_a_modelfile_and_show_its_parts(mine: Mine, tmp_path: Path) -> None:
     file = tmp_path / "Modelfile"
     file.write_text('FROM demo\nSYSTEM """Be kind."""\nPARAMETER temperature 0.25\nPARAMETER stop x\nLICENSE MIT\n')
