@@ -67,7 +67,7 @@ def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
     return found
 
 
-def test_a_damaged_header_hides_no_model_and_is_listed_itself(
+def test_models_with_damaged_headers_are_listed_with_the_others(
     folder: Path, http: httpx.Client, manager: FakeManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     header = read_header(folder / "good.gguf")
@@ -124,7 +124,7 @@ STRANGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
-def test_a_strange_file_hides_no_model(
+def test_a_file_that_is_no_model_hides_no_other_model(
     folder: Path, http: httpx.Client, manager: FakeManager, make: Callable[[Path], object]
 ) -> None:
     make(folder)

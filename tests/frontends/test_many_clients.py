@@ -52,14 +52,14 @@ def run_load(server: Server, clients: int, seconds: float, requests: int | None 
     return asyncio.run(run())
 
 
-def test_every_answer_is_that_of_a_single_client(busy_server: Server) -> None:
+def test_answers_of_many_clients_equal_a_single_clients(busy_server: Server) -> None:
     outcome = run_load(busy_server, CLIENTS, seconds=60, requests=3 * CLIENTS)
     assert outcome.passed, "\n".join(lines(outcome))
     assert outcome.answers == 3 * CLIENTS and outcome.busy == 0
     assert len(outcome.first_s) == outcome.answers
 
 
-def test_past_the_queues_limit_there_is_only_busy(busy_server: Server) -> None:
+def test_requests_beyond_the_queue_limit_are_refused_as_busy(busy_server: Server) -> None:
     outcome = run_load(busy_server, 2 * CLIENTS, seconds=2)
     assert outcome.passed, "\n".join(lines(outcome))
     assert outcome.busy > 0 and outcome.answers > 0

@@ -40,7 +40,7 @@ def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
     return {name: first + i for i, name in enumerate(fields)}
 
 
-def test_every_figure_has_its_name_help_and_labels() -> None:
+def test_exposition_equals_the_recorded_metrics() -> None:
     """`recorded/metrics.txt`, where every number stands for one field."""
     totals = Totals()
     for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):

@@ -73,7 +73,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().sum !== {idle['sum']}")
 
 
-def test_the_panel_has_the_figures_of_the_answer(server: Server, look: Look) -> None:
+def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Look) -> None:
     page = look(server.url)
     until(page, "document.getElementById('resident').textContent !== ''")
     for question in ("What does moegguf do?", "What is a mixture of experts?"):
@@ -96,7 +96,7 @@ def test_the_panel_has_the_figures_of_the_answer(server: Server, look: Look) -> 
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
 
 
-def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, look: Look) -> None:
+def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, look: Look) -> None:
     page = look(server.url, expected="status of 400")
     page.wait_for_selector("#ram-budget")
     assert page.inner_text("#ram-budget-value") == "48 of 192 experts, 2.65 MB"
@@ -118,7 +118,7 @@ def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, lo
     assert re.fullmatch(r"[125]0{0,2} [kM]B", labels[0]) and labels[1] == "0"
 
 
-def test_a_second_name_of_a_loaded_model_has_its_figures(server: Server, look: Look) -> None:
+def test_a_copied_name_of_a_loaded_model_shows_its_figures(server: Server, look: Look) -> None:
     server.call("/api/copy", {"source": "demo", "destination": "mine"})
     server.call("/api/chat", {"model": "mine", "messages": [], "options": {"num_thread": 1}})
     page = look(server.url)
@@ -129,7 +129,7 @@ def test_a_second_name_of_a_loaded_model_has_its_figures(server: Server, look: L
     server.call("/api/delete", {"model": "mine"}, method="DELETE")
 
 
-def test_tiers_and_staging_tensors_are_shown_where_layers_compute_in_vram(server: Server, look: Look) -> None:
+def test_the_panel_shows_tiers_and_staging_only_with_vram_layers(server: Server, look: Look) -> None:
     snapshot = server.call("/live?once=1").json["models"][0]["snapshot"]
     tier = {"device": "GPU0", "lookups": 10, "hits_ready": 9, "hits_late": 0, "misses": 1, "evictions": 7,
             "bytes_missed": 3_000_000, "bytes_prefetched": 0, "stall_s": 0.5, "slots_used": 47,
@@ -163,7 +163,7 @@ def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(server: Server, look
 
 
 @pytest.mark.parametrize("viewport", [PHONE, SMALLEST], ids=["phone", "smallest"])
-def test_nothing_overflows_on_a_phone(server: Server, look: Look, viewport: dict[str, int]) -> None:
+def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: dict[str, int]) -> None:
     page = look(server.url, viewport=viewport, has_touch=True, device_scale_factor=3)
     answered(page, "What does moegguf do? " + "AnUnusuallyLongWordWithoutAnySpaces" * 5)
     wide = """() => [...document.querySelectorAll("body *:not(.unseen):not(option)")].filter((element) => {
@@ -259,7 +259,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_markdown_becomes_elements(page: Any, case: str) -> None:
+def test_markdown_is_rendered_as_elements(page: Any, case: str) -> None:
     text, wanted = CASES[case]
     assert shown(page, text) == wanted
     assert shown(page, text, piece=1) == wanted
@@ -285,7 +285,7 @@ ALLOWED = "p br a strong em s h3 h4 ul ol li hr blockquote table thead tbody tr 
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("piece", [0, 1])
-def test_hostile_text_stays_text(page: Any, case: str, piece: int) -> None:
+def test_hostile_text_runs_no_script_and_makes_allowed_elements_only(page: Any, case: str, piece: int) -> None:
     html = shown(page, HOSTILE[case], piece)
     assert page.evaluate("window.hacked") is None
     assert set(re.findall(r"<(\w+)", html)) <= set(ALLOWED)
@@ -319,13 +319,13 @@ AMOUNTS = [
 
 @pytest.mark.parametrize("text", FORMULAS)
 @pytest.mark.parametrize("piece", [0, 1])
-def test_formulas_are_drawn(page: Any, text: str, piece: int) -> None:
+def test_formulas_are_rendered(page: Any, text: str, piece: int) -> None:
     shown(page, text, piece)
     assert page.evaluate(SOURCES, [text, piece]) == FORMULAS[text]
 
 
 @pytest.mark.parametrize("text", AMOUNTS)
-def test_amounts_and_variables_are_no_formulas(page: Any, text: str) -> None:
+def test_dollar_amounts_and_variables_stay_text(page: Any, text: str) -> None:
     html = shown(page, text)
     assert "formula" not in html and html == shown(page, text, piece=1)
     assert page.inner_text("#log").count("$") == text.count("$")
@@ -341,7 +341,7 @@ HOSTILE_FORMULAS = [
 
 
 @pytest.mark.parametrize("text", HOSTILE_FORMULAS)
-def test_hostile_formulas_do_nothing(page: Any, text: str) -> None:
+def test_hostile_formulas_run_no_script_and_load_no_address(page: Any, text: str) -> None:
     html = shown(page, text)
     assert page.evaluate("window.hacked") is None
     assert not re.findall(r"<(a|img|script|iframe|style|link|object|form)\b", html)
@@ -362,7 +362,7 @@ def test_hostile_formulas_do_nothing(page: Any, text: str) -> None:
         "$$\n" * 9000,
     ],
 )
-def test_repetition_does_not_hang_the_page(page: Any, text: str) -> None:
+def test_repetitive_markdown_does_not_hang_the_page(page: Any, text: str) -> None:
     page.set_default_timeout(20_000)
     assert shown(page, text)
 
@@ -398,13 +398,13 @@ $$
 
 
 @pytest.mark.parametrize("piece", [1, 3, 7])
-def test_nothing_flickers_while_it_is_written(page: Any, piece: int) -> None:
+def test_a_streamed_answer_removes_no_element(page: Any, piece: int) -> None:
     html, removed = page.evaluate(SHOW, [ANSWER, piece])
     assert removed == []
     assert html == shown(page, ANSWER)
 
 
-def test_a_long_answer_is_not_parsed_from_its_begin_again(page: Any) -> None:
+def test_a_long_answer_is_parsed_incrementally(page: Any) -> None:
     n_parsed = """async (text) => {
       const { Markdown } = await import("/page/markdown.js");
       const { default: { prototype } } = await import("/page/vendor/markdown-it.esm.min.mjs");
