@@ -117,11 +117,11 @@ def kill(each: Killed, seeds: range) -> None:
     assert all(store.read(block.path.name) is not None for block in blocks)
 
 
-def test_a_few_killed_writers_leave_whole_blocks_and_right_answers(killed: Killed) -> None:
+def test_a_few_killed_writers_leave_whole_blocks_and_exact_answers(killed: Killed) -> None:
     kill(killed, range(N_KILLS, N_KILLS + QUICK_KILLS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, N_KILLS, KILLS_OF_A_TEST))
-def test_killed_writers_leave_whole_blocks_and_right_answers(first: int, killed: Killed) -> None:
+def test_killed_writers_leave_whole_blocks_and_exact_answers(first: int, killed: Killed) -> None:
     kill(killed, range(first, min(first + KILLS_OF_A_TEST, N_KILLS)))

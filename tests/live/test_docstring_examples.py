@@ -42,7 +42,7 @@ def test_every_public_function_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_prints_what_its_docstring_shows(name: str, objects: dict[str, object]) -> None:
+def test_each_docstring_example_prints_the_shown_output(name: str, objects: dict[str, object]) -> None:
     example = EXAMPLES[name]
     example.globs = dict(objects)
     printed: list[str] = []

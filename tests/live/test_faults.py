@@ -58,7 +58,7 @@ def short_run(llm: Llama) -> Any:
 
 @pytest.mark.parametrize("store", [{}, {"direct": False, "readers": 1}], ids=["direct", "buffered"])
 @pytest.mark.parametrize(("kind", "sticky"), faults("read", "stat", "short_read", "eintr"))
-def test_the_nth_operation_fails_for_every_n(
+def test_a_fault_in_any_operation_of_a_run_raises_or_keeps_the_logits(
     tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool, store: dict[str, Any]
 ) -> None:
     llm = load(tiny(), expert_cache="40%", store=StoreOptions(**store))
@@ -85,7 +85,9 @@ def test_the_nth_operation_fails_for_every_n(
 
 
 @pytest.mark.parametrize(("kind", "sticky"), faults("open", "read", "stat", "alloc", "thread", "short_read", "eintr"))
-def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool) -> None:
+def test_a_fault_in_any_operation_of_a_load_raises_or_keeps_the_logits(
+    tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool
+) -> None:
     path = tiny()
     load(path, expert_cache="40%").close()
     before = n_files()
@@ -116,7 +118,7 @@ def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: 
     assert n_smaller > 0 or kind != "alloc" or sticky, "little memory gives a smaller pool"
 
 
-def test_a_load_that_llama_cpp_ends_for_the_disk_says_so(
+def test_a_read_error_of_llama_cpp_in_a_load_raises_expert_io_error(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged = "error loading model: read error: Input/output error"
@@ -149,7 +151,7 @@ def cancel_in_a_read(llm: Llama, moments: list[float]) -> threading.Thread:
     return thread
 
 
-def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_cancel_during_a_slow_read_returns_within_a_second(tiny: TinyModel, load: Load, reference: Reference) -> None:
     llm = load(tiny(), expert_cache="40%")
     arm_fault("slow_read", 5, sticky=True)
     moments: list[float] = []
@@ -165,7 +167,7 @@ def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
 
 
-def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) -> None:
+def test_close_cancels_the_pass_of_another_thread(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
     arm_fault("slow_read", 5, sticky=True)
     ended: list[BaseException] = []
@@ -186,7 +188,7 @@ def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) ->
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-def test_a_raising_callback_ends_the_load(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
+def test_an_exception_of_progress_ends_the_load(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
     def progress(_share: float) -> None:
         raise error
 
@@ -196,7 +198,7 @@ def test_a_raising_callback_ends_the_load(tiny: TinyModel, load: Load, clean: An
     assert np.array_equal(short_run(load(tiny(), expert_cache="40%")), clean)
 
 
-def test_progress_goes_from_nothing_to_everything_and_can_stop_a_load(tiny: TinyModel, load: Load) -> None:
+def test_progress_increases_to_1_and_false_cancels_the_load(tiny: TinyModel, load: Load) -> None:
     shares: list[float] = []
     load(tiny(), expert_cache="40%", progress=shares.append)
     assert shares == sorted(shares)
@@ -212,7 +214,9 @@ def run_often(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
-def test_a_raising_listener_is_heard_later(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
+def test_an_exception_of_a_listener_is_raised_by_a_later_pass(
+    tiny: TinyModel, load: Load, clean: Any, error: BaseException
+) -> None:
     llm = load(tiny(), expert_cache="40%")
     calls: list[int] = []
 
@@ -228,7 +232,7 @@ def test_a_raising_listener_is_heard_later(tiny: TinyModel, load: Load, clean: A
     assert np.array_equal(short_run(llm), clean)
 
 
-def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load: Load) -> None:
+def test_an_exception_of_stopping_criteria_reaches_the_caller(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
 
     def stop(_tokens: object, _logits: object) -> bool:
@@ -239,7 +243,7 @@ def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load
     assert len(list(zip(range(3), llm.generate([1, 2, 3]), strict=False))) == 3
 
 
-def test_a_file_written_to_while_it_is_loaded_is_an_error(
+def test_a_file_written_to_during_its_load_is_an_error(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied, check = Path(shutil.copy(tiny(), tmp_path / "copy.gguf")), ExpertLayout.check_unchanged
@@ -254,7 +258,7 @@ def test_a_file_written_to_while_it_is_loaded_is_an_error(
 
 
 @pytest.mark.parametrize(("code", "error"), [(-2, errors.AllocationError), (-3, errors.LibraryError)])
-def test_a_pass_that_llama_cpp_cannot_compute_is_a_typed_error_and_the_next_one_is_computed(
+def test_a_failed_decode_raises_a_typed_error_and_the_next_pass_succeeds(
     load: Load, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
 ) -> None:
     llm = load(DEMO)

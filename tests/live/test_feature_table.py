@@ -114,7 +114,7 @@ def rows(tiny: TinyModel, folder: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(not has_kernels(read_processor(), "auto"), reason="the table is of a CPU with AVX2")
 @pytest.mark.filterwarnings("ignore:draft")
-def test_the_table_of_features_says_what_loaded_models_say(tiny: TinyModel, tmp_path: Path) -> None:
+def test_the_feature_table_of_the_docs_matches_loaded_models(tiny: TinyModel, tmp_path: Path) -> None:
     made = HEAD + "".join(rows(tiny, tmp_path))
     page = PAGE.read_text(encoding="utf-8")
     written = page.partition(BEGIN)[2].partition(END)[0]

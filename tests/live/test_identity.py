@@ -79,7 +79,7 @@ def test_logits_are_identical_for_every_model_and_pool_size(
 
 
 @pytest.mark.parametrize(("model", "readers", "n_split", "switches"), WAYS, ids=str)
-def test_logits_are_identical_for_every_way_of_moving_experts(
+def test_logits_are_identical_for_every_store_switch_and_reader_count(
     tiny: TinyModel,
     load: Load,
     reference: Reference,
@@ -93,7 +93,7 @@ def test_logits_are_identical_for_every_way_of_moving_experts(
 
 
 @pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
-def test_rows_are_interleaved_past_the_cache(tiny: TinyModel, load: Load) -> None:
+def test_q4_0_rows_are_written_past_the_cache(tiny: TinyModel, load: Load) -> None:
     for quant, written in (("q4_0", True), ("q8_0", False)):  # the tests above compare the bytes to upstream's
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
             info = llm.session.store.info()
@@ -105,7 +105,7 @@ def test_logits_are_identical_with_two_compute_threads(tiny: TinyModel, load: Lo
     run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_threads=2)
 
 
-def test_a_prompt_in_small_passes_is_identical_too(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_logits_are_identical_in_small_passes(tiny: TinyModel, load: Load, reference: Reference) -> None:
     run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_ubatch=24, n_batch=64)
 
 
@@ -119,7 +119,7 @@ def test_logits_are_identical_over_two_thousand_tokens(tiny: TinyModel, load: Lo
     assert np.array_equal(logits, reference(path, n_new=n_new, n_ctx=2304))
 
 
-def test_two_models_at_once_in_two_threads_share_nothing(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_two_models_in_two_threads_give_their_own_logits(tiny: TinyModel, load: Load, reference: Reference) -> None:
     paths = [tiny(*model) for model in TWO_MODELS]
     models = [load(path, expert_cache="40%") for path in paths]
     with ThreadPoolExecutor() as pool:
@@ -128,7 +128,7 @@ def test_two_models_at_once_in_two_threads_share_nothing(tiny: TinyModel, load: 
     assert all(model.stats().evictions > 0 for model in models)
 
 
-def test_an_adapter_on_experts_acts_as_in_llama_cpp(
+def test_an_adapter_on_experts_gives_the_logits_of_llama_cpp(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     path = tiny("tiny-qwen2moe")
@@ -162,7 +162,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("n_tokens", [1, 4])
-def test_the_shared_expert_is_computed_while_others_arrive(
+def test_the_shared_expert_is_computed_before_the_routed_experts(
     load: Load, tiny: TinyModel, computed: list[str], n_tokens: int
 ) -> None:
     path = tiny("tiny-qwen2moe", "q4_0")

@@ -23,7 +23,7 @@ N_TOGETHER = 40
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, N_ANSWERS, N_TOGETHER))
-def test_answers_with_drafts_are_those_without(first: int, engine: Engine) -> None:
+def test_answers_with_drafts_equal_undrafted_answers(first: int, engine: Engine) -> None:
     seeds = range(first, min(first + N_TOGETHER, N_ANSWERS))
     samplings = [Sampling(temperature=float(seed % 2), seed=seed, max_tokens=48) for seed in seeds]
     texts = [f"{seed // len(PROMPTS)}\n{PROMPTS[seed % len(PROMPTS)]}" for seed in seeds]

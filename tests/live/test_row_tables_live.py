@@ -59,7 +59,7 @@ def answer(command: list[str]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_a_table_above_the_memory_limit_evicts_no_expert_and_changes_no_bit(path: Path) -> None:
+def test_a_row_table_above_the_memory_limit_evicts_no_expert(path: Path) -> None:
     if fault := limit_fault(LIMIT_BYTES):
         pytest.skip(fault)
     command = [sys.executable, "-c", CHILD, str(path)]

@@ -107,7 +107,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
     indirect=["path"],
 )
 @on_servers(2)
-def test_slots_on_two_servers_give_the_logits_of_these_devices(
+def test_slots_on_two_devices_give_the_logits_of_plain_llama_cpp(
     path: Path, vram: str, split: dict[str, Any], shrink: bool
 ) -> None:
     devices, tiers, layers = compare(path, vram, 26, split, shrink)
@@ -123,7 +123,7 @@ def test_slots_on_two_servers_give_the_logits_of_these_devices(
 
 
 @on_servers(2)
-def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
+def test_one_of_two_devices_is_selected_and_wrong_splits_are_refused(path: Path) -> None:
     assert [device.name for device in gpus()] == ["RPC0", "RPC1"]
     alone = {"split_mode": 0, "main_gpu": 1, "n_gpu_layers": -1}
     with hooks_off(), Llama(path, n_ubatch=1, **OPTIONS, **alone) as llm:
@@ -180,7 +180,9 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
     [(2, "30%", {"n_gpu_layers": -1, "tensor_split": [1, 3]}), (1, "25%", {"n_gpu_layers": 3})],
 )
 @on_servers()
-def test_devices_behind_links_and_layers_on_the_cpu(path: Path, n_links: int, vram: str, split: dict[str, Any]) -> None:
+def test_slots_behind_links_and_on_the_cpu_give_the_logits_of_llama_cpp(
+    path: Path, n_links: int, vram: str, split: dict[str, Any]
+) -> None:
     for n in range(n_links):
         add_link_device(Link((n + 1) * 1e9, 1e-5), pinned=n == 0, strict_seed=1 - n)
     devices, tiers, layers = compare(path, vram, 20, split, shrink=False)
@@ -219,7 +221,7 @@ def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int,
 
 
 @on_servers()
-def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(path: Path) -> None:
+def test_budgets_of_a_device_and_the_cpu_change_independently(path: Path) -> None:
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
     budgets = {"vram_cache": share_for(path, 24), "expert_cache": share_for(path, 24)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=0, repack=False)}
@@ -253,7 +255,9 @@ def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(path: Path) -> 
 
 @pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
 @on_servers(2)
-def test_simulated_devices_count_as_two_servers(path: Path, tmp_path: Path, vram: str, staging: int) -> None:
+def test_simulated_counters_of_two_devices_equal_the_live_ones(
+    path: Path, tmp_path: Path, vram: str, staging: int
+) -> None:
     store, out, n_ram = StoreOptions(sweep=False, staging=staging), tmp_path / "t", 20
     with Llama(
         path, vram_cache=vram, expert_cache=share_for(path, n_ram), tensor_split=[3, 2], n_gpu_layers=-1, n_ubatch=8,
@@ -389,7 +393,7 @@ def of_another_disk(path: Path) -> list[bool]:
     return found
 
 
-def test_a_model_that_moved_to_another_disk_is_measured_there(tiny: TinyModel) -> None:
+def test_a_model_on_another_file_system_is_measured_again(tiny: TinyModel) -> None:
     assert in_measuring_process(of_another_disk, tiny("tiny-qwen2moe", "q4_0", 2)) == [False, True, False, True]
 
 

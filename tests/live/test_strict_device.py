@@ -144,7 +144,7 @@ class Batches:
 
 @pytest.mark.parametrize("n", [3, pytest.param(6, marks=pytest.mark.slow), 9])
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-mix"])
-def test_sequences_that_join_and_leave(tiny: TinyModel, preset: str, n: int) -> None:
+def test_sequences_that_join_and_leave_have_the_resident_bits(tiny: TinyModel, preset: str, n: int) -> None:
     in_own_process(compare, tiny(preset, "q4_k_m"), Batches(n), n_seq_max=n, flash_attn=None)
 
 
@@ -185,11 +185,11 @@ def heads(llm: Llama) -> Outcome:
 
 
 @pytest.mark.filterwarnings("ignore:draft")
-def test_drafts_that_are_right_and_wrong() -> None:
+def test_right_and_wrong_drafts_have_the_resident_bits() -> None:
     in_own_process(compare, DEMO, recalled, n_seq_max=3, n_ctx=768, flash_attn=None, draft="ngram")
 
 
-def test_drafts_of_heads_of_the_file(tiny: TinyModel) -> None:
+def test_drafts_by_mtp_heads_have_the_resident_bits(tiny: TinyModel) -> None:
     in_own_process(compare, tiny("tiny-glm4moe"), heads, n_seq_max=2, n_ctx=768, flash_attn=None, draft="mtp")
 
 
@@ -201,7 +201,7 @@ def short_greedy(llm: Llama) -> Outcome:
 
 
 @pytest.mark.parametrize("n_devices", [1, 2])
-def test_an_adapter_on_experts(tiny: TinyModel, tmp_path: Path, n_devices: int) -> None:
+def test_an_adapter_on_experts_has_the_resident_bits(tiny: TinyModel, tmp_path: Path, n_devices: int) -> None:
     adapter = write_adapter(tmp_path / "adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
     options: dict[str, Any] = {"lora_path": str(adapter), "lora_scale": 0.5, "logits_all": True}
     in_own_process(compare, tiny(), short_greedy, n_devices, **options)
@@ -217,7 +217,9 @@ def look(llm: Llama) -> Outcome:
 
 
 @pytest.mark.parametrize(("kind", "preset"), KINDS)
-def test_images(tiny: TinyModel, projector: Projector, kind: str, preset: str) -> None:
+def test_answers_about_images_have_the_resident_bits(
+    tiny: TinyModel, projector: Projector, kind: str, preset: str
+) -> None:
     in_own_process(compare, tiny(preset), look, mmproj=str(projector(kind)), n_ubatch=64)
 
 
@@ -242,7 +244,9 @@ def kept_contexts(path: Path) -> None:
     assert_acted([name], before)
 
 
-def test_contexts_that_were_kept_on_disk(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_restored_from_disk_have_the_resident_bits(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MOEGGUF_CONTEXT_STORE", "1GiB")
     in_own_process(kept_contexts, tiny())
@@ -283,13 +287,13 @@ def turns(llm: Llama) -> Outcome:
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-gpt-oss"])
-def test_sizes_that_change(tiny: TinyModel, preset: str) -> None:
+def test_pools_that_change_in_size_have_the_resident_bits(tiny: TinyModel, preset: str) -> None:
     in_own_process(compare, tiny(preset), resizing, logits_all=True)
 
 
 @pytest.mark.parametrize("n_devices", [1, 2])
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-gpt-oss"])
-def test_staged_prompts(tiny: TinyModel, preset: str, n_devices: int) -> None:
+def test_staged_prompts_have_the_resident_bits(tiny: TinyModel, preset: str, n_devices: int) -> None:
     split = {"n_gpu_layers": -1, "tensor_split": [1, 1]} if n_devices == 2 else {}
     in_own_process(compare, tiny(preset), turns, n_devices, logits_all=True, **split)
 
@@ -305,7 +309,7 @@ def quants_of(preset: str) -> list[str]:
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_every_preset_has_the_same_bits_in_one_quantisation(tiny: TinyModel, part: int) -> None:
+def test_every_preset_has_the_resident_bits_in_one_quantisation(tiny: TinyModel, part: int) -> None:
     presets = list(enumerate(TINY))[part::2]
     quants = {preset: quants_of(preset)[i % len(quants_of(preset))] for i, preset in presets}
     in_own_process(compare_all, [tiny(preset, quant) for preset, quant in quants.items()])
@@ -313,5 +317,5 @@ def test_every_preset_has_the_same_bits_in_one_quantisation(tiny: TinyModel, par
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", TINY)
-def test_every_preset_has_the_same_bits_in_every_quantisation(tiny: TinyModel, preset: str) -> None:
+def test_every_preset_has_the_resident_bits_in_every_quantisation(tiny: TinyModel, preset: str) -> None:
     in_own_process(compare_all, [tiny(preset, quant) for quant in quants_of(preset)])
