@@ -74,6 +74,6 @@ def ended(page: Any) -> None:
 
 
 def answered(page: Any, text: str) -> None:
-    """Asks, and waits for the end of the answer."""
+    """Sends a question and waits for the end of the answer."""
     ask(page, text)
     ended(page)

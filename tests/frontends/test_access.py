@@ -1,4 +1,4 @@
-"""Access control over a real socket: hosts, origins, API keys and headers; and where `serve` refuses to listen."""
+"""Tests access control over a real socket: hosts, origins, API keys, headers, and a port that is in use."""
 
 import asyncio
 import base64
@@ -151,7 +151,7 @@ def test_an_api_key_is_required_except_on_open_paths(guarded: str) -> None:
     assert call(f"{guarded}/").text == "Ollama is running"
     assert call(f"{guarded}/health").status == 200
     assert call(f"{guarded}/api/tags", Authorization=f"Bearer {KEY}").status == 200
-    # Others reach it under any name; the key decides.
+    # The server accepts any Host header with a key.
     assert call(f"{guarded}/api/tags", Host="box.example.com", Authorization=f"Bearer {KEY}").status == 200
 
 
@@ -214,7 +214,7 @@ def test_requests_of_each_api_key_get_their_own_owner_and_log_label(
 def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
     tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
 ) -> None:
-    """A key reuses its own contexts in any dialect, from memory and disk, but others' only with --share-contexts."""
+    """A key reuses its own contexts in every API, from memory and disk, and others' only with --share-contexts."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "MOEGGUF_CONTEXT_STORE": "100MiB", "XDG_CACHE_HOME": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""/v1/messages by the `anthropic` Python client, with real answers and over a scripted manager."""
+"""Tests /v1/messages with the `anthropic` Python client, with real answers and over a scripted manager."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""`moegguf batch` as users have it: by a server or alone, stopped, killed, given again, with changed files."""
+"""Tests `moegguf batch` with and without a server, after a stop or a kill, and with changed files."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from waiting import until
 
 from moegguf.serving.batch.answers import Requests, open_journal, response_entry
 
-N = 60  # requests that take longer than a test to notice the first answers
+N = 60  # a test sees the first answers long before the last
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 
 
@@ -37,7 +37,7 @@ def texts(found: list[Any]) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> None:
-    """Returns when the log of the database has another one than `n_answers`, and the process has not ended."""
+    """Waits until the log of the database has more than `n_answers` answers. Fails if the process has ended."""
     log = Path(f"{database}-wal")
 
     def has_more() -> bool:

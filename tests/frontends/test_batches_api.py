@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches over HTTP: OpenAI's own client, and byte by byte what that does not send."""
+"""Tests /v1/files and /v1/batches with OpenAI's client, and with bytes that this client does not send."""
 
 import asyncio
 import functools
@@ -280,7 +280,7 @@ def test_a_damaged_batch_database_gives_a_507_and_leaves_chat_working(manager: F
 
 
 def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeManager) -> None:
-    """A key sees only its own files and batches, after a restart, too. Files stored without a key are everybody's."""
+    """A key sees only its own files and batches, also after a restart. Every key sees files stored without a key."""
     with server_of(manager) as url, client_of(url) as nobody:
         old = nobody.files.create(file=b"old", purpose="batch").id
     keys = ("of-ann", "of-bob")
@@ -313,7 +313,7 @@ def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeMa
 def test_requests_of_batches_and_of_priority_u7_run_in_the_background(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client's request comes after others, too, if it has the header `Priority: u=7` of RFC 9218."""
+    """A request with the header `Priority: u=7` (RFC 9218) also runs after all others."""
     lease, clients = FakeManager.lease, []
     monkeypatch.setattr(
         FakeManager, "lease", lambda *given, **more: clients.append(current_client.get()) or lease(*given, **more)

@@ -1,4 +1,4 @@
-"""Commands name a card that they cannot use, in one line on stderr, unless the CPU was chosen."""
+"""Tests the note about a graphics card that this build cannot use: one line on stderr, unless the CPU was chosen."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The chat with a real model, here and beside a running server that has it: the same, but for who answers."""
+"""Tests the chat with a real model, which this process loads or a running server has."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ ENDLESS = '/set format {"type": "string", "minLength": 100000}'
 def served_chat(
     server: Server, home: Path, model: str, *arguments: object, size: tuple[int, int] = (110, 40)
 ) -> Terminal:
-    """A chat with MOEGGUF_HOST; `home`: the folder of its history."""
+    """Returns a chat with a server. Its history lies in `home`."""
     command = moegguf_command("run", model, "--temperature", 0, *arguments)
     names = environment(MOEGGUF_HOME=str(home), MOEGGUF_HOST=server.url)
     return Terminal(command, names, columns=size[0], rows=size[1])
@@ -135,7 +135,7 @@ def chat(server: Server, tmp_path: Path) -> Iterator[Terminal]:
 
 
 def begin_answer(chat: Terminal) -> None:
-    """Asks for JSON without an end, and waits for its beginning."""
+    """Sends a question and waits for the beginning of its endless answer in JSON."""
     chat.enter(QUESTION)
     chat.wait(lambda: re.search(r'^"\w', chat.text, re.MULTILINE), "the answer")
 

@@ -1,4 +1,4 @@
-"""The chat with a scripted model in a terminal: its commands, keyboard and screen, Ctrl-C, the editor, history."""
+"""Tests the chat in a terminal with a scripted model: commands, keyboard, screen, Ctrl-C, editor and history."""
 
 import os
 import re
@@ -121,7 +121,7 @@ def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path
     names = environment(MOEGGUF_HOME=str(tmp_path))
     with Terminal(["/bin/sh", "-c", words], names) as chat:
         chat.prompt()
-        os.killpg(chat.child.pid, number)  # the shell is in it, and goes on
+        os.killpg(chat.child.pid, number)  # the shell is in this group, and ignores the signal
         chat.expect(f"code {128 + number}")
         chat.exit_code()
         before, after = chat.text.split("code")

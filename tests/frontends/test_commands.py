@@ -1,4 +1,4 @@
-"""Commands: help, those that only read headers, models by name, and errors of all."""
+"""Tests help, commands that only read headers, models by name, and the errors of all commands."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def test_help_lists_the_commands_and_is_printed_without_arguments(here: Command)
     assert explicit.stdout == bare.stdout
     for command in ("run", "batch", "estimate", "show", "doctor", "bench", "trace"):
         assert re.search(rf"^  {command}\b", explicit.stdout, re.MULTILINE)
-    assert "..." not in explicit.stdout.partition("Commands:")[2]  # each command is said in a sentence that fits
+    assert "..." not in explicit.stdout.partition("Commands:")[2]  # no description of a command is cut
     for command in ("run", "pull", "create"):
         assert not re.search(r"<\w+|\{", here(command, "--help").stdout), "names of arguments, not types of Python"
 
@@ -95,8 +95,10 @@ def test_estimate_prints_memory_and_reasons_and_its_json_has_the_plan(here: Comm
 
 
 def test_estimate_of_the_demo_has_the_measured_hit_rates(here: Command) -> None:
-    """Answers of the demo with half of its experts hit 58 to 73 % from an empty cache, texts up to 81 %; Belady's bound
-    is 86 %."""
+    """The demo with half of its experts has hit rates of 58 to 73 % for answers, and up to 81 % for texts.
+
+    Belady's bound is 86 %.
+    """
     facts = json.loads(here("estimate", "demo", "--expert-cache", "50%", "--json").stdout)["expected"]
     assert 0.55 < facts["hit_low"] < 0.63 and 0.75 < facts["hit_high"] < 0.86
     assert "measured on this model" in facts["basis"] and "lower bound" not in facts["basis"]
@@ -276,7 +278,7 @@ def hub(tiny: TinyModel) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def mine(here: Command, hub: FakeHub, tmp_path: Path) -> Mine:
-    """The command with its own home and hub, and the address of no server."""
+    """Returns the command with a home and a hub of its own. Its MOEGGUF_HOST names no server."""
 
     def call(*arguments: object, **extra: str) -> CompletedProcess[str]:
         own = {"MOEGGUF_HOME": str(tmp_path / "own"), "MOEGGUF_HOST": "127.0.0.1:9"}

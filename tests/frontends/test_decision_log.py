@@ -1,4 +1,4 @@
-"""MOEGGUF_LOG=debug as users have it: decisions of a worker and of a server on stderr, as text and as JSON."""
+"""Tests MOEGGUF_LOG=debug: decisions of a worker and of a server are on stderr, as text and as JSON."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Images through both APIs, `run` and the chat: a real server, and a random vision model found with its projector."""
+"""Tests images in both APIs, `run` and the chat, with a random vision model and its projector."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

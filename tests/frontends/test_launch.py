@@ -1,4 +1,4 @@
-"""`moegguf launch`: what programs get to know of the server, and the server that is started for them."""
+"""Tests `moegguf launch`: the settings that programs get, and the server that is started for them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from moegguf.cli.launch_clients import CLIENTS, NO_KEY, Target
 TARGET = Target("http://127.0.0.1:11434", "hf.co/user/repo:Q4_K_M", "secret")
 STARTED = [name for name, client in CLIENTS.items() if client.start]
 
-# A program that asks the server for its models and prints that, its arguments and its variables.
+# A program that reads the server's list of models and prints the list, its arguments and its environment.
 PROGRAM = f"""#!{sys.executable}
 import json, os, sys, urllib.request
 url = os.environ.get("ANTHROPIC_BASE_URL")
@@ -30,7 +30,7 @@ sys.exit(7)
 
 @pytest.fixture
 def programs(tmp_path: Path) -> str:
-    """PATH with a folder in which each program is."""
+    """Returns a PATH with a folder that has every program."""
     for name in STARTED:
         file = tmp_path / CLIENTS[name].command
         file.write_text(PROGRAM)
@@ -39,7 +39,7 @@ def programs(tmp_path: Path) -> str:
 
 
 def launched(*words: object, **extra: str) -> tuple[int, dict[str, object], str]:
-    """The exit code, what the program printed, and stderr."""
+    """Returns the exit code, the object that the program printed, and stderr."""
     command = moegguf_command("launch", *words)
     done = subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=90)
     return done.returncode, json.loads(done.stdout), done.stderr

@@ -1,4 +1,4 @@
-"""`moegguf learn`: its sources of texts, its table, its errors, and what `show` says of it."""
+"""Tests `moegguf learn`: its sources of texts, its table, its errors, and the learned files in `show`."""
 
 import json
 import re

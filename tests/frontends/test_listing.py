@@ -1,4 +1,4 @@
-"""Lists of models: a file that is damaged or strange, in whatever way, hides no other model."""
+"""Tests lists of models: no damaged or strange file hides another model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """MOEGGUF_MODELS with a good model, beside nothing else."""
+    """Sets MOEGGUF_MODELS to a folder with one good model, and hides all other models."""
     for name, path in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
         monkeypatch.setenv(name, str(tmp_path / path))
     folder = tmp_path / "models"
@@ -50,7 +50,7 @@ def http(manager: FakeManager) -> Iterator[httpx.Client]:
 
 
 def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
-    """The names in every list of models."""
+    """Returns the names in every list of models."""
     entries = Catalog().entries()
     print_model_list(entries)
     assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]

@@ -1,7 +1,7 @@
-"""Many clients at once: every answer is the one a single client gets, and too many are refused.
+"""Tests many concurrent clients: each answer equals the answer of a single client, and too many are refused.
 
-The short form of `python -m tools.load_test`, which does this for a minute, and over thousands of requests.
-MOEGGUF_REQUESTS sets over how many requests memory has to stay flat (default: some dozen).
+`python -m tools.load_test` does this for a minute, and over thousands of requests. MOEGGUF_REQUESTS is the number of
+requests over which memory has to stay flat (default: some dozen).
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def client_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def run_load(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
-    """All clients send the demo the same few questions, whose answers a single client has recorded."""
+    """Lets all clients send the demo a few equal questions. A single client has recorded the answers first."""
 
     async def run() -> Outcome:
         questions = [Question("What is a hit?", seed, 6) for seed in (1, 2)] + [Question("Who are you?", 3, 6)]
@@ -66,7 +66,7 @@ def test_requests_beyond_the_queue_limit_are_refused_as_busy(busy_server: Server
 
 
 def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:
-    """A server that computes one at a time; tests/live/test_batching.py has a loop of many sequences."""
+    """The server computes one request at a time; tests/live/test_batching.py tests a loop of many sequences."""
     sizes = list[int]()
     (server, *workers) = processes_of(httpx.URL(busy_server.url).port or 0)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Tables, help and messages on a terminal of 80 columns: each line fits, and no name is cut."""
+"""Tests tables on a narrow terminal: each line fits, and no name is cut."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from moegguf.terminal.tables import print_columns
 
 
 def shown(home: Path, *arguments: object, columns: int = 80) -> list[str]:
-    """The lines that a command leaves on a terminal."""
+    """Returns the lines that a command leaves on a terminal."""
     command = moegguf_command(*arguments)
     with Terminal(command, environment(MOEGGUF_HOME=str(home)), columns=columns, rows=60) as terminal:
         assert terminal.exit_code() == 0

@@ -1,4 +1,4 @@
-"""/api of a real server: on the wire, by the `ollama` Python client, and the examples of the documentation."""
+"""Tests /api of a real server with plain requests, the `ollama` Python client, and the documentation's examples."""
 
 import hashlib
 import re
@@ -167,7 +167,7 @@ def test_examples_of_the_readme_and_the_server_page_succeed(served: Server) -> N
 
 
 def test_requests_of_copilot_are_answered(server: Server) -> None:
-    """0.6.4, `tools` among the capabilities, and the context's length."""
+    """Copilot requires version 0.6.4 or later, the capability `tools`, and the length of the context."""
     assert [int(part) for part in server.call("/api/version").json["version"].split(".")] >= [0, 6, 4]
     shown = server.call("/api/show", {"model": "demo:latest"}).json
     assert "tools" in shown["capabilities"] and shown["details"]["family"]

@@ -1,4 +1,4 @@
-"""OpenAI's APIs by the `openai` Python client, with real answers and over a scripted manager; and `exact`."""
+"""Tests OpenAI's APIs with the `openai` Python client, with real answers and over a scripted manager, and `exact`."""
 
 import json
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ def test_metrics_count_answers_of_every_api(http: httpx.Client, manager: FakeMan
     assert "llamacpp:prompt_tokens_total 50.0" in lines
     assert "llamacpp:tokens_predicted_total 20.0" in lines
     assert 'moegguf_answers_total{model="demo:latest"} 5.0' in lines
-    assert 'moegguf_expert_lookups_total{model="demo:latest"} 10.0' in lines  # though the model has left
+    assert 'moegguf_expert_lookups_total{model="demo:latest"} 10.0' in lines  # unloading keeps it
     assert not [line for line in lines if line.startswith("moegguf_slots{")]
 
 
@@ -119,7 +119,7 @@ N_TOKENS = 24
 
 
 def chances(server: Server) -> list[float]:
-    """The logarithms of the chances of an exact answer's tokens."""
+    """Returns the logprobs of an exact answer's tokens."""
     asked: Any = {"model": "demo", "messages": MESSAGES, "temperature": 0, "logprobs": True, "max_tokens": N_TOKENS}
     with client_of(server.url) as client:
         found = client.chat.completions.create(**asked, extra_body={"exact": True}).choices[0].logprobs

@@ -1,4 +1,4 @@
-"""`/` for browsers and for other clients, the files of the page, and `/live`, over a manager without processes."""
+"""Tests `/` for browsers and other clients, the files of the page, and `/live`, over a manager without processes."""
 
 import asyncio
 import base64
@@ -82,7 +82,7 @@ def test_paths_outside_the_page_get_a_404(http: httpx.Client, path: str) -> None
 def test_page_files_have_no_foreign_addresses_and_parse_no_html(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, not an address
     assert path not in OWN or not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
-    if path.name != "highlight.min.js":  # has names of functions to colour, and one for pages, which the policy refuses
+    if path.name != "highlight.min.js":  # has such names as words to colour, and in a function that the policy refuses
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
 
 

@@ -36,9 +36,9 @@ COUNT_PIXELS = """() => {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The real one, with a quarter of the demo model's experts in memory.
+    """A real server with a quarter of the demo model's experts in memory.
 
-    One compute thread: several wait for each other, which takes long while the browser has the processor.
+    The model has one compute thread, because several wait for each other while the browser uses the processor.
     """
     with serving(tmp_path_factory.mktemp("page"), "--expert-cache", "25%") as server:
         load = {"model": "demo", "messages": [], "options": {"num_thread": 1}, "keep_alive": -1}

@@ -198,7 +198,7 @@ def test_tool_calls_are_shown_and_their_results_sent(manager: FakeManager, url: 
     page.click("#open-settings")
     page.fill("#tools", "{}")
     page.click("#settings .primary")
-    assert page.is_visible("#settings")  # it is no list of tools
+    assert page.is_visible("#settings")  # the text is no list of tools, so the form stays open
     page.fill("#tools", TOOLS)
     page.select_option("#think", "on")
     page.click("#settings .primary")
@@ -282,7 +282,7 @@ def test_the_loaded_model_is_selected_and_only_the_demo_has_starters(
     page.select_option("#model", "demo:latest")
     page.go_back()
     page.wait_for_selector("#log >> text=Hello")
-    assert page.input_value("#model") == "able:latest"  # the conversation's
+    assert page.input_value("#model") == "able:latest"  # the model of the conversation
 
 
 def test_a_click_on_a_starter_sends_one_message(manager: FakeManager, url: str, look: Look) -> None:
@@ -339,7 +339,7 @@ $$\\frac{a}{b}$$
 """
 
 
-# Colours are all that differs in the dark.
+# Only colours differ in the dark theme.
 @pytest.mark.parametrize(("scheme", "rules"), [("light", ()), ("dark", ("color-contrast",))])
 def test_axe_reports_no_serious_finding(
     manager: FakeManager, url: str, look: Look, violations: Callable[..., list[str]], tmp_path: Path, scheme: str,

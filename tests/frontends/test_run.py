@@ -1,4 +1,4 @@
-"""`moegguf run`: stdout is the answer only, stderr everything else; exit codes; and what a running server answers."""
+"""Tests `moegguf run`: its stdout, stderr and exit codes, and answers by a running server."""
 
 import json
 import os
@@ -180,7 +180,7 @@ def test_a_low_budget_prints_a_warning_of_one_line(here: Command, tiny: TinyMode
 
 
 def test_run_uses_less_than_two_seconds_of_processor_time() -> None:
-    """Two seconds of processor time: other jobs share this machine."""
+    """Processor time is measured instead of elapsed time, because other jobs share this machine."""
     command = moegguf_command("run", "demo", "hi", "-t", 1, "-n", 1)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
     _, status, used = os.wait4(process.pid, 0)
@@ -220,7 +220,7 @@ def test_progress_is_shown_unless_the_answer_goes_into_a_pipe(after: str, is_sho
 
 @contextmanager
 def begun_answer() -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """`moegguf run` with an answer that does not end, and its worker."""
+    """Yields a process of `moegguf run` with an endless answer, and its worker."""
     endless = '{"type": "string", "minLength": 100000}'
     with started("run", "demo", QUESTION, "--format", endless, *QUICK) as process:
         assert process.stdout
@@ -359,7 +359,7 @@ RESPONSES: dict[str, tuple[int, bytes]] = {
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """A client of a server that responds by path; `client.requests` has what came."""
+    """A client of a server that responds by path. `client.requests` has the requests that arrived."""
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be used for loopback
     requests: list[tuple[str, str, Mapping[str, str], bytes]] = []
 

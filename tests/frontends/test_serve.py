@@ -1,4 +1,4 @@
-"""`moegguf serve`: what its flags hand to the workers, and contexts on disk after unloading and a kill."""
+"""Tests `moegguf serve`: the options that its flags give to workers, and stored contexts after an unload and a kill."""
 
 import inspect
 import json
@@ -58,7 +58,7 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
     assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
     assert dict(os.environ) == before
     plain, chosen = (size_of(tiny(), settings) for settings in started)
-    assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))  # the environment's, there
+    assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))  # the worker's environment has them
     assert [chosen.options[name] for name in ("strategy", "warm_start", "policy")] == ["promoe", False, "lru"]
     assert chosen.plan and plain.plan and chosen.plan.n_slots * 4 == plain.plan.n_slots
     for wrong in ({"strategy": "promo"}, {"policy": "promo"}):
@@ -162,7 +162,7 @@ def test_serve_preloads_models_and_logs_each_request(tmp_path: Path, tiny: TinyM
         assert served.call("/nowhere").status == 404
         assert served.call("/api/generate", {"model": "demo", "prompt": "a", "raw": True}).status == 200
         kept = {model["expires_at"] for model in served.loaded().values()}
-        assert len(kept) == 1  # never, also after a request that says nothing of it
+        assert len(kept) == 1  # a preloaded model never expires, also after a request without keep_alive
     lines = served.log().splitlines()
     assert any("loaded my-model:latest" in line for line in lines)
     (line,) = (line for line in lines if "GET /nowhere 404" in line)

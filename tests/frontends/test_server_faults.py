@@ -1,4 +1,4 @@
-"""Errors, disconnects and crashes under a server, as its clients and the next request see them."""
+"""Tests errors, disconnects and crashes of a server, and their effect on its clients and on the next request."""
 
 import asyncio
 import contextlib

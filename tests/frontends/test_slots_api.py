@@ -1,4 +1,4 @@
-"""/slots/N over HTTP: actions and replies as llama-server's, files of each key apart, names that are no paths."""
+"""Tests /slots/N over HTTP: the actions and replies of llama-server, files of each key, and refused names."""
 
 from collections.abc import Iterator
 from pathlib import Path

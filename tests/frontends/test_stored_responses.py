@@ -1,4 +1,4 @@
-"""/v1/responses that are stored: continued, read and removed, by OpenAI's own client."""
+"""Tests stored /v1/responses, which OpenAI's client continues, reads and removes."""
 
 from collections.abc import Iterator
 from pathlib import Path

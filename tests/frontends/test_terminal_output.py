@@ -218,7 +218,7 @@ COLOURS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
 
 
 def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: int = 32) -> dict[str, Any]:
-    """A line of /live: nine of ten lookups hit, a megabyte per token."""
+    """Returns a line of /live with a hit rate of 0.9 and 1 MB per token."""
     map_ = base64.b64encode(bytes(i % 3 for i in range(n_layer * n_expert))).decode()
     stats = {"tokens": tokens, "lookups": 10 * tokens, "hits_ready": 9 * tokens, "hits_late": 0}
     stats |= {"bytes_missed": 1_000_000 * tokens, "stall_s": 0.25 * tokens, "eval_s": float(tokens)}
@@ -341,7 +341,7 @@ def test_top_without_unicode_prints_a_map_in_ascii(moegguf: Command) -> None:
 
 
 def top_at(url: str, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
-    """`moegguf top` in a terminal."""
+    """Returns `moegguf top` in a terminal."""
     names = environment(MOEGGUF_HOST=url, **environ)
     return Terminal(moegguf_command("top"), names, columns=size[0], rows=size[1], term="xterm-256color")
 

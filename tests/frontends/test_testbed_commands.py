@@ -1,5 +1,4 @@
-"""The testbed from the command line: `trace import`, `show` and `simulate` with CSV, own classes in
-`run`, `bench` and `simulate`, and the small evidence."""
+"""Tests the testbed's commands: `trace import`, `show` and `simulate`, own classes, and `predictors.study.quick`."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The budget of thinking as people give it: in each dialect, on the command line, in a Modelfile, of a server."""
+"""Tests the budget of thinking in each API, on the command line, in a Modelfile and in a server's settings."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`moegguf trace`: record from the demo model, simulate; and the laboratory over a trace: `predictors.study.NAME`."""
+"""Tests `moegguf trace record` and `simulate` with the demo model, and the studies `predictors.study.NAME`."""
 
 import json
 import re
@@ -197,7 +197,7 @@ def test_trace_commands_succeed_with_a_closed_stdout(recorded: Path, prompts: Pa
 
 @pytest.fixture(scope="module")
 def study() -> Command:
-    """`study("score", path, ...)`: what the command wrote, and its exit code."""
+    """Returns `study("score", path, ...)`, which returns the output and the exit code of a study."""
 
     def call(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         return completed([sys.executable, "-m", f"predictors.study.{name}", *map(str, arguments)])
@@ -238,7 +238,7 @@ def test_the_schedule_study_compares_oracle_predicted_random_and_fifo(study: Com
     assert [row[:2] for row in rows] == [
         [size, order] for size in "12" for order in ("oracle", "predicted", "random", "fifo")
     ]
-    assert all(row[3] == "0.0%" for row in rows[:4])  # a batch of one is what it is
+    assert all(row[3] == "0.0%" for row in rows[:4])  # no order can change a batch of one request
 
 
 @pytest.mark.parametrize(

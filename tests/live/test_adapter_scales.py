@@ -1,4 +1,4 @@
-"""The scale of a LoRA adapter belongs to a request: no other one computes with it or begins with what was computed."""
+"""Tests the scale of a LoRA adapter in a request: other requests neither use it nor reuse contexts computed with it."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers while they are generated: text, summary, reuse of the context, cancelling, and the end of the context."""
+"""Tests answers: text, summary, reuse of the context, cancelling, and the end of the context."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_summary_counts_tokens_and_seconds_of_an_answer(demo: Llama) -> None:
     assert text.startswith("moegguf runs Mixture-of-Experts models")
     assert summary.finish == "stop"
     assert (summary.prompt_tokens, summary.cached_tokens) == (20, 0)
-    assert summary.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # and the one that ends it
+    assert summary.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # and the end token
     assert summary.stats.tokens == summary.prompt_tokens + summary.answer_tokens - 1
     assert summary.answer_stats.tokens == summary.answer_tokens - 1
     assert 0 < summary.prompt_s < summary.total_s
@@ -128,7 +128,7 @@ def with_texts(path: Path, source: Path, texts: dict[str, str | bytes]) -> Path:
 def test_a_model_without_a_template_gets_chatml(
     tiny: TinyModel, load: Load, tmp_path: Path, texts: dict[str, str]
 ) -> None:
-    """A mark at the end of a message ends the answer also where the model writes it letter by letter."""
+    """The end mark of a message ends the answer, also if the model writes the mark in single letters."""
     llm = load(with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), texts))
     turns = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (("user", "one"), ("assistant", "two"))]
     answer = Answer(llm, ask("one", "two", "one", format={"const": "ab<|im_end|>c"}))

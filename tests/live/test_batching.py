@@ -86,8 +86,10 @@ def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
 
 
 def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None:
-    """Equal, where kernels are batch-invariant; else the same text up to a token that two logits decide within BOUND,
-    and logprobs within BOUND up to there."""
+    """Fails unless the logprobs are equal, on a processor with batch-invariant kernels.
+
+    On another processor logprobs may differ by BOUND, up to the first token at which two logits are within BOUND.
+    """
     if BATCH_INVARIANT:
         assert received == alone[: len(received)]
         return
@@ -146,7 +148,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             cancelled.add(i)
             loop.cancel(submitted[i])
         if random.random() < 0.05:
-            arm_fault("read", 1)  # once: those that need the expert read it again
+            arm_fault("read", 1)  # fails once, so the sequences with this expert read it again
 
     schedule = Scripted(meddle, RandomSubset(random))
     with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:

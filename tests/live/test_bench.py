@@ -1,4 +1,4 @@
-"""`moegguf bench`, a measurement of tools/gpu_trial.py, and random models with the routing of a real one."""
+"""Tests `moegguf bench`, a measurement of tools/gpu_trial.py, and random models with the routing of a real model."""
 
 import json
 from collections.abc import Callable
@@ -111,7 +111,7 @@ def test_strategies_are_measured_with_moegguf_first(tiny: Callable[..., Path]) -
     rows = run(tiny("tiny-mix", "q4_0"), *flags, "--strategy", "lru,moegguf,moe-infinity")
     decided = {row["system"]: (row["policy"], row["predictor"], row["prefetch"]) for row in rows}
     assert decided == {
-        "moegguf": ("next-use", "skip", "measuring"),  # nothing was measured of this model
+        "moegguf": ("next-use", "skip", "measuring"),  # this model has no measured hit rates
         "lru": ("lru", "none", "off"),
         "moe-infinity": ("sparsity", "eamc", "on"),
     }
@@ -140,7 +140,7 @@ def model(folder: Path, locality: str, arch: str = "qwen3moe", quant: str = "q4_
 
 
 def recorded(path: Path, temperature: float) -> Trace:
-    """The decoded tokens of several prompts."""
+    """Records a trace of several prompts. Returns its decoded tokens."""
     out = path.with_suffix(".npz")
     options = RecordOptions(n_predict=400, temperature=temperature)
     record(path, PROMPTS, out, options, expert_cache="100%", n_ctx=512, n_threads=1, verbose=False)
@@ -160,7 +160,7 @@ CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)  # eac
 def test_random_models_hit_at_the_published_rates(tmp_path: Path, locality: str, temperature: float, arch: str) -> None:
     trace = recorded(model(tmp_path, locality, arch), temperature)
     assert trace.n_tokens > 500
-    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # no loop
+    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # the answer is no loop
     assert_hits_as_published(trace, locality)
 
 
@@ -170,7 +170,7 @@ def test_a_random_model_in_blocks_of_256_hits_at_the_published_rates(tmp_path: P
 
 
 def test_a_random_model_hits_at_published_rates_in_a_long_context(tmp_path: Path, load: Load) -> None:
-    """Keys are of 16 bits, and the angle that tells positions apart is small."""
+    """Far positions are hard to distinguish, because keys have 16 bits and the rotation per position is small."""
     shape = replace(SHAPES["qwen3moe"], n_ctx_train=32768, n_layer=2)
     path = model(tmp_path, "qwen3-30b", shape=shape)
     llm = load(path, trace=TraceOptions(tmp_path / "t"), n_ctx=5000, logits_all=False, expert_cache="100%")

@@ -61,7 +61,7 @@ N_SLOTS = 24
 
 
 def begun(load: Load, path: Path, test: Test) -> tuple[Any, list[list[int]]]:
-    """A small model with slots for some experts, and the tokens of each sequence."""
+    """Returns a small model with slots for some experts, and the tokens of each sequence."""
     llm = load(
         path, strategy="lru", expert_cache=share_for(path, N_SLOTS), store=StoreOptions(sweep=False),
         n_seq_max=test.n_parallel, logits_all=False, flash_attn=None, n_ctx=64, context_store=0,

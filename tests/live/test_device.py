@@ -47,7 +47,7 @@ QUANTS = pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen
 def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
     path: Path, slots: tuple[int, int], shrink_to: tuple[int, int]
 ) -> None:
-    """Both tiers shrink while tokens are generated, and their typed figures are the store's."""
+    """Both tiers shrink while tokens are generated. The typed figures of the tiers equal the store's."""
     vram, ram = (share_for(path, n) for n in slots)
     with Llama(path, vram_cache=vram, expert_cache=ram, **OPTIONS) as llm:
         store, passes = llm.session.store, count()
@@ -114,7 +114,7 @@ def short_logits(llm: Llama, before_each: Callable[[], object] = lambda: None) -
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_slots_beyond_the_largest_buffer_are_split_into_pools(path: Path) -> None:
-    """A device whose buffers hold 20 slots: fewer, more, and every expert."""
+    """Buffers of the device hold 20 slots. The pools have fewer slots, more slots, and a slot for every expert."""
     layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
     stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
     small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1)

@@ -75,7 +75,7 @@ def test_ids_are_copied_only_with_absent_experts_or_a_watcher(path: Path) -> Non
     layout = read_layout(path)
 
     def evaluate(llm: Llama) -> tuple[str, Logits]:
-        """Returns which ids all layers of a graph multiply by, empty where the graph is the last one, and logits."""
+        """Returns the ids ("slot" or "own") that a new graph multiplies by, "" for a repeated graph, and logits."""
         before = llm.stats()
         llm.reset()
         logged = scheduled(lambda: llm.eval([5]))

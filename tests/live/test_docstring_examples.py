@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public classes run as they are written."""
+"""Tests that the examples in the docstrings of the public classes run as they are written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Drafts change no token: what the sampler takes is what it would have taken without them.
+"""Tests that drafts change no token of an answer.
 
-Compared are answers with no drafts, and with drafts that go wrong everywhere: a known answer, with tokens replaced at
-random, in drafts of random lengths.
+Tests compare answers without drafts to answers with partly wrong drafts. These drafts come from a known answer, with
+random lengths and with tokens replaced at random.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,7 +78,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Llama]:
-    """Four sequences, which share room for a third of the experts."""
+    """A model with four sequences and slots for a third of the experts."""
     with Llama(DEMO, n_ctx=256, n_seq_max=4, expert_cache="33%", flash_attn=None, draft="ngram", verbose=False) as llm:
         yield llm
 
@@ -99,7 +99,7 @@ def answered(llm: Llama, requests: Sequence[Request], drafts: Drafts | None) -> 
 
 
 def facts(received: Received) -> tuple[Any, ...]:
-    """All of an answer but times, and counters of the whole model."""
+    """Returns the parts of an answer that do not depend on time or on other answers."""
     summary = received.summary
     return received.text, received.logprobs, summary.context, summary.finish, summary.stop_string, summary.answer_tokens
 

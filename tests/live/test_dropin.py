@@ -1,4 +1,4 @@
-"""`moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, types, what the base gets wrong."""
+"""Tests `moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, types, fixed errors."""
 
 import inspect
 import multiprocessing
@@ -157,7 +157,7 @@ def test_from_pretrained_opens_the_downloaded_file(tmp_path: Path) -> None:
 
 
 def test_pieces_longer_than_32_bytes_are_complete(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base class reserves 32 bytes for a token, and returns nonsense for a longer token."""
+    """llama_cpp.Llama reserves 32 bytes for a token, and returns wrong bytes for a longer token."""
     bindings = library.llama_cpp()
     text = b"a token of more than 64 bytes: " + b" " * 100
 

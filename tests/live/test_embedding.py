@@ -1,4 +1,4 @@
-"""Embeddings: the same input gives the same vector, and answers before and after are unchanged."""
+"""Tests embeddings: equal inputs give equal vectors, and answers before and after are unchanged."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each program of examples/ runs on the demo model as a user runs it, and prints what its docstring says."""
+"""Tests that each program of examples/ runs on the demo model and prints the output of its docstring."""
 
 import ast
 import os

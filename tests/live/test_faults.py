@@ -1,5 +1,8 @@
-"""Disks that fail, memory that runs out, callbacks that raise: a typed error or the same tokens, and then business as
-usual. Faults come through the library's shim, "fail the Nth operation", over N until the run meets none."""
+"""Tests failed reads, failed allocations and raising callbacks. Each gives a typed error or the expected tokens.
+
+Afterwards the model computes as before. The library fails the Nth operation of a kind; N grows until a run has fewer
+operations.
+"""
 
 import shutil
 import threading
@@ -27,18 +30,18 @@ N_PROMPT, N_NEW = 20, 12
 
 
 def operations(kind: str) -> int:
-    """Operations of a kind since the fault was armed."""
+    """Returns the number of operations of a kind since the fault was armed."""
     return count_operations(kind)
 
 
 def faults(*kinds: str) -> list[Any]:
-    """Each kind once and for good; but a read that is interrupted for good would never end."""
+    """Returns each kind of fault, once and permanently, without a permanently interrupted read, which never ends."""
     every = [(kind, sticky) for kind in kinds for sticky in (False, True) if (kind, sticky) != ("eintr", True)]
     return [pytest.param(*each, id=f"{each[0]} {'for good' if each[1] else 'once'}") for each in every]
 
 
 def growing() -> Iterator[int]:
-    """1, 2, 3, ..., then in steps of a third: early operations differ from each other, late ones do not."""
+    """Yields 1, 2, 3, ..., then steps of a third, because only early operations differ from each other."""
     n = 1
     while True:
         yield n
@@ -77,7 +80,7 @@ def test_a_fault_in_any_operation_of_a_run_raises_or_keeps_the_logits(
     assert n > 3, "no fault was ever met"
     stats = llm.stats()
     assert (stats.read_errors > 0) == (n_failed > 0)
-    # One failed read is tried again; what cannot be told apart from a file that changed is not.
+    # One failed read is tried again. A failed stat() is not, because the file may have changed.
     expected = {"read": sticky, "stat": True, "short_read": False, "eintr": False}[kind]
     assert (n_failed > 0) == expected
     if kind == "read":
@@ -208,7 +211,7 @@ def test_progress_increases_to_1_and_false_cancels_the_load(tiny: TinyModel, loa
 
 
 def run_often(llm: Llama) -> None:
-    """Events come from another thread, some time."""
+    """Runs many passes, because another thread delivers the events at some time."""
     for _ in range(100):
         short_run(llm)
 

@@ -1,4 +1,4 @@
-"""The table of docs/performance.md: which feature holds for which class of models, as loaded models say themselves."""
+"""Compares the table of features in docs/performance.md to the features of loaded models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def load(path: Path, **options: Any) -> Llama:
 
 
 def taken_back(llm: Llama) -> str:
-    """Returns the number of last tokens that a sequence can lose, as text."""
+    """Returns as text the number of last tokens that can be removed from a sequence."""
     for n in STEPS_BACK:
         llm.context.clear()
         llm.eval(random_prompt(llm, N_TOKENS))

@@ -1,7 +1,7 @@
 """Slots on a GPU, over slots in RAM, give the bits of the same GPU with every expert resident.
 
-These tests run on whichever GPU ggml sees, real (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`), and are
-passed over where there is none.
+These tests run on any GPU that ggml sees, real (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`). Without
+a GPU they are skipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ def slots_of(path: Path, size: str) -> tuple[int, int]:
 def check_identity(
     path: Path, size: str, prompt: Prompt, n_tokens: int, plain: Plain, device: Device, n_ubatch: int = N_UBATCH
 ) -> None:
-    """Compares, with evictions in both tiers, while another thread fetches at random and changes what is evicted."""
+    """Compares logits, with evictions in both tiers, while another thread starts prefetches and changes scores."""
     vram, ram = (share_for(path, n, device.name) for n in slots_of(path, size))
     store = StoreOptions(device=device.name)
     with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=n_ubatch, **OPTIONS) as llm:
@@ -156,7 +156,7 @@ def test_many_single_token_passes_give_the_gpus_own_logits(tiny: TinyModel, plai
 def test_budgets_changed_while_decoding_keep_the_logits(
     tiny: TinyModel, plain: Plain, device: Device, preset: str, quant: str
 ) -> None:
-    """Pools are allocated anew, and slots copied, 50 times: what lies behind rows of quantised matrices stays zero."""
+    """Pools are allocated and slots copied 50 times. The padding behind rows of quantised matrices stays zero."""
     path, n_new, random = tiny(preset, quant), 50, np.random.default_rng(0)
     layout, prompt = read_layout(path), random_tokens(24)
     most = layout.n_expert_total - 1

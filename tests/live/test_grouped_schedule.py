@@ -1,4 +1,4 @@
-"""Passes of several requests on a running model: told apart in events, replayed exactly, and grouped by schedule."""
+"""Tests passes of several requests: their sequences in events, their exact replay, and groups of a schedule."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -30,8 +30,10 @@ N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
 
 def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lambda rows: None) -> None:
-    """Prompts in two passes of two, then a token of each sequence in every pass; random tokens. `after_each` gets the
-    rows of logits of these passes."""
+    """Evaluates prompts in two passes of two, then passes with a random token of each sequence.
+
+    Calls `after_each` with the rows of logits of the latter passes.
+    """
     random = np.random.default_rng(0)
     tokens = random.integers(0, llm.n_vocab(), (N_SEQUENCES, N_PROMPT + N_DECODE)).tolist()
     requests = [llm.context.begin_request() for _ in range(N_SEQUENCES)]
@@ -109,7 +111,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
         while True:
             assert np.array_equal(logits(llm), expected)
             if llm.stats().prefetch_started > 0 or time.monotonic() > deadline:
-                break  # until then the threads that predict and read had no core
+                break  # earlier, the threads that predict and read had no core
         assert llm.stats().prefetch_started > 0 and llm.stats().evictions > 0
 
 

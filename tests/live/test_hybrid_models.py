@@ -1,4 +1,4 @@
-"""Models with a recurrent state: the expert store changes no bit, and files have all their parts."""
+"""Tests models with a recurrent state: the expert store changes no bit, and files have MTP heads."""
 
 from collections.abc import Callable
 from time import monotonic

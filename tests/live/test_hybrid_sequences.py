@@ -102,7 +102,7 @@ def prompts_of(llm: Llama, shared: int = 0) -> list[list[int]]:
 
 @contextmanager
 def undrafted(llm: Llama, drafts: Drafts | None = None) -> Iterator[None]:
-    """The block in which nothing is drafted, or these drafts are."""
+    """Disables drafts in this block, or uses `drafts`."""
     llm.drafts, before = drafts, llm.drafts
     try:
         yield
@@ -320,7 +320,7 @@ def test_truncate_refuses_stale_snapshots_after_single_token_passes(pair: tuple[
 def test_states_and_snapshots_have_the_planned_bytes(
     tiny: TinyModel, preset: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Compared with the sizes that llama.cpp logs."""
+    """The planned bytes are compared to the sizes that llama.cpp logs."""
     options = {**OPTIONS, "n_ctx": 1024, "flash_attn": True, "verbose": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Budget, readers, layout, switches, scores, prefetches and callbacks never change a logit."""
+"""Tests that budget, readers, layout, switches, scores, prefetches and callbacks never change a logit."""
 
 import ctypes as c
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ MODELS = [
 ]  # fmt: skip
 TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
 SIZES = ("minimum", "one layer", "40%", "all")
-READERS = [(1, 1), (2, 3), (4, 1)]  # and files of the split
+READERS = [(1, 1), (2, 3), (4, 1)]  # (reader threads, files of the split)
 ALL_OFF = {"chunked": False, "preempt": False, "overlap": False, "sweep": False, "direct": False}
 # Not every combination of values runs here. tests/native/test_store_model.py combines switches, readers and sizes.
 POOLS = [(model, size, (m + s) % 2 == 0) for m, model in enumerate(MODELS) for s, size in enumerate(SIZES)]
@@ -43,7 +43,7 @@ def slots_of(path: Path, size: str) -> int:
 
 
 def check_that_it_acted(llm: Llama, *, n_slots: int) -> None:
-    """Nothing is proved by a store that had nothing to do."""
+    """Fails unless the store looked up, prefetched and evicted experts. Otherwise equal logits would prove nothing."""
     stats, info = llm.stats(), llm.session.store.info()
     assert info["n_slots"] == n_slots
     assert stats.lookups == stats.hits_ready + stats.hits_late + stats.misses > 0
@@ -146,7 +146,7 @@ PROMPT = [5, 9, 2, 11]
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lists the nodes of models that are loaded from now on, by name, in the order of calls of the hook."""
+    """Returns a list of the nodes that models loaded from now on compute, by name, in the order of computation."""
     base, hook = c.CDLL(str(library.find_library() / "libggml-base.so")), library.load().moegguf_eval
     base.ggml_get_name.restype, base.ggml_get_name.argtypes = c.c_char_p, [c.c_void_p]
     names: list[str] = []

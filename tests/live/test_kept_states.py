@@ -1,6 +1,6 @@
-"""Tests kept contexts of models whose memory cannot be cut everywhere.
+"""Tests stored contexts of models whose memory cannot be cut at every token.
 
-Recurrent states and sliding windows are kept beside the blocks. A prompt goes on from the nearest state with equal
+Recurrent states and sliding windows are stored beside the blocks. A prompt continues from the nearest state with equal
 bits, and damaged states are computed again.
 """
 
@@ -43,7 +43,7 @@ def engine(model: Path, **options: Any) -> Engine:
 
 
 def answer(engine: Engine, prompt: Sequence[int], owner: str = "") -> EngineAnswer:
-    """Returns an answer with the logits of its tokens, as logprobs of many."""
+    """Returns an answer with 20 logprobs of each token, which stand for its logits."""
     sampling = Sampling(temperature=0.0, max_tokens=N_NEW)
     (found,) = engine.generate(list(prompt), sampling, n_logprobs=20, return_context=True, owner=owner)
     if found.error:
@@ -52,7 +52,7 @@ def answer(engine: Engine, prompt: Sequence[int], owner: str = "") -> EngineAnsw
 
 
 def unkept(model: Path, prompt: Sequence[int]) -> EngineAnswer:
-    """Returns the answer of an engine that keeps nothing, from an empty context."""
+    """Returns the answer of an engine without a context store, from an empty context."""
     with engine(model, context_store=0) as alone:
         return answer(alone, prompt)
 
@@ -171,7 +171,7 @@ def test_recurrent_states_are_stored_beside_blocks_without_duplicates(tiny: Tiny
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-deepseek4"])
 def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: int) -> None:
-    """`kept` states stay whole."""
+    """The first `kept` states stay whole."""
     model, prompt = tiny(preset), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)

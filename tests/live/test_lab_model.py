@@ -1,4 +1,4 @@
-"""A dense model cut into experts: with all of them it is the dense one, with some it routes evenly and runs."""
+"""Tests the conversion of a dense model into experts. With all experts the model equals the dense model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SHAPE = Shape(N_VOCAB, 2, 64, N_FF_EXP * (N_EXPERT + N_SHARED), 2, 1, 256, 10_00
 
 
 def split(n_used: int) -> Split:
-    """Chosen experts weigh the same, so that all of them together are the dense network."""
+    """Returns a split whose chosen experts have equal weights, so that all experts together equal the dense network."""
     return convert.Split(N_EXPERT, n_used, N_FF_EXP, N_SHARED, router_std=1e-3)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of SHAPE, every matrix in float32."""
+    """Writes a random Llama of SHAPE with matrices in float32."""
     path = tmp_path_factory.mktemp("lab") / "dense.gguf"
     writer, random = GGUFWriter(path, "llama"), np.random.default_rng(0)
     writer.add_block_count(SHAPE.n_layer)

@@ -1,4 +1,4 @@
-"""`moegguf learn` on a running model: what is learned in seconds makes each strategy predict, and changes no token."""
+"""Tests `moegguf learn` on a running model: each learned strategy predicts and changes no token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = ["A short text.", "Another one, about the sea.", "1 2 3 4 5 6 7", "def f
 
 @pytest.fixture(scope="module")
 def learnt(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Learnt]]:
-    """A model in a folder of its own with what was learned beside it, and the outcome by strategy."""
+    """Returns a model with its learned files in a folder of its own, and the outcome of each strategy."""
     folder = tmp_path_factory.mktemp("learn")
     path = folder / "model.gguf"
     os.link(tiny(PRESET), path)

@@ -1,4 +1,4 @@
-"""guidance, LangChain and outlines with a `moegguf.Llama`. Each runs where it is installed."""
+"""Tests guidance, LangChain and outlines with a `moegguf.Llama`. A library that is not installed is skipped."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ def test_guidance_generates_through_the_expert_store(llm: Llama, ours: None) -> 
 
 
 def community(module: str, name: str, **options: Any) -> Any:
-    """An object of one of LangChain's classes."""
+    """Returns an object of one of LangChain's classes."""
     pytest.importorskip("langchain_community")
     return getattr(importlib.import_module(f"langchain_community.{module}"), name)(
         model_path=str(DEMO), **OPTIONS, **options

@@ -1,4 +1,4 @@
-"""Closing, forking, pickling, sharing between threads: a typed error or the right answer, and nothing left behind."""
+"""Tests closing, forking, copying and sharing of models between threads, and that no thread, file or memory is left."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_failed_loads_leave_no_threads_files_or_memory(tiny: TinyModel, tmp_path
 
 
 def child_of_fork(llm: Llama) -> int:
-    """0 when every use is a ForkError and closing is harmless."""
+    """Returns 0 if every use raises ForkError and closing succeeds."""
     for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
         try:
             USES[use](llm)

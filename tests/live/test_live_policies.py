@@ -1,4 +1,4 @@
-"""Policies, predictors (failing ones, too) and strategies on running models: the same tokens, and that they decide."""
+"""Tests policies, predictors and strategies on running models: they decide, and they change no token."""
 
 import itertools
 import time
@@ -93,7 +93,7 @@ def test_every_predictor_predicts_and_changes_no_bit(
 
 
 class LastLayersFirst:
-    """A user's policy: one method."""
+    """A policy of a user, with only one method."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -127,7 +127,7 @@ CALLS: dict[str, Callable[[Llama], object]] = {
 
 
 class CallsItsModel:
-    """A policy that uses the model that it decides for: `call`."""
+    """A policy that calls the model that it decides for."""
 
     def __init__(self, call: Callable[[Llama], object]) -> None:
         self.call, self.llm, self.errors = call, None, list[Exception]()
@@ -148,7 +148,7 @@ def test_a_policy_calling_its_model_fails_and_lru_takes_over(
 ) -> None:
     policy = CallsItsModel(CALLS[call])
     policy.llm = llm = load(own(), policy=policy, lockstep=lockstep, **TIGHT)
-    # Once it is closed, the policy has been told everything.
+    # The policy has received all events once the model is closed.
     with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError: a policy, .*; going on with LRU"), llm:
         logits = logits_of(llm)
     assert np.array_equal(logits, expected())
@@ -260,7 +260,7 @@ def _never_pays(watchdog: Watchdog) -> None:
 
 
 class SlowPredictor(Predictor):
-    """Predicts nothing, after some time."""
+    """A predictor that takes some time and predicts nothing."""
 
     name: ClassVar[str] = "slow"
     calls = 0

@@ -1,4 +1,4 @@
-"""Logits belong to the request that computed them; GBNF grammars through the bindings end where no token may follow."""
+"""Tests that logits are readable only after the request that computed them, and GBNF grammars of the bindings."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -198,7 +198,7 @@ def test_invalid_grammars_raise_schema_error(model: Llama) -> None:
 
 
 def test_generate_with_a_grammar_gives_the_tokens_of_llama_cpp(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp's own chain of samplers is safe with a grammar whose text never ends."""
+    """The grammar's text never ends, so llama.cpp's own chain of samplers never crashes on it."""
     form = grammar(r'root ::= ([a-z]+ | [0-9]+ | ", ")+')
 
     def tokens() -> list[int]:

@@ -1,4 +1,4 @@
-"""The manager with real workers, also on a device: memory is freed, a lost worker costs one answer."""
+"""Tests the manager with real workers, also on a device: changed files, budgets, and a lost device."""
 
 import asyncio
 import multiprocessing
@@ -46,7 +46,7 @@ class Files:
         return ModelEntry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
 
     def size_bytes(self, name: str, n_ctx: int | None = None) -> tuple[int, int]:
-        """Wanted and minimum bytes of a model."""
+        """Returns the wanted and the minimum bytes of a model."""
         size = measure(
             self.find(name), ONE_THREAD, Settings(loading={"n_ctx": n_ctx}), Memory(8 << 30, 8 << 30, "a test", 0)
         )
@@ -229,7 +229,7 @@ async def test_less_memory_gives_fewer_slots_and_the_same_answer(files: Files) -
             await generate(manager, "a", story(5))
 
 
-# A worker on a machine with such a device, while it is there.
+# A worker of a machine with an RPC device, as long as the device's server runs.
 WORKER = """
 import socket, sys
 sys.path[:0] = sys.argv[1:3]
@@ -251,7 +251,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @asynccontextmanager
 async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[ModelManager]:
-    """A manager whose workers compute the model on a device in a process of its own, with MOEGGUF_VRAM_CACHE there."""
+    """Yields a manager whose workers compute on a device that another process serves."""
     with server() as (rpc, port):
         command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
         settings = Settings(memory_bytes=4 << 30, loading={"n_ctx": 512, "n_parallel": n_parallel})
@@ -323,7 +323,7 @@ async def test_four_concurrent_answers_share_passes_with_slots_in_vram(
         assert all(texts)
         (loaded,) = manager.loaded()
         assert loaded.plan["device"] == "RPC0"
-        assert loaded.stats.passes < sum(24 + len(question.prompt) for question in asked)  # some were for several
+        assert loaded.stats.passes < sum(24 + len(question.prompt) for question in asked)  # some passes were shared
 
 
 async def test_a_vram_budget_without_a_gpu_raises_budget_error(

@@ -1,4 +1,4 @@
-"""2,000 answers of the demo with drafts are those without, greedy and sampled. Slow: `make slow` runs it.
+"""Compares 2,000 answers of the demo with and without drafts, greedy and sampled. Slow: `make slow` runs the test.
 
 MOEGGUF_SLOW_MODEL, MOEGGUF_SLOW_DRAFT and MOEGGUF_SLOW_ANSWERS choose another model, other drafts and another number.
 """

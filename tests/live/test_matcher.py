@@ -1,4 +1,4 @@
-"""Every text that a matcher lets pass, over the tokens of a model, is what the schema, or the tool, asks for."""
+"""Tests that texts which a matcher accepts over the tokens of a model fit the schema or the tool."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Walk:
         self._texts = [llm.vocabulary.piece(token, special=True) for token in range(llm.n_vocab())]
 
     def random(self, seed: int, longest: int = 150) -> str | None:
-        """A text of random tokens, rather short ones and marks; None when it has no end."""
+        """Returns a text of random tokens, with a preference for short ones and marks. None if the text has no end."""
         dice, out, ends = random.Random(seed), b"", self._llm.vocabulary.is_end
         for _ in range(longest):
             tokens = [int(token) for token in np.flatnonzero(self._matcher.mask())]

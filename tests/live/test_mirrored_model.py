@@ -1,4 +1,4 @@
-"""A model with a copy of its file on another drive: the same logits, bytes from both, no token lost with a drive."""
+"""Tests a model with a copy of its file on another drive: equal logits, reads from both, and a drive that fails."""
 
 import shutil
 import warnings
@@ -16,7 +16,7 @@ from moegguf.testing.library import arm_fault, limit_faults
 
 @pytest.fixture(autouse=True)
 def no_limits() -> Iterator[None]:
-    """Faults concern every file again after a test."""
+    """Makes faults apply to every file again after a test."""
     yield
     limit_faults(None)
 

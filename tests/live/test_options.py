@@ -1,4 +1,4 @@
-"""Keywords of `Llama`: what is refused, context and budget, LoRA adapters, and models that have no experts."""
+"""Tests keywords of `Llama`: refused values, context and budget, LoRA adapters, and models without experts."""
 
 import re
 import subprocess
@@ -49,7 +49,7 @@ def test_expert_cache_defaults_to_the_environment(tiny: TinyModel, load: Load, m
 
 
 def without_experts(source: Path, path: Path) -> Path:
-    """A model without experts: the layers of a Mixtral with one expert's matrices in place of all."""
+    """Writes a model without experts: the layers of a Mixtral with the matrices of one expert."""
     reader, writer = GGUFReader(source), GGUFWriter(path, "llama")
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or "expert" in field.name or field.name == "general.architecture":
@@ -158,7 +158,7 @@ def test_shrinking_the_budget_returns_memory(tiny: TinyModel, load: Load) -> Non
 
 def test_shrinking_below_the_slots_of_a_pass_is_refused(tiny: TinyModel, load: Load) -> None:
     path = tiny()
-    # it cannot stream, and no slot is filled when slots are counted
+    # The model cannot stream experts, and no prefetch fills a slot while slots are counted.
     llm = load(path, expert_cache="40%", store=StoreOptions(overlap=False), prefetch=False)
     with pytest.raises(BudgetError, match="at least") as caught:
         llm.set_expert_cache(share_for(path, 8))

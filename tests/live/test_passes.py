@@ -1,4 +1,4 @@
-"""Passes: their buffers and logits are within what was planned, and long passes change no bit."""
+"""Tests the planned buffers and logits of passes, and that long passes change no bit."""
 
 import ctypes as c
 import re

@@ -1,4 +1,4 @@
-"""Presets of `moegguf bench`: each yields its figures, and wrong settings are errors that say which are known."""
+"""Tests the presets of `moegguf bench`: their figures, and errors of wrong settings, which list the known ones."""
 
 import json
 from contextlib import closing
@@ -65,7 +65,7 @@ def test_server_gets_the_text_of_the_in_process_answer() -> None:
 def test_resume_computes_one_token_of_a_known_prompt(tmp_path: Path) -> None:
     first = rows_of("resume", "tokens=300", f"folder={tmp_path}")
     with closing(PRESETS["resume"].measure(str(DEMO), tokens=300, folder=str(tmp_path))) as rows:
-        again = next(rows)  # the others come as at first
+        again = next(rows)  # the other rows equal the first run's
     ways = ["computed", "from memory", "after unloading", "after kill -9", "another question"]
     assert [row["way"] for row in first] == ways
     assert again["way"] == "after kill -9"

@@ -1,4 +1,4 @@
-"""Traces recorded live have the run's requests, and a simulation of them counts the same to the last eviction."""
+"""Tests that recorded traces have the requests of the run, and that a simulation has the counters of the run."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,7 +47,7 @@ PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")  # tests take turns with these pre
 
 @pytest.fixture
 def path(own: Own) -> Callable[[str], Path]:
-    """A model in a folder of its own, with the popularity of other traces beside it."""
+    """Returns a function that links a model into a folder of its own, beside a table of popularity."""
 
     def link(preset: str) -> Path:
         path = own(preset)
@@ -62,7 +62,7 @@ def path(own: Own) -> Callable[[str], Path]:
 
 
 def requests(llm: Llama) -> None:
-    """Prompts of several lengths, tokens after them, and a context that is continued."""
+    """Completes prompts of several lengths, and evaluates tokens after a continued context."""
     for n, n_prompt in enumerate((30, 1, 9)):
         llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
     llm.reset()
@@ -73,7 +73,7 @@ def requests(llm: Llama) -> None:
 
 
 def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots: int, **options: Any) -> Trace:
-    """The trace of a run, its counters among the settings."""
+    """Records a run. Returns its trace, whose settings have the counters of the run."""
     llm = load(
         path, policy=policy, predictor=predictor, expert_cache=share_for(path, n_slots), n_ubatch=8,
         store=StoreOptions(sweep=False), trace=TraceOptions(out, inputs=predictor == "skip"),

@@ -1,4 +1,4 @@
-"""Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged; and the warm start from them."""
+"""Tests the artifacts of a model on disk: saving, loading, damaged files, and the warm start."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Slots that are saved, restored and erased: a context goes on with the same bits, for its owner and model alone."""
+"""Tests saved, restored and erased KV slots: a context continues with equal bits, for its owner and model only."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ class Loop:
         return received.wait()
 
     def act(self, action: str, slot: int = 0, owner: str = "", **fields: Any) -> dict[str, Any]:
-        """Raises the action's error."""
+        """Does an action on a slot and returns its outcome, or raises its error."""
         ended: list[Any] = []
 
         def run() -> None:
@@ -69,7 +69,7 @@ class Loop:
         return self.act("restore", slot, path=str(path), most_bytes=0, **fields)
 
     def forget_disk(self) -> None:
-        """Later prompts find nothing in the cache of contexts."""
+        """Makes later prompts find no stored context."""
         assert self.llm.prefix_cache is not None
         self.llm.prefix_cache._store.is_off = True
 

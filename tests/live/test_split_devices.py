@@ -1,4 +1,4 @@
-"""Layers on two devices, some on the CPU, and placements: the bits of the same devices with all experts resident."""
+"""Tests layers on two devices and on the CPU, and placements: bits equal a run with every expert resident there."""
 
 import ctypes as c
 import json
@@ -57,7 +57,7 @@ Outcome = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, 
 
 
 def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
-    """{device: layers}, as llama.cpp's log says when it loads the model plainly. For processes of their own."""
+    """Returns {device: layers} from llama.cpp's log of a plain load. Only for processes of their own."""
     bindings, lines, n_layer = library.llama_cpp(), list[str](), count_layers(read_layout(path))
     callback = bindings.llama_log_callback(lambda _level, text, _user: lines.append(text.decode(errors="replace")))
     bindings.llama_log_set(callback, c.c_void_p(None))

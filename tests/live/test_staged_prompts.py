@@ -1,4 +1,4 @@
-"""Prompts staged on a device: the logits of plain llama.cpp there, whatever the sizes of prompts and of both tiers."""
+"""Tests prompts staged on a device: logits equal plain llama.cpp's, at any size of prompts and of both tiers."""
 
 from collections.abc import Callable
 from pathlib import Path

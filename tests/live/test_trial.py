@@ -1,4 +1,4 @@
-"""A model's first load begins with a trial in another process, whose end by a signal is a typed error."""
+"""Tests the trial load: the first load of a model begins in another process, and its end by a signal is an error."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tools.mutants.header import Item
 
 
 def process(code: str) -> tuple[str, ...]:
-    """A command that runs `code` instead of a trial."""
+    """Returns a command that runs `code` instead of a trial."""
     return (sys.executable, "-c", code)
 
 

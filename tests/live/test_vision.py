@@ -1,4 +1,4 @@
-"""Images with each kind of projector: the same logits whatever the cache does, positions, reuse, and damaged files."""
+"""Tests images with each kind of projector: logits, positions, reuse of the context, and damaged files."""
 
 import base64
 import os
@@ -218,7 +218,7 @@ def test_cutting_a_conversation_counts_its_images(tiny: TinyModel, projector: Pr
 def test_threads_share_one_projector(
     tiny: TinyModel, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of a prompt with images are counted beside a running answer."""
+    """A thread that counts a prompt with images may open the projector during an answer of another thread."""
     begun, n_made = threading.Barrier(2), list[int]()
 
     class Slow(engine.Projector):

@@ -1,4 +1,4 @@
-"""The package works as a wheel in another environment: library, bindings and command from one folder."""
+"""Tests the package as a wheel in another environment: library, bindings and command come from one folder."""
 
 import os
 import subprocess

@@ -21,7 +21,7 @@ N_TOKENS, N_CELLS = 60, 256
 
 @pytest.fixture(scope="module", params=["100%", "40%"])
 def llm(request: pytest.FixtureRequest) -> Iterator[Llama]:
-    """The demo, with every expert resident and with fewer."""
+    """The demo with every expert resident, or with slots for 40 %."""
     with Llama(DEMO, n_ctx=N_CELLS, n_seq_max=3, expert_cache=request.param, flash_attn=True, verbose=False) as llm:
         yield llm
 
@@ -31,7 +31,7 @@ def tokens_of(llm: Llama, seed: int, n: int) -> list[int]:
 
 
 def logits(llm: Llama) -> bytes:
-    """The logits of the last token of the pass before."""
+    """Returns the logits of the last token of the last pass."""
     return bytes(np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)))
 
 
@@ -52,7 +52,7 @@ def in_passes(llm: Llama, tokens: list[int], widths: list[int]) -> dict[int, byt
 
 @pytest.fixture
 def alone(llm: Llama) -> dict[int, bytes]:
-    """The logits after each token, computed one by one in an empty context."""
+    """Returns the logits after each token, computed one by one in an empty context."""
     llm.context.clear()
     return in_passes(llm, tokens_of(llm, 1, N_TOKENS), [1] * N_TOKENS)
 
@@ -114,7 +114,7 @@ N_KV = 520  # flash attention divides the sums over 512 or more
 
 
 def logits_with(counts: list[int], **options: Any) -> Logits:
-    """Logits from a long context on, computed with the numbers of threads of `counts` in turn."""
+    """Returns logits after a long context, computed with the thread counts in `counts` in turn."""
     with Llama(DEMO, n_ctx=1024, n_threads=3, logits_all=True, verbose=False, **options) as llm:
         set_n_threads, context, turns = library.llama_cpp().llama_set_n_threads, llm._ctx.ctx, itertools.cycle(counts)
 

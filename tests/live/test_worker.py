@@ -1,4 +1,4 @@
-"""One real worker with a tiny model: answers, cancelling, snapshots and its exit."""
+"""Tests one real worker with a tiny model: answers, cancelling, snapshots and its exit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENDLESS = Request(prompt="once upon a time", sampling=Sampling(seed=7, max_token
 
 
 def plan_of(path: Path, options: dict[str, Any]) -> Plan:
-    """The plan of a load; any one for a file that cannot be loaded."""
+    """Returns the plan of a load, or an empty plan for a file that cannot be loaded."""
     with suppress(MoeggufError):
         return Llama.estimate(path, **options)
     return Plan((MemoryPlan(None, (), 0, 0),), 0, 0, 512, 512)
@@ -42,7 +42,7 @@ def plan_of(path: Path, options: dict[str, Any]) -> Plan:
 
 @asynccontextmanager
 async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
-    """A worker that has loaded `path`; ended afterwards."""
+    """Yields a worker that has loaded `path`, and ends it afterwards."""
     process = await WorkerProcess.start()
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
@@ -54,7 +54,7 @@ async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
 
 
 async def answer_of(process: WorkerProcess, request: Request, stream: bool = True) -> tuple[str, AnswerSummary, int]:
-    """Text, summary, and the number of deltas."""
+    """Returns the text, the summary and the number of deltas of an answer."""
     *deltas, last = [event async for event in process.request("generate", request=request, stream=stream).events()]
     deltas = [delta for delta in deltas if isinstance(delta, Delta)]
     return "".join(delta.text for delta in deltas), build(AnswerSummary, last), len(deltas)
