@@ -34,14 +34,14 @@ class RayApplication:
 def command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return []
 
 
 @contextmanager
 def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApplication]:
     """Yields the application with `arguments` on loopback. Removes all of Ray's processes and files afterwards."""
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # Ray's sockets lie in it: their paths may have 107 bytes
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # Ray's sockets lie there, whose paths may have 107 bytes
     own = {"HOME": str(home), "MOEGGUF_HOME": str(home), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(
         [sys.executable, __file__, json.dumps(arguments)],

@@ -22,7 +22,7 @@ from tools.mutants import mutate, read_header, write_file
 
 SEEDS = (*range(60), 462, 465)  # the last two headers have an embedding without a name
 FAR_S = 1 << 40  # a time in the year 36812
-LONG = "x" * 300  # the name of no file
+LONG = "x" * 300  # too long for the name of a file
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 

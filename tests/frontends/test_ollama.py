@@ -33,7 +33,7 @@ def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: s
     loaded = server.call(path, {"model": "tiny", "keep_alive": -1, "options": {"num_ctx": 256}}).json
     assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny")
     there = server.loaded()
-    assert next(iter(there)) == "tiny:latest" and there["tiny:latest"]["context_length"] == 256  # the longest first
+    assert next(iter(there)) == "tiny:latest" and there["tiny:latest"]["context_length"] == 256  # expires last
     assert datetime.fromisoformat(there["tiny:latest"]["expires_at"]).year > 2200
     worker = psutil.Process(there["tiny:latest"]["moe"]["pid"])
     assert worker.memory_info().rss > 0

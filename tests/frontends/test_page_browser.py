@@ -60,7 +60,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().hot > 50")
     ended(page)
     seen = page.evaluate("window.seen")
-    assert len(seen) > 2 and seen[-1].startswith(seen[0])  # it grew, word by word
+    assert len(seen) > 2 and seen[-1].startswith(seen[0])  # the text grew word by word
     assert re.search(r"\d+ tokens · [\d.,]+ tokens/s", page.inner_text(".statistics").replace("\xa0", " "))
     until(page, f"({COUNT_PIXELS})().hot === 0")
     idle = page.evaluate(COUNT_PIXELS)
@@ -91,7 +91,7 @@ def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Lo
         assert int(count) == last["eval_count"]
         assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
         until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
-    assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1  # tiers have their own
+    assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1  # the table of tiers has one, too
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
 
@@ -111,7 +111,7 @@ def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, loo
     assert page.input_value("#ram-budget") == "24"
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#resident >> text='23 of 192 in memory, 1.27 MB'")
-    assert page.inner_text("#budget-note") == ""  # it was about another budget
+    assert page.inner_text("#budget-note") == ""  # the note was about another budget
     server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # another client changes the budget
     until(page, "document.getElementById('ram-budget').value === '48'")
     labels = [page.inner_text(f"#bytes-chart small >> nth={i}") for i in range(2)]
@@ -174,7 +174,7 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
     until(page, RESIDENT)
     title = page.locator(".panel h2").bounding_box()
-    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)  # the whole bar opens the map
+    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)  # a tap anywhere on the bar opens the map
     page.wait_for_selector("#map")
     assert page.evaluate(wide) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

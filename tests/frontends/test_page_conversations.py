@@ -139,7 +139,7 @@ def test_edited_questions_and_repeated_answers_are_kept_as_versions(manager: Fak
     page.wait_for_selector("#log >> text=Two?")
     page.hover(".user")
     page.click(".user [title='Previous version']")
-    page.wait_for_selector("#log >> text=No.")  # the last answer
+    page.wait_for_selector("#log >> text=No.")  # the last answer is shown
     assert page.inner_text(".user .content") == "One?"
 
 
@@ -473,7 +473,7 @@ def test_try_again_sends_an_unanswered_message_after_a_reload(manager: FakeManag
     ask(page, "Again")
     page.wait_for_selector("text=it does not load.")
     ended(page)
-    page.reload()  # it is kept
+    page.reload()  # the browser keeps the message
     page.wait_for_selector("text=it does not load.")
     manager.enter_error = None
     page.click("text=Try again")

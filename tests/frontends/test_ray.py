@@ -154,7 +154,7 @@ def test_a_killed_replica_ends_its_stream_with_an_error_and_restarts(application
         before[0].kill()
         assert chat(application, "What is a hit?").status == 200
         ended, last = None, [b""]
-        for _ in range(20_000):  # each replica has one of the streams
+        for _ in range(20_000):  # each replica computes one of the streams
             for stream in (ollama, openai):
                 if b'"error"' in (line := stream.line()):
                     ended, last = stream, [line]
@@ -191,7 +191,7 @@ def test_queued_requests_start_another_replica(application: RayApplication) -> N
             statuses.add(chat(application, f"Wait, {i}.", model="scaled:b", max_tokens=100).status)
         return statuses
 
-    with ThreadPoolExecutor() as threads:  # one more than the replica takes
+    with ThreadPoolExecutor() as threads:  # one request more than max_ongoing_requests
         asking = [threads.submit(keep_asking, i) for i in range(N_ONGOING + 1)]
         try:
             until(lambda: len(application.replicas("scaled%3Ab")) == 2)

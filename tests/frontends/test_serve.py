@@ -133,7 +133,7 @@ def test_serve_applies_mmproj_and_adapter_to_its_one_model(
     write_adapter(tmp_path / "b.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 64, 128)).rename(adapter)
     assert catalog.find(entry.name).weights != entry.weights
     adapter.rename(tmp_path / "gone.gguf")
-    assert catalog.find(entry.name) is entry  # a loaded model goes on
+    assert catalog.find(entry.name) is entry  # a loaded model stays usable
     (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
         with pytest.raises(OptionError, match="--mmproj belongs to one model"):

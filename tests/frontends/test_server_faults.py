@@ -54,7 +54,7 @@ def test_a_killed_worker_ends_all_its_streams_with_an_error(tmp_path: Path) -> N
 
         left = client.generate("demo", "x", stream=True, format=endless, options={"num_predict": 30_000})
         next(left)
-        left.close()  # ends a pass, which llama.cpp logs as an error
+        left.close()  # cancels a pass, which llama.cpp logs as an error
         with ThreadPoolExecutor(8) as threads:
             streams = [threads.submit(stream, n) for n in range(8)]
             together.wait()
@@ -181,7 +181,7 @@ def test_connections_beyond_the_descriptors_are_refused_without_cpu_time(tmp_pat
         used = process.cpu_times()
         assert used.user + used.system - before.user - before.system < 0.5
         for connection in connections:
-            with contextlib.suppress(OSError):  # idle for too long on a connection beyond the limit
+            with contextlib.suppress(OSError):  # the server closes idle connections beyond the limit
                 connection.sendall(b"GET /api/version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         replies = []
         for connection in connections:
@@ -240,5 +240,5 @@ def test_stalled_headers_of_a_second_request_close_the_connection(url: str, monk
         connection.sendall(request)
         while not received.endswith(b"Ollama is running"):
             received += connection.recv(1000)
-        connection.sendall(request[:20])  # and nothing more
+        connection.sendall(request[:20])  # the rest of the headers never comes
         assert rest(connection) == b""

@@ -85,9 +85,9 @@ def test_bench_after_a_text_at_a_depth_gives_the_same_tokens(tiny: Callable[...,
 
 
 def test_a_run_killed_by_its_memory_limit_is_a_result(tiny: Callable[..., Path]) -> None:
-    limit = 8 << 20  # less than the interpreter alone
+    limit = 8 << 20  # Python alone uses more
     if limit_fault(limit):
-        return  # nothing can be limited on this machine, and `bench` says so
+        return  # this machine cannot limit memory
     spec = Spec(str(tiny()), (Test(4, 0),), expert_cache="100%")
     outcome = ProcessRunner(limit)(make_systems(spec, ["100%"], [])[0])
     assert outcome.error == KILLED

@@ -251,7 +251,7 @@ def test_mtp_heads_continue_after_a_context_computed_without_them(load: Load, ti
         requests = [request(0, max_tokens=20), request(0, max_tokens=30, temperature=1.0, seed=5), request(1)]
         undrafted = [answered(llm, [each], None)[0] for each in requests]
         llm.context.clear()
-        for wanted, each in zip(undrafted, requests, strict=True):  # the second one begins with what the first has left
+        for wanted, each in zip(undrafted, requests, strict=True):  # the second begins with the first's context
             (received,) = answers_together(llm, [each])
             assert facts(received) == facts(wanted)
 

@@ -104,7 +104,7 @@ def check_identity(
     with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=n_ubatch, **OPTIONS) as llm:
         assert llm.plan.device == device.name
         with Meddler(llm.session.store):
-            for _ in range(20):  # a pool that lacks one expert may not need it
+            for _ in range(20):  # a run may not use the only expert without a slot
                 logits = logits_of(llm, prompt, n_tokens)
                 tiers = llm.session.tiers()
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):

@@ -62,7 +62,7 @@ def run_and_compare(
         logits = greedy_logits(llm, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=n_slots)
     # A pool smaller than a layer reads a prompt in smaller passes, and kernels sum in another order for another
-    # batch size: the reference is given the same.
+    # batch size. The reference therefore has passes of equal size.
     same = {"n_ubatch": llm.plan.n_ubatch, "repack": store.repack}
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, reference(path, **same)), "differs from MOEGGUF_HOOKS=0"
@@ -94,7 +94,7 @@ def test_logits_are_identical_for_every_store_switch_and_reader_count(
 
 @pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
 def test_q4_0_rows_are_written_past_the_cache(tiny: TinyModel, load: Load) -> None:
-    for quant, written in (("q4_0", True), ("q8_0", False)):  # the tests above compare the bytes to upstream's
+    for quant, written in (("q4_0", True), ("q8_0", False)):  # other tests compare the logits
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
             info = llm.session.store.info()
             assert info["n_uncached"] == (len(llm.session.layout.matrices) if written else 0)

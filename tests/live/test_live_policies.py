@@ -337,7 +337,7 @@ def test_counters_of_a_simulated_strategy_equal_the_live_ones(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    options = replace(STRATEGIES[name].store, sweep=False)  # fetching ahead takes time, which differs
+    options = replace(STRATEGIES[name].store, sweep=False)  # the time of a sweep's reads differs
     llm = load(
         DEMO, strategy=name, prefetch=False, store=options, lockstep=True,
         trace=TraceOptions(tmp_path / "t", inputs=True), **QUARTER,

@@ -151,7 +151,7 @@ async def test_a_changed_file_of_equal_size_and_time_is_reloaded(
         assert await generate(manager, "served", story(3), options) == versions.old
         change(served, versions.after)
         assert await generate(manager, "served", story(3), options) == versions.new
-        served.rename(served.with_suffix(".gone"))  # the catalog knows it by its path
+        served.rename(served.with_suffix(".gone"))  # the catalog finds the file by its path
         served.with_suffix(".gone").rename(served)
         assert await generate(manager, "served", story(3), options) == versions.new
 
@@ -198,7 +198,7 @@ async def test_a_set_budget_survives_a_reload_for_a_longer_context(files: Files)
 
 
 async def test_set_budget_grows_only_into_memory_free_of_other_models(files: Files) -> None:
-    shrunk_bytes = share_for(files.paths["a"], 38)  # 40 % and a part of the 64 slots stay after the shrink
+    shrunk_bytes = share_for(files.paths["a"], 38)  # the shrink to 40 % frees at least 38 of 64 slots
     memory_bytes = sum(files.size_bytes(name, n_ctx=512)[0] for name in "ab") - shrunk_bytes // 2
     async with running_manager(files, n_ctx=512, memory_bytes=memory_bytes) as manager:
         await manager.load("a", ONE_THREAD)

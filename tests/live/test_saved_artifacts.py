@@ -79,7 +79,7 @@ def test_a_stored_eamc_collection_grows_over_runs(
 def test_an_eamc_collection_is_saved_during_a_run(path: Path, load: Load) -> None:
     kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     llm = load(path, predictor="eamc", **TIGHT)
-    for request in range(CHECKPOINT_REQUESTS + 1):  # the next request ends the one before
+    for request in range(CHECKPOINT_REQUESTS + 1):  # a request ends when the next one begins
         assert not kept.exists()
         greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
     until(kept.is_file)

@@ -66,7 +66,7 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
     bindings.llama_log_set(bindings._logger.llama_log_callback, c.c_void_p(None))
     found: dict[str, list[int]] = {}
     for il, device in re.findall(r"layer +(\d+) assigned to device (\w+)", "".join(lines)):
-        if int(il) < n_layer:  # the output is one more
+        if int(il) < n_layer:  # llama.cpp counts the output as one more layer
             found.setdefault(device, []).append(int(il))
     return found
 
@@ -88,7 +88,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
 
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
-        store.drain(30)  # prefetches under way would count between two figures
+        store.drain(30)  # no prefetch may end between two reads of figures
         layers = {part.name or "CPU": part.layers for part in llm.plan.devices}
         figures, n_ubatch = (devices_of(llm), llm.session.tiers()), llm.plan.n_ubatch
     with hooks_off(), Llama(path, n_ubatch=n_ubatch, **OPTIONS, **split) as llm:
@@ -133,7 +133,7 @@ def test_one_of_two_devices_is_selected_and_wrong_splits_are_refused(path: Path)
         assert np.array_equal(greedy_logits(llm, n_new=8), plain)
         assert list(devices_of(llm)) == ["RPC1"]
         assert llm.session.tiers()["VRAM"]["evictions"] > 0
-    with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS) as llm:  # both, as free memory has it
+    with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS) as llm:  # split by the free memory of both
         assert list(devices_of(llm)) == ["RPC0", "RPC1"]
         assert sorted(il for part in llm.plan.devices for il in part.layers) == [0, 1, 2, 3]
         assert llm.plan.device == "RPC0, RPC1"
@@ -170,7 +170,7 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
         greedy_logits(llm, n_new=4)
         assert llm.session.tiers()["RAM"]["evictions"] > 0
     assert Llama.estimate(path, placement="cpu", n_ctx=512).device is None
-    assert Llama.estimate(path, n_gpu_layers=3, **auto).device is None  # the caller divides the model
+    assert Llama.estimate(path, n_gpu_layers=3, **auto).device is None  # n_gpu_layers already divides the model
     assert Llama.estimate(path, split_mode=2, n_gpu_layers=-1, **auto).device is None
 
 
@@ -294,7 +294,7 @@ def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
     """Returns the logits with one kind of placement on a device behind a link, and facts of the plan and the store."""
-    solver.KINDS_OF["auto"] = (kind,)  # this process knows no other
+    solver.KINDS_OF["auto"] = (kind,)  # "auto" chooses only this kind in this process
     link_device(Link(4e9, 5e-6))
     with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
         plan, session = llm.plan, llm.session
@@ -313,7 +313,7 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
 @pytest.mark.parametrize(
     ("kind", "vram", "ram", "layers", "tiers"),
     [
-        ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),  # the last two are larger than the first two
+        ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),  # layers 2 and 3 are larger than 0 and 1
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
         ("slots", "50%", "40%", [0, 1, 2, 3], ["VRAM", "RAM"]),
