@@ -181,7 +181,7 @@ def test_begins_answer_false_ends_the_prompt_with_the_last_message(demo: Llama) 
     assert Answer(demo, ask("x", "y", begins_answer=False)).prompt.end.endswith("<|im_start|>assistant\ny")
 
 
-def test_the_flood_of_a_template_is_refused_before_tokenizing(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_output_of_a_template_is_refused_before_tokenizing(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, lengths = demo.vocabulary.tokens, list[int]()
 
     def counted(text: str, **options: bool) -> list[int]:
