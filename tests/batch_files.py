@@ -52,7 +52,7 @@ class Endpoint:
     def __init__(self) -> None:
         # (url, body) of each call.
         self.calls: list[tuple[str, Any]] = []
-        # The owners of the calls.
+        # The owner of each call.
         self.owners: set[str] = set()
         # `most`: the largest number of calls that ran at once.
         self.most = self.running = self.cancelled = 0

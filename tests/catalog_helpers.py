@@ -1,4 +1,4 @@
-"""Helpers of the tests of the catalog: a filled Hugging Face cache, uploaded files, names."""
+"""Helpers of the catalog's tests: they fill a Hugging Face cache and make uploaded files and names."""
 
 import hashlib
 import os

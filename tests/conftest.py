@@ -78,7 +78,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """`tiny(preset, quant, n_split=1, template=NAME)`: the first file of a random model.
+    """Returns `tiny(preset, quant, n_split=1, template=NAME)`, which returns the first file of a random model.
 
     The first call writes the model. `template` is a name in tests/templates.py.
     """
@@ -104,7 +104,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`projector(kind)`: a random projector for images, for the tiny models of width 128."""
+    """Returns `projector(kind)`, which writes a random image projector for the tiny models of width 128."""
     from tools.models import write_projector
 
     folder = tmp_path_factory.mktemp("projectors")
@@ -118,7 +118,7 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def load() -> Iterator[Load]:
-    """`load(path, **options)`: a small quiet `Llama` with logits of every token, closed after the test.
+    """Yields `load(path, **options)`, which loads a small quiet `Llama` with logits of every token. Closes them later.
 
     It has one compute thread, because OpenMP's threads spin while other processes share the cores. Results are equal.
     """

@@ -42,7 +42,7 @@ class FakeRepo:
     large: bool = True
     # Files that are listed but cannot be read.
     hidden: set[str] = field(default_factory=set)
-    # {path: {"size" or "sha256": false value}}.
+    # {path: {"size" or "sha256": a wrong value that the hub lists}}.
     stated: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property

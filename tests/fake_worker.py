@@ -24,7 +24,7 @@ The prompt, or the last message, selects the answer. Any other message is echoed
 - "stubborn TEXT": repeats TEXT until cancelled, then never ends
 - "progress": the progress of a long prompt
 - "messages", "settings": the request itself
-- "cut": messages were left out
+- "cut": an answer after messages were left out of the prompt
 """
 
 import json
@@ -184,7 +184,7 @@ def answer(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1].isdigit():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the real worker does so too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the real worker does this, too
     CONNECTION = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=listen, daemon=True).start()
     first = MESSAGES.get()

@@ -1,4 +1,4 @@
-"""Calls in a process of their own. A device that is registered with ggml stays known, and models loaded later use it.
+"""Calls functions in processes of their own, because a device registered with ggml stays and is used by later loads.
 
 These processes are made by fork. Their parent has imported the modules that they need and has loaded the library, but
 no model. Imports would take most of a small test's time.

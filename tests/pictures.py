@@ -18,7 +18,7 @@ def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
 def png_of(
     width: int, height: int, data: bytes, *, bits: int = 8, alpha: bool = False, interlaced: bool = False
 ) -> bytes:
-    """A PNG in colours, with compressed `data`, whatever they are."""
+    """A colour PNG with these compressed `data`, which may be invalid."""
     header = struct.pack(">IIBBBBB", width, height, bits, 6 if alpha else 2, 0, 0, interlaced)
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
@@ -81,7 +81,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def base64_of(data: bytes) -> str:
-    """The form in which it is sent to a server."""
+    """Returns the base64 text of an image, as requests to a server have it."""
     return base64.b64encode(data).decode()
 
 

@@ -1,8 +1,8 @@
 """A ggml device whose memory is not host memory, for tests: ggml's RPC backend over loopback.
 
 The library we ship has no RPC backend (its server trusts its peers), so the backend is built here from the vendored
-sources, against the same libggml-base. A registered device cannot be taken back, and llama.cpp would use it for every
-model loaded later: what needs it runs in a process of its own (`in_child`).
+sources, against the same libggml-base. A registered device cannot be removed, and llama.cpp uses it for every model
+loaded later. Tests that need the device run in a process of their own (`in_child`).
 """
 
 import ctypes as c

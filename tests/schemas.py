@@ -1,4 +1,4 @@
-"""JSON schemas by chance, for hypothesis: most of them make no sense."""
+"""Random JSON schemas for hypothesis. Most of them make no sense."""
 
 from hypothesis import strategies as st
 

@@ -46,10 +46,10 @@ DEVICES = {"cuda": "CUDA0", "software": "Vulkan0"}
 AGAIN = 75  # EX_TEMPFAIL: call again
 MEASURE_S, TEST_S, MODEL_S, SHORT_S = 180.0, 300.0, 180.0, 30.0
 IDENTITY = {
-    "resizes": "test_budgets_that_change_while_decoding",
-    "passes": "test_passes_of_any_number_of_tokens",
+    "resizes": "test_budgets_changed_while_decoding_keep_the_logits",
+    "passes": "test_passes_of_any_width_give_the_gpus_own_logits",
     "quantisations": "test_every_quantisation",
-    "architectures": "test_every_architecture",
+    "architectures": "test_every_architecture_gives_the_gpus_own_logits",
 }
 NO_MEMORY = re.compile(r".*(?:out of memory|failed to allocate|unable to allocate|OutOfDeviceMemory).*", re.IGNORECASE)
 

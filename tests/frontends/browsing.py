@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 PATIENCE_MS = 60_000
-OUTLIVED = "ERR_CONNECTION_REFUSED"  # pages are closed after the server that they look at
+OUTLIVED = "ERR_CONNECTION_REFUSED"  # the error of a page that is open after its server has ended
 DESKTOP = {"width": 1280, "height": 800}
 Look = Callable[..., Any]
 
@@ -74,6 +74,6 @@ def ended(page: Any) -> None:
 
 
 def answered(page: Any, text: str) -> None:
-    """Asks, and waits for the end of the answer."""
+    """Sends a question and waits for the end of the answer."""
     ask(page, text)
     ended(page)

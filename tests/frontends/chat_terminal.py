@@ -1,4 +1,4 @@
-"""Chats in a terminal for tests: with the demo model, and with the scripted worker of fake_worker.py."""
+"""Starts chats in a terminal for tests, with the demo model or with the scripted worker of fake_worker.py."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ SMALL = ("--temperature", 0, "-t", 1, "-c", 512, "--expert-cache", "50%")
 
 
 def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
-    """A chat with the demo model. `home`: folder of its history."""
+    """Returns a chat with the demo model, whose history lies in `home`."""
     command = moegguf_command("run", "demo", *SMALL, *arguments)
     return _terminal(command, home, size, environ)
 
@@ -22,7 +22,7 @@ def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), 
 def echo_chat(
     home: Path, *arguments: object, size: tuple[int, int] = (80, 24), term: str = "xterm", **environ: str
 ) -> Terminal:
-    """A chat with the worker of `fake_worker.py`."""
+    """Returns a chat with the worker of `fake_worker.py`."""
     command = [sys.executable, str(ECHO), "run", "demo", *map(str, (*SMALL, *arguments))]
     return _terminal(command, home, size, environ, term)
 

@@ -1,5 +1,4 @@
-"""A client of OpenAI's; and checks of replies against the models of the real clients' packages, which themselves accept
-anything."""
+"""Checks replies against the types of the real client packages, which accept anything themselves; an OpenAI client."""
 
 import typing
 from typing import Any
@@ -13,7 +12,7 @@ def client_of(url: str, key: str = "none") -> openai.OpenAI:
 
 
 def kinds_of(union: Any) -> dict[str, type[BaseModel]]:
-    """The models of a union by the value of their `type`."""
+    """Returns the classes of a union by the value of their field `type`."""
     while typing.get_origin(union) is typing.Annotated:
         union = typing.get_args(union)[0]
     return {typing.get_args(kind.model_fields["type"].annotation)[0]: kind for kind in typing.get_args(union)}

@@ -1,5 +1,7 @@
-"""`moegguf`, the command, traces that it recorded, running servers, and headless Chromium, whose console must stay
-silent."""
+"""Fixtures: the command `moegguf`, traces that it recorded, running servers, and headless Chromium.
+
+A test fails if the browser's console has an error or a warning that the test does not expect.
+"""
 
 import json
 import os
@@ -37,7 +39,7 @@ QUICK = ("-t", "1", "-n", "8")
 
 @pytest.fixture
 def manager() -> FakeManager:
-    """Scripted answers of `demo`, of `able` with tools and thinking, and of names with defaults and from the Hub."""
+    """A scripted manager of `demo`, of `able` with tools and thinking, and of names with defaults and from the Hub."""
     path = demo_path()
     assert path is not None
     own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
@@ -59,7 +61,7 @@ def http(url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def moegguf() -> Command:
-    """`moegguf("run", path, ..., stdin="", NAME="value")`: what the command wrote, and its exit code."""
+    """Returns `moegguf("run", path, ..., stdin="", NAME="value")`, which returns the output and the exit code."""
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
         return completed(moegguf_command(*arguments), stdin, **extra)
@@ -86,7 +88,7 @@ def here() -> Command:
             code = main(list(map(str, arguments)))
             out.flush()
             said.flush()
-        for left in set(psutil.Process().children()) - before:  # a worker that ends with a command's own process
+        for left in set(psutil.Process().children()) - before:  # a worker ends with a real process
             left.kill()
             left.wait()
         texts = (stream.buffer.getvalue().decode() for stream in (out, said))  # type: ignore[attr-defined]
@@ -158,6 +160,6 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def look(chromium: Any) -> Iterator[Look]:
-    """`looking` at the page in this test."""
+    """Yields the function of `looking`, which opens the page."""
     with looking(chromium) as look:
         yield look

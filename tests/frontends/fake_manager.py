@@ -125,7 +125,7 @@ class FakeLease:
 
 
 class FakeManager:
-    """See the module. `enter_error` is raised on entering a lease."""
+    """A scripted manager, as the module describes. It raises `enter_error` when a lease is entered."""
 
     def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
         self.catalog = catalog
@@ -213,7 +213,7 @@ SNAPSHOT = Snapshot(
 
 
 class FedManager(FakeManager):
-    """Counts what a test gives to `send`; `n_asked`: how often somebody who watches has asked."""
+    """A manager whose snapshots come from `send`. `n_asked` counts the requests for a snapshot."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
@@ -246,7 +246,7 @@ class BusyManager(FakeManager):
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """The objects of a stream, of lines or server-sent events."""
+    """Yields the JSON objects of a stream, whose form is lines or server-sent events."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
     return [json.loads(line) for line in lines]
 
@@ -284,5 +284,5 @@ def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[s
 
 
 def changed(summary: AnswerSummary = TIMING, **changes: Any) -> AnswerSummary:
-    """Returns `summary` with other figures."""
+    """Returns the default summary with these fields replaced."""
     return replace(summary, **changes)

@@ -1,4 +1,4 @@
-"""A local Ray with `moegguf.serving.ray:app`: prints its port once it is ready, and ends it when stdin closes."""
+"""Runs `moegguf.serving.ray:app` on a local Ray. Prints the port once it is ready, and ends Ray when stdin closes."""
 
 import json
 import os
@@ -20,13 +20,13 @@ END_S = 60
 
 @dataclass
 class RayApplication:
-    """A running application."""
+    """A Ray application that runs in another process."""
 
     url: str
     process: psutil.Process
 
     def replicas(self, deployment: str) -> list[psutil.Process]:
-        """The processes of a deployment's replicas."""
+        """Returns the processes of a deployment's replicas."""
         title = f"ray::ServeReplica:moegguf:{deployment}"
         return [each for each in self.process.children(recursive=True) if title in " ".join(command_line(each))]
 
@@ -34,14 +34,14 @@ class RayApplication:
 def command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return []
 
 
 @contextmanager
 def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApplication]:
-    """The application with `arguments`, on loopback. All of Ray's processes and files are gone afterwards."""
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # Ray's sockets lie in it: their paths may have 107 bytes
+    """Yields the application with `arguments` on loopback. Removes all of Ray's processes and files afterwards."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # Ray's sockets lie there, whose paths may have 107 bytes
     own = {"HOME": str(home), "MOEGGUF_HOME": str(home), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(
         [sys.executable, __file__, json.dumps(arguments)],

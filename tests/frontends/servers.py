@@ -1,5 +1,4 @@
-"""`moegguf` as a separate process without a terminal, and `moegguf serve` as users have it: on a free port, with tiny
-models and no network."""
+"""Starts `moegguf` as a separate process without a terminal, and `moegguf serve` on a free port without a network."""
 
 import json
 import os
@@ -86,7 +85,7 @@ class Reply:
 
 @dataclass
 class Server:
-    """A running server. `home`: its own folder; `models`: its MOEGGUF_MODELS."""
+    """A running server with its own folder `home`, and with `models` as MOEGGUF_MODELS."""
 
     url: str
     pid: int
@@ -126,8 +125,11 @@ def call(url: str, body: Any = None, *, method: str | None = None, timeout: floa
 def serving(
     folder: Path, *arguments: str, models: Mapping[str, Path] | None = None, n_files: int = 1024, **extra: str
 ) -> Iterator[Server]:
-    """A server whose files are in `folder`; `models`: names and the files they link to; `n_files`: its limit of open
-    files. It has ended afterwards."""
+    """Yields a running server, and ends it afterwards.
+
+    The server's files are in `folder`. `models` maps names to the files that they link to. `n_files` limits its open
+    files.
+    """
     home, store = folder / "home", folder / "models"
     for path in (home, store):
         path.mkdir(parents=True, exist_ok=True)

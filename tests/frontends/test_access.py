@@ -1,4 +1,4 @@
-"""Access control over a real socket: hosts, origins, API keys and headers; and where `serve` refuses to listen."""
+"""Tests access control over a real socket: hosts, origins, API keys, headers, and a port that is in use."""
 
 import asyncio
 import base64
@@ -44,11 +44,11 @@ HOSTS = {
 
 
 @pytest.mark.parametrize(("host", "own"), [(host, own) for own, hosts in HOSTS.items() for host in hosts])
-def test_a_host_header_names_this_machine_or_not(host: str, own: bool) -> None:
+def test_is_own_host_accepts_only_names_and_addresses_of_this_network(host: str, own: bool) -> None:
     assert is_own_host(host) is own
 
 
-def test_origins_are_matched_whole() -> None:
+def test_origin_pattern_matches_the_whole_origin() -> None:
     pattern = origin_pattern(["http://localhost:*", "app://*", "https://a.example"])
     for good in ("http://localhost:3000", "app://obsidian.md", "https://a.example", "HTTPS://A.example"):
         assert pattern.fullmatch(good)
@@ -59,7 +59,7 @@ def test_origins_are_matched_whole() -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/tags", "/v1/models", "/", "/api/nothing"])
-def test_a_foreign_host_is_refused_everywhere(url: str, path: str) -> None:
+def test_a_foreign_host_header_gets_a_403_on_every_path(url: str, path: str) -> None:
     reply = call(f"{url}{path}", Host="evil.com")
     assert reply.status == 403
     assert "not allowed" in str(reply.json["error"])
@@ -85,7 +85,7 @@ def test_a_foreign_host_is_refused_everywhere(url: str, path: str) -> None:
         ("*", "localhost", 404),
     ],
 )
-def test_the_authority_of_a_target_counts_in_place_of_the_host_header(
+def test_the_authority_of_a_request_target_overrides_the_host_header(
     url: str, target: str, host: str, status: int
 ) -> None:
     with connected(url) as connection:
@@ -93,7 +93,7 @@ def test_the_authority_of_a_target_counts_in_place_of_the_host_header(
         assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_a_whole_url_needs_the_key_of_its_path_and_may_have_a_body(guarded: str) -> None:
+def test_a_post_with_an_absolute_url_requires_the_api_key(guarded: str) -> None:
     body = b'{"model": "demo", "prompt": "a", "stream": false}'
     for key, status in (("wrong", 401), (KEY, 200)):
         head = (
@@ -105,12 +105,12 @@ def test_a_whole_url_needs_the_key_of_its_path_and_may_have_a_body(guarded: str)
 
 
 @pytest.mark.parametrize("path", ["/health/", "/v1/health", "/v1/health/", "/"])
-def test_open_paths_are_open_under_their_other_names(guarded: str, path: str) -> None:
+def test_aliases_of_open_paths_need_no_key(guarded: str, path: str) -> None:
     assert call(f"{guarded}{path}").status == 200
 
 
 @pytest.mark.parametrize("origin", [EVIL, "null", "http://localhost.evil.example"])
-def test_a_foreign_origin_can_neither_read_nor_post(url: str, origin: str) -> None:
+def test_requests_from_a_foreign_origin_get_a_403_without_cors_headers(url: str, origin: str) -> None:
     for method, path, body in (
         ("GET", "/api/tags", None),
         ("POST", "/api/chat", {"model": "demo"}),
@@ -122,7 +122,7 @@ def test_a_foreign_origin_can_neither_read_nor_post(url: str, origin: str) -> No
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "app://obsidian.md", "tauri://x"])
-def test_pages_of_this_machine_are_accepted(url: str, origin: str) -> None:
+def test_local_origins_get_cors_headers(url: str, origin: str) -> None:
     reply = call(f"{url}/api/tags", Origin=origin)
     assert reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
     asked = {
@@ -135,14 +135,14 @@ def test_pages_of_this_machine_are_accepted(url: str, origin: str) -> None:
     assert "DELETE" in reply.headers["access-control-allow-methods"]
 
 
-def test_the_servers_own_page_is_accepted_on_any_host(guarded: str) -> None:
+def test_own_and_configured_origins_are_accepted_on_a_public_host(guarded: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     assert call(f"{guarded}/api/tags", Origin=guarded, **headers).status == 200
     assert call(f"{guarded}/api/tags", Origin="https://friend.example", **headers).status == 200
     assert call(f"{guarded}/api/tags", Origin=EVIL, **headers).status == 403
 
 
-def test_a_key_is_required_except_for_open_paths(guarded: str) -> None:
+def test_an_api_key_is_required_except_on_open_paths(guarded: str) -> None:
     for path in ("/api/tags", "/v1/models", "/metrics", "/live", "/props"):
         for sent in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
             reply = call(f"{guarded}{path}", **sent)
@@ -151,7 +151,7 @@ def test_a_key_is_required_except_for_open_paths(guarded: str) -> None:
     assert call(f"{guarded}/").text == "Ollama is running"
     assert call(f"{guarded}/health").status == 200
     assert call(f"{guarded}/api/tags", Authorization=f"Bearer {KEY}").status == 200
-    # Others reach it under any name; the key decides.
+    # The server accepts any Host header with a key.
     assert call(f"{guarded}/api/tags", Host="box.example.com", Authorization=f"Bearer {KEY}").status == 200
 
 
@@ -196,7 +196,9 @@ def test_only_clients_of_trusted_networks_need_no_key(client: str, status: int) 
 KEYS = ("of-ann", "of-bob")
 
 
-def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_of_each_api_key_get_their_own_owner_and_log_label(
+    manager: FakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
     with server_of(manager, api_keys=KEYS) as url, caplog.at_level("INFO", "moegguf"):
         for header in [{"authorization": f"Bearer {key}"} for key in KEYS] + [{"x_api_key": key} for key in KEYS]:
             assert call(f"{url}/api/generate", {"model": "demo", "prompt": "hi"}, **header).status == 200
@@ -209,8 +211,10 @@ def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [((), [0, 1, 0, 1, 1]), (("--share-contexts",), [0, 1, 1, 1, 1])])
-def test_a_key_begins_with_what_it_computed(tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]) -> None:
-    """A key reuses its own contexts in any dialect, from memory and disk, but others' only with --share-contexts."""
+def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
+    tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
+) -> None:
+    """A key reuses its own contexts in every API, from memory and disk, and others' only with --share-contexts."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "MOEGGUF_CONTEXT_STORE": "100MiB", "XDG_CACHE_HOME": str(tmp_path)}
@@ -228,7 +232,7 @@ def test_a_key_begins_with_what_it_computed(tmp_path: Path, arguments: tuple[str
 
 
 @pytest.mark.parametrize("arguments", [(), ("--share-contexts",)], ids=["apart", "shared"])
-def test_a_key_sees_the_experts_of_its_own_requests_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_live_and_ps_show_a_key_only_its_own_requests(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """A client learns nothing about another key's requests: their experts, the contents of memory, or their time."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}
@@ -251,7 +255,7 @@ def test_a_key_sees_the_experts_of_its_own_requests_only(tmp_path: Path, argumen
         assert last[0]["eval_duration"] != last[1]["eval_duration"]
 
 
-def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:
+def test_a_trusted_network_without_keys_refuses_foreign_host_headers() -> None:
     for host in ("evil.com", "evil.com:11434", "192.168.1.5.evil.com", "evil.com#.local"):
         assert status_of("192.168.1.7", host) == 403
     for host in ("192.168.1.5", "box.local:11434", "box", "box:11434", "localhost"):
@@ -275,7 +279,7 @@ FORWARDED = (
 
 
 @pytest.mark.parametrize("name", FORWARDED)
-def test_a_proxys_clients_are_not_trusted_as_the_proxy_is(name: str) -> None:
+def test_forwarding_headers_of_a_proxy_remove_trust(name: str) -> None:
     added = (name.lower().encode(), b"8.8.8.8")
     for client in ("127.0.0.1", "192.168.1.7"):
         assert status_of(client, "127.0.0.1:11434", added=added) == 403
@@ -283,7 +287,7 @@ def test_a_proxys_clients_are_not_trusted_as_the_proxy_is(name: str) -> None:
         assert status_of(client, "127.0.0.1:11434", added=added, api_keys=(KEY,), key=KEY) == 200
 
 
-def test_what_clients_send_of_their_own_is_no_mark_of_a_proxy() -> None:
+def test_usual_client_headers_keep_trust() -> None:
     for name in (
         "User-Agent", "Accept-Encoding", "Cache-Control", "Origin-Agent-Cluster", "Sec-Fetch-User", "X-Requested-With",
         "X-Stainless-Arch", "X-Request-Id", "OpenAI-Organization", "OpenAI-Project", "Anthropic-Version", "Traceparent",
@@ -310,7 +314,7 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("method", [b"GET /api/version", b"POST /api/show"])
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
+def test_an_ambiguous_body_length_gets_a_400_and_closes_the_connection(
     url: str, caplog: pytest.LogCaptureFixture, name: str, method: bytes
 ) -> None:
     with connected(url) as connection, connection.makefile("rb") as file:
@@ -321,7 +325,7 @@ def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_body_that_is_invalid_behind_a_reply_ends_the_connection(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_chunk_after_a_reply_closes_the_connection(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with connected(url) as connection, connection.makefile("rb") as file:
         connection.sendall(b"POST /api/show HTTP/1.1\r\nHost: localhost\r\n" + BOTH % 5)
         assert b" 400 " in file.readline()
@@ -337,7 +341,7 @@ def test_large_headers_and_compressed_bodies_are_refused(url: str) -> None:
     assert reply.status == 415 and "Content-Encoding" in reply.error
 
 
-def test_a_port_in_use_is_named(here: Command) -> None:
+def test_serve_on_a_port_in_use_fails_and_names_the_address(here: Command) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

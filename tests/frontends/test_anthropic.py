@@ -1,4 +1,4 @@
-"""/v1/messages by the `anthropic` Python client, with real answers and over a scripted manager."""
+"""Tests /v1/messages with the `anthropic` Python client, with real answers and over a scripted manager."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ WEATHER: Any = {"name": "weather", "input_schema": {"type": "object", "propertie
 CALLS = Delta(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {})))
 
 
-def test_a_request_as_claude_code_sends_it(served: Server) -> None:
+def test_a_request_in_the_form_of_claude_code_is_answered(served: Server) -> None:
     tools = [{**WEATHER, "name": f"tool_{i}", "description": "Does a thing."} for i in range(20)]
     body = {
         "model": "tools", "max_tokens": 4, "stream": True, "tools": tools, "metadata": {"user_id": "user_1"},
@@ -31,7 +31,7 @@ def test_a_request_as_claude_code_sends_it(served: Server) -> None:
     assert reply.status == 200 and "event: message_stop" in reply.text
 
 
-def test_what_a_client_read_can_be_sent_back(url: str, manager: FakeManager) -> None:
+def test_content_blocks_of_an_answer_are_accepted_as_the_next_turns_history(url: str, manager: FakeManager) -> None:
     manager.script = (Delta(thinking="hm"), Delta(thinking="!"), Delta(text="I look."), CALLS)
     asked: Any = {"model": "able", "max_tokens": 64, "messages": HI, "tools": [WEATHER]}
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
@@ -45,7 +45,7 @@ def test_what_a_client_read_can_be_sent_back(url: str, manager: FakeManager) -> 
     assert (answer["thinking"], answer["content"], len(answer["tool_calls"])) == ("hm!", "I look.", 2)
 
 
-def test_pings_keep_a_stream_open(http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_stream_sends_pings(http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegguf.server.common.limits.PING_S", 0.02)
     manager.script = (Delta(text="Hel"), asyncio.Event())  # nobody sets the event, so the stream waits
     body = {"model": "demo", "max_tokens": 64, "messages": HI, "stream": True}

@@ -1,4 +1,4 @@
-"""`moegguf batch` as users have it: by a server or alone, stopped, killed, given again, with changed files."""
+"""Tests `moegguf batch` with and without a server, after a stop or a kill, and with changed files."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from waiting import until
 
 from moegguf.serving.batch.answers import Requests, open_journal, response_entry
 
-N = 60  # requests that take longer than a test to notice the first answers
+N = 60  # a test sees the first answers long before the last
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 
 
@@ -37,7 +37,7 @@ def texts(found: list[Any]) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> None:
-    """Returns when the log of the database has another one than `n_answers`, and the process has not ended."""
+    """Waits until the log of the database has more than `n_answers` answers. Fails if the process has ended."""
     log = Path(f"{database}-wal")
 
     def has_more() -> bool:
@@ -47,7 +47,7 @@ def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> 
     assert process.poll() is None, process.communicate()
 
 
-def test_a_file_alone(here: Command, tmp_path: Path) -> None:
+def test_batch_without_a_server_answers_a_file_and_reports_failures(here: Command, tmp_path: Path) -> None:
     lines = [question(0, model=None), question(1), b"nonsense\n", question(2, model="nothing"),
              request("e", url="/v1/completions", prompt="moegguf is", max_tokens=4)]  # fmt: skip
     path = written(tmp_path, lines)
@@ -70,7 +70,7 @@ def test_a_file_alone(here: Command, tmp_path: Path) -> None:
     assert other.returncode == 1 and "is not the answers to these requests" in other.stderr
 
 
-def test_a_server_answers_and_it_is_the_same(here: Command, server: Server, tmp_path: Path) -> None:
+def test_batch_by_a_server_gives_the_texts_of_a_local_batch(here: Command, server: Server, tmp_path: Path) -> None:
     path = written(tmp_path, [question(i, model="demo") for i in range(6)])
     served = here("batch", path, "-o", tmp_path / "served", "--parallel", 3, MOEGGUF_HOST=server.url)
     assert served.returncode == 0, served.stderr
@@ -85,7 +85,7 @@ def test_a_server_answers_and_it_is_the_same(here: Command, server: Server, tmp_
     assert (done.returncode, entry["response"]["body"]) == (1, server.call(CHAT, bad["body"]).json)
 
 
-def test_stdin_and_stdout(moegguf: Command, tmp_path: Path) -> None:
+def test_batch_reads_stdin_and_writes_stdout_or_a_file(moegguf: Command, tmp_path: Path) -> None:
     text = jsonl([question(i) for i in range(3)]).decode()
     done = moegguf("batch", "-", stdin=text, **ALONE)
     assert done.returncode == 0 and len(entries(done.stdout.encode())) == 3
@@ -94,7 +94,7 @@ def test_stdin_and_stdout(moegguf: Command, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "") and len(entries(tmp_path / "answers")) == 3
 
 
-def test_a_model_with_a_path_that_is_not_utf8(here: Command, tmp_path: Path, tiny: TinyModel) -> None:
+def test_batch_loads_a_model_from_a_path_that_is_not_utf8(here: Command, tmp_path: Path, tiny: TinyModel) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     (folder / "m.gguf").symlink_to(tiny())
@@ -128,7 +128,7 @@ def descriptor_of_a_file(folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 @pytest.mark.parametrize("made", [fifo, descriptor_of_a_socket, descriptor_of_a_file])
-def test_answers_go_to_a_pipe_or_a_descriptor_as_they_come(tmp_path: Path, here: Command, made: Any) -> None:
+def test_batch_writes_to_a_pipe_or_descriptor_without_other_files(tmp_path: Path, here: Command, made: Any) -> None:
     path = written(tmp_path, [question(i) for i in range(2)])
     with made(tmp_path) as (target, reader):
         before = sorted(tmp_path.iterdir())
@@ -142,7 +142,9 @@ def test_answers_go_to_a_pipe_or_a_descriptor_as_they_come(tmp_path: Path, here:
     ("target", "why"),
     [("pipe", "no process reads it"), ("/dev/fd/987", "Bad file descriptor"), ("/dev/full", "No space left on device")],
 )
-def test_a_pipe_that_takes_no_answers_is_an_error_at_once(tmp_path: Path, here: Command, target: str, why: str) -> None:
+def test_batch_into_an_unwritable_target_fails_and_leaves_no_file(
+    tmp_path: Path, here: Command, target: str, why: str
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     path = written(tmp_path, [b"nonsense\n"])
     before = sorted(tmp_path.iterdir())
@@ -151,7 +153,7 @@ def test_a_pipe_that_takes_no_answers_is_an_error_at_once(tmp_path: Path, here: 
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_requests_from_a_pipe_have_their_answers_on_stdout(tmp_path: Path, here: Command) -> None:
+def test_batch_of_requests_from_a_pipe_writes_answers_to_stdout(tmp_path: Path, here: Command) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     Thread(target=pipe.write_bytes, args=[jsonl([question(0)])], daemon=True).start()
     done = here("batch", pipe, **ALONE)
@@ -159,7 +161,7 @@ def test_requests_from_a_pipe_have_their_answers_on_stdout(tmp_path: Path, here:
     assert list(tmp_path.iterdir()) == [pipe]
 
 
-def test_only_the_user_may_read_answers_under_a_umask(tmp_path: Path, here: Command) -> None:
+def test_the_answers_file_has_the_mode_of_the_umask(tmp_path: Path, here: Command) -> None:
     before = os.umask(0o077)
     try:
         here("batch", written(tmp_path, [b"nonsense\n"]), "-o", tmp_path / "answers", **ALONE)
@@ -169,7 +171,9 @@ def test_only_the_user_may_read_answers_under_a_umask(tmp_path: Path, here: Comm
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_in_the_middle_it_goes_on(tmp_path: Path, moegguf: Command, number: signal.Signals) -> None:
+def test_an_interrupted_batch_resumes_from_its_journal(
+    tmp_path: Path, moegguf: Command, number: signal.Signals
+) -> None:
     path = written(tmp_path, [question(i, max_tokens=10) for i in range(N)])
     partial, target = tmp_path / "answers.partial.db", tmp_path / "answers"
     with started("batch", path, "-o", target, "--parallel", 2, **ALONE) as process:
@@ -191,7 +195,7 @@ def test_stopped_in_the_middle_it_goes_on(tmp_path: Path, moegguf: Command, numb
     assert sorted(each.name for each in tmp_path.iterdir()) == ["answers", "requests.jsonl"]
 
 
-def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf: Command) -> None:
+def test_a_batch_resumes_locally_after_its_server_is_killed(tmp_path: Path, moegguf: Command) -> None:
     path, target = written(tmp_path, [question(i, max_tokens=20) for i in range(30)]), tmp_path / "answers"
     with (
         serving(tmp_path / "first") as server,
@@ -206,7 +210,7 @@ def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf
     assert [entry["response"]["status_code"] for entry in entries(target)] == [200] * 30
 
 
-def test_a_file_in_use_or_changed_is_refused(tmp_path: Path, here: Command) -> None:
+def test_batch_refuses_a_journal_in_use_or_of_changed_requests(tmp_path: Path, here: Command) -> None:
     target, partial = tmp_path / "answers", tmp_path / "answers.partial.db"
     with requests_in(tmp_path / "requests.jsonl", [question(i) for i in range(4)]) as requests:
         with open_journal(partial, requests) as journal:

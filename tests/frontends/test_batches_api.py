@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches over HTTP: OpenAI's own client, and byte by byte what that does not send."""
+"""Tests /v1/files and /v1/batches with OpenAI's client, and with bytes that this client does not send."""
 
 import asyncio
 import functools
@@ -72,7 +72,7 @@ def content(client: openai.OpenAI, file_id: str | None) -> list[Any]:
     return entries(client.files.content(file_id).content)
 
 
-def test_files_from_upload_to_deletion(client: openai.OpenAI) -> None:
+def test_files_are_uploaded_retrieved_listed_and_deleted(client: openai.OpenAI) -> None:
     data = jsonl([request("a", "ünï" * 20_000)])
     made = client.files.create(file=("täst.jsonl", data), purpose="batch")
     assert (made.object, made.bytes, made.filename, made.purpose, made.status, made.expires_at) == (
@@ -92,7 +92,7 @@ def test_files_from_upload_to_deletion(client: openai.OpenAI) -> None:
             call(made.id)
 
 
-def test_lists_have_pages(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_lists_of_files_and_batches_are_paginated(client: openai.OpenAI, http: httpx.Client) -> None:
     files = [upload(client, [request("a")]) for _ in range(5)]
     listed = [file.id for file in client.files.list(limit=2)]
     assert sorted(listed) == sorted(files)
@@ -108,7 +108,7 @@ def test_lists_have_pages(client: openai.OpenAI, http: httpx.Client) -> None:
     assert http.get("/v1/files?order=up").status_code == 400
 
 
-def test_a_batch_gives_what_the_endpoint_gives(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_entries_of_a_batch_equal_direct_responses_of_the_endpoint(client: openai.OpenAI, http: httpx.Client) -> None:
     lines = [request("a"), request("b", model="nothing"), request("c", max_tokens="many"), request("d", model="other")]
     batch = create(client, upload(client, lines), metadata={"kind": "test"})
     assert (batch.object, batch.endpoint, batch.completion_window, batch.status) == ("batch", CHAT, "24h", "validating")
@@ -145,7 +145,7 @@ def test_a_batch_gives_what_the_endpoint_gives(client: openai.OpenAI, http: http
         ("/v1/responses", {"model": "demo", "input": "one"}),
     ],
 )
-def test_every_endpoint_answers_batches(client: openai.OpenAI, endpoint: str, body: dict[str, Any]) -> None:
+def test_batches_run_on_each_other_endpoint(client: openai.OpenAI, endpoint: str, body: dict[str, Any]) -> None:
     line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
     batch = ended(client, create(client, upload(client, [line]), endpoint))
     (entry,) = content(client, batch.output_file_id)
@@ -153,7 +153,7 @@ def test_every_endpoint_answers_batches(client: openai.OpenAI, endpoint: str, bo
     assert batch.usage and batch.usage.input_tokens
 
 
-def test_cancel(client: openai.OpenAI, manager: FakeManager) -> None:
+def test_cancel_stops_a_running_batch_and_refuses_a_second_cancel(client: openai.OpenAI, manager: FakeManager) -> None:
     manager.script = (Delta(text="a"), asyncio.Event())
     batch = create(client, upload(client, [request(f"{i}") for i in range(40)]))
     until(client, batch, lambda _: manager.n_running)
@@ -167,7 +167,7 @@ def test_cancel(client: openai.OpenAI, manager: FakeManager) -> None:
         client.batches.cancel(batch.id)
 
 
-def test_a_full_queue_is_waited_for_and_a_crash_is_an_answer(
+def test_a_batch_retries_a_full_queue_and_records_a_crash_as_a_500(
     client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "BUSY_RETRY_S", 0.01)
@@ -189,14 +189,14 @@ def test_a_full_queue_is_waited_for_and_a_crash_is_an_answer(
         {"output_expires_after": {"anchor": "created_at", "seconds": 60}},
     ],
 )  # fmt: skip
-def test_what_is_no_batch_is_a_400(client: openai.OpenAI, http: httpx.Client, wrong: dict[str, Any]) -> None:
+def test_invalid_fields_of_a_batch_get_a_400(client: openai.OpenAI, http: httpx.Client, wrong: dict[str, Any]) -> None:
     right = {"input_file_id": upload(client, [request("a")]), "endpoint": CHAT, "completion_window": "24h"}
     response = http.post("/v1/batches", json={**right, **wrong})
     assert response.status_code == 400 and response.json()["error"]["message"]
     assert list(client.batches.list()) == []
 
 
-def test_what_is_not_there_is_a_404(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_unknown_files_and_batches_get_a_404(client: openai.OpenAI, http: httpx.Client) -> None:
     for call in (lambda: create(client, "file-none"), lambda: client.batches.retrieve("batch_none"),
                  lambda: client.batches.cancel("batch_none")):  # fmt: skip
         with pytest.raises(openai.NotFoundError, match="No such"):
@@ -232,14 +232,16 @@ FORM = {"content-type": "multipart/form-data; boundary=B"}
         (415, PURPOSE + FILE + END, {**FORM, "content-encoding": "gzip"}),
     ],
 )
-def test_forms(http: httpx.Client, home: Path, status: int, body: bytes, headers: dict[str, str]) -> None:
+def test_upload_forms_get_the_status_of_their_validity(
+    http: httpx.Client, home: Path, status: int, body: bytes, headers: dict[str, str]
+) -> None:
     response = http.post("/v1/files", content=body, headers=headers)
     assert response.status_code == status, response.text
     folder = home / "batches" / "files"
     assert len(list(folder.iterdir())) == (1 if status == 200 else 0)
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http: httpx.Client) -> None:
+def test_an_interrupted_upload_leaves_no_file(url: str, home: Path, http: httpx.Client) -> None:
     connection = HTTPConnection(url.removeprefix("http://"))
     connection.putrequest("POST", "/v1/files")
     connection.putheader("content-type", FORM["content-type"])
@@ -252,7 +254,9 @@ def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http: ht
     assert http.get("/v1/files").json()["data"] == []
 
 
-def test_a_full_disk_is_a_507(http: httpx.Client, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def test_an_upload_to_a_full_disk_gets_a_507_and_leaves_no_file(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
     def full(handle: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
@@ -264,7 +268,7 @@ def test_a_full_disk_is_a_507(http: httpx.Client, monkeypatch: pytest.MonkeyPatc
     assert http.post("/v1/files", content=PURPOSE + FILE + END, headers=FORM).status_code == 200
 
 
-def test_a_damaged_database_is_a_507_and_chats_are_answered(manager: FakeManager, home: Path) -> None:
+def test_a_damaged_batch_database_gives_a_507_and_leaves_chat_working(manager: FakeManager, home: Path) -> None:
     (home / "batches").mkdir(parents=True)
     (home / "batches" / "batches.db").write_bytes(b"no database " * 1000)
     with server_of(manager) as url, httpx.Client(base_url=url) as http:
@@ -275,8 +279,8 @@ def test_a_damaged_database_is_a_507_and_chats_are_answered(manager: FakeManager
         assert http.post(CHAT, json=request("a")["body"]).status_code == 200
 
 
-def test_files_and_batches_are_their_keys_own(manager: FakeManager) -> None:
-    """A key sees only its own files and batches, after a restart, too. Files stored without a key are everybody's."""
+def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeManager) -> None:
+    """A key sees only its own files and batches, also after a restart. Every key sees files stored without a key."""
     with server_of(manager) as url, client_of(url) as nobody:
         old = nobody.files.create(file=b"old", purpose="batch").id
     keys = ("of-ann", "of-bob")
@@ -306,8 +310,10 @@ def test_files_and_batches_are_their_keys_own(manager: FakeManager) -> None:
     assert anns and bobs and anns != bobs
 
 
-def test_requests_of_batches_come_after_others(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client's request comes after others, too, if it has the header `Priority: u=7` of RFC 9218."""
+def test_requests_of_batches_and_of_priority_u7_run_in_the_background(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request with the header `Priority: u=7` (RFC 9218) also runs after all others."""
     lease, clients = FakeManager.lease, []
     monkeypatch.setattr(
         FakeManager, "lease", lambda *given, **more: clients.append(current_client.get()) or lease(*given, **more)

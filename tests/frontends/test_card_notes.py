@@ -1,4 +1,4 @@
-"""Commands name a card that they cannot use, in one line on stderr, unless the CPU was chosen."""
+"""Tests the note about a graphics card that this build cannot use: one line on stderr, unless the CPU was chosen."""
 
 import json
 
@@ -36,7 +36,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
         (("estimate", "demo", "--placement", "cpu"), 0),
     ],
 )
-def test_run_and_estimate_name_the_card_once(here: Command, words: tuple[str, ...], n_lines: int) -> None:
+def test_run_and_estimate_print_the_card_note_unless_quiet_or_on_the_cpu(
+    here: Command, words: tuple[str, ...], n_lines: int
+) -> None:
     done = here(*words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(LINE) == n_lines and "NVIDIA" not in done.stdout
@@ -44,7 +46,7 @@ def test_run_and_estimate_name_the_card_once(here: Command, words: tuple[str, ..
 
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize(("given", "is_said"), [({}, True), ({"placement": "cpu"}, False)])
-def test_serve_names_the_card_when_it_begins(
+def test_serve_prints_the_card_note_unless_placed_on_the_cpu(
     capsys: pytest.CaptureFixture[str], given: dict[str, str], is_said: bool
 ) -> None:
     settings = serve_settings(0, {"loading": given})
@@ -54,7 +56,7 @@ def test_serve_names_the_card_when_it_begins(
 
 
 @pytest.mark.usefixtures("card")
-def test_serve_begins_where_the_library_is_missing(
+def test_serve_prints_its_address_without_the_native_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing() -> None:
@@ -67,7 +69,7 @@ def test_serve_begins_where_the_library_is_missing(
     assert "listening on" in capsys.readouterr().err
 
 
-def test_doctor_has_the_card_and_the_sentence_as_fields(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_card_and_its_note_as_json_fields(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     from moegguf.engine import doctor
 
     monkeypatch.setattr(cards, "find_cards", lambda: [Card("NVIDIA", "580.65")])

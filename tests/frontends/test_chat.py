@@ -1,4 +1,4 @@
-"""The chat with a real model, here and beside a running server that has it: the same, but for who answers."""
+"""Tests the chat with a real model, which this process loads or a running server has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moegguf.chat.served import messages_to_server
 from moegguf.models.entry import NamedModel
 
 
-def test_statistics_and_the_map_of_the_experts(tmp_path: Path) -> None:
+def test_stats_and_experts_commands_print_figures_and_the_residency_map(tmp_path: Path) -> None:
     with demo_chat(tmp_path, size=(100, 40)) as chat:
         chat.prompt()
         assert re.search(r"^demo:latest: takes [\d.]+MiB, context of 512 tokens, slots for 96 of 192 experts$",
@@ -49,7 +49,7 @@ def test_enter_while_the_model_loads_sends_the_message(tmp_path: Path) -> None:
         chat.wait(lambda: ANSWER in chat.text.replace("\n", " "), "the answer")
 
 
-def test_read_of_a_missing_file_and_unknown_settings_say_what_to_do(tmp_path: Path) -> None:
+def test_read_and_set_with_wrong_arguments_name_the_next_step(tmp_path: Path) -> None:
     with demo_chat(tmp_path) as chat:
         chat.prompt()
         assert "/read cannot read 'no such file' (No such file or directory)" in chat.ask("/read no such file")
@@ -58,7 +58,7 @@ def test_read_of_a_missing_file_and_unknown_settings_say_what_to_do(tmp_path: Pa
         assert max(map(len, chat.ask("/set parameter").splitlines())) < 80
 
 
-def test_load_parameters_reload_the_model(tmp_path: Path) -> None:
+def test_changed_load_parameters_reload_the_local_model(tmp_path: Path) -> None:
     with demo_chat(tmp_path, "-v") as chat:
         chat.prompt()
         chat.ask(QUESTION)
@@ -74,7 +74,7 @@ def test_load_parameters_reload_the_model(tmp_path: Path) -> None:
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_a_model_whose_file_was_written_to_is_loaded_again(tiny: TinyModel, tmp_path: Path) -> None:
+def test_a_rewritten_model_file_reloads_the_model(tiny: TinyModel, tmp_path: Path) -> None:
     path = Path(shutil.copy(tiny(), tmp_path / "a.gguf"))
     command = moegguf_command("run", path, "-t", 1, "-c", 256, "-n", 4, "-v")
     with Terminal(command, environment(MOEGGUF_HOME=str(tmp_path)), columns=110) as chat:
@@ -85,7 +85,7 @@ def test_a_model_whose_file_was_written_to_is_loaded_again(tiny: TinyModel, tmp_
         assert "load duration:" in chat.ask("hello")
 
 
-def test_a_model_whose_worker_ends_is_loaded_again(tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_for_the_next_message(tmp_path: Path) -> None:
     with demo_chat(tmp_path) as chat:
         chat.prompt()
         (worker,) = psutil.Process(chat.child.pid).children()
@@ -94,7 +94,7 @@ def test_a_model_whose_worker_ends_is_loaded_again(tmp_path: Path) -> None:
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_another_model_is_loaded_or_the_present_one_stays(tmp_path: Path, tiny: TinyModel) -> None:
+def test_load_changes_the_model_and_a_failed_load_keeps_the_old_one(tmp_path: Path, tiny: TinyModel) -> None:
     with demo_chat(tmp_path, size=(160, 24)) as chat:
         chat.prompt()
         chat.ask(QUESTION)
@@ -118,7 +118,7 @@ ENDLESS = '/set format {"type": "string", "minLength": 100000}'
 def served_chat(
     server: Server, home: Path, model: str, *arguments: object, size: tuple[int, int] = (110, 40)
 ) -> Terminal:
-    """A chat with MOEGGUF_HOST; `home`: the folder of its history."""
+    """Returns a chat with a server. Its history lies in `home`."""
     command = moegguf_command("run", model, "--temperature", 0, *arguments)
     names = environment(MOEGGUF_HOME=str(home), MOEGGUF_HOST=server.url)
     return Terminal(command, names, columns=size[0], rows=size[1])
@@ -135,12 +135,12 @@ def chat(server: Server, tmp_path: Path) -> Iterator[Terminal]:
 
 
 def begin_answer(chat: Terminal) -> None:
-    """Asks for JSON without an end, and waits for its beginning."""
+    """Sends a question and waits for the beginning of its endless answer in JSON."""
     chat.enter(QUESTION)
     chat.wait(lambda: re.search(r'^"\w', chat.text, re.MULTILINE), "the answer")
 
 
-def test_the_server_answers_and_remembers_the_conversation(chat: Terminal, server: Server) -> None:
+def test_a_chat_with_a_server_keeps_the_conversation(chat: Terminal, server: Server) -> None:
     assert re.search(rf"demo:latest: context of [\d,]+ tokens, in the server at {server.url}", chat.text)
     assert "demo:latest" in server.loaded()
     chat.ask("/set verbose")
@@ -158,7 +158,7 @@ def test_the_server_answers_and_remembers_the_conversation(chat: Terminal, serve
     assert "demo:latest" in server.loaded()
 
 
-def test_ctrl_c_stops_the_answer_and_the_server(chat: Terminal, server: Server) -> None:
+def test_ctrl_c_stops_the_answer_in_the_server(chat: Terminal, server: Server) -> None:
     chat.ask(ENDLESS)
     begin_answer(chat)
     chat.send(control("c"))
@@ -169,7 +169,7 @@ def test_ctrl_c_stops_the_answer_and_the_server(chat: Terminal, server: Server) 
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_parameters_of_loading_load_again_or_are_refused(chat: Terminal, server: Server) -> None:
+def test_load_parameters_reload_in_the_server_or_are_refused(chat: Terminal, server: Server) -> None:
     n_ctx = 2 * server.loaded()["demo:latest"]["context_length"]
     chat.ask(f"/set parameter num_ctx {n_ctx}")
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
@@ -182,7 +182,7 @@ def test_parameters_of_loading_load_again_or_are_refused(chat: Terminal, server:
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_commands_ask_the_server(chat: Terminal, server: Server) -> None:
+def test_chat_commands_print_facts_of_the_server(chat: Terminal, server: Server) -> None:
     assert "qwen" in chat.ask("/show info")
     assert "FROM demo:latest" in chat.ask("/show modelfile")
     assert "<|im_start|>" in chat.ask("/show template")
@@ -193,9 +193,7 @@ def test_commands_ask_the_server(chat: Terminal, server: Server) -> None:
 
 
 @pytest.mark.parametrize("place", ["here", "in a server"])
-def test_a_session_is_saved_as_a_model_and_loaded_again(
-    place: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_save_stores_a_session_that_load_restores(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with demo_chat(tmp_path, size=(100, 50)) if place == "here" else nullcontext(request.getfixturevalue("chat")) as it:
         it.prompt()
         for setting in ("/set system You are brief.", "/set parameter top_k 7", QUESTION):
@@ -211,7 +209,7 @@ def test_a_session_is_saved_as_a_model_and_loaded_again(
         assert ANSWER in it.ask("/regen").replace("\n", " ")
 
 
-def test_a_server_that_goes_away_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:
+def test_a_killed_server_ends_the_answer_but_not_the_chat(tmp_path: Path) -> None:
     with serving(tmp_path / "server") as server, served_chat(server, tmp_path, "demo") as chat:
         chat.prompt()
         chat.ask(ENDLESS)
@@ -224,7 +222,7 @@ def test_a_server_that_goes_away_ends_the_answer_and_not_the_chat(tmp_path: Path
         assert chat.exit_code() == 0
 
 
-def test_clear_keeps_what_the_server_would_add_again() -> None:
+def test_clear_keeps_the_messages_of_the_model() -> None:
     own = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
     conversation = Conversation(NamedModel("a:latest", system="Be brief.", messages=own), system="")
     conversation.add_user_message("What?")

@@ -1,4 +1,4 @@
-"""The chat with a scripted model in a terminal: its commands, keyboard and screen, Ctrl-C, the editor, history."""
+"""Tests the chat in a terminal with a scripted model: commands, keyboard, screen, Ctrl-C, editor and history."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def history(home: Path) -> list[str]:
     return [line[1:] for line in lines if line.startswith("+")]
 
 
-def test_three_quotes_make_one_message_of_many_lines(chat: Terminal) -> None:
+def test_triple_quotes_enclose_a_message_of_several_lines(chat: Terminal) -> None:
     chat.send('"""messages one' + ENTER)
     chat.wait(lambda: chat.line == "...", "the second line")
     chat.send("two" + ENTER + 'three"""' + ENTER)
@@ -40,7 +40,7 @@ def test_three_quotes_make_one_message_of_many_lines(chat: Terminal) -> None:
     assert "[user: messages one\ntwo\nthree]" in chat.text
 
 
-def test_ctrl_j_and_a_paste_begin_lines_and_only_enter_sends(chat: Terminal) -> None:
+def test_ctrl_j_and_pasted_newlines_begin_lines_and_only_enter_sends(chat: Terminal) -> None:
     chat.type("messages a")
     chat.send(control("j"))
     chat.wait(lambda: chat.line == "...", "the second line")
@@ -61,7 +61,7 @@ def test_a_command_in_three_quotes_is_a_message(chat: Terminal) -> None:
     assert "\n/bye is said" in chat.ask('"""/bye is said"""')
 
 
-def test_ctrl_c_stops_the_answer_only_and_keeps_what_was_written(chat: Terminal) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(chat: Terminal) -> None:
     chat.enter("slowly tick")
     chat.expect("tick tick tick")
     chat.send(control("c"))
@@ -79,7 +79,7 @@ def test_ctrl_c_stops_the_answer_only_and_keeps_what_was_written(chat: Terminal)
     assert chat.exit_code() == 0
 
 
-def test_a_second_ctrl_c_ends_a_chat_that_cannot_stop_its_model(chat: Terminal, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_a_chat_with_an_unresponsive_model(chat: Terminal, tmp_path: Path) -> None:
     chat.enter("stubborn mule")
     chat.expect("mule mule")
     chat.send(control("c"))
@@ -89,7 +89,7 @@ def test_a_second_ctrl_c_ends_a_chat_that_cannot_stop_its_model(chat: Terminal, 
     assert history(tmp_path) == ["stubborn mule"]
 
 
-def test_ctrl_c_during_a_load_ends_it_and_its_worker_and_not_the_chat(tmp_path: Path) -> None:
+def test_ctrl_c_during_a_load_ends_the_worker_but_not_the_chat(tmp_path: Path) -> None:
     go = tmp_path / "go"
     go.touch()
     with echo_chat(tmp_path, FAKE_WORKER_WAIT=str(go)) as chat:
@@ -106,7 +106,7 @@ def test_ctrl_c_during_a_load_ends_it_and_its_worker_and_not_the_chat(tmp_path: 
         assert "[user: world] [assistant: world]" in chat.ask("messages").replace("\n", " ")
 
 
-def test_ctrl_c_during_the_load_of_a_command_ends_it(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_load_of_run_ends_the_command_and_its_worker(tmp_path: Path) -> None:
     with echo_chat(tmp_path, "hello", FAKE_WORKER_WAIT=str(tmp_path / "go")) as command:
         command.expect("starting a worker")
         (worker,) = psutil.Process(command.child.pid).children()
@@ -121,7 +121,7 @@ def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path
     names = environment(MOEGGUF_HOME=str(tmp_path))
     with Terminal(["/bin/sh", "-c", words], names) as chat:
         chat.prompt()
-        os.killpg(chat.child.pid, number)  # the shell is in it, and goes on
+        os.killpg(chat.child.pid, number)  # the shell is in this group, and ignores the signal
         chat.expect(f"code {128 + number}")
         chat.exit_code()
         before, after = chat.text.split("code")
@@ -139,7 +139,7 @@ def test_input_during_an_answer_goes_to_the_next_prompt(chat: Terminal) -> None:
     assert "\ntyped ahead" in chat.text
 
 
-def test_the_editor_writes_the_message(tmp_path: Path) -> None:
+def test_ctrl_g_opens_the_editor_on_the_message(tmp_path: Path) -> None:
     editor = tmp_path / "editor.sh"
     editor.write_text('#!/bin/sh\nprintf " and\\nmore" >> "$1"\n')
     editor.chmod(0o755)
@@ -177,7 +177,7 @@ def test_ctrl_z_suspends_and_fg_resumes(tmp_path: Path) -> None:
         shell.expect(">>> typed ahead")
 
 
-def test_the_history_file_is_the_owners(tmp_path: Path) -> None:
+def test_history_is_appended_privately_except_after_nohistory(tmp_path: Path) -> None:
     old = "".join(f"\n# then\n+message {n}\n" for n in range(150))
     (tmp_path / "history").write_text(old)
     (tmp_path / "history").chmod(0o644)
@@ -199,7 +199,7 @@ def test_the_history_file_is_the_owners(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "history").stat().st_mode) == 0o600
 
 
-def test_a_variable_disables_the_history(tmp_path: Path) -> None:
+def test_ollama_nohistory_disables_the_history(tmp_path: Path) -> None:
     with echo_chat(tmp_path, OLLAMA_NOHISTORY="1") as chat:
         chat.prompt()
         chat.ask("hello")
@@ -219,7 +219,7 @@ def test_nowordwrap_leaves_wrapping_to_the_terminal(tmp_path: Path) -> None:
         chat.prompt()
 
 
-def test_thinking_is_grey_and_apart(chat: Terminal) -> None:
+def test_thinking_is_coloured_and_separated_from_the_answer(chat: Terminal) -> None:
     said = chat.ask("think: deep thought|the answer")
     assert re.search(r"Thinking\.\.\.\ndeep thought\n\.\.\.done thinking\.\n\nthe answer", said)
     assert chat.colour_of("...done") != "default"
@@ -249,7 +249,7 @@ def test_tab_completes_commands(chat: Terminal) -> None:
     chat.expect("This model has no experts.")
 
 
-def test_a_dumb_terminal_works(tmp_path: Path) -> None:
+def test_a_dumb_terminal_gets_no_escape_sequences(tmp_path: Path) -> None:
     with echo_chat(tmp_path, term="dumb") as chat:
         chat.wait(lambda: chat.line == ">>>", "the prompt")
         chat.send("think: hm|plain words" + ENTER)
@@ -299,12 +299,12 @@ def shared(home: Path) -> Iterator[Terminal]:
     ("/set parameter top_k 1e3", "Couldn't set parameter: the parameter 'top_k' must be a whole number, but is '1e3'"),
     ("/set parameter top_p 7", "Couldn't set parameter: top_p takes 0 to 1, but is 7"),
 ])  # fmt: skip
-def test_the_output_of_a_command(shared: Terminal, command: str, words: str) -> None:
+def test_each_chat_command_prints_its_text(shared: Terminal, command: str, words: str) -> None:
     assert words in shared.ask(command)
     assert "Traceback" not in shared.text
 
 
-def test_parameters_reach_the_next_answer(shared: Terminal) -> None:
+def test_set_parameter_applies_to_the_next_answer(shared: Terminal) -> None:
     assert "Set parameter 'temperature' to '0.25'" in shared.ask("/set parameter temperature 0.25")
     assert "Set parameter 'temperature' to '.25'" in shared.ask("/set parameter temperature .25")
     assert "Set parameter 'stop' to 'one, two three'" in shared.ask('/set parameter stop one "two three"')
@@ -316,7 +316,7 @@ def test_parameters_reach_the_next_answer(shared: Terminal) -> None:
     assert '  stop                           "two three"' in shown
 
 
-def test_modes_are_set_and_unset(shared: Terminal) -> None:
+def test_set_turns_modes_on_and_off(shared: Terminal) -> None:
     assert "Set format to 'json' mode." in shared.ask("/set format json")
     assert "format=json" in shared.ask("settings").replace("\n", " ")
     assert "Set format to a JSON schema." in shared.ask('/set format {"type": "object"}')
@@ -330,7 +330,7 @@ def test_modes_are_set_and_unset(shared: Terminal) -> None:
     assert "eval rate:" not in shared.ask("hello")
 
 
-def test_clear_keeps_the_system_message(shared: Terminal) -> None:
+def test_clear_drops_messages_and_keeps_the_system_message(shared: Terminal) -> None:
     assert "Set system message." in shared.ask("/set system Be brief.")
     shared.ask("remember me")
     assert "[system: Be brief.]" in shared.ask("messages").replace("\n", " ")
@@ -347,7 +347,7 @@ def test_clear_keeps_the_system_message(shared: Terminal) -> None:
     shared.ask("/clear")
 
 
-def test_a_file_goes_before_the_next_message(shared: Terminal, tmp_path: Path) -> None:
+def test_read_puts_a_file_before_the_next_message(shared: Terminal, tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("first line\nsecond line\n")
     assert f"Read '{file}' (22 characters); it goes before your next message." in shared.ask(f"/read {file}").replace(
@@ -364,7 +364,7 @@ def test_a_file_goes_before_the_next_message(shared: Terminal, tmp_path: Path) -
     shared.ask("/clear")
 
 
-def test_regen_answers_again(shared: Terminal) -> None:
+def test_regen_answers_the_last_message_again(shared: Terminal) -> None:
     shared.ask("/clear")
     assert "There is no message to answer again." in shared.ask("/regen")
     shared.ask("the same")

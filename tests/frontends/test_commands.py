@@ -1,4 +1,4 @@
-"""Commands: help, those that only read headers, models by name, and errors of all."""
+"""Tests help, commands that only read headers, models by name, and the errors of all commands."""
 
 import json
 import os
@@ -20,19 +20,19 @@ from moegguf.models.catalog import Catalog
 from moegguf.native.abi import ABI_VERSION
 
 
-def test_help_lists_the_commands_and_is_the_default(here: Command) -> None:
+def test_help_lists_the_commands_and_is_printed_without_arguments(here: Command) -> None:
     explicit, bare = here("--help"), here()
     assert explicit.returncode == bare.returncode == 0
     assert explicit.stdout == bare.stdout
     for command in ("run", "batch", "estimate", "show", "doctor", "bench", "trace"):
         assert re.search(rf"^  {command}\b", explicit.stdout, re.MULTILINE)
-    assert "..." not in explicit.stdout.partition("Commands:")[2]  # each command is said in a sentence that fits
+    assert "..." not in explicit.stdout.partition("Commands:")[2]  # no description of a command is cut
     for command in ("run", "pull", "create"):
         assert not re.search(r"<\w+|\{", here(command, "--help").stdout), "names of arguments, not types of Python"
 
 
 @pytest.mark.parametrize("command", ["", "run", "batch", "bench", "trace", "trace simulate"])
-def test_help_imports_nothing_heavy(command: str) -> None:
+def test_help_imports_no_heavy_module(command: str) -> None:
     heavy = {"numpy", "llama_cpp", "rich", "psutil", "matplotlib", "safetensors", "prompt_toolkit", "jinja2",
              "prometheus_client"}  # fmt: skip
     code = (
@@ -52,17 +52,17 @@ def test_help_imports_nothing_heavy(command: str) -> None:
         ("batch", "--output --model --parallel --ctx --expert-cache"),
     ],
 )
-def test_a_screen_of_help_has_what_people_use_most(here: Command, command: str, flags: str) -> None:
+def test_the_first_screen_of_help_has_the_common_options(here: Command, command: str, flags: str) -> None:
     screen = here(command, "--help", COLUMNS="80").stdout.splitlines()[:24]
     assert [flag for flag in flags.split() if flag not in " ".join(screen)] == []
 
 
-def test_bench_of_the_demo_alone_is_a_table_of_its_tests(here: Command) -> None:
+def test_bench_of_one_model_prints_a_row_for_each_test(here: Command) -> None:
     done = here("bench", "-m", "demo", "-t", "auto", "-p", "4", "-n", "2", "-r", "1", "-o", "json")
     assert [(row["n_prompt"], row["n_gen"]) for row in json.loads(done.stdout)] == [(4, 0), (0, 2)], done.stderr
 
 
-def test_help_is_grouped(here: Command) -> None:
+def test_options_in_the_help_of_run_are_grouped(here: Command) -> None:
     text = here("run", "--help").stdout
     titles = re.findall(r"^(\w+):$", text, re.MULTILINE)
     assert titles == ["Arguments", "Options", "Model", "Memory", "Sampling", "Output", "Research"]
@@ -80,7 +80,7 @@ def test_show_json_agrees_with_the_layout(here: Command, tiny: TinyModel) -> Non
     assert [row["share"] for row in facts["budgets"]] == [0.1, 0.25, 0.5, 1.0]
 
 
-def test_estimate_prints_memory_and_reasons_and_its_json_is_the_plan(here: Command, tiny: TinyModel) -> None:
+def test_estimate_prints_memory_and_reasons_and_its_json_has_the_plan(here: Command, tiny: TinyModel) -> None:
     ask = ("estimate", tiny("tiny-mix"), "--ctx", 512, "--expert-cache")
     done, whole = here(*ask, "50%"), here(*ask, "100%")
     assert done.returncode == 0, done.stderr
@@ -94,9 +94,11 @@ def test_estimate_prints_memory_and_reasons_and_its_json_is_the_plan(here: Comma
     assert resident["plan"]["resident"] and resident["disk"] is None and "limited by the processor" in whole.stdout
 
 
-def test_estimate_promises_for_the_demo_what_was_measured_and_no_more(here: Command) -> None:
-    """Answers of the demo with half of its experts hit 58 to 73 % from an empty cache, texts up to 81 %; Belady's bound
-    is 86 %."""
+def test_estimate_of_the_demo_has_the_measured_hit_rates(here: Command) -> None:
+    """The demo with half of its experts has hit rates of 58 to 73 % for answers, and up to 81 % for texts.
+
+    Belady's bound is 86 %.
+    """
     facts = json.loads(here("estimate", "demo", "--expert-cache", "50%", "--json").stdout)["expected"]
     assert 0.55 < facts["hit_low"] < 0.63 and 0.75 < facts["hit_high"] < 0.86
     assert "measured on this model" in facts["basis"] and "lower bound" not in facts["basis"]
@@ -108,9 +110,7 @@ def test_estimate_promises_for_the_demo_what_was_measured_and_no_more(here: Comm
     assert [row["low"] for row in budgets] == sorted(row["low"] for row in budgets)
 
 
-def test_estimate_says_what_the_cpu_gives_for_prompts_and_answers_and_what_is_assumed(
-    here: Command, tiny: TinyModel
-) -> None:
+def test_estimate_prints_cpu_speeds_of_prompts_and_answers_as_assumed(here: Command, tiny: TinyModel) -> None:
     ask = ("estimate", tiny("tiny-mix"), "--ctx", 512, "--expert-cache")
     shown = here(*ask, "50%").stdout
     part = shown.partition("What the CPU gives")[2].partition("\n\n")[0].splitlines()
@@ -128,7 +128,7 @@ def test_estimate_says_what_the_cpu_gives_for_prompts_and_answers_and_what_is_as
     assert only["text"] == "every expert in memory"
 
 
-def test_estimate_counts_the_types_of_the_kv_cache(here: Command, tiny: TinyModel) -> None:
+def test_estimate_sizes_the_kv_cache_by_its_types(here: Command, tiny: TinyModel) -> None:
     def kv_bytes(*flags: str, **env: str) -> int:
         facts = json.loads(here("estimate", tiny(), "--ctx", 512, "--json", *flags, **env).stdout)
         return int(facts["plan"]["kv_bytes"])
@@ -138,7 +138,7 @@ def test_estimate_counts_the_types_of_the_kv_cache(here: Command, tiny: TinyMode
     assert kv_bytes(MOEGGUF_KV_CACHE_TYPE="q8_0") == both
 
 
-def test_doctor_states_every_section(here: Command, tiny: TinyModel) -> None:
+def test_doctor_json_has_every_section(here: Command, tiny: TinyModel) -> None:
     facts = json.loads(here("doctor", tiny(), "--json").stdout)
     assert list(facts) == ["moegguf", "build", "devices", "cards", "machine", "disk", "folders", "environment"]
     assert facts["machine"]["cpus_allowed"] >= 1
@@ -179,7 +179,7 @@ def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) 
     )
 
 
-def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path) -> None:
+def test_doctor_succeeds_with_missing_facts_and_prints_no_key(moegguf: Command, tmp_path: Path) -> None:
     done = moegguf(
         "doctor", "no-such-model", MOEGGUF_LIBRARY=str(tmp_path), MOEGGUF_HOOKS="perhaps", LLAMA_API_KEY="hush"
     )
@@ -189,9 +189,7 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
     assert "hush" not in done.stdout
 
 
-def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(
-    here: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_error_names_its_type_and_moegguf_debug(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(self: Catalog, name: str) -> None:
         raise ZeroDivisionError("so it goes")
 
@@ -205,7 +203,7 @@ def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(
         here("show", "x", MOEGGUF_DEBUG="1")
 
 
-def test_a_report_of_bench_is_one_block_about_machine_model_and_both_systems(here: Command) -> None:
+def test_bench_report_describes_machine_model_and_both_systems(here: Command) -> None:
     done = here(
         "bench", "-m", "demo", "--report", "-t", 1, "-p", 8, "-n", 4, "-r", 1, "--rounds", 1, "--expert-cache", "50%"
     )
@@ -230,14 +228,14 @@ def test_a_report_of_bench_is_one_block_about_machine_model_and_both_systems(her
     assert refused.returncode == 1 and "--report is about one model" in refused.stderr
 
 
-def test_help_is_a_command_and_usage_has_each_name_once(here: Command) -> None:
+def test_the_help_command_equals_the_help_option(here: Command) -> None:
     assert here("help").stdout == here("--help").stdout
     assert here("help", "trace", "simulate").stdout == here("trace", "simulate", "--help").stdout
     usages = [here("help", command).stdout.splitlines()[0] for command in ("rm", "budget")]
     assert usages == ["Usage: moegguf rm [OPTIONS] MODEL...", "Usage: moegguf budget [OPTIONS] MODEL [BUDGET]"]
 
 
-def test_estimate_takes_one_speed_of_disk_and_memory_and_one_hit_rate_for_both_tables(here: Command) -> None:
+def test_estimate_uses_the_same_speeds_and_hit_rate_in_both_tables(here: Command) -> None:
     device = ("--device-memory", "1.01GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s")
     facts = json.loads(here("estimate", "demo", "--expert-cache", "2MiB", "--ctx", 512, *device, "--json").stdout)
     speeds = facts["placement"]["speeds"]
@@ -247,7 +245,7 @@ def test_estimate_takes_one_speed_of_disk_and_memory_and_one_hit_rate_for_both_t
     assert "measured on this model" in facts["placement"]["hit_rates"]
 
 
-def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(here: Command, tiny: TinyModel) -> None:
+def test_estimate_prints_speeds_on_a_device_as_predictions(here: Command, tiny: TinyModel) -> None:
     device = ("--device-memory", "1.002GiB", "--device-bandwidth", "448GB/s", "--link", "24GB/s,35us")
     shown = here("estimate", tiny(), *device, "--ctx", 512)
     assert shown.returncode == 0, shown.stderr
@@ -280,7 +278,7 @@ def hub(tiny: TinyModel) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def mine(here: Command, hub: FakeHub, tmp_path: Path) -> Mine:
-    """The command with its own home and hub, and the address of no server."""
+    """Returns the command with a home and a hub of its own. Its MOEGGUF_HOST names no server."""
 
     def call(*arguments: object, **extra: str) -> CompletedProcess[str]:
         own = {"MOEGGUF_HOME": str(tmp_path / "own"), "MOEGGUF_HOST": "127.0.0.1:9"}
@@ -293,7 +291,7 @@ def names(done: CompletedProcess[str]) -> list[str]:
     return [line.split()[0] for line in done.stdout.splitlines()[1:]]
 
 
-def test_pull_list_show_copy_and_remove(mine: Mine) -> None:
+def test_models_are_pulled_listed_shown_copied_and_removed(mine: Mine) -> None:
     pulled = mine("pull", "hf.co/user/moe-gguf")
     assert (pulled.returncode, pulled.stdout) == (0, ""), pulled.stderr
     listed = mine("list")
@@ -327,7 +325,7 @@ def test_estimate_uses_the_parameters_of_a_name_and_flags_replace_them(mine: Min
     assert (by_flags["n_ctx"], by_flags["expert_cache"]) == (512, "50%")
 
 
-def test_create_from_a_modelfile_and_show_its_parts(mine: Mine, tmp_path: Path) -> None:
+def test_create_from_a_modelfile_and_show_print_the_same_parts(mine: Mine, tmp_path: Path) -> None:
     file = tmp_path / "Modelfile"
     file.write_text('FROM demo\nSYSTEM """Be kind."""\nPARAMETER temperature 0.25\nPARAMETER stop x\nLICENSE MIT\n')
     assert mine("create", "kind", "-f", file).returncode == 0
@@ -353,7 +351,7 @@ def loaded(tmp_path: Path) -> Iterator[Server]:
         yield found
 
 
-def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
+def test_ps_lists_loaded_models_and_stop_unloads_them(loaded: Server, mine: Mine) -> None:
     there = {"MOEGGUF_HOST": loaded.url}
     shown = mine("ps", **there).stdout
     assert re.match(r"NAME +ID +SIZE +PROCESSOR +EXPERTS +HITS +CONTEXT +REUSED +UNTIL\n", shown)
@@ -369,7 +367,7 @@ def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
     assert (version.stdout, version.stderr) == (f"moegguf {moegguf.__version__}\n", "")
 
 
-def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
+def test_budget_reads_and_changes_a_loaded_model(loaded: Server, mine: Mine) -> None:
     there = {"MOEGGUF_HOST": loaded.url}
     assert re.search(r"demo:latest: .* for \d+ of \d+ experts", mine("budget", "demo", **there).stderr)
     done = mine("budget", "demo", "50%", **there)
@@ -399,7 +397,7 @@ SECRET = "http://me:hush@127.0.0.1:9"
         f"HF_ENDPOINT={SECRET} pull user/some-gguf", f"OLLAMA_HOST={SECRET} ps", "batch TMP/one.jsonl",
     ],
 )  # fmt: skip
-def test_no_password_of_an_address_is_printed(
+def test_commands_hide_the_password_of_an_address(
     mine: Mine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr(downloads, "WAIT_S", 0.01)
@@ -413,7 +411,7 @@ def test_no_password_of_an_address_is_printed(
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
-def test_a_modelfile_of_another_system(
+def test_create_reads_modelfiles_of_each_encoding_and_crlf(
     mine: Mine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
     mark = "\ufeff" * encoding.startswith("utf-16")
@@ -453,7 +451,7 @@ def test_a_path_that_is_not_utf8_is_read_and_shown(mine: Mine, tiny: TinyModel, 
         assert done.returncode == 1 and re.fullmatch(r"error: .+\n", done.stderr) and "unexpected" not in done.stderr
 
 
-def test_the_library_says_what_runs_here(mine: Mine) -> None:
+def test_library_lists_models_with_sizes_and_speeds(mine: Mine) -> None:
     header, *rows = mine("library", "gpt-oss").stdout.splitlines()
     assert header.startswith("NAME") and [row.split()[0] for row in rows] == ["gpt-oss:20b", "gpt-oss:120b"]
     (facts,) = json.loads(mine("library", "olmoe", "--json").stdout)
@@ -545,7 +543,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("command", "code", "words"), ERRORS, ids=lambda each: str(each) if str(each)[3:] else "")
-def test_an_error_is_one_sentence_and_an_exit_code_and_leaves_nothing(
+def test_errors_are_one_sentence_with_an_exit_code_and_leave_no_file(
     mine: Mine, recorded: Path, prompts: Path, tiny: TinyModel, tmp_path: Path, command: str, code: int, words: str
 ) -> None:
     folder = tmp_path / "work"

@@ -1,4 +1,4 @@
-"""MOEGGUF_LOG=debug as users have it: decisions of a worker and of a server on stderr, as text and as JSON."""
+"""Tests MOEGGUF_LOG=debug: decisions of a worker and of a server are on stderr, as text and as JSON."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from servers import Command, serving
 
 
-def test_a_command_prints_what_its_worker_decided(moegguf: Command) -> None:
+def test_run_with_debug_log_prints_decisions_of_its_worker(moegguf: Command) -> None:
     done = moegguf("run", "demo", "What is an expert?", "--expert-cache", "25%", MOEGGUF_LOG="debug")
     assert done.returncode == 0
     assert "prefix_reused model=demo" in done.stderr and "n_reused=0" in done.stderr
@@ -15,7 +15,7 @@ def test_a_command_prints_what_its_worker_decided(moegguf: Command) -> None:
     assert quiet.stdout == done.stdout and "prefix_reused" not in quiet.stderr
 
 
-def test_a_server_with_json_writes_fields_of_decisions(tmp_path: Path) -> None:
+def test_serve_with_json_log_writes_fields_of_decisions(tmp_path: Path) -> None:
     with serving(tmp_path, "--log-format", "json", MOEGGUF_LOG="debug") as server:
         for prompt in ("What is an expert?", "What is an expert, please?"):
             server.call(

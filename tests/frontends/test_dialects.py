@@ -162,7 +162,7 @@ def ask(http: httpx.Client) -> Ask:
 
 @WITH_TOOLS
 @WHOLE_OR_STREAM
-def test_only_the_first_call_is_sent_where_one_is_wanted(
+def test_options_for_one_call_send_only_the_first_tool_call(
     ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool
 ) -> None:
     first, second = (f'"{call.id}"' for call in CALLS)
@@ -175,7 +175,7 @@ def test_only_the_first_call_is_sent_where_one_is_wanted(
 
 
 @WITH_TOOLS
-def test_tools_need_a_template_that_knows_them(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+def test_tools_with_a_template_that_ignores_them_get_a_400(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
     manager.catalog.known["plain:latest"] = replace(manager.catalog.find("demo"), name="plain:latest", template="plain")
     refused = ask(dialect, model="plain", **dialect.tools)
     assert refused.status_code == 400 and "plain:latest does not support tools" in refused.text
@@ -226,7 +226,7 @@ def check_error(dialect: Dialect, body: Json, status: int, code: str | None = No
 @EACH
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault[0]).__name__)
-def test_an_error_before_the_first_byte_has_its_own_status(
+def test_errors_before_the_first_byte_have_a_status_of_their_type(
     ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool, fault: tuple[Exception, int]
 ) -> None:
     error, status = fault
@@ -258,7 +258,7 @@ def test_a_disconnect_cancels_the_answer(url: str, manager: FakeManager, dialect
 
 
 @EACH
-def test_defaults_of_the_name_yield_to_the_request(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+def test_options_of_a_request_override_the_models_defaults(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
     own = {"options": {"top_p": 0.5}} if dialect.form == "ollama" else {"top_p": 0.5, "options": {"top_p": 0.75}}
     assert ask(dialect, model="mine", **own).status_code == 200
     (request,) = manager.requests
@@ -269,7 +269,7 @@ def test_defaults_of_the_name_yield_to_the_request(ask: Ask, manager: FakeManage
 
 
 @EACH
-def test_load_options_and_keep_alive(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+def test_load_options_and_keep_alive_reach_the_lease(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
     ask(dialect, options={"num_ctx": 128}, keep_alive="5m")
     ask(dialect, keep_alive=-1)
     ask(dialect)
@@ -282,7 +282,7 @@ def test_load_options_and_keep_alive(ask: Ask, manager: FakeManager, dialect: Di
 
 
 @EACH
-def test_an_unknown_model_is_not_found(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+def test_an_unknown_model_gets_a_404(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
     response = ask(dialect, model="nobody")
     assert response.status_code == 404 and "'nobody' not found" in response.text
     check_error(dialect, response.json(), 404, "model_not_found")
@@ -327,7 +327,7 @@ def shown(reply: httpx.Response) -> str:
 
 
 @EACH
-def test_answers_are_encoded_as_recorded_and_by_the_types_of_the_clients(
+def test_encoded_answers_equal_the_recorded_ones_and_fit_client_types(
     ask: Ask, manager: FakeManager, dialect: Dialect
 ) -> None:
     told, thinks = "", {"think": True} if dialect.name == "ollama-chat" else {}
@@ -343,7 +343,7 @@ def test_answers_are_encoded_as_recorded_and_by_the_types_of_the_clients(
     check_recorded(dialect.name, told)
 
 
-def test_what_has_no_answer_is_encoded_as_recorded(
+def test_other_endpoints_reply_as_recorded(
     http: httpx.Client, manager: FakeManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
@@ -363,7 +363,7 @@ def test_what_has_no_answer_is_encoded_as_recorded(
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
-def test_a_server_that_loads_its_models_says_so_until_they_are_there(manager: FakeManager, path: str) -> None:
+def test_a_server_that_preloads_models_replies_503_until_they_are_loaded(manager: FakeManager, path: str) -> None:
     app = make_app(cast(Any, manager), cast(Any, manager.catalog), Settings())
     loading = app.state.preloading = Future[None]()
     with running(app) as url, httpx.Client(base_url=url, trust_env=False) as client:
@@ -378,7 +378,7 @@ def test_a_server_that_loads_its_models_says_so_until_they_are_there(manager: Fa
 
 @WITH_TOOLS
 @WHOLE_OR_STREAM
-def test_half_of_a_surrogate_pair_in_arguments_is_sent_as_a_replacement_character(
+def test_a_lone_surrogate_in_arguments_becomes_a_replacement_character(
     ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool
 ) -> None:
     manager.script = [Delta(tool_calls=(ToolCall("c1", "weather", {"city": "cut \ud83d"}),))]
@@ -395,7 +395,7 @@ def test_an_adapter_is_listed_with_its_scale(manager: FakeManager) -> None:
         assert (found["id"], found["path"], found["scale"]) == (0, "tuned.gguf", 0.5)
 
 
-def test_a_scale_is_that_of_the_request_or_of_the_server(manager: FakeManager) -> None:
+def test_lora_scale_of_a_request_overrides_the_servers(manager: FakeManager) -> None:
     demo = manager.catalog.known["demo:latest"]
     manager.catalog.known["tuned:latest"] = replace(demo, name="tuned:latest", adapter=Path("/files/tuned.gguf"))
 
@@ -490,7 +490,9 @@ def told(http: httpx.Client, manager: FakeManager) -> Iterator[str]:
         yield from (f"    {line}" for line in ([f"{reply.status_code}: {message}"] if message else asked(manager)))
 
 
-def test_what_is_asked_or_the_refusal_is_as_recorded(http: httpx.Client, manager: FakeManager, tmp_path: Path) -> None:
+def test_parsed_bodies_and_refusals_equal_the_recorded_ones(
+    http: httpx.Client, manager: FakeManager, tmp_path: Path
+) -> None:
     path = demo_path()
     assert path is not None
     parameters = {"temperature": 0.2, "top_p": 0.5, "top_k": 7, "num_ctx": 64, "stop": ["END"]}
@@ -517,7 +519,7 @@ TEMPLATES_OF_A_FILE: dict[str, tuple[dict[str, str], str | None, tuple[str, str 
 
 
 @pytest.mark.parametrize("kind", TEMPLATES_OF_A_FILE)
-def test_templates_and_capabilities_are_those_of_prompts(
+def test_listed_templates_and_capabilities_match_the_templates_of_prompts(
     http: httpx.Client, manager: FakeManager, tmp_path: Path, kind: str
 ) -> None:
     texts, own, (template, tool_template, capabilities) = TEMPLATES_OF_A_FILE[kind]
@@ -541,7 +543,7 @@ def test_templates_and_capabilities_are_those_of_prompts(
         (f"/api/blobs/sha256:{64 * '0'}", "application/octet-stream", b"GGUF"),
     ],
 )
-def test_a_body_that_stalls_is_refused(
+def test_a_stalled_body_gets_a_408(
     url: str, manager: FakeManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, kind: str, begin: bytes
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))

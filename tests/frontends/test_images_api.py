@@ -1,4 +1,4 @@
-"""Images through both APIs, `run` and the chat: a real server, and a random vision model found with its projector."""
+"""Tests images in both APIs, `run` and the chat, with a random vision model and its projector."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ def chat(server: Server, *images: str, model: str = "see", **more: Any) -> Any:
     return server.call("/api/chat", body)
 
 
-def test_vision_is_a_capability_of_a_model_with_projector(vision: Server) -> None:
+def test_only_a_model_with_a_projector_lists_vision(vision: Server) -> None:
     assert "vision" in vision.call("/api/show", {"model": "see"}).json["capabilities"]
     assert vision.call("/api/show", {"model": "see"}).json["projector_info"]["clip.projector_type"] == "mlp"
     assert "vision" not in vision.call("/api/show", {"model": "blind"}).json["capabilities"]
@@ -43,7 +43,7 @@ def test_vision_is_a_capability_of_a_model_with_projector(vision: Server) -> Non
     assert "vision" in listed["see:latest"] and "vision" not in listed["blind:latest"]
 
 
-def test_ollama_s_forms(vision: Server) -> None:
+def test_ollama_endpoints_accept_images(vision: Server) -> None:
     text_only = chat(vision).json["prompt_eval_count"]
     first = chat(vision, base64_of(png(seed=1)))
     assert first.status == 200 and first.json["prompt_eval_count"] == text_only + 64
@@ -54,7 +54,7 @@ def test_ollama_s_forms(vision: Server) -> None:
     assert "raw mode" in vision.call("/api/generate", {**body, "raw": True}).error
 
 
-def test_openai_s_forms(vision: Server) -> None:
+def test_openai_chat_accepts_each_form_of_image_url(vision: Server) -> None:
     url = "data:image/png;base64," + base64_of(png(seed=1))
     with client_of(vision.url) as client:
 
@@ -70,18 +70,18 @@ def test_openai_s_forms(vision: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("data", [png(64, 64)[:-3000], gif(3)[:-500]], ids=["by decoding", "by its end"])
-def test_damaged_images_are_the_client_s_error(vision: Server, data: bytes, stream: bool) -> None:
+def test_damaged_images_get_a_400(vision: Server, data: bytes, stream: bool) -> None:
     reply = chat(vision, base64_of(data), stream=stream)
     assert reply.status == 400 and "damaged" in reply.error
     assert chat(vision, base64_of(png())).status == 200
 
 
-def test_whole_images_of_each_kind_are_read(vision: Server) -> None:
+def test_complete_images_of_each_format_are_accepted(vision: Server) -> None:
     for data in (jpeg(), jpeg(progressive=True), with_thumbnail(jpeg()), gif(), gif(3)):
         assert chat(vision, base64_of(data)).status == 200
 
 
-def test_run_takes_a_path_and_a_projector(here: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
+def test_run_reads_an_image_path_with_a_projector(here: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(png())
     options = ("--temperature", 0, "-n", 4, "-t", 1, "-c", 512, "--expert-cache", "50%")
     question = f"what is in '{tmp_path}/a b.png'?"
@@ -106,7 +106,7 @@ def test_run_sends_images_to_a_running_server(here: Command, vision: Server, tmp
     assert blind.returncode == 0 and "Added" not in blind.stderr
 
 
-def test_the_chat_takes_paths(tmp_path: Path) -> None:
+def test_the_chat_reads_image_paths_and_refuses_other_files(tmp_path: Path) -> None:
     demo = demo_path()
     assert demo is not None
     mmproj = write_projector(tmp_path / "mmproj.gguf", "mlp", read_layout(demo).hparams.n_embd)

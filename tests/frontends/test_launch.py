@@ -1,4 +1,4 @@
-"""`moegguf launch`: what programs get to know of the server, and the server that is started for them."""
+"""Tests `moegguf launch`: the settings that programs get, and the server that is started for them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from moegguf.cli.launch_clients import CLIENTS, NO_KEY, Target
 TARGET = Target("http://127.0.0.1:11434", "hf.co/user/repo:Q4_K_M", "secret")
 STARTED = [name for name, client in CLIENTS.items() if client.start]
 
-# A program that asks the server for its models and prints that, its arguments and its variables.
+# A program that reads the server's list of models and prints the list, its arguments and its environment.
 PROGRAM = f"""#!{sys.executable}
 import json, os, sys, urllib.request
 url = os.environ.get("ANTHROPIC_BASE_URL")
@@ -30,7 +30,7 @@ sys.exit(7)
 
 @pytest.fixture
 def programs(tmp_path: Path) -> str:
-    """PATH with a folder in which each program is."""
+    """Returns a PATH with a folder that has every program."""
     for name in STARTED:
         file = tmp_path / CLIENTS[name].command
         file.write_text(PROGRAM)
@@ -39,7 +39,7 @@ def programs(tmp_path: Path) -> str:
 
 
 def launched(*words: object, **extra: str) -> tuple[int, dict[str, object], str]:
-    """The exit code, what the program printed, and stderr."""
+    """Returns the exit code, the object that the program printed, and stderr."""
     command = moegguf_command("launch", *words)
     done = subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=90)
     return done.returncode, json.loads(done.stdout), done.stderr
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("name", STARTED)
-def test_a_program_gets_the_address_the_model_and_the_key(name: str) -> None:
+def test_each_client_gets_the_address_the_model_and_the_key(name: str) -> None:
     start = CLIENTS[name].start
     assert start is not None
     said = json.dumps([start(TARGET).environment, start(TARGET).arguments])
@@ -61,7 +61,7 @@ def test_a_program_gets_the_address_the_model_and_the_key(name: str) -> None:
     assert TARGET.model in said or name == "open-webui"  # open-webui lists the models itself
 
 
-def test_codex_gets_a_provider_as_toml_and_opencode_as_json() -> None:
+def test_codex_gets_toml_settings_and_opencode_gets_json() -> None:
     codex, opencode = CLIENTS["codex"].start, CLIENTS["opencode"].start
     assert codex and opencode
     settings = tomllib.loads("\n".join(codex(TARGET).arguments[1::2]))
@@ -74,7 +74,7 @@ def test_codex_gets_a_provider_as_toml_and_opencode_as_json() -> None:
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_config_prints_the_settings_without_the_key_and_starts_nothing(here: Command, name: str) -> None:
+def test_config_prints_settings_without_the_key(here: Command, name: str) -> None:
     done = here("launch", name, "--config", "-m", "demo", MOEGGUF_API_KEY="hidden", MOEGGUF_HOST="127.0.0.1:9")
     assert (done.returncode, done.stderr) == (0, "")
     assert "http://127.0.0.1:9" in done.stdout and "hidden" not in done.stdout
@@ -82,9 +82,7 @@ def test_config_prints_the_settings_without_the_key_and_starts_nothing(here: Com
         assert "PATH=" not in word
 
 
-def test_the_running_server_is_used_and_its_exit_code_and_arguments_are_the_programs(
-    server: Server, programs: str
-) -> None:
+def test_launch_with_a_running_server_passes_arguments_and_exit_code(server: Server, programs: str) -> None:
     code, said, stderr = launched("claude", "-m", "demo", "--", "-p", "a b", MOEGGUF_HOST=server.url, PATH=programs)
     assert (code, stderr, said["arguments"]) == (7, "", ["-p", "a b"])
     environ = said["environment"]
@@ -93,7 +91,7 @@ def test_the_running_server_is_used_and_its_exit_code_and_arguments_are_the_prog
     assert environ["ANTHROPIC_BASE_URL"] == server.url
 
 
-def test_a_server_is_started_and_ends_with_the_program(programs: str, tmp_path: Path) -> None:
+def test_launch_starts_a_server_that_ends_with_the_program(programs: str, tmp_path: Path) -> None:
     port, home = free_port(), tmp_path / "home"
     address = {"MOEGGUF_HOST": f"127.0.0.1:{port}", "MOEGGUF_HOME": str(home)}
     code, said, stderr = launched("claude", **address, PATH=programs)
@@ -104,7 +102,7 @@ def test_a_server_is_started_and_ends_with_the_program(programs: str, tmp_path: 
     assert list(home.rglob("launch.log"))
 
 
-def test_a_missing_program_and_a_path_are_errors_with_a_next_step(
+def test_launch_with_a_missing_program_or_a_path_names_the_next_step(
     here: Command, server: Server, programs: str, tmp_path: Path
 ) -> None:
     done = here("launch", "claude", PATH="/nowhere")
@@ -115,7 +113,7 @@ def test_a_missing_program_and_a_path_are_errors_with_a_next_step(
     assert done.returncode == 1 and "moegguf create" in done.stderr
 
 
-def test_sigterm_ends_the_server_too(programs: str, tmp_path: Path) -> None:
+def test_sigterm_ends_the_program_and_the_started_server(programs: str, tmp_path: Path) -> None:
     waiting = tmp_path / CLIENTS["claude"].command
     waiting.write_text(f"#!{sys.executable}\nimport time\nprint('up', flush=True)\ntime.sleep(60)\n")
     port = free_port()

@@ -1,4 +1,4 @@
-"""`moegguf learn`: its sources of texts, its table, its errors, and what `show` says of it."""
+"""Tests `moegguf learn`: its sources of texts, its table, its errors, and the learned files in `show`."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def folder_of(home: dict[str, str]) -> Path:
     return Path(home["MOEGGUF_HOME"]) / "models" / Artifacts(read_layout(demo_path())).fingerprint
 
 
-def test_a_recorded_trace_is_learned_from_and_shown(here: Command, recorded: Path, home: dict[str, str]) -> None:
+def test_learn_from_a_trace_saves_files_that_show_lists(here: Command, recorded: Path, home: dict[str, str]) -> None:
     done = here("learn", "demo", "--trace", recorded, "--strategy", "duoserve,moe-infinity", **home)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -48,7 +48,7 @@ def test_a_recorded_trace_is_learned_from_and_shown(here: Command, recorded: Pat
     assert re.search(r"expert-mlp +for duoserve +\d+ tokens, \d+% right", here("show", "demo", **home).stdout)
 
 
-def test_own_texts_are_recorded_and_learned_from(here: Command, home: dict[str, str], tmp_path: Path) -> None:
+def test_learn_from_prompts_records_and_saves_one_strategy(here: Command, home: dict[str, str], tmp_path: Path) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("\n\n".join(f"What is expert number {n}?" for n in range(6)))
     flags = ("--prompts", texts, "-n", 6, "--strategy", "moe-infinity", "--json")
@@ -61,7 +61,7 @@ def test_own_texts_are_recorded_and_learned_from(here: Command, home: dict[str, 
     assert list((Path(home["MOEGGUF_HOME"]) / "cache").glob("learn-*")) == []
 
 
-def test_responses_that_a_server_has_stored_are_learned_from_when_asked(here: Command, home: dict[str, str]) -> None:
+def test_learn_from_server_reads_its_stored_responses(here: Command, home: dict[str, str]) -> None:
     flags = ("learn", "demo", "--from-server", "-n", 6, "--strategy", "moe-infinity", "--json")
     refused = here(*flags, **home)
     assert refused.returncode == 1 and "has stored no responses without a key here" in refused.stderr
@@ -80,7 +80,7 @@ def test_responses_that_a_server_has_stored_are_learned_from_when_asked(here: Co
     assert json.loads(done.stdout)[0]["requests"] == 4
 
 
-def test_what_cannot_be_learned_is_refused_before_any_work(here: Command, recorded: Path, home: dict[str, str]) -> None:
+def test_learn_refuses_invalid_options_before_any_work(here: Command, recorded: Path, home: dict[str, str]) -> None:
     for flags, rule in (
         (("--strategy", "lru"), "the strategy 'lru' needs nothing learned; these do: promoe, expertflow"),
         (("--trace", recorded, "--from-server"), "--trace and --from-server cannot be given together"),
@@ -90,7 +90,7 @@ def test_what_cannot_be_learned_is_refused_before_any_work(here: Command, record
     assert not folder_of(home).exists()
 
 
-def test_an_interrupt_leaves_nothing(home: dict[str, str]) -> None:
+def test_an_interrupted_learn_leaves_no_file(home: dict[str, str]) -> None:
     cache = Path(home["MOEGGUF_HOME"]) / "cache"
     with started("learn", "demo", "--strategy", "promoe", "-t", 1, **home) as process:
         until(lambda: any(path.stat().st_size for path in cache.glob("learn-*/*")), 60)  # passes are recorded
@@ -101,7 +101,7 @@ def test_an_interrupt_leaves_nothing(home: dict[str, str]) -> None:
     assert not list(folder_of(home).glob("*"))
 
 
-def test_the_texts_that_come_with_it_are_of_four_kinds() -> None:
+def test_the_texts_of_the_package_have_four_kinds() -> None:
     from moegguf.cli.learn import TEXTS
 
     prompts = read_prompts(TEXTS)
@@ -110,7 +110,7 @@ def test_the_texts_that_come_with_it_are_of_four_kinds() -> None:
     assert len({prompt.text for prompt in prompts}) == len(prompts) == 32
 
 
-def test_help_names_every_strategy_that_can_be_learned() -> None:
+def test_help_of_learn_names_every_learnable_strategy() -> None:
     from command_help import help_of
 
     assert all(name in help_of("learn") for name in LEARNERS)

@@ -1,4 +1,4 @@
-"""Lists of models: a file that is damaged or strange, in whatever way, hides no other model."""
+"""Tests lists of models: no damaged or strange file hides another model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tools.mutants import mutate, read_header, write_file
 
 SEEDS = (*range(60), 462, 465)  # the last two headers have an embedding without a name
 FAR_S = 1 << 40  # a time in the year 36812
-LONG = "x" * 300  # the name of no file
+LONG = "x" * 300  # too long for the name of a file
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """MOEGGUF_MODELS with a good model, beside nothing else."""
+    """Sets MOEGGUF_MODELS to a folder with one good model, and hides all other models."""
     for name, path in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
         monkeypatch.setenv(name, str(tmp_path / path))
     folder = tmp_path / "models"
@@ -50,7 +50,7 @@ def http(manager: FakeManager) -> Iterator[httpx.Client]:
 
 
 def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
-    """The names in every list of models."""
+    """Returns the names in every list of models."""
     entries = Catalog().entries()
     print_model_list(entries)
     assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]
@@ -67,7 +67,7 @@ def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
     return found
 
 
-def test_a_damaged_header_hides_no_model_and_is_listed_itself(
+def test_models_with_damaged_headers_are_listed_with_the_others(
     folder: Path, http: httpx.Client, manager: FakeManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     header = read_header(folder / "good.gguf")
@@ -124,7 +124,7 @@ STRANGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
-def test_a_strange_file_hides_no_model(
+def test_a_file_that_is_no_model_hides_no_other_model(
     folder: Path, http: httpx.Client, manager: FakeManager, make: Callable[[Path], object]
 ) -> None:
     make(folder)

@@ -1,7 +1,7 @@
-"""Many clients at once: every answer is the one a single client gets, and too many are refused.
+"""Tests many concurrent clients: each answer equals the answer of a single client, and too many are refused.
 
-The short form of `python -m tools.load_test`, which does this for a minute, and over thousands of requests.
-MOEGGUF_REQUESTS sets over how many requests memory has to stay flat (default: some dozen).
+`python -m tools.load_test` does this for a minute, and over thousands of requests. MOEGGUF_REQUESTS is the number of
+requests over which memory has to stay flat (default: some dozen).
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def client_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def run_load(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
-    """All clients send the demo the same few questions, whose answers a single client has recorded."""
+    """Lets all clients send the demo a few equal questions. A single client has recorded the answers first."""
 
     async def run() -> Outcome:
         questions = [Question("What is a hit?", seed, 6) for seed in (1, 2)] + [Question("Who are you?", 3, 6)]
@@ -52,21 +52,21 @@ def run_load(server: Server, clients: int, seconds: float, requests: int | None 
     return asyncio.run(run())
 
 
-def test_every_answer_is_that_of_a_single_client(busy_server: Server) -> None:
+def test_answers_of_many_clients_equal_a_single_clients(busy_server: Server) -> None:
     outcome = run_load(busy_server, CLIENTS, seconds=60, requests=3 * CLIENTS)
     assert outcome.passed, "\n".join(lines(outcome))
     assert outcome.answers == 3 * CLIENTS and outcome.busy == 0
     assert len(outcome.first_s) == outcome.answers
 
 
-def test_past_the_queues_limit_there_is_only_busy(busy_server: Server) -> None:
+def test_requests_beyond_the_queue_limit_are_refused_as_busy(busy_server: Server) -> None:
     outcome = run_load(busy_server, 2 * CLIENTS, seconds=2)
     assert outcome.passed, "\n".join(lines(outcome))
     assert outcome.busy > 0 and outcome.answers > 0
 
 
 def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:
-    """A server that computes one at a time; tests/live/test_batching.py has a loop of many sequences."""
+    """The server computes one request at a time; tests/live/test_batching.py tests a loop of many sequences."""
     sizes = list[int]()
     (server, *workers) = processes_of(httpx.URL(busy_server.url).port or 0)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""/metrics: every line follows Prometheus' grammar, and no counter decreases."""
+"""Tests /metrics: every line follows Prometheus' grammar, and no counter decreases."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -36,12 +36,12 @@ def fields_of(specs: Iterable[CounterSpec]) -> list[str]:
 
 
 def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
-    """Another number for every field."""
+    """Returns a different number for every field."""
     return {name: first + i for i, name in enumerate(fields)}
 
 
-def test_every_figure_has_its_name_help_and_labels() -> None:
-    """`recorded/metrics.txt`, where every number stands for one field."""
+def test_exposition_equals_the_recorded_metrics() -> None:
+    """Each number in `recorded/metrics.txt` stands for one field."""
     totals = Totals()
     for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):
         counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}

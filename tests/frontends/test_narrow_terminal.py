@@ -1,4 +1,4 @@
-"""Tables, help and messages on a terminal of 80 columns: each line fits, and no name is cut."""
+"""Tests tables on a narrow terminal: each line fits, and no name is cut."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from moegguf.terminal.tables import print_columns
 
 
 def shown(home: Path, *arguments: object, columns: int = 80) -> list[str]:
-    """The lines that a command leaves on a terminal."""
+    """Returns the lines that a command leaves on a terminal."""
     command = moegguf_command(*arguments)
     with Terminal(command, environment(MOEGGUF_HOME=str(home)), columns=columns, rows=60) as terminal:
         assert terminal.exit_code() == 0
         return terminal.text.splitlines()
 
 
-def test_the_library_at_80_columns_has_whole_names_and_one_mark(tmp_path: Path) -> None:
+def test_library_at_80_columns_has_whole_names_and_one_mark(tmp_path: Path) -> None:
     lines = shown(tmp_path, "library")
     names = [line.split()[0] for line in lines[1 : 1 + len(library())]]
     assert names == [model.name for model in library()]
@@ -28,13 +28,13 @@ def test_the_library_at_80_columns_has_whole_names_and_one_mark(tmp_path: Path) 
     assert sum(" * " in line for line in lines[1 : 1 + len(names)]) == 1
 
 
-def test_the_list_of_models_in_20_columns_keeps_the_name(tmp_path: Path) -> None:
+def test_list_at_20_columns_keeps_the_name(tmp_path: Path) -> None:
     header, demo = shown(tmp_path, "list", columns=20)
     assert header.split()[0] == "NAME" and "ID" not in header
     assert demo.split()[0] == "demo:latest"
 
 
-def test_a_pipe_has_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_columns_into_a_pipe_drops_no_column(capsys: pytest.CaptureFixture[str]) -> None:
     print_columns(("NAME", "WIDE"), [("a", "b" * 120)], drop=("WIDE",))
     assert capsys.readouterr().out == f"NAME    WIDE\na       {'b' * 120}\n"
 
@@ -43,7 +43,7 @@ def model(name: str, size_bytes: int, tokens_per_s: float | None) -> dict[str, o
     return {"name": name, "size_bytes": size_bytes, "tokens_per_s": tokens_per_s and [tokens_per_s / 2, tokens_per_s]}
 
 
-def test_the_largest_model_that_is_read_as_it_answers_fits_best_else_the_fastest() -> None:
+def test_best_fit_is_the_largest_model_at_reading_speed_or_the_fastest() -> None:
     small, large, slow, too_large = (
         model("small", 1, 50.0),
         model("large", 2, 6.0),

@@ -1,4 +1,4 @@
-"""/api of a real server: on the wire, by the `ollama` Python client, and the examples of the documentation."""
+"""Tests /api of a real server with plain requests, the `ollama` Python client, and the documentation's examples."""
 
 import hashlib
 import re
@@ -16,7 +16,7 @@ ASKED = "What does moegguf do?"
 QUESTION = {"role": "user", "content": ASKED}
 
 
-def test_real_statistics_add_up(server: Server) -> None:
+def test_durations_and_counts_of_an_answer_add_up(server: Server) -> None:
     body = {"model": "demo", "messages": [QUESTION], "options": {"temperature": 0}}
     first = server.call("/api/chat", {**body, "stream": False}).json
     spent = sum(first.get(f"{name}_duration", 0) for name in ("load", "prompt_eval", "eval"))
@@ -33,7 +33,7 @@ def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: s
     loaded = server.call(path, {"model": "tiny", "keep_alive": -1, "options": {"num_ctx": 256}}).json
     assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny")
     there = server.loaded()
-    assert next(iter(there)) == "tiny:latest" and there["tiny:latest"]["context_length"] == 256  # the longest first
+    assert next(iter(there)) == "tiny:latest" and there["tiny:latest"]["context_length"] == 256  # expires last
     assert datetime.fromisoformat(there["tiny:latest"]["expires_at"]).year > 2200
     worker = psutil.Process(there["tiny:latest"]["moe"]["pid"])
     assert worker.memory_info().rss > 0
@@ -57,7 +57,7 @@ def test_show_hides_long_arrays_unless_verbose(server: Server) -> None:
     assert server.call("/api/show", {"model": "demo", "system": "mine"}).json["system"] == "mine"
 
 
-def test_created_fields_are_shown_and_recreate_the_model(server: Server) -> None:
+def test_fields_of_a_created_model_are_shown(server: Server) -> None:
     body = {
         "model": "made", "from": "demo", "system": "Be brief.", "template": TEMPLATE, "license": ["one", "two"],
         "parameters": {"temperature": 0.1, "stop": ["a", "b"]}, "messages": [{"role": "user", "content": "hi"}],
@@ -85,7 +85,7 @@ def test_created_fields_are_shown_and_recreate_the_model(server: Server) -> None
         ("/api/pull", {"model": "nobody"}, 404, "hf.co"),
     ],
 )  # fmt: skip
-def test_refusals_have_a_status_and_message(
+def test_refused_creates_and_pulls_have_a_status_and_message(
     server: Server, path: str, body: dict[str, Any], status: int, words: str
 ) -> None:
     reply = server.call(path, body)
@@ -93,7 +93,7 @@ def test_refusals_have_a_status_and_message(
     assert words in reply.error
 
 
-def test_blobs_are_kept_by_their_digest_only(server: Server) -> None:
+def test_blobs_are_stored_only_under_their_own_digest(server: Server) -> None:
     data = b"some bytes" * 1000
     good, wrong = (f"sha256:{hashlib.sha256(text).hexdigest()}" for text in (data, b"other"))
     assert server.call(f"/api/blobs/{good}", method="HEAD").status == 404
@@ -114,7 +114,7 @@ def client(server: Server) -> ollama.Client:
     return ollama.Client(host=server.url, timeout=60)
 
 
-def test_generate_whole_streamed_and_raw(client: ollama.Client) -> None:
+def test_generate_answers_whole_streamed_and_raw(client: ollama.Client) -> None:
     whole = client.generate("demo", ASKED, options={"temperature": 0})
     assert whole.response.startswith("moegguf runs Mixture-of-Experts models")
     parts = list(client.generate("demo", ASKED, options={"temperature": 0}, stream=True))
@@ -123,14 +123,14 @@ def test_generate_whole_streamed_and_raw(client: ollama.Client) -> None:
     assert raw.response and raw.eval_count == 4 and raw.done_reason == "length" and not raw.context
 
 
-def test_a_schema_and_vectors(client: ollama.Client) -> None:
+def test_the_client_gets_an_answer_by_a_schema_and_embeddings(client: ollama.Client) -> None:
     person = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     said = client.chat("demo", [QUESTION], format=person, options={"num_predict": 4, "temperature": 0})
     assert (said.message.content or "").lstrip().startswith("{")
     assert len(client.embed("demo", [ASKED, "Who are you?"]).embeddings) == 2
 
 
-def test_copy_and_delete(client: ollama.Client, server: Server) -> None:
+def test_models_are_copied_and_deleted_and_unknown_ones_get_errors(client: ollama.Client, server: Server) -> None:
     client.copy("demo", "twin")
     assert "twin:latest" in {model.model for model in client.list().models}
     gone = server.call("/api/delete", {"model": "", "name": "twin"}, method="DELETE")  # Ollama's command sends this
@@ -144,7 +144,7 @@ def test_copy_and_delete(client: ollama.Client, server: Server) -> None:
     assert caught.value.status_code == 404 and "model 'twin' not found" in caught.value.error
 
 
-def test_a_model_is_made_from_an_uploaded_file(client: ollama.Client, tiny: type) -> None:
+def test_create_makes_a_model_from_an_uploaded_file(client: ollama.Client, tiny: type) -> None:
     path = tiny("tiny-qwen2moe")
     digest = client.create_blob(path)
     assert digest == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
@@ -157,7 +157,7 @@ def test_a_model_is_made_from_an_uploaded_file(client: ollama.Client, tiny: type
         client.delete("sent")
 
 
-def test_examples_of_the_readme_and_the_servers_page(served: Server) -> None:
+def test_examples_of_the_readme_and_the_server_page_succeed(served: Server) -> None:
     root = Path(__file__).resolve().parents[2]
     text = "".join((root / page).read_text(encoding="utf-8") for page in ("README.md", "docs/server.md"))
     examples = re.findall(r"curl http://127\.0\.0\.1:11434(/\S+) -d '(.*)'", text)
@@ -166,8 +166,8 @@ def test_examples_of_the_readme_and_the_servers_page(served: Server) -> None:
         assert served.call(path, body.encode()).status == 200
 
 
-def test_what_copilot_asks_for(server: Server) -> None:
-    """0.6.4, `tools` among the capabilities, and the context's length."""
+def test_requests_of_copilot_are_answered(server: Server) -> None:
+    """Copilot requires version 0.6.4 or later, the capability `tools`, and the length of the context."""
     assert [int(part) for part in server.call("/api/version").json["version"].split(".")] >= [0, 6, 4]
     shown = server.call("/api/show", {"model": "demo:latest"}).json
     assert "tools" in shown["capabilities"] and shown["details"]["family"]

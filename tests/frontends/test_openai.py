@@ -1,4 +1,4 @@
-"""OpenAI's APIs by the `openai` Python client, with real answers and over a scripted manager; and `exact`."""
+"""Tests OpenAI's APIs with the `openai` Python client, with real answers and over a scripted manager, and `exact`."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def client(served: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_required_tool_call(client: openai.OpenAI) -> None:
+def test_a_required_tool_call_has_arguments_by_the_schema(client: openai.OpenAI) -> None:
     asked = {**ASKED, "model": "tools", "tools": TOOLS, "tool_choice": WEATHER, "reasoning_effort": "none"}
     answer = client.chat.completions.create(**asked)
     (call,) = answer.choices[0].message.tool_calls or ()
@@ -39,7 +39,7 @@ def test_a_required_tool_call(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
-def test_llama_servers_endpoints_give_the_same(client: openai.OpenAI, served: Server) -> None:
+def test_llama_server_endpoints_agree_with_openai_endpoints(client: openai.OpenAI, served: Server) -> None:
     whole = client.chat.completions.create(**ASKED)
     prompt = served.call("/apply-template", {"model": "demo", "messages": ASKED["messages"]}).json["prompt"]
     tokens = served.call("/tokenize", {"model": "demo", "content": prompt}).json["tokens"]
@@ -52,7 +52,7 @@ def test_llama_servers_endpoints_give_the_same(client: openai.OpenAI, served: Se
     assert found["prompt"] == prompt and (found["stop_type"], found["tokens_predicted"]) == ("limit", 5)
 
 
-def test_several_choices_have_seeds_that_follow_and_one_prompt(client: openai.OpenAI) -> None:
+def test_several_choices_use_successive_seeds_and_one_prompt(client: openai.OpenAI) -> None:
     asked: Any = {"model": "demo", "prompt": "moegguf is", "max_tokens": 6, "logprobs": 0, "temperature": 0.8}
     alone = [client.completions.create(**asked, seed=7 + i) for i in range(3)]
     texts = [each.choices[0].text for each in alone]
@@ -74,7 +74,7 @@ def test_several_choices_have_seeds_that_follow_and_one_prompt(client: openai.Op
     assert streamed == {choice.index: choice.message.content for choice in whole.choices} and len(streamed) == 2
 
 
-def test_metrics_count_answers(http: httpx.Client, manager: FakeManager) -> None:
+def test_metrics_count_answers_of_every_api(http: httpx.Client, manager: FakeManager) -> None:
     manager.summary = changed(prompt_tokens=10, answer_tokens=4)
     for stream in (False, True):
         http.post("/v1/chat/completions", json={"model": "demo", "messages": HI, "stream": stream})
@@ -87,16 +87,14 @@ def test_metrics_count_answers(http: httpx.Client, manager: FakeManager) -> None
     assert "llamacpp:prompt_tokens_total 50.0" in lines
     assert "llamacpp:tokens_predicted_total 20.0" in lines
     assert 'moegguf_answers_total{model="demo:latest"} 5.0' in lines
-    assert 'moegguf_expert_lookups_total{model="demo:latest"} 10.0' in lines  # though the model has left
+    assert 'moegguf_expert_lookups_total{model="demo:latest"} 10.0' in lines  # unloading keeps it
     assert not [line for line in lines if line.startswith("moegguf_slots{")]
 
 
 FUNCTION: Any = {"type": "function", "strict": True, **FUNCTIONS[0]}
 
 
-def test_what_the_client_reads_from_a_streamed_response_can_be_sent_back(
-    url: str, http: httpx.Client, manager: FakeManager
-) -> None:
+def test_items_of_a_streamed_response_are_accepted_as_input(url: str, http: httpx.Client, manager: FakeManager) -> None:
     calls = (ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))
     manager.script = (Delta(thinking="hm"), Delta(text="Hel"), Delta(text="lo"), Delta(tool_calls=calls))
     asked: Any = {"model": "able", "input": "hi", "tools": [FUNCTION], "include": ["reasoning.encrypted_content"]}
@@ -121,14 +119,14 @@ N_TOKENS = 24
 
 
 def chances(server: Server) -> list[float]:
-    """The logarithms of the chances of an exact answer's tokens."""
+    """Returns the logprobs of an exact answer's tokens."""
     asked: Any = {"model": "demo", "messages": MESSAGES, "temperature": 0, "logprobs": True, "max_tokens": N_TOKENS}
     with client_of(server.url) as client:
         found = client.chat.completions.create(**asked, extra_body={"exact": True}).choices[0].logprobs
     return [each.logprob for each in found.content or ()]
 
 
-def test_an_exact_answer_has_the_bits_of_a_request_alone_among_others(tmp_path: Path) -> None:
+def test_an_exact_answer_beside_others_has_the_bits_of_a_lone_request(tmp_path: Path) -> None:
     with Engine("demo", parallel=1, n_ctx=512) as engine:
         (answer,) = engine.chat(MESSAGES, Sampling(temperature=0, max_tokens=N_TOKENS), n_logprobs=0)
     alone = [logprob.logprob for logprob in answer.logprobs]

@@ -1,4 +1,4 @@
-"""`/` for browsers and for other clients, the files of the page, and `/live`, over a manager without processes."""
+"""Tests `/` for browsers and other clients, the files of the page, and `/live`, over a manager without processes."""
 
 import asyncio
 import base64
@@ -32,7 +32,7 @@ TEXTS = [path for path in FILES if path.suffix != ".woff2"]
 
 
 @pytest.mark.parametrize("accept", ["*/*", "", "application/json"])
-def test_other_clients_get_ollamas_greeting(http: httpx.Client, accept: str) -> None:
+def test_root_without_html_in_accept_replies_ollamas_greeting(http: httpx.Client, accept: str) -> None:
     response = http.get("/", headers={"Accept": accept})
     assert (response.status_code, response.text) == (200, "Ollama is running")
     assert response.headers["content-type"] == "text/plain; charset=utf-8"
@@ -40,7 +40,7 @@ def test_other_clients_get_ollamas_greeting(http: httpx.Client, accept: str) -> 
 
 
 @pytest.mark.parametrize("accept", [BROWSER, "text/html", "TEXT/HTML; q=0.9, */*"])
-def test_browsers_get_the_page(http: httpx.Client, accept: str) -> None:
+def test_root_with_html_in_accept_replies_the_page(http: httpx.Client, accept: str) -> None:
     response = http.get("/", headers={"Accept": accept})
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert "<title>moegguf</title>" in response.text
@@ -60,7 +60,7 @@ def test_all_responses_of_the_page_have_security_headers(http: httpx.Client, pat
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_file_has_its_media_type(http: httpx.Client, path: Path) -> None:
+def test_every_file_of_the_page_has_its_media_type(http: httpx.Client, path: Path) -> None:
     response = http.get(f"/page/{path.relative_to(page.FOLDER).as_posix()}")
     kinds = {".html": "text/html", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
     kinds[".woff2"] = "font/woff2"
@@ -72,27 +72,27 @@ def test_every_file_has_its_media_type(http: httpx.Client, path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["/page/none.js", "/page/../page.py", "/page/%2e%2e/page.py", "/page/..%2fpage.py", "/page/"]
 )
-def test_other_paths_are_not_found(http: httpx.Client, path: str) -> None:
+def test_paths_outside_the_page_get_a_404(http: httpx.Client, path: str) -> None:
     response = http.get(path)
     assert response.status_code == 404
     assert response.json() == {"error": "not found"}
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_the_page_requests_no_other_server_and_parses_no_text_as_html(path: Path) -> None:
+def test_page_files_have_no_foreign_addresses_and_parse_no_html(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, not an address
     assert path not in OWN or not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
-    if path.name != "highlight.min.js":  # has names of functions to colour, and one for pages, which the policy refuses
+    if path.name != "highlight.min.js":  # has such names as words to colour, and in a function that the policy refuses
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
 
 
-def test_the_page_has_no_inline_script_or_style_that_its_policy_would_refuse() -> None:
+def test_the_page_has_no_inline_script_or_style() -> None:
     text = (page.FOLDER / "index.html").read_text()
     assert not re.findall(r"\son\w+=|\sstyle=|<style|javascript:", text)
     assert not re.findall(r"<script(?![^>]*\ssrc=)", text)
 
 
-def test_the_files_and_ids_the_page_uses_exist() -> None:
+def test_files_and_ids_used_by_the_page_exist() -> None:
     text = (page.FOLDER / "index.html").read_text()
     referred = set(re.findall(r'(?:href|src)="page/([^"#]+)', text))
     for script in page.FOLDER.glob("*.js"):
@@ -109,7 +109,7 @@ def test_the_files_and_ids_the_page_uses_exist() -> None:
     assert used <= ids
 
 
-def test_vendored_files_are_the_published_ones_beside_their_licences() -> None:
+def test_vendored_files_have_the_recorded_hashes_and_licences() -> None:
     lines = [line for line in (VENDOR / "UPSTREAM.txt").read_text().splitlines() if not line.startswith("#")]
     noted = [dict(line.split(" = ") for line in block.splitlines()) for block in "\n".join(lines).split("\n\n")]
     license_text = (VENDOR / "LICENSE.txt").read_text()
@@ -147,7 +147,7 @@ async def next_snapshot(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
     return line
 
 
-async def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
+async def test_a_snapshot_line_has_its_model_and_base64_bytes() -> None:
     manager = FedManager()
     manager.put_in_memory()
     manager.send(SNAPSHOT)
@@ -162,7 +162,7 @@ async def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
     assert line["loaded"]["queue"] == 0 and "plan" not in line["loaded"]
 
 
-async def test_watching_loads_nothing_and_ends_with_the_client() -> None:
+async def test_watching_loads_no_model_and_ends_with_the_client() -> None:
     manager = FedManager()
     async with aclosing(lines_of(manager, "demo:latest")) as lines:
         assert await next_line(lines) == {"loaded_models": []}
@@ -174,7 +174,7 @@ async def test_watching_loads_nothing_and_ends_with_the_client() -> None:
     assert manager.leases == []
 
 
-async def test_the_share_of_a_model_that_is_being_loaded_is_sent_at_each_change() -> None:
+async def test_load_progress_is_sent_at_each_change() -> None:
     manager = FedManager()
     async with aclosing(lines_of(manager, "demo:latest")) as lines:
         assert await next_line(lines) == {"loaded_models": []}
@@ -185,7 +185,7 @@ async def test_the_share_of_a_model_that_is_being_loaded_is_sent_at_each_change(
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
 
 
-async def test_without_a_name_all_loaded_models_are_watched() -> None:
+async def test_live_without_a_name_watches_all_loaded_models() -> None:
     manager = FedManager("demo:latest", "other:latest")
     for name in ("demo:latest", "other:latest"):
         manager.put_in_memory(name)
@@ -197,7 +197,7 @@ async def test_without_a_name_all_loaded_models_are_watched() -> None:
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
 
 
-async def test_a_snapshot_without_changes_is_left_out() -> None:
+async def test_an_unchanged_snapshot_is_not_sent() -> None:
     manager = FedManager()
     manager.put_in_memory()
     quiet = replace(SNAPSHOT, uses=bytes(6), loads=bytes(6), busy=False)
@@ -211,7 +211,7 @@ async def test_a_snapshot_without_changes_is_left_out() -> None:
         assert (await pending)["busy"] is True
 
 
-def test_a_client_that_took_none_for_a_while_misses_no_use() -> None:
+def test_uses_of_skipped_snapshots_are_added_up() -> None:
     first = added(None, SNAPSHOT)
     later = added(added(first, SNAPSHOT), replace(SNAPSHOT, seconds=5.0, state=bytes(6))).since(first)
     assert later.uses == bytes([6, 0, 0, 255, 2, 0]) and later.loads == bytes([2, 0, 0, 0, 0, 0])
@@ -219,7 +219,7 @@ def test_a_client_that_took_none_for_a_while_misses_no_use() -> None:
     assert added(None, replace(SNAPSHOT, seconds=1.0)).since(first).uses == bytes(6), "loaded anew meanwhile"
 
 
-async def test_a_server_shutdown_ends_the_stream() -> None:
+async def test_a_server_shutdown_ends_the_live_stream() -> None:
     manager, ending = FedManager(), threading.Event()
     manager.put_in_memory()
     manager.send(SNAPSHOT)

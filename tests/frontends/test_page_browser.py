@@ -36,9 +36,9 @@ COUNT_PIXELS = """() => {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The real one, with a quarter of the demo model's experts in memory.
+    """A real server with a quarter of the demo model's experts in memory.
 
-    One compute thread: several wait for each other, which takes long while the browser has the processor.
+    The model has one compute thread, because several wait for each other while the browser uses the processor.
     """
     with serving(tmp_path_factory.mktemp("page"), "--expert-cache", "25%") as server:
         load = {"model": "demo", "messages": [], "options": {"num_thread": 1}, "keep_alive": -1}
@@ -60,7 +60,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().hot > 50")
     ended(page)
     seen = page.evaluate("window.seen")
-    assert len(seen) > 2 and seen[-1].startswith(seen[0])  # it grew, word by word
+    assert len(seen) > 2 and seen[-1].startswith(seen[0])  # the text grew word by word
     assert re.search(r"\d+ tokens · [\d.,]+ tokens/s", page.inner_text(".statistics").replace("\xa0", " "))
     until(page, f"({COUNT_PIXELS})().hot === 0")
     idle = page.evaluate(COUNT_PIXELS)
@@ -73,7 +73,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().sum !== {idle['sum']}")
 
 
-def test_the_panel_has_the_figures_of_the_answer(server: Server, look: Look) -> None:
+def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Look) -> None:
     page = look(server.url)
     until(page, "document.getElementById('resident').textContent !== ''")
     for question in ("What does moegguf do?", "What is a mixture of experts?"):
@@ -91,12 +91,12 @@ def test_the_panel_has_the_figures_of_the_answer(server: Server, look: Look) -> 
         assert int(count) == last["eval_count"]
         assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
         until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
-    assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1  # tiers have their own
+    assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1  # the table of tiers has one, too
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
 
 
-def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, look: Look) -> None:
+def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, look: Look) -> None:
     page = look(server.url, expected="status of 400")
     page.wait_for_selector("#ram-budget")
     assert page.inner_text("#ram-budget-value") == "48 of 192 experts, 2.65 MB"
@@ -111,14 +111,14 @@ def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, lo
     assert page.input_value("#ram-budget") == "24"
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#resident >> text='23 of 192 in memory, 1.27 MB'")
-    assert page.inner_text("#budget-note") == ""  # it was about another budget
+    assert page.inner_text("#budget-note") == ""  # the note was about another budget
     server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # another client changes the budget
     until(page, "document.getElementById('ram-budget').value === '48'")
     labels = [page.inner_text(f"#bytes-chart small >> nth={i}") for i in range(2)]
     assert re.fullmatch(r"[125]0{0,2} [kM]B", labels[0]) and labels[1] == "0"
 
 
-def test_a_second_name_of_a_loaded_model_has_its_figures(server: Server, look: Look) -> None:
+def test_a_copied_name_of_a_loaded_model_shows_its_figures(server: Server, look: Look) -> None:
     server.call("/api/copy", {"source": "demo", "destination": "mine"})
     server.call("/api/chat", {"model": "mine", "messages": [], "options": {"num_thread": 1}})
     page = look(server.url)
@@ -129,7 +129,7 @@ def test_a_second_name_of_a_loaded_model_has_its_figures(server: Server, look: L
     server.call("/api/delete", {"model": "mine"}, method="DELETE")
 
 
-def test_tiers_and_staging_tensors_are_shown_where_layers_compute_in_vram(server: Server, look: Look) -> None:
+def test_the_panel_shows_tiers_and_staging_only_with_vram_layers(server: Server, look: Look) -> None:
     snapshot = server.call("/live?once=1").json["models"][0]["snapshot"]
     tier = {"device": "GPU0", "lookups": 10, "hits_ready": 9, "hits_late": 0, "misses": 1, "evictions": 7,
             "bytes_missed": 3_000_000, "bytes_prefetched": 0, "stall_s": 0.5, "slots_used": 47,
@@ -163,7 +163,7 @@ def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(server: Server, look
 
 
 @pytest.mark.parametrize("viewport", [PHONE, SMALLEST], ids=["phone", "smallest"])
-def test_nothing_overflows_on_a_phone(server: Server, look: Look, viewport: dict[str, int]) -> None:
+def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: dict[str, int]) -> None:
     page = look(server.url, viewport=viewport, has_touch=True, device_scale_factor=3)
     answered(page, "What does moegguf do? " + "AnUnusuallyLongWordWithoutAnySpaces" * 5)
     wide = """() => [...document.querySelectorAll("body *:not(.unseen):not(option)")].filter((element) => {
@@ -174,7 +174,7 @@ def test_nothing_overflows_on_a_phone(server: Server, look: Look, viewport: dict
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
     until(page, RESIDENT)
     title = page.locator(".panel h2").bounding_box()
-    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)  # the whole bar opens the map
+    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)  # a tap anywhere on the bar opens the map
     page.wait_for_selector("#map")
     assert page.evaluate(wide) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -259,7 +259,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_markdown_becomes_elements(page: Any, case: str) -> None:
+def test_markdown_is_rendered_as_elements(page: Any, case: str) -> None:
     text, wanted = CASES[case]
     assert shown(page, text) == wanted
     assert shown(page, text, piece=1) == wanted
@@ -285,7 +285,7 @@ ALLOWED = "p br a strong em s h3 h4 ul ol li hr blockquote table thead tbody tr 
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("piece", [0, 1])
-def test_hostile_text_stays_text(page: Any, case: str, piece: int) -> None:
+def test_hostile_text_runs_no_script_and_makes_allowed_elements_only(page: Any, case: str, piece: int) -> None:
     html = shown(page, HOSTILE[case], piece)
     assert page.evaluate("window.hacked") is None
     assert set(re.findall(r"<(\w+)", html)) <= set(ALLOWED)
@@ -319,13 +319,13 @@ AMOUNTS = [
 
 @pytest.mark.parametrize("text", FORMULAS)
 @pytest.mark.parametrize("piece", [0, 1])
-def test_formulas_are_drawn(page: Any, text: str, piece: int) -> None:
+def test_formulas_are_rendered(page: Any, text: str, piece: int) -> None:
     shown(page, text, piece)
     assert page.evaluate(SOURCES, [text, piece]) == FORMULAS[text]
 
 
 @pytest.mark.parametrize("text", AMOUNTS)
-def test_amounts_and_variables_are_no_formulas(page: Any, text: str) -> None:
+def test_dollar_amounts_and_variables_stay_text(page: Any, text: str) -> None:
     html = shown(page, text)
     assert "formula" not in html and html == shown(page, text, piece=1)
     assert page.inner_text("#log").count("$") == text.count("$")
@@ -341,7 +341,7 @@ HOSTILE_FORMULAS = [
 
 
 @pytest.mark.parametrize("text", HOSTILE_FORMULAS)
-def test_hostile_formulas_do_nothing(page: Any, text: str) -> None:
+def test_hostile_formulas_run_no_script_and_load_no_address(page: Any, text: str) -> None:
     html = shown(page, text)
     assert page.evaluate("window.hacked") is None
     assert not re.findall(r"<(a|img|script|iframe|style|link|object|form)\b", html)
@@ -362,7 +362,7 @@ def test_hostile_formulas_do_nothing(page: Any, text: str) -> None:
         "$$\n" * 9000,
     ],
 )
-def test_repetition_does_not_hang_the_page(page: Any, text: str) -> None:
+def test_repetitive_markdown_does_not_hang_the_page(page: Any, text: str) -> None:
     page.set_default_timeout(20_000)
     assert shown(page, text)
 
@@ -398,13 +398,13 @@ $$
 
 
 @pytest.mark.parametrize("piece", [1, 3, 7])
-def test_nothing_flickers_while_it_is_written(page: Any, piece: int) -> None:
+def test_a_streamed_answer_removes_no_element(page: Any, piece: int) -> None:
     html, removed = page.evaluate(SHOW, [ANSWER, piece])
     assert removed == []
     assert html == shown(page, ANSWER)
 
 
-def test_a_long_answer_is_not_parsed_from_its_begin_again(page: Any) -> None:
+def test_a_long_answer_is_parsed_incrementally(page: Any) -> None:
     n_parsed = """async (text) => {
       const { Markdown } = await import("/page/markdown.js");
       const { default: { prototype } } = await import("/page/vendor/markdown-it.esm.min.mjs");

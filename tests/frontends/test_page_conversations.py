@@ -40,7 +40,7 @@ def said(manager: FakeManager) -> list[str]:
     return [str(message["content"]) for message in manager.requests[-1].messages or ()]
 
 
-def test_several_conversations_are_kept_in_the_browser(manager: FakeManager, url: str, look: Look) -> None:
+def test_conversations_are_stored_in_the_browser_and_listed(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
     answered(page, "First question")
     page.click("#new")
@@ -80,7 +80,7 @@ def test_a_conversation_is_renamed_and_deleted(url: str, look: Look) -> None:
     page.wait_for_selector("text=No conversations yet.")
 
 
-def test_a_conversation_deleted_while_it_is_answered_stays_deleted(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_conversation_deleted_during_its_answer_stays_deleted(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = [*texts("It begins"), asyncio.Event()]
     page = look(url)
     ask(page, "Go on for ever")
@@ -96,7 +96,7 @@ def test_a_conversation_deleted_while_it_is_answered_stays_deleted(manager: Fake
     assert manager.n_running == 0
 
 
-def test_an_answer_goes_on_while_another_conversation_is_shown(manager: FakeManager, url: str, look: Look) -> None:
+def test_an_answer_continues_while_another_conversation_is_shown(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = [*texts("It begins"), asyncio.Event(), *texts(", and ends.")]
     page = look(url)
     ask(page, "Slowly")
@@ -116,7 +116,7 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(manager: FakeMana
     ended(page)
 
 
-def test_an_edited_question_and_another_answer_are_versions(manager: FakeManager, url: str, look: Look) -> None:
+def test_edited_questions_and_repeated_answers_are_kept_as_versions(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
     answered(page, "One?")
     manager.script = texts("No.")
@@ -139,11 +139,11 @@ def test_an_edited_question_and_another_answer_are_versions(manager: FakeManager
     page.wait_for_selector("#log >> text=Two?")
     page.hover(".user")
     page.click(".user [title='Previous version']")
-    page.wait_for_selector("#log >> text=No.")  # the last answer
+    page.wait_for_selector("#log >> text=No.")  # the last answer is shown
     assert page.inner_text(".user .content") == "One?"
 
 
-def test_escape_leaves_a_question_as_it_was(url: str, look: Look) -> None:
+def test_escape_discards_the_edit_of_a_question(url: str, look: Look) -> None:
     page = look(url)
     answered(page, "One?")
     page.focus(".user [title=Edit]")
@@ -154,7 +154,7 @@ def test_escape_leaves_a_question_as_it_was(url: str, look: Look) -> None:
     assert page.evaluate("document.activeElement.title") == "Edit"
 
 
-def test_messages_and_code_are_copied(manager: FakeManager, url: str, look: Look) -> None:
+def test_copy_buttons_copy_messages_and_code(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = texts("**Code**:\n\n```py\nif x:\n    y()\n```\n")
     page = look(url, permissions=["clipboard-read", "clipboard-write"])
     answered(page, "Write")
@@ -165,7 +165,7 @@ def test_messages_and_code_are_copied(manager: FakeManager, url: str, look: Look
         assert page.evaluate("navigator.clipboard.readText()") == wanted
 
 
-def test_settings_belong_to_a_conversation(manager: FakeManager, url: str, look: Look) -> None:
+def test_settings_apply_to_their_own_conversation_only(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
     answered(page, "First")
     first = page.url
@@ -198,7 +198,7 @@ def test_tool_calls_are_shown_and_their_results_sent(manager: FakeManager, url: 
     page.click("#open-settings")
     page.fill("#tools", "{}")
     page.click("#settings .primary")
-    assert page.is_visible("#settings")  # it is no list of tools
+    assert page.is_visible("#settings")  # the text is no list of tools, so the form stays open
     page.fill("#tools", TOOLS)
     page.select_option("#think", "on")
     page.click("#settings .primary")
@@ -228,7 +228,9 @@ PASTE = """(data) => {
 }"""
 
 
-def test_pictures_are_chosen_pasted_and_dropped(manager: FakeManager, url: str, look: Look, tmp_path: Path) -> None:
+def test_pictures_are_attached_by_choice_paste_and_drop(
+    manager: FakeManager, url: str, look: Look, tmp_path: Path
+) -> None:
     picture, text, data = tmp_path / "picture.png", tmp_path / "text.png", base64.b64encode(png(4, 4)).decode()
     picture.write_bytes(png(4, 4))
     text.write_text("no picture")
@@ -253,7 +255,7 @@ def test_pictures_are_chosen_pasted_and_dropped(manager: FakeManager, url: str, 
     assert parts == [{"type": "image", "data": data}] * 2 + [{"type": "text", "text": ""}]
 
 
-def test_a_large_picture_is_made_smaller(url: str, look: Look, tmp_path: Path) -> None:
+def test_a_large_picture_is_scaled_to_2048_pixels(url: str, look: Look, tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     path.write_bytes(png(4096, 64))
     page = look(url)
@@ -263,7 +265,9 @@ def test_a_large_picture_is_made_smaller(url: str, look: Look, tmp_path: Path) -
     until(page, "document.querySelector('#attached img')?.naturalWidth === 2048")
 
 
-def test_the_loaded_model_is_selected_and_starters_are_the_demos(manager: FakeManager, url: str, look: Look) -> None:
+def test_the_loaded_model_is_selected_and_only_the_demo_has_starters(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     page = look(url)
     ready(page)
     assert page.input_value("#model") == "demo:latest" and page.is_visible("#starters")
@@ -278,17 +282,17 @@ def test_the_loaded_model_is_selected_and_starters_are_the_demos(manager: FakeMa
     page.select_option("#model", "demo:latest")
     page.go_back()
     page.wait_for_selector("#log >> text=Hello")
-    assert page.input_value("#model") == "able:latest"  # the conversation's
+    assert page.input_value("#model") == "able:latest"  # the model of the conversation
 
 
-def test_a_starter_is_asked(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_click_on_a_starter_sends_one_message(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
     page.click(".starters button >> nth=1")
     ended(page)
     assert len(said(manager)) == 1
 
 
-def test_a_server_that_has_stopped_is_told_and_asked_again(manager: FakeManager, look: Look) -> None:
+def test_a_stopped_server_is_reported_and_try_again_is_offered(manager: FakeManager, look: Look) -> None:
     manager.script = [*texts("It begins"), asyncio.Event()]
     with server_of(manager) as url:
         page = look(url, expected="net::ERR_|Failed to load")
@@ -335,9 +339,9 @@ $$\\frac{a}{b}$$
 """
 
 
-# Colours are all that differs in the dark.
+# Only colours differ in the dark theme.
 @pytest.mark.parametrize(("scheme", "rules"), [("light", ()), ("dark", ("color-contrast",))])
-def test_axe_has_no_serious_finding(
+def test_axe_reports_no_serious_finding(
     manager: FakeManager, url: str, look: Look, violations: Callable[..., list[str]], tmp_path: Path, scheme: str,
     rules: Sequence[str],
 ) -> None:  # fmt: skip
@@ -383,7 +387,7 @@ def test_axe_has_no_serious_finding(
 
 
 @pytest.mark.parametrize("stop", [lambda page: page.click("#stop"), lambda page: page.keyboard.press("Escape")])
-def test_stop_and_escape_end_the_request_and_keep_the_text(
+def test_stop_and_escape_cancel_the_request_and_keep_the_text(
     manager: FakeManager, url: str, look: Look, stop: Callable[[Any], None]
 ) -> None:
     manager.script = [*texts("It begins", " well"), asyncio.Event()]
@@ -402,7 +406,7 @@ def test_stop_and_escape_end_the_request_and_keep_the_text(
     assert said(manager) == ["Go on for ever", "It begins well", "Are you free?"]
 
 
-def test_a_reload_keeps_the_chat(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_reload_keeps_complete_and_partial_answers(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = [Delta(thinking="hm"), *texts("**Hello** there")]
     page = look(url)
     answered(page, "Hi")
@@ -425,7 +429,7 @@ def test_a_reload_keeps_the_chat(manager: FakeManager, url: str, look: Look) -> 
     assert page.inner_text("#log") == ""
 
 
-def test_a_long_prompt_shows_how_far_it_is(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_long_prompt_shows_its_progress(manager: FakeManager, url: str, look: Look) -> None:
     shown = {
         300: "Reading the prompt: 300 of 6,300 tokens",
         1200: "Reading the prompt: 1,200 of 6,300 tokens · 45.0 tokens/s · 1 min 53 s left",
@@ -441,7 +445,7 @@ def test_a_long_prompt_shows_how_far_it_is(manager: FakeManager, url: str, look:
         assert page.locator(".waiting").count() == 0
 
 
-def test_thinking_is_collapsed(manager: FakeManager, url: str, look: Look) -> None:
+def test_thinking_is_collapsed_until_a_click(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = [Delta(thinking="Let me "), Delta(thinking="see."), Delta(text="Here.")]
     page = look(url)
     answered(page, "Think")
@@ -452,7 +456,7 @@ def test_thinking_is_collapsed(manager: FakeManager, url: str, look: Look) -> No
     assert page.inner_text(".answer .content") == "Here."
 
 
-def test_an_error_in_mid_answer_is_shown_and_the_chat_continues(manager: FakeManager, url: str, look: Look) -> None:
+def test_an_error_during_an_answer_is_shown_and_the_chat_continues(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = [*texts("Half"), WorkerError("the worker process has ended.")]
     page = look(url)
     ask(page, "First")
@@ -463,13 +467,13 @@ def test_an_error_in_mid_answer_is_shown_and_the_chat_continues(manager: FakeMan
     page.wait_for_selector("text=Whole")
 
 
-def test_a_message_that_was_not_answered_can_be_sent_again(manager: FakeManager, url: str, look: Look) -> None:
+def test_try_again_sends_an_unanswered_message_after_a_reload(manager: FakeManager, url: str, look: Look) -> None:
     manager.enter_error = WorkerError("it does not load.")
     page = look(url, expected="status of 5")
     ask(page, "Again")
     page.wait_for_selector("text=it does not load.")
     ended(page)
-    page.reload()  # it is kept
+    page.reload()  # the browser keeps the message
     page.wait_for_selector("text=it does not load.")
     manager.enter_error = None
     page.click("text=Try again")
@@ -505,7 +509,7 @@ def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(manager: Fak
     assert len(manager.requests) == 1 and said(manager) == ["one\ntwo"]
 
 
-def test_light_and_dark_follow_the_system_until_one_is_chosen(url: str, look: Look) -> None:
+def test_colours_follow_the_system_until_a_theme_is_chosen(url: str, look: Look) -> None:
     brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
     page = look(url, color_scheme="dark")
     assert page.evaluate(brightness) < 60

@@ -35,7 +35,7 @@ def manager(projector: Callable[..., Path]) -> FakeManager:
 # Files
 
 
-def test_texts_and_pdf_files_are_sent_before_the_question(
+def test_attached_text_and_pdf_files_are_sent_before_the_question(
     manager: FakeManager, url: str, look: Look, tmp_path: Path
 ) -> None:
     notes, report = tmp_path / f"{TAGS.replace('/', '')}.md", tmp_path / "report.PDF"
@@ -66,7 +66,7 @@ def test_texts_and_pdf_files_are_sent_before_the_question(
     assert str((manager.requests[-1].messages or ())[-1]["content"]).startswith(f"[File: {notes.name}]")
 
 
-def test_files_that_are_not_read_say_why_until_the_next_word(
+def test_refused_files_show_reasons_until_the_next_input(
     manager: FakeManager, url: str, look: Look, tmp_path: Path
 ) -> None:
     wrong = {
@@ -93,7 +93,7 @@ def test_files_that_are_not_read_say_why_until_the_next_word(
     assert page.inner_text("#problem") == ""
 
 
-def test_pdf_text_refuses_what_it_cannot_read(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pdf_text_refuses_damaged_slow_and_large_files(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     assert http.post("/pdf-text", content=pdf_of(["One"])).json() == {"n_pages": 1, "text": "One\n\n"}
     reply = http.post("/pdf-text", content=b"no PDF")
     assert reply.status_code == 400 and "no PDF file that can be read" in reply.json()["error"]
@@ -150,7 +150,7 @@ def test_a_model_is_pulled_with_progress_and_deleted(hub: FakeHub, look: Look) -
         assert page.evaluate("window.hacked") is None
 
 
-def test_a_pull_that_is_stopped_or_fails_says_so_and_can_be_tried_again(hub: FakeHub, look: Look) -> None:
+def test_a_stopped_pull_can_be_tried_again(hub: FakeHub, look: Look) -> None:
     data = demo_path().read_bytes()
     hub.add("user/repo-GGUF", {"model-Q4_K_M.gguf": data})
     gate = Gate(len(data) // 2)
@@ -171,7 +171,7 @@ def test_a_pull_that_is_stopped_or_fails_says_so_and_can_be_tried_again(hub: Fak
         assert not page.is_visible("#models") and page.input_value("#model") == MODEL
 
 
-def test_a_load_shows_how_far_it_is(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_load_shows_its_progress(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = [asyncio.Event()]
     page = look(url)
     ready(page)
@@ -187,7 +187,9 @@ def test_a_load_shows_how_far_it_is(manager: FakeManager, url: str, look: Look) 
 # Conversations
 
 
-def test_messages_are_searched_and_what_was_found_is_shown(manager: FakeManager, url: str, look: Look) -> None:
+def test_search_finds_messages_in_hidden_versions_and_marks_the_match(
+    manager: FakeManager, url: str, look: Look
+) -> None:
     page = look(url)
     manager.script = [Delta(text=f"Long ago. {'And so on. ' * 9}The **capital** of Italy is Rome {TAGS}.")]
     answered(page, "A question")
@@ -211,7 +213,9 @@ def test_messages_are_searched_and_what_was_found_is_shown(manager: FakeManager,
     assert page.evaluate("window.hacked") is None
 
 
-def test_a_conversation_is_exported(manager: FakeManager, url: str, look: Look, tmp_path: Path) -> None:
+def test_a_conversation_is_exported_as_markdown_and_json(
+    manager: FakeManager, url: str, look: Look, tmp_path: Path
+) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("```\ncode\n```")
     manager.script = [Delta(thinking="hm"), Delta(text="**Yes**, $x^2$.")]
@@ -241,7 +245,7 @@ def test_a_conversation_is_exported(manager: FakeManager, url: str, look: Look, 
 # Errors
 
 
-def test_a_problem_of_another_model_disappears(manager: FakeManager, url: str, look: Look, tmp_path: Path) -> None:
+def test_a_change_of_the_model_clears_the_problem(manager: FakeManager, url: str, look: Look, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"x")
     page = look(url)
@@ -252,7 +256,7 @@ def test_a_problem_of_another_model_disappears(manager: FakeManager, url: str, l
     assert page.inner_text("#problem") == ""
 
 
-def test_a_server_that_is_back_is_listed_without_a_reload(manager: FakeManager, url: str, look: Look) -> None:
+def test_models_of_a_returned_server_are_listed_without_a_reload(manager: FakeManager, url: str, look: Look) -> None:
     page = look("about:blank", expected=f"Failed to load|net::ERR|{url}")
     failing: list[Any] = [True]
     page.route("**/api/tags", lambda route: route.abort() if failing else route.continue_())

@@ -84,7 +84,7 @@ def busy(application: RayApplication, model: str = "demo") -> bool:
     return any(each["moe"]["busy"] for each in found if each["name"].startswith(model))
 
 
-def test_an_answer_and_its_stream_are_the_same_on_each_api(application: RayApplication) -> None:
+def test_whole_and_streamed_answers_are_equal_on_each_api(application: RayApplication) -> None:
     whole = chat(application, "What does moegguf do?").json["choices"][0]["message"]["content"]
     assert whole.startswith("moegguf")
     lines = chat(application, "What does moegguf do?", stream=True).text.split("\n\n")
@@ -94,7 +94,7 @@ def test_an_answer_and_its_stream_are_the_same_on_each_api(application: RayAppli
     assert chat(application, "What does moegguf do?", path="/api/chat", **ollama).json["message"]["content"] == whole
 
 
-def test_each_conversation_goes_back_to_the_replica_that_holds_it(application: RayApplication) -> None:
+def test_a_second_turn_is_sent_to_the_replica_with_its_context(application: RayApplication) -> None:
     questions = ("What is an expert?", "Who are you?")
     # The first calls make the queues of both replicas known to Ray, which passes over a replica with an unknown queue.
     with ThreadPoolExecutor() as threads:
@@ -106,7 +106,7 @@ def test_each_conversation_goes_back_to_the_replica_that_holds_it(application: R
         assert second["timings"]["cache_n"] >= answer["usage"]["prompt_tokens"]
 
 
-def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:
+def test_tokenize_detokenize_and_embed_reach_a_replica(application: RayApplication) -> None:
     tokens = call(f"{application.url}/tokenize", {"model": "demo", "content": "What is a hit?"}).json["tokens"]
     text = call(f"{application.url}/detokenize", {"model": "demo", "tokens": tokens}).json["content"]
     assert text == "What is a hit?"
@@ -114,7 +114,7 @@ def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:
     assert len(vectors) == 2
 
 
-def test_what_ray_does_not_take_is_an_error_that_names_the_model() -> None:
+def test_options_refused_by_ray_raise_an_error_with_the_model() -> None:
     pytest.importorskip("ray.serve")
     from moegguf.serving.ray import app
 
@@ -123,7 +123,7 @@ def test_what_ray_does_not_take_is_an_error_that_names_the_model() -> None:
         app({"models": wrong})
 
 
-def test_errors_are_those_of_the_api(application: RayApplication) -> None:
+def test_errors_in_front_of_replicas_have_the_form_of_the_api(application: RayApplication) -> None:
     unknown = chat(application, "x", model="unknown")
     assert unknown.status == 404 and unknown.json["error"]["code"] == "model_not_found"
     too_long = call(f"{application.url}/api/generate", {"model": "demo", "prompt": "x " * 4000, "truncate": False})
@@ -132,20 +132,20 @@ def test_errors_are_those_of_the_api(application: RayApplication) -> None:
     assert unload.status == 400 and "serve deploy" in unload.error
 
 
-def test_the_models_of_the_config_are_listed(application: RayApplication) -> None:
+def test_models_of_the_config_are_listed(application: RayApplication) -> None:
     names = [each["name"] for each in call(f"{application.url}/api/tags").json["models"]]
     assert names == ["demo:latest", "scaled:b"]
     until(lambda: len(call(f"{application.url}/api/ps").json["models"]) == 2)
 
 
-def test_a_client_that_leaves_stops_its_answer(application: RayApplication) -> None:
+def test_a_disconnected_client_stops_its_answer(application: RayApplication) -> None:
     with closing(ollama_stream(application, "Go on.")) as stream:
         assert stream.first
         until(lambda: busy(application))
     until(lambda: not busy(application))
 
 
-def test_a_killed_replica_ends_its_stream_with_an_error_and_comes_back(application: RayApplication) -> None:
+def test_a_killed_replica_ends_its_stream_with_an_error_and_restarts(application: RayApplication) -> None:
     before = until(lambda: len(found := application.replicas("demo")) == 2 and found)
     with (
         closing(ollama_stream(application, "Tell me all of it.")) as ollama,
@@ -154,7 +154,7 @@ def test_a_killed_replica_ends_its_stream_with_an_error_and_comes_back(applicati
         before[0].kill()
         assert chat(application, "What is a hit?").status == 200
         ended, last = None, [b""]
-        for _ in range(20_000):  # each replica has one of the streams
+        for _ in range(20_000):  # each replica computes one of the streams
             for stream in (ollama, openai):
                 if b'"error"' in (line := stream.line()):
                     ended, last = stream, [line]
@@ -181,7 +181,7 @@ def test_a_killed_worker_ends_its_stream_with_an_error(application: RayApplicati
         assert chat(application, "What is a hit?").status == 200
 
 
-def test_a_queue_brings_another_replica(application: RayApplication) -> None:
+def test_queued_requests_start_another_replica(application: RayApplication) -> None:
     assert len(application.replicas("scaled%3Ab")) == 1
     came = Event()
 
@@ -191,7 +191,7 @@ def test_a_queue_brings_another_replica(application: RayApplication) -> None:
             statuses.add(chat(application, f"Wait, {i}.", model="scaled:b", max_tokens=100).status)
         return statuses
 
-    with ThreadPoolExecutor() as threads:  # one more than the replica takes
+    with ThreadPoolExecutor() as threads:  # one request more than max_ongoing_requests
         asking = [threads.submit(keep_asking, i) for i in range(N_ONGOING + 1)]
         try:
             until(lambda: len(application.replicas("scaled%3Ab")) == 2)
@@ -209,7 +209,7 @@ def url(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iter
         yield found
 
 
-def test_every_api_answers(url: str) -> None:
+def test_every_api_answers_through_the_http_application(url: str) -> None:
     assert call(url + "/").text == "Ollama is running"
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": False, "max_tokens": 5}
     assert call(url + "/api/chat", body).json["message"]["content"] == "Hello"
@@ -222,19 +222,19 @@ def test_every_api_answers(url: str) -> None:
     [("POST", "/api/pull"), ("POST", "/api/create"), ("POST", "/api/copy"), ("DELETE", "/api/delete"),
      ("POST", f"/api/blobs/sha256:{'a' * 64}"), ("GET", "/metrics"), ("GET", "/live")],
 )  # fmt: skip
-def test_what_only_moegguf_serve_has_is_refused_with_the_next_step(url: str, method: str, path: str) -> None:
+def test_calls_of_moegguf_serve_only_get_a_501_with_the_next_step(url: str, method: str, path: str) -> None:
     reply = call(url + path, method=method)
     assert reply.status == 501
     assert any(step in reply.error for step in ("serve deploy", "docs/deployment.md", "moegguf serve"))
 
 
-def test_without_a_key_only_this_machine_may_use_it(url: str) -> None:
+def test_without_a_key_foreign_hosts_and_proxies_get_a_403(url: str) -> None:
     assert call(url + "/api/tags", host="evil.example").status == 403
     assert call(url + "/api/tags", x_forwarded_for="10.1.2.3").status == 403
 
 
 @pytest.mark.parametrize("url", [{"MOEGGUF_API_KEY": "secret"}], indirect=True)
-def test_with_a_key_any_name_and_proxy_may(url: str) -> None:
+def test_a_key_admits_any_host_name_and_proxy(url: str) -> None:
     assert call(url + "/api/tags").status == 401
     proxied = {"authorization": "Bearer secret", "host": "models.example", "x_forwarded_for": "10.1.2.3"}
     assert call(url + "/api/tags", **proxied).status == 200

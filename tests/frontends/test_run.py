@@ -1,4 +1,4 @@
-"""`moegguf run`: stdout is the answer only, stderr everything else; exit codes; and what a running server answers."""
+"""Tests `moegguf run`: its stdout, stderr and exit codes, and answers by a running server."""
 
 import json
 import os
@@ -31,7 +31,7 @@ QUICK = ("-t", "1", "-c", "256")
 DEMO = ("--temperature", "0", "-t", "1", "-c", "512")
 
 
-def test_the_answer_is_all_of_stdout_and_repeats_at_temperature_0(moegguf: Command, tiny: TinyModel) -> None:
+def test_stdout_has_only_the_answer_which_repeats_at_temperature_0(moegguf: Command, tiny: TinyModel) -> None:
     ask = ("run", tiny(), "hello", "there", "--temperature", 0, "-n", 12, "--expert-cache", "50%", *QUICK)
     first, second = moegguf(*ask), moegguf(*ask)
     assert first.returncode == second.returncode == 0, first.stderr
@@ -41,7 +41,7 @@ def test_the_answer_is_all_of_stdout_and_repeats_at_temperature_0(moegguf: Comma
     assert first.stderr == ""
 
 
-def test_llama_cpps_names_of_options_are_known(here: Command, tiny: TinyModel) -> None:
+def test_run_accepts_llama_cpp_option_names(here: Command, tiny: TinyModel) -> None:
     sampling = ("--temp", 0.7, "--top-k", 1, "--top-p", 0.9, "--min-p", 0.05, "--repeat-penalty", 1.1, "-s", 3)
     loading = ("-ctk", "q8_0", "-ctv", "f16", "-ngl", 0, "-c", 0, "-t", 1, "--expert-cache", "50%")
     done = here("run", "-m", tiny(), "-p", "hello", "-n", 4, *sampling, *loading)
@@ -49,7 +49,7 @@ def test_llama_cpps_names_of_options_are_known(here: Command, tiny: TinyModel) -
     assert done.stdout.strip()
 
 
-def test_piped_input_goes_before_the_prompt(here: Command) -> None:
+def test_piped_input_precedes_the_prompt(here: Command) -> None:
     out = here("run", "demo", "moegguf do?", *DEMO, stdin="What does\n").stdout
     assert ANSWER in out
     assert here("run", "demo", *DEMO, stdin=f"{QUESTION}\n").stdout == out
@@ -67,7 +67,9 @@ SCREEN, PIPE = "screen", "pipe"
     (PIPE, SCREEN, "", "answer"), (PIPE, SCREEN, QUESTION, "answer"),
     (PIPE, PIPE, "", "answer"), (PIPE, PIPE, QUESTION, "answer"),
 ])  # fmt: skip
-def test_terminals_and_pipes(tmp_path: Path, stdin: str, stdout: str, prompt: str, outcome: str) -> None:
+def test_run_chats_or_answers_by_its_terminals_and_pipes(
+    tmp_path: Path, stdin: str, stdout: str, prompt: str, outcome: str
+) -> None:
     command = f"{sys.executable} -m moegguf.cli.app run demo {' '.join(DEMO)}" + (f" '{prompt}'" if prompt else "")
     before = f"printf '{'Tell me.' if prompt else QUESTION}' | " if stdin == PIPE else ""
     after = f" > {tmp_path}/out" if stdout == PIPE else ""
@@ -93,7 +95,7 @@ def test_terminals_and_pipes(tmp_path: Path, stdin: str, stdout: str, prompt: st
     (['--format={"type":"object"}'], "format={'type': 'object'}"), (["--seed", "3"], "seed=3"),
     (["-n", "5"], "max_tokens=5"), (["--temperature", "0.5"], "temperature=0.5"), ([], "format=None think=None"),
 ])  # fmt: skip
-def test_options_reach_the_model(words: list[str], printed: str) -> None:
+def test_options_of_run_reach_the_model(words: list[str], printed: str) -> None:
     done = echo("settings", *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert printed in done.stdout
@@ -103,12 +105,12 @@ def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     return completed([sys.executable, str(ECHO), "run", "demo", *arguments, *QUICK], **extra)
 
 
-def test_a_system_message_comes_first() -> None:
+def test_system_options_put_a_system_message_first() -> None:
     for flag in ("--system", "--system-prompt", "-sys"):
         assert echo("messages", flag, "Be brief.").stdout == "[system: Be brief.] [user: messages]\n"
 
 
-def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:
+def test_format_reads_a_schema_file_and_refuses_other_values(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         file.write_text('{"type": "array"}', encoding)
@@ -121,13 +123,13 @@ def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:
     assert echo("settings", "--think=maybe").returncode == 2
 
 
-def test_thinking_is_plain_text_where_there_is_no_terminal() -> None:
+def test_thinking_is_plain_text_without_a_terminal() -> None:
     asked = "think: deep thought|the answer"
     assert echo(asked).stdout == "Thinking...\ndeep thought\n...done thinking.\n\nthe answer\n"
     assert echo(asked, "--hidethinking").stdout == "the answer\n"
 
 
-def test_an_error_during_an_answer_has_exit_code_1() -> None:
+def test_an_error_during_an_answer_exits_with_code_1() -> None:
     done = echo("fail ExpertIOError half an answer")
     assert (done.returncode, done.stdout) == (1, "half an answer\n")
     assert done.stderr == "error: as scripted\n"
@@ -142,7 +144,7 @@ def hub() -> Iterator[FakeHub]:
         yield found
 
 
-def test_a_missing_model_is_pulled_first(here: Command, hub: FakeHub, tmp_path: Path) -> None:
+def test_run_pulls_a_missing_model_first(here: Command, hub: FakeHub, tmp_path: Path) -> None:
     names = hub.environment(tmp_path)
     for model in (("hf.co/some/demo-GGUF",), ("-hf", "some/demo-GGUF")):
         done = here("run", *model, *QUESTION.split(), *DEMO, **names)
@@ -155,7 +157,7 @@ def test_a_missing_model_is_pulled_first(here: Command, hub: FakeHub, tmp_path: 
     assert missing.stderr.startswith("error: ")
 
 
-def test_a_pull_is_shown_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
+def test_run_shows_a_pull_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
     command = moegguf_command("run", "some/demo-GGUF", QUESTION, *DEMO)
     with Terminal(command, environment(**hub.environment(tmp_path))) as terminal:
         assert terminal.exit_code() == 0
@@ -165,20 +167,20 @@ def test_a_pull_is_shown_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
         assert ANSWER[:60] in terminal.text
 
 
-def test_stdout_is_utf8_whatever_the_locale_says(moegguf: Command, tiny: TinyModel) -> None:
+def test_stdout_is_utf8_in_any_locale(moegguf: Command, tiny: TinyModel) -> None:
     ask = ("run", tiny(), "é", "-n", 40, "--seed", 1, *QUICK)
     done = moegguf(*ask, PYTHONIOENCODING="ascii")  # the fixture reads the output as UTF-8
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
-def test_a_low_budget_warns_in_one_line(here: Command, tiny: TinyModel) -> None:
+def test_a_low_budget_prints_a_warning_of_one_line(here: Command, tiny: TinyModel) -> None:
     done = here("run", tiny("tiny-mix"), "hello", "-n", 2, "--expert-cache", "10%", *QUICK)
     assert done.returncode == 0
     assert re.fullmatch(r"warning: .* hit rate will be low\n", done.stderr)
 
 
-def test_the_first_word_comes_within_two_seconds() -> None:
-    """Two seconds of processor time: other jobs share this machine."""
+def test_run_uses_less_than_two_seconds_of_processor_time() -> None:
+    """Processor time is measured instead of elapsed time, because other jobs share this machine."""
     command = moegguf_command("run", "demo", "hi", "-t", 1, "-n", 1)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
     _, status, used = os.wait4(process.pid, 0)
@@ -187,7 +189,7 @@ def test_the_first_word_comes_within_two_seconds() -> None:
     assert used.ru_utime + used.ru_stime < 2
 
 
-def test_a_closed_pipe_ends_quietly(tiny: TinyModel) -> None:
+def test_a_closed_stdout_ends_run_without_a_message(tiny: TinyModel) -> None:
     with started("run", tiny(), "hello", "-n", 100, *QUICK) as process:
         assert process.stdout and process.stderr
         process.stdout.close()
@@ -199,7 +201,7 @@ def test_a_closed_pipe_ends_quietly(tiny: TinyModel) -> None:
     ("prompt", "shown"),
     [("stubborn mule", "mule mule"), ("progress", "reading the prompt 1,024/6,300 tokens · 47 t/s · 1m53s left")],
 )
-def test_ctrl_c_ends_an_answer_that_cannot_be_stopped_and_a_long_prompt(prompt: str, shown: str) -> None:
+def test_ctrl_c_ends_a_long_prompt_and_an_unresponsive_answer(prompt: str, shown: str) -> None:
     with Terminal([sys.executable, str(ECHO), "run", "demo", prompt, *QUICK], environment()) as terminal:
         terminal.expect(shown)
         terminal.send(control("c"))
@@ -218,7 +220,7 @@ def test_progress_is_shown_unless_the_answer_goes_into_a_pipe(after: str, is_sho
 
 @contextmanager
 def begun_answer() -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """`moegguf run` with an answer that does not end, and its worker."""
+    """Yields a process of `moegguf run` with an endless answer, and its worker."""
     endless = '{"type": "string", "minLength": 100000}'
     with started("run", "demo", QUESTION, "--format", endless, *QUICK) as process:
         assert process.stdout
@@ -233,7 +235,7 @@ def test_no_worker_outlives_a_killed_command() -> None:
     assert psutil.wait_procs([worker], timeout=30)[1] == []
 
 
-def test_a_worker_that_dies_ends_the_answer_with_an_error() -> None:
+def test_a_killed_worker_ends_the_answer_with_an_error() -> None:
     with begun_answer() as (process, worker):
         worker.kill()
         _, stderr = process.communicate(timeout=60)
@@ -257,7 +259,7 @@ def labels(stderr: str) -> list[str]:
     return [line.partition(":")[0] for line in stderr.splitlines()]
 
 
-def test_the_server_answers_and_it_looks_the_same(here: Command, unused: Server) -> None:
+def test_an_answer_by_the_server_looks_like_a_local_answer(here: Command, unused: Server) -> None:
     served = here(*ASKED, "-v", "--keepalive", "9m", MOEGGUF_HOST=unused.url)
     assert (served.returncode, unused.loaded().keys()) == (0, {"demo:latest"}), served.stderr
     alone = here(*ASKED, "-v", "--local", MOEGGUF_HOST=unused.url)
@@ -271,7 +273,9 @@ def test_the_server_answers_and_it_looks_the_same(here: Command, unused: Server)
     assert unused.call("/api/ps").json["models"][0]["moe"]["pid"]
 
 
-def test_what_only_works_here_stays_here(here: Command, unused: Server, tiny: TinyModel, tmp_path: Path) -> None:
+def test_local_options_and_models_run_without_the_server(
+    here: Command, unused: Server, tiny: TinyModel, tmp_path: Path
+) -> None:
     for option in (("--local",), ("--expert-cache", "50%"), ("-t", "1"), ("--policy", "lru"), ("--no-prefetch",)):
         assert here(*ASKED, *option, MOEGGUF_HOST=unused.url).returncode == 0
     assert here("run", tiny(), "x", "-n", 2, MOEGGUF_HOST=unused.url).returncode == 0
@@ -281,13 +285,13 @@ def test_what_only_works_here_stays_here(here: Command, unused: Server, tiny: Ti
     assert not unused.loaded()
 
 
-def test_an_empty_prompt_loads_the_model(here: Command, unused: Server) -> None:
+def test_an_empty_prompt_loads_the_model_in_the_server(here: Command, unused: Server) -> None:
     done = here("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=unused.url)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert unused.loaded().keys() == {"tiny:latest"}
 
 
-def test_a_second_copy_beside_a_server_is_said(here: Command, unused: Server) -> None:
+def test_a_second_copy_of_a_loaded_model_prints_a_note(here: Command, unused: Server) -> None:
     words = f"note: the server at {unused.url} has demo in memory, too."
     assert words not in here(*ASKED, "--local", MOEGGUF_HOST=unused.url).stderr, "it has loaded nothing yet"
     unused.call("/api/generate", {"model": "demo"})
@@ -295,7 +299,7 @@ def test_a_second_copy_beside_a_server_is_said(here: Command, unused: Server) ->
     assert words not in here(*ASKED, MOEGGUF_HOST=unused.url).stderr
 
 
-def test_errors_of_the_server_are_errors_of_the_command(here: Command, unused: Server) -> None:
+def test_errors_of_the_server_end_run_with_code_1(here: Command, unused: Server) -> None:
     done = here("run", "demo", "hello", "--think", MOEGGUF_HOST=unused.url)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"error: .*does not support thinking.*\n", done.stderr)
@@ -304,7 +308,7 @@ def test_errors_of_the_server_are_errors_of_the_command(here: Command, unused: S
         assert (done.returncode, done.stdout) == (1, "") and "unexpected" not in done.stderr
 
 
-def test_options_mean_the_same_there(here: Command, unused: Server) -> None:
+def test_options_have_the_same_effect_in_the_server(here: Command, unused: Server) -> None:
     ask = ("run", "demo", "count " * 220, "--temperature", 0, "--ctx", 256, "-n", 60, "-v")
     full = [here(*ask, "--no-context-shift", *more, MOEGGUF_HOST=unused.url) for more in ((), ("--local",))]
     assert full[0].stdout == full[1].stdout and "answered by" in full[0].stderr
@@ -315,7 +319,7 @@ def test_options_mean_the_same_there(here: Command, unused: Server) -> None:
     assert unused.call("/api/ps").json["models"][0]["context_length"] == length
 
 
-def test_a_prompt_that_is_not_utf8_has_replacement_characters(here: Command, unused: Server) -> None:
+def test_invalid_utf8_in_a_prompt_becomes_replacement_characters(here: Command, unused: Server) -> None:
     given = os.fsdecode(b"caf\xe9")
     ask = ("run", "demo", "--temperature", 0, "-n", 8, "-v", "--system-prompt")
     asked = here(*ask, given, given, MOEGGUF_HOST=unused.url)
@@ -324,7 +328,7 @@ def test_a_prompt_that_is_not_utf8_has_replacement_characters(here: Command, unu
     assert asked.stdout == replaced.stdout == alone.stdout
 
 
-def test_what_was_left_out_is_said_and_the_shift_can_be_off(here: Command, unused: Server) -> None:
+def test_cut_prompts_and_context_shifts_are_reported(here: Command, unused: Server) -> None:
     options = ("-c", 256, "-n", 300, "--format", '{"type": "string", "minLength": 4000}')
     done = here("run", "demo", "word " * 400, *options, MOEGGUF_HOST=unused.url)
     assert done.returncode == 0 and re.fullmatch(
@@ -335,7 +339,7 @@ def test_what_was_left_out_is_said_and_the_shift_can_be_off(here: Command, unuse
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_another_server_is_not_asked(here: Command, client: Client) -> None:
+def test_run_ignores_the_server_of_another_program(here: Command, client: Client) -> None:
     done = here(*ASKED, MOEGGUF_HOST=client.host.url)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -355,7 +359,7 @@ RESPONSES: dict[str, tuple[int, bytes]] = {
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """A client of a server that responds by path; `client.requests` has what came."""
+    """A client of a server that responds by path. `client.requests` has the requests that arrived."""
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be used for loopback
     requests: list[tuple[str, str, Mapping[str, str], bytes]] = []
 
@@ -372,21 +376,21 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
         yield client
 
 
-def test_get_sends_the_key_and_returns_json(client: Client) -> None:
+def test_client_get_sends_the_key_and_returns_json(client: Client) -> None:
     assert client.get("/api/ps") == {"models": []}
     method, path, headers, body = client.requests[0]  # type: ignore[attr-defined]
     assert (method, path, body) == ("GET", "/api/ps", b"")
     assert headers["Authorization"] == "Bearer s3cret"
 
 
-def test_post_sends_json_and_returns_the_last_line_and_a_stream_each(client: Client) -> None:
+def test_client_post_returns_the_last_line_and_stream_each_line(client: Client) -> None:
     assert client.post("/lines", {"model": "dämo"}) == {"a": 2}
     assert list(client.stream("/lines")) == list(client.stream("/lines", {"q": 1})) == [{"a": 1}, {"a": 2}]
     method, _, headers, body = client.requests[0]  # type: ignore[attr-defined]
     assert (method, headers["Content-Type"], json.loads(body)) == ("POST", "application/json", {"model": "dämo"})
 
 
-def test_an_error_line_raises_after_the_lines_before_it_and_a_cut_response_is_an_error(client: Client) -> None:
+def test_client_raises_for_error_lines_and_cut_responses(client: Client) -> None:
     lines = client.stream("/faulty")
     assert next(lines) == {"a": 1}
     with pytest.raises(ServerError, match="the process has ended"):
@@ -405,20 +409,22 @@ def test_an_error_line_raises_after_the_lines_before_it_and_a_cut_response_is_an
         ("/html", "not JSON", None), ("/moved", "302", 302),  # another program's replies; no key is sent to a redirect
     ],
 )  # fmt: skip
-def test_an_answer_that_is_none_is_an_error(client: Client, path: str, message: str, status: int | None) -> None:
+def test_client_raises_for_error_replies_and_invalid_ones(
+    client: Client, path: str, message: str, status: int | None
+) -> None:
     with pytest.raises(ServerError, match=message) as caught:
         client.get(path)
     assert status is None or caught.value.status == status
     assert isinstance(caught.value, MoeggufError)
 
 
-def test_a_silent_server_is_not_waited_for() -> None:
+def test_client_times_out_on_a_silent_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = Client(Settings(host=Host(port=silent.getsockname()[1])))
         with pytest.raises(NoServerError, match="does not answer"):
             client.get("/api/ps", timeout_s=0.05)
 
 
-def test_a_server_that_listens_everywhere_is_asked_on_this_machine() -> None:
+def test_client_replaces_wildcard_addresses_by_loopback() -> None:
     for listens, host in (("0.0.0.0:8080", "127.0.0.1"), ("[::]:8080", "[::1]"), ("example.com:8080", "example.com")):
         assert Client(Settings(host=parse_host(listens))).host.url == f"http://{host}:8080"

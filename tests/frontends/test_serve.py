@@ -1,4 +1,4 @@
-"""`moegguf serve`: what its flags hand to the workers, and contexts on disk after unloading and a kill."""
+"""Tests `moegguf serve`: the options that its flags give to workers, and stored contexts after an unload and a kill."""
 
 import inspect
 import json
@@ -51,12 +51,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return found
 
 
-def test_workers_get_what_flags_say(started: list[Settings], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
+    started: list[Settings], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = dict(os.environ)
     assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
     assert dict(os.environ) == before
     plain, chosen = (size_of(tiny(), settings) for settings in started)
-    assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))  # the environment's, there
+    assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))  # the worker's environment has them
     assert [chosen.options[name] for name in ("strategy", "warm_start", "policy")] == ["promoe", False, "lru"]
     assert chosen.plan and plain.plan and chosen.plan.n_slots * 4 == plain.plan.n_slots
     for wrong in ({"strategy": "promo"}, {"policy": "promo"}):
@@ -75,7 +77,7 @@ def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
     return size.load_config(size.plan_within({"RAM": 1 << 32}))
 
 
-def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
+def test_an_environment_placement_without_a_gpu_adds_a_reason_to_the_plan(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (load, load_spec):
@@ -87,7 +89,7 @@ def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
     assert not any("sees no GPU" in reason for reason in load.plan_here(layout, LoadSpec.of({})).reasons)
 
 
-def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TRUST_NETWORK": "10.0.0.0/8", "API_KEY": "k", "NUM_PARALLEL": "3", "MEMORY": "1GiB"}.items():
         monkeypatch.setenv(f"MOEGGUF_{name}", value)
     found = serve_settings(1, {"trusted": (), "api_keys": (), "memory_bytes": 5})
@@ -96,7 +98,7 @@ def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.host.port == 1
 
 
-def test_options_of_loading_reach_the_workers(started: list[Settings], tiny: TinyModel) -> None:
+def test_load_options_of_serve_reach_the_workers(started: list[Settings], tiny: TinyModel) -> None:
     serve(n_ctx=512, n_threads=3, type_k="q8_0", predictor="skip", prefetch=True, log_level="debug")
     (settings,) = started
     found = size_of(tiny(), settings).options
@@ -105,12 +107,12 @@ def test_options_of_loading_reach_the_workers(started: list[Settings], tiny: Tin
     assert (found["predictor"], found["prefetch"]) == ("skip", True)
 
 
-def test_a_server_has_every_option_of_loading_that_run_has() -> None:
+def test_serve_has_every_load_option_of_run() -> None:
     load = [name for name, option in OPTIONS.items() if option.flags and option.scope == "load"]
     assert set(load) <= inspect.signature(serve).parameters.keys()
 
 
-def test_a_projector_and_an_adapter_are_of_the_one_model_that_is_named(
+def test_serve_applies_mmproj_and_adapter_to_its_one_model(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[ModelEntry] = []
@@ -131,7 +133,7 @@ def test_a_projector_and_an_adapter_are_of_the_one_model_that_is_named(
     write_adapter(tmp_path / "b.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 64, 128)).rename(adapter)
     assert catalog.find(entry.name).weights != entry.weights
     adapter.rename(tmp_path / "gone.gguf")
-    assert catalog.find(entry.name) is entry  # a loaded model goes on
+    assert catalog.find(entry.name) is entry  # a loaded model stays usable
     (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
         with pytest.raises(OptionError, match="--mmproj belongs to one model"):
@@ -142,13 +144,13 @@ def test_a_projector_and_an_adapter_are_of_the_one_model_that_is_named(
         serve(placement="cpu", n_gpu_layers=-1)
 
 
-def test_a_model_that_a_server_is_given_is_found_before_the_demo() -> None:
+def test_catalog_finds_a_given_model_before_the_demo() -> None:
     given = replace(next(demo_models()), system="given")
     assert Catalog(paths=False, given=[given]).find("demo") is given
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_models_are_preloaded_and_each_request_is_a_line(tmp_path: Path, tiny: TinyModel, form: str) -> None:
+def test_serve_preloads_models_and_logs_each_request(tmp_path: Path, tiny: TinyModel, form: str) -> None:
     file = tmp_path / "my model.gguf"
     file.symlink_to(tiny())
     arguments = ("demo", str(file), "--log-level", "info", "--log-format", form, "--ctx", "256")
@@ -160,7 +162,7 @@ def test_models_are_preloaded_and_each_request_is_a_line(tmp_path: Path, tiny: T
         assert served.call("/nowhere").status == 404
         assert served.call("/api/generate", {"model": "demo", "prompt": "a", "raw": True}).status == 200
         kept = {model["expires_at"] for model in served.loaded().values()}
-        assert len(kept) == 1  # never, also after a request that says nothing of it
+        assert len(kept) == 1  # a preloaded model never expires, also after a request without keep_alive
     lines = served.log().splitlines()
     assert any("loaded my-model:latest" in line for line in lines)
     (line,) = (line for line in lines if "GET /nowhere 404" in line)
@@ -197,7 +199,7 @@ def kill(server: Server) -> None:
     server.process.wait()
 
 
-def test_a_conversation_outlives_unloading_and_killing(tmp_path: Path) -> None:
+def test_stored_contexts_survive_an_unload_and_a_kill(tmp_path: Path) -> None:
     store = {"MOEGGUF_CONTEXT_STORE": "100MiB"}
     with serving(tmp_path, **store) as server:
         first = generate(server)
@@ -228,7 +230,7 @@ def mine(here: Command, tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
     return lambda *arguments: here(*arguments, **own)
 
 
-def test_run_goes_on_and_the_command_lists_and_clears(mine: Callable[..., CompletedProcess[str]]) -> None:
+def test_run_reuses_stored_contexts_that_contexts_lists_and_clears(mine: Callable[..., CompletedProcess[str]]) -> None:
     assert mine("contexts").stdout.split() == ["MODEL", "TOKENS", "LONGEST", "SIZE", "USED"]
     run = ("run", "demo", "--verbose", "--temperature", "0", "-n", "5", "--context-store", "100MiB", TEXT)
     first, second = mine(*run), mine(*run)
@@ -247,7 +249,9 @@ def test_run_goes_on_and_the_command_lists_and_clears(mine: Callable[..., Comple
     assert mine("contexts", "clear", "--all").stdout == "deleted 0 B of contexts\n"
 
 
-def test_a_folder_that_cannot_be_used_is_a_warning(mine: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
+def test_an_unusable_context_folder_prints_one_warning(
+    mine: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
     (tmp_path / "home" / "cache").mkdir(parents=True)
     (tmp_path / "home" / "cache" / "contexts").write_text("not a folder")
     run = ("run", "demo", "--temperature", "0", "-n", "5", "--context-store")

@@ -1,4 +1,4 @@
-"""Errors, disconnects and crashes under a server, as its clients and the next request see them."""
+"""Tests errors, disconnects and crashes of a server, and their effect on its clients and on the next request."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ ENDLESS = {"format": {"type": "string", "minLength": 100_000}, "options": {"num_
 LONG = {"model": "tiny", "prompt": "x", "raw": True, "options": {"num_ctx": 4096, "num_predict": 4000}}
 
 
-def test_a_client_that_does_not_read_does_not_block_the_model(url: str, manager: FakeManager) -> None:
+def test_an_unread_stream_does_not_block_the_model(url: str, manager: FakeManager) -> None:
     manager.script = [Delta(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
     connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
     try:
@@ -37,7 +37,7 @@ def test_a_client_that_does_not_read_does_not_block_the_model(url: str, manager:
         connection.close()
 
 
-def test_a_worker_that_is_killed_ends_all_streams_that_it_computed_together(tmp_path: Path) -> None:
+def test_a_killed_worker_ends_all_its_streams_with_an_error(tmp_path: Path) -> None:
     together = threading.Barrier(9, timeout=60)
     endless = {"type": "string", "minLength": 100_000}
     with serving(tmp_path, "--parallel", "8", MOEGGUF_CONTEXT_LENGTH="2048") as server:
@@ -54,7 +54,7 @@ def test_a_worker_that_is_killed_ends_all_streams_that_it_computed_together(tmp_
 
         left = client.generate("demo", "x", stream=True, format=endless, options={"num_predict": 30_000})
         next(left)
-        left.close()  # ends a pass, which llama.cpp logs as an error
+        left.close()  # cancels a pass, which llama.cpp logs as an error
         with ThreadPoolExecutor(8) as threads:
             streams = [threads.submit(stream, n) for n in range(8)]
             together.wait()
@@ -66,7 +66,7 @@ def test_a_worker_that_is_killed_ends_all_streams_that_it_computed_together(tmp_
 
 
 @pytest.mark.parametrize("budget", ["2%", "0", 0, -1, "50", 50, "7 B", "lots", "1KiB"])
-def test_a_budget_that_no_model_runs_in_is_the_client_s_error(server: Server, budget: str | int) -> None:
+def test_invalid_budgets_get_a_400(server: Server, budget: str | int) -> None:
     assert server.call("/api/generate", {"model": "demo", "keep_alive": 60}).status == 200
     reply = server.call("/budget", {"model": "demo", "expert_cache": budget}, method="PUT")
     assert reply.status == 400 and "expert_cache" in reply.error
@@ -78,7 +78,7 @@ def test_a_budget_that_no_model_runs_in_is_the_client_s_error(server: Server, bu
     assert server.call("/api/generate", {"model": "demo", "prompt": "x", "stream": False}).status == 200
 
 
-def test_a_budget_of_a_tier_or_a_model_that_is_not_there_is_the_client_s_error(server: Server) -> None:
+def test_budgets_of_missing_tiers_and_models_are_refused(server: Server) -> None:
     server.call("/api/generate", {"model": "demo", "keep_alive": 60})
     reply = server.call("/budget", {"model": "demo", "vram_cache": "50%"}, method="PUT")
     assert reply.status == 400 and "no slots in VRAM" in reply.error
@@ -87,7 +87,7 @@ def test_a_budget_of_a_tier_or_a_model_that_is_not_there_is_the_client_s_error(s
         assert reply.status == 404 and "path" not in reply.error and "MOEGGUF" not in reply.error
 
 
-def test_a_content_length_of_a_gigabyte_is_refused_before_the_body(server: Server) -> None:
+def test_a_content_length_of_a_gigabyte_gets_a_413_before_the_body(server: Server) -> None:
     with connected(server.url) as connection:
         head = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n"
         connection.sendall(head + b"x" * 1000)
@@ -102,7 +102,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_paths_are_refused_as_names(server: Server, name: str) -> None:
+def test_paths_as_model_names_are_refused(server: Server, name: str) -> None:
     for path, body in (
         ("/api/chat", {"model": name, "messages": [QUESTION]}),
         ("/api/show", {"model": name}),
@@ -117,7 +117,7 @@ def test_paths_are_refused_as_names(server: Server, name: str) -> None:
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_in_time_and_streams_get_an_error(
+def test_a_signal_ends_the_server_in_time_and_its_streams_with_an_error(
     tmp_path: Path, tiny: Callable[..., Path], signal_number: int
 ) -> None:
     with serving(tmp_path, models={"tiny": tiny("tiny-qwen2moe")}) as server:
@@ -170,7 +170,7 @@ def rest(connection: socket.socket) -> bytes:
         return file.read()
 
 
-def test_more_connections_than_descriptors_are_refused_and_cost_nothing(tmp_path: Path) -> None:
+def test_connections_beyond_the_descriptors_are_refused_without_cpu_time(tmp_path: Path) -> None:
     with serving(tmp_path, n_files=64) as server:
         process = psutil.Process(server.pid)
         connections = [connected(server.url) for _ in range(120)]
@@ -181,7 +181,7 @@ def test_more_connections_than_descriptors_are_refused_and_cost_nothing(tmp_path
         used = process.cpu_times()
         assert used.user + used.system - before.user - before.system < 0.5
         for connection in connections:
-            with contextlib.suppress(OSError):  # idle for too long on a connection beyond the limit
+            with contextlib.suppress(OSError):  # the server closes idle connections beyond the limit
                 connection.sendall(b"GET /api/version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         replies = []
         for connection in connections:
@@ -194,7 +194,7 @@ def test_more_connections_than_descriptors_are_refused_and_cost_nothing(tmp_path
     assert server.log() == ""
 
 
-def test_a_workers_warning_is_one_line_of_the_log(tmp_path: Path) -> None:
+def test_a_warning_of_a_worker_is_logged_once(tmp_path: Path) -> None:
     """A warning is logged once, even if the model is loaded twice."""
     contexts = tmp_path / "home" / "cache" / "contexts"
     contexts.parent.mkdir(parents=True)
@@ -209,7 +209,7 @@ def test_a_workers_warning_is_one_line_of_the_log(tmp_path: Path) -> None:
     assert warning["message"].startswith(f"demo:latest: contexts are not kept on disk: {contexts}: ")
 
 
-def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:
+def test_an_idle_server_ends_promptly_on_sigterm(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         idle = connected(server.url)
         begun = time.monotonic()
@@ -233,14 +233,12 @@ def test_disconnects_leave_no_open_descriptors(url: str, manager: FakeManager) -
     assert manager.n_running == 0
 
 
-def test_every_request_of_a_connection_has_limited_time_for_its_headers(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_headers_of_a_second_request_close_the_connection(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "HEADERS_S", 0.1)
     request, received = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b""
     with connected(url) as connection:
         connection.sendall(request)
         while not received.endswith(b"Ollama is running"):
             received += connection.recv(1000)
-        connection.sendall(request[:20])  # and nothing more
+        connection.sendall(request[:20])  # the rest of the headers never comes
         assert rest(connection) == b""

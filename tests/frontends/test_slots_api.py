@@ -1,4 +1,4 @@
-"""/slots/N over HTTP: actions and replies as llama-server's, files of each key apart, names that are no paths."""
+"""Tests /slots/N over HTTP: the actions and replies of llama-server, files of each key, and refused names."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_slot_is_saved_restored_and_erased_for_its_key(
 
 
 @pytest.mark.parametrize("name", ["", "../a", "a/b", ".hidden", "a\0b", "a" * 201, "C:\\a", "ä"])
-def test_a_name_that_is_a_path_is_refused(client: httpx.Client, manager: FakeManager, name: str) -> None:
+def test_paths_as_filenames_of_slots_get_a_400(client: httpx.Client, manager: FakeManager, name: str) -> None:
     refused = client.post("/slots/0?action=save&model=demo", json={"filename": name})
     assert refused.status_code == 400 and "filename" in refused.json()["error"]["message"]
     assert not manager.slots
@@ -50,7 +50,7 @@ def test_a_name_that_is_a_path_is_refused(client: httpx.Client, manager: FakeMan
 @pytest.mark.parametrize(
     "path", ["/slots/0", "/slots/0?action=copy", "/slots/x?action=erase", "/slots/-1?action=erase"]
 )
-def test_another_action_or_slot_is_refused(client: httpx.Client, manager: FakeManager, path: str) -> None:
+def test_unknown_actions_and_slots_get_a_400(client: httpx.Client, manager: FakeManager, path: str) -> None:
     refused = client.post(path, json={"filename": "a", "model": "demo"})
     assert refused.status_code == 400 and not manager.slots
     assert client.get("/slots/0").status_code == 405

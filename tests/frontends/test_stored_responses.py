@@ -1,4 +1,4 @@
-"""/v1/responses that are stored: continued, read and removed, by OpenAI's own client."""
+"""Tests stored /v1/responses, which OpenAI's client continues, reads and removes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +41,7 @@ def told(manager: FakeManager) -> list[dict[str, Any]]:
     return [dict(message) for message in manager.requests[-1].messages or ()]
 
 
-def test_a_response_goes_on_from_the_one_before_with_its_own_instructions(
+def test_a_response_continues_its_predecessor_without_its_instructions(
     client: openai.OpenAI, manager: FakeManager
 ) -> None:
     first = client.responses.create(model="demo", input="one", instructions="Be brief.")
@@ -54,7 +54,7 @@ def test_a_response_goes_on_from_the_one_before_with_its_own_instructions(
     assert told(manager) == [*turns, {"role": "user", "content": "three"}]
 
 
-def test_a_streamed_response_with_thinking_and_calls_goes_on_with_the_output_of_a_call(
+def test_a_streamed_response_with_calls_continues_with_their_output(
     client: openai.OpenAI, manager: FakeManager
 ) -> None:
     manager.script = (Delta(thinking="hm"), Delta(tool_calls=(ToolCall("c1", "weather", {"city": "Ås"}),)))
@@ -70,7 +70,7 @@ def test_a_streamed_response_with_thinking_and_calls_goes_on_with_the_output_of_
     ]
 
 
-def test_a_response_can_be_read_counted_and_removed(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_a_response_is_retrieved_counted_and_deleted(client: openai.OpenAI, http: httpx.Client) -> None:
     first = client.responses.create(model="demo", input="one", metadata={"a": "b"})
     assert client.responses.retrieve(first.id) == first
     counted = http.post("/v1/responses/input_tokens", json={
@@ -85,9 +85,7 @@ def test_a_response_can_be_read_counted_and_removed(client: openai.OpenAI, http:
     assert refused.value.code == "previous_response_not_found"
 
 
-def test_a_response_that_is_not_to_be_stored_is_nowhere(
-    client: openai.OpenAI, home: Path, manager: FakeManager
-) -> None:
+def test_a_response_with_store_false_is_not_stored(client: openai.OpenAI, home: Path, manager: FakeManager) -> None:
     response = client.responses.create(model="demo", input="one", store=False)
     assert response.model_dump()["store"] is False and not (home / "responses").exists()
     with pytest.raises(openai.NotFoundError):
@@ -99,13 +97,13 @@ def test_a_response_that_is_not_to_be_stored_is_nowhere(
         client.responses.create(model="demo", input="fails", previous_response_id=stored["id"])
 
 
-def test_without_an_age_nothing_is_stored(manager: FakeManager, home: Path) -> None:
+def test_without_an_age_limit_no_response_is_stored(manager: FakeManager, home: Path) -> None:
     with server_of(manager) as url, client_of(url) as client:
         assert client.responses.create(model="demo", input="one").model_dump()["store"] is False
     assert not (home / "responses").exists()
 
 
-def test_a_restarted_server_continues_and_another_key_does_not(manager: FakeManager) -> None:
+def test_a_restarted_server_continues_responses_of_their_own_key_only(manager: FakeManager) -> None:
     keys: Any = {"api_keys": ("of-ann", "of-bob"), "responses_age_s": 60.0}
     with server_of(manager, **keys) as url, client_of(url, "of-ann") as ann:
         first = ann.responses.create(model="demo", input="one")
@@ -120,7 +118,7 @@ def test_a_restarted_server_continues_and_another_key_does_not(manager: FakeMana
         assert len(told(manager)) == 3
 
 
-def test_an_application_of_many_processes_keeps_neither_responses_nor_scales(manager: FakeManager) -> None:
+def test_an_application_of_several_processes_stores_no_responses_or_scales(manager: FakeManager) -> None:
     routes = [*openai_api.routes, *llama_server.routes]
     app = make_app(cast(Any, manager), cast(Any, manager.catalog), Settings(), routes)
     with running(app) as url, httpx.Client(base_url=url, trust_env=False) as client:

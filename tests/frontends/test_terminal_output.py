@@ -39,14 +39,14 @@ def rows(*arguments: object, **options: object) -> list[str]:
     return heatmap(*arguments, **options).plain.split("\n")  # type: ignore[arg-type]
 
 
-def test_every_state_has_its_letter() -> None:
+def test_heatmap_has_a_letter_for_each_state() -> None:
     assert rows(STATE, USES, LOADS, [3, 14], width=80) == [" 3 ·~▒█+○", "14 ·····○"]
 
 
-def test_experts_share_letters_where_the_terminal_is_narrow() -> None:
+def test_heatmap_groups_experts_on_a_narrow_terminal() -> None:
     state = np.zeros((1, 64), np.uint8)
     uses = np.zeros((1, 64), np.uint8)
-    state[0, :9] = 2  # one whole group of eight, and one of the next
+    state[0, :9] = 2  # all of the first group of eight, and one of the second
     uses[0, 8] = 1
     state[0, 24] = 1
     uses[0, 40] = 1
@@ -57,13 +57,13 @@ def test_experts_share_letters_where_the_terminal_is_narrow() -> None:
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_the_legend_names_every_letter_and_fits(width: int) -> None:
+def test_legend_names_every_letter_and_fits_the_width(width: int) -> None:
     lines = legend(width).plain.split("\n")
     assert all(letters in "".join(lines) and meaning in "".join(lines) for letters, meaning in LEGEND)
     assert max(map(len, lines)) <= max(width, 25)
 
 
-def test_experts_in_vram_and_in_ram_have_letters_of_their_own() -> None:
+def test_heatmap_has_separate_letters_for_vram_and_ram() -> None:
     state = np.array([[0, 1, 2, 3, 3, 2], [2, 3, 3, 0, 0, 0]], np.uint8)
     uses = np.array([[0, 0, 0, 0, 9, 9], [0, 0, 0, 0, 0, 0]], np.uint32)
     assert rows(state, uses, uses * 0, [0, 1], width=80, vram=True) == ["0 ·~%▒█○", "1 %▒▒···"]
@@ -91,7 +91,7 @@ def shown(deltas: list[str], width: int) -> list[str]:
     ("ab 日本 cd", 7, ["ab 日", "本 cd"]),
     ("e\u0301te\u0301 e\u0301te\u0301", 5, ["été", "été"]),
 ])  # fmt: skip
-def test_lines_break_where_they_should(text: str, width: int, lines: list[str]) -> None:
+def test_wrapper_breaks_lines_between_words_and_wide_characters(text: str, width: int, lines: list[str]) -> None:
     import unicodedata
 
     for deltas in ([text], list(text), [text[:4], text[4:]]):
@@ -100,7 +100,7 @@ def test_lines_break_where_they_should(text: str, width: int, lines: list[str]) 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(st.sampled_from("ab é日\n x"), max_size=12), max_size=12), st.integers(5, 30))
-def test_pieces_do_not_matter_and_nothing_is_lost(deltas: list[str], width: int) -> None:
+def test_wrapper_output_is_independent_of_pieces_and_complete(deltas: list[str], width: int) -> None:
     lines, whole = shown(deltas, width), "".join(deltas)
     assert lines == shown([whole], width)
     assert max(map(cell_len, lines)) < width
@@ -117,7 +117,7 @@ STEPS = [
 ]
 
 
-def test_a_terminal_gets_a_line_for_each_file_and_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_progress_has_a_line_for_each_file_and_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tty(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -141,7 +141,7 @@ def test_a_terminal_gets_a_line_for_each_file_and_one_for_all(monkeypatch: pytes
         (123.5, "2m3.5s"), (3605, "1h0m5s"), (0.9999999999, "1s"), (298.000000001, "4m58.000000001s"),
     ],
 )  # fmt: skip
-def test_duration(seconds: float, text: str) -> None:
+def test_duration_prints_the_largest_fitting_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -152,7 +152,7 @@ WHOLE = Stats(
 DECODE = Stats(tokens=9, stall_s=0.09, eval_s=0.5, bytes_missed=18_000_000, n_slots=32, n_experts=64)
 
 
-def test_the_expert_caches_lines_follow_ollamas() -> None:
+def test_statistics_print_expert_cache_lines_after_ollamas() -> None:
     summary = AnswerSummary(
         prompt_tokens=3, cached_tokens=7, answer_tokens=10, prompt_s=0.25, answer_s=0.5, total_s=0.75,
         stats=WHOLE, answer_stats=DECODE,
@@ -177,7 +177,7 @@ def test_the_expert_caches_lines_follow_ollamas() -> None:
     ]
 
 
-def test_two_tiers_have_lines_of_their_own() -> None:
+def test_expert_lines_of_two_tiers_are_separate() -> None:
     vram = TierStats(
         "VRAM", "RPC0", lookups=200, hits_ready=150, hits_late=10, misses=40, evictions=9, bytes_missed=60_000_000,
         n_slots=16, pool_bytes=16 << 20,
@@ -200,7 +200,7 @@ def test_two_tiers_have_lines_of_their_own() -> None:
     assert alone["evictions"] == "4" and "expert cache RAM" not in alone
 
 
-def test_tiers_are_added_and_subtracted_by_name_and_device() -> None:
+def test_stats_add_and_subtract_tiers_by_name_and_device() -> None:
     before = Stats(lookups=3, tiers=(TierStats("VRAM", "A", lookups=3, n_slots=9), TierStats("RAM", "A", misses=1)))
     now = Stats(lookups=10, tiers=(TierStats("VRAM", "A", lookups=10, n_slots=8), TierStats("VRAM", "B", lookups=4)))
     grown = (now - before).tiers
@@ -218,7 +218,7 @@ COLOURS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
 
 
 def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: int = 32) -> dict[str, Any]:
-    """A line of /live: nine of ten lookups hit, a megabyte per token."""
+    """Returns a line of /live with a hit rate of 0.9 and 1 MB per token."""
     map_ = base64.b64encode(bytes(i % 3 for i in range(n_layer * n_expert))).decode()
     stats = {"tokens": tokens, "lookups": 10 * tokens, "hits_ready": 9 * tokens, "hits_late": 0}
     stats |= {"bytes_missed": 1_000_000 * tokens, "stall_s": 0.25 * tokens, "eval_s": float(tokens)}
@@ -243,7 +243,7 @@ def frame(models: dict[str, ModelView], width: int, height: int | None) -> list[
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def test_a_frame_shows_figures_now_and_since_load() -> None:
+def test_a_frame_of_top_shows_figures_now_and_since_load() -> None:
     lines = frame(models_of("demo:latest"), 100, 24)
     assert lines[0] == "moegguf top  http://localhost  1 model" + " " * 55 + "q quits"
     assert lines[2] == "demo:latest  busy · 2 waiting · 76 MB · 4,096 tokens of context · never expires"
@@ -255,7 +255,7 @@ def test_a_frame_shows_figures_now_and_since_load() -> None:
     assert len([line for line in lines if re.match(r"[0-5] \S{32}$", line)]) == 6
 
 
-def test_two_tiers_have_a_line_each_and_a_map_of_three_places() -> None:
+def test_a_frame_of_two_tiers_has_a_line_each_and_a_map_of_three_places() -> None:
     line = line_of(10)
     line["state"] = base64.b64encode(bytes(i % 4 for i in range(192))).decode()
     tier = {"hits_ready": 8, "hits_late": 1, "lookups": 10, "bytes_missed": 3_000_000, "bytes_prefetched": 0}
@@ -280,22 +280,22 @@ def test_two_tiers_have_a_line_each_and_a_map_of_three_places() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(40, 16), (40, 10), (80, 24), (20, 24), (200, 60), (100, 12)])
 @pytest.mark.parametrize("n_models", [1, 2, 5])
-def test_a_frame_is_never_wider_than_the_terminal_nor_higher_with_room(width: int, height: int, n_models: int) -> None:
+def test_a_frame_of_top_fits_the_terminal(width: int, height: int, n_models: int) -> None:
     models = models_of(*(f"hf.co/user/a-model-with-a-long-name:{i}" for i in range(n_models)), n_layer=48)
     lines = frame(models, width, height)
     assert max(map(len, lines)) <= width
-    least = 2 + 6 * n_models + 7  # a head, figures of each, a legend of up to seven lines
+    least = 2 + 6 * n_models + 7  # a head, the figures of each model, and a legend of up to seven lines
     assert len(lines) <= max(height, least)
 
 
-def test_a_model_that_was_loaded_anew_starts_its_counts_anew() -> None:
+def test_a_reloaded_model_starts_its_counts_anew() -> None:
     models = models_of("demo:latest")
     apply_line(models, line_of(1))
     apply_line(models, line_of(2))
     assert models["demo:latest"].now.tokens == 1
 
 
-def test_models_come_and_go() -> None:
+def test_models_unloaded_by_the_server_leave_the_view() -> None:
     models = models_of("a:latest", "b:latest")
     apply_line(models, {"loaded_models": ["b:latest"]})
     apply_line(models, line_of(30, "a:latest"))  # a last snapshot, sent before the unload
@@ -304,7 +304,7 @@ def test_models_come_and_go() -> None:
     assert any("No model is loaded" in line for line in frame(models, 80, 24))
 
 
-def test_a_model_without_experts_has_figures_and_no_map() -> None:
+def test_a_frame_of_a_model_without_experts_has_no_map() -> None:
     assert any(line == "no experts" for line in frame(models_of("dense:latest", n_layer=0), 80, 24))
 
 
@@ -312,7 +312,7 @@ def test_a_model_without_experts_has_figures_and_no_map() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--once"], []], ids=["once", "no terminal"])
-def test_once_prints_a_frame(here: Command, arguments: list[str]) -> None:
+def test_top_once_prints_one_frame(here: Command, arguments: list[str]) -> None:
     with server_of(BusyManager()) as url:
         done = here("top", *arguments, MOEGGUF_HOST=url)
     assert (done.returncode, done.stderr) == (0, "")
@@ -322,7 +322,7 @@ def test_once_prints_a_frame(here: Command, arguments: list[str]) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_json_is_for_scripts(here: Command) -> None:
+def test_top_json_prints_the_models_of_the_server(here: Command) -> None:
     with server_of(BusyManager()) as url:
         done = here("top", "--once", "--json", MOEGGUF_HOST=url)
     printed = json.loads(done.stdout)
@@ -332,7 +332,7 @@ def test_json_is_for_scripts(here: Command) -> None:
     assert (model["tokens_per_s"], model["stats"]["lookups"]) == (pytest.approx(12.5), 10)
 
 
-def test_a_terminal_without_unicode_gets_a_map_of_ascii(moegguf: Command) -> None:
+def test_top_without_unicode_prints_a_map_in_ascii(moegguf: Command) -> None:
     with server_of(BusyManager()) as url:
         done = moegguf("top", "--once", MOEGGUF_HOST=url, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
@@ -341,7 +341,7 @@ def test_a_terminal_without_unicode_gets_a_map_of_ascii(moegguf: Command) -> Non
 
 
 def top_at(url: str, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
-    """`moegguf top` in a terminal."""
+    """Returns `moegguf top` in a terminal."""
     names = environment(MOEGGUF_HOST=url, **environ)
     return Terminal(moegguf_command("top"), names, columns=size[0], rows=size[1], term="xterm-256color")
 
@@ -351,7 +351,7 @@ def until(shown: Terminal, pattern: str) -> None:
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 16)])
-def test_it_runs_until_q(columns: int, rows: int) -> None:
+def test_top_runs_until_q(columns: int, rows: int) -> None:
     with server_of(BusyManager()) as url, top_at(url, (columns, rows)) as shown:
         until(shown, r"hit rate +90\.0% +90\.0% since load")
         until(shown, r"speed +12\.5 t/s")
@@ -362,7 +362,7 @@ def test_it_runs_until_q(columns: int, rows: int) -> None:
         assert COLOURS.search(shown.raw)
 
 
-def test_ctrl_c_quits_and_no_color_applies() -> None:
+def test_ctrl_c_quits_top_and_no_color_applies() -> None:
     with server_of(BusyManager()) as url, top_at(url, NO_COLOR="1") as shown:
         until(shown, "since load")
         shown.send(control("c"))
@@ -370,7 +370,7 @@ def test_ctrl_c_quits_and_no_color_applies() -> None:
         assert not COLOURS.search(shown.raw) and b"Traceback" not in shown.raw
 
 
-def test_a_lost_connection_is_an_error() -> None:
+def test_top_ends_with_an_error_after_a_lost_connection() -> None:
     with server_of(BusyManager()) as url:
         shown = top_at(url)
         until(shown, "since load")

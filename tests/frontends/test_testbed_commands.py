@@ -1,5 +1,4 @@
-"""The testbed from the command line: `trace import`, `show` and `simulate` with CSV, own classes in
-`run`, `bench` and `simulate`, and the small evidence."""
+"""Tests the testbed's commands: `trace import`, `show` and `simulate`, own classes, and `predictors.study.quick`."""
 
 import csv
 import json
@@ -37,7 +36,7 @@ def imported(here: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out.npz"
 
 
-def test_an_imported_trace_is_shown_and_simulated_as_a_recorded_one(here: Command, imported: Path) -> None:
+def test_an_imported_trace_is_shown_and_simulated(here: Command, imported: Path) -> None:
     shape = read(imported).shape
     assert (shape.layers, shape.n_expert, shape.expert_bytes) == ((1, 2, 3), 8, 9 << 20)
     text = here("trace", "show", imported).stdout
@@ -50,7 +49,7 @@ def test_an_imported_trace_is_shown_and_simulated_as_a_recorded_one(here: Comman
     assert {"lru", "next-use", "belady"} <= {row["policy"] for row in rows}
 
 
-def test_a_recorded_trace_is_shown(here: Command, recorded: Path, trace: Trace) -> None:
+def test_trace_show_prints_facts_of_a_recorded_trace(here: Command, recorded: Path, trace: Trace) -> None:
     text = here("trace", "show", recorded).stdout
     assert f"{trace.n_tokens}; {trace.decode().n_tokens} of them were decoded" in text
     assert "4 (2 chat, 2 code)" in text and "weights, inputs" in text
@@ -69,7 +68,7 @@ def test_a_recorded_trace_is_shown(here: Command, recorded: Path, trace: Trace) 
         (("--model", "demo"), "n_expert is 32 in .*, but 8 in"),
     ],
 )
-def test_an_import_that_lacks_or_contradicts_a_fact_is_one_line(
+def test_trace_import_without_a_needed_fact_prints_one_error_line(
     here: Command, tmp_path: Path, flags: tuple[str, ...], words: str
 ) -> None:
     np.save(tmp_path / "a.npy", np.random.default_rng(0).random((4, 3, 8)))
@@ -79,7 +78,7 @@ def test_an_import_that_lacks_or_contradicts_a_fact_is_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"a.npy"}
 
 
-def test_csv_has_every_row_and_counter(here: Command, recorded: Path) -> None:
+def test_simulate_csv_has_the_rows_and_counters_of_the_json(here: Command, recorded: Path) -> None:
     flags = ("--policy", "lru", "--expert-cache", "25%,50%")
     text = here("trace", "simulate", recorded, *flags, "-o", "csv").stdout
     rows = json.loads(here("trace", "simulate", recorded, *flags, "-o", "json").stdout)
@@ -93,7 +92,7 @@ def test_csv_has_every_row_and_counter(here: Command, recorded: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "error: -o takes table, csv, json, but not 'xml'.\n")
 
 
-def test_own_classes_are_simulated_with_the_accuracy_of_prefetching(here: Command, recorded: Path) -> None:
+def test_simulate_with_own_classes_reports_prefetch_accuracy(here: Command, recorded: Path) -> None:
     flags = ("--policy", f"lru,{POLICY}", "--predictor", f"none,{PREDICTOR}", "--expert-cache", "25%", "--prefetch")
     done = here("trace", "simulate", recorded, *flags)
     assert done.returncode == 0, done.stderr
@@ -106,7 +105,7 @@ def test_own_classes_are_simulated_with_the_accuracy_of_prefetching(here: Comman
     assert done.returncode == 1 and "--save is for names" in done.stderr
 
 
-def test_a_model_runs_and_is_measured_with_own_classes(here: Command) -> None:
+def test_run_and_bench_use_own_policy_and_predictor_classes(here: Command) -> None:
     own = ("--policy", POLICY, "--predictor", PREDICTOR, "--prefetch")
     done = here("run", "demo", "What is an expert?", *own, "--expert-cache", "25%", "-n", "8", "--verbose")
     assert done.returncode == 0, done.stderr
@@ -118,7 +117,7 @@ def test_a_model_runs_and_is_measured_with_own_classes(here: Command) -> None:
     assert (row["policy"], row["predictor"], row["error"]) == ("MostUsed", "Followers", "")
 
 
-def test_a_server_takes_own_classes_from_its_command_line_alone(tmp_path: Path) -> None:
+def test_serve_loads_own_classes_from_its_command_line_only(tmp_path: Path) -> None:
     (tmp_path / "from_a_request.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
     mine = f"{tmp_path / 'from_a_request.py'}:Mine"
     names = {"policy": mine, "predictor": mine}
@@ -139,14 +138,14 @@ def test_a_server_takes_own_classes_from_its_command_line_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", [("run", "demo", "hi"), ("bench", "-m", "demo"), ("serve", "--port", "0")])
-def test_a_missing_class_ends_a_command_before_a_model_is_loaded(here: Command, command: tuple[str, ...]) -> None:
+def test_a_missing_class_ends_a_command_before_the_load(here: Command, command: tuple[str, ...]) -> None:
     for flag in ("--policy", "--predictor"):
         done = here(*command, flag, "missing.py:Mine")
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.endswith("lies in no file: 'missing.py' is not there; correct the path.\n")
 
 
-def test_the_small_evidence_is_tables_plots_and_a_manifest(recorded: Path, tmp_path: Path) -> None:
+def test_the_quick_study_writes_tables_plots_and_a_manifest(recorded: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command = [sys.executable, "-m", "predictors.study.quick", "--trace", str(recorded), "-o", str(tmp_path / "out")]
     done: subprocess.CompletedProcess[str] = completed(command)

@@ -1,4 +1,4 @@
-"""The budget of thinking as people give it: in each dialect, on the command line, in a Modelfile, of a server."""
+"""Tests the budget of thinking in each API, on the command line, in a Modelfile and in a server's settings."""
 
 import json
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def test_thinking_ends_within_its_budget_in_every_dialect(
     assert of_chat(free)[0].startswith(thinking.removesuffix(MESSAGE)) and not of_chat(free)[1]
 
 
-def test_a_prompt_as_it_is_has_the_budget_too(served: Server) -> None:
+def test_the_thinking_budget_applies_to_a_raw_prompt(served: Server) -> None:
     prompt = served.call("/apply-template", CHAT).json["prompt"]
     assert prompt.rstrip().endswith("<think>")
     body = {"model": "thinker", "prompt": prompt, "temperature": 0, "n_predict": 30}
@@ -77,7 +77,7 @@ def test_a_prompt_as_it_is_has_the_budget_too(served: Server) -> None:
     assert served.call("/completion", {**body, **own}).json["content"].startswith("#")
 
 
-def test_a_servers_budget_is_that_of_requests_without_one(manager: FakeManager) -> None:
+def test_requests_without_a_thinking_budget_get_the_servers(manager: FakeManager) -> None:
     own = {"reasoning_budget_tokens": 9, "reasoning_budget_message": "own"}
     with server_of(manager, reasoning_budget_tokens=5, reasoning_budget_message="Enough.") as url:
         for fields in ({}, own, {"reasoning_budget_tokens": -1}, {"reasoning_budget_tokens": 0}):
@@ -87,7 +87,7 @@ def test_a_servers_budget_is_that_of_requests_without_one(manager: FakeManager) 
     assert [request.think for request in manager.requests] == [None, None, None, False]
 
 
-def test_run_takes_the_budget_from_a_flag_the_name_or_the_environment(
+def test_run_prefers_the_flags_budget_to_the_models_and_the_environment(
     here: Command, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     home = {"MOEGGUF_HOME": str(tmp_path / "home")}

@@ -1,4 +1,4 @@
-"""`moegguf trace`: record from the demo model, simulate; and the laboratory over a trace: `predictors.study.NAME`."""
+"""Tests `moegguf trace record` and `simulate` with the demo model, and the studies `predictors.study.NAME`."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
 
 
-def test_a_trace_has_every_prompt_as_a_request_of_its_kind(trace: Trace) -> None:
+def test_trace_record_labels_a_request_for_each_prompt(trace: Trace) -> None:
     assert trace.header.labels == {0: "chat", 1: "code", 2: "chat", 3: "code"}
     assert trace.header.model == "moegguf demo"
     assert trace.inputs is not None and trace.weights is not None
@@ -25,7 +25,7 @@ def test_a_trace_has_every_prompt_as_a_request_of_its_kind(trace: Trace) -> None
     assert trace.select([1]).decode().n_tokens > 1
 
 
-def test_hit_rates_of_every_policy_fit_a_narrow_terminal(here: Command, recorded: Path, trace: Trace) -> None:
+def test_simulate_prints_hit_rates_of_every_policy_in_80_columns(here: Command, recorded: Path, trace: Trace) -> None:
     done = here("trace", "simulate", recorded)
     assert done.returncode == 0, done.stderr
     assert "hit rates ...\n" in done.stderr
@@ -38,7 +38,7 @@ def test_hit_rates_of_every_policy_fit_a_narrow_terminal(here: Command, recorded
     assert f"4 of 4 requests with {trace.decode().n_tokens} of {trace.decode().n_tokens} decoded tokens" in done.stdout
 
 
-def test_json_is_the_table(here: Command, recorded: Path) -> None:
+def test_simulate_json_has_the_figures_of_the_table(here: Command, recorded: Path) -> None:
     flags = ("--policy", "lru,next-use", "--expert-cache", "25%, 0.5")
     rows = json.loads(here("trace", "simulate", recorded, *flags, "--json").stdout)
     assert [(row["policy"], row["share"]) for row in rows] == [
@@ -52,7 +52,7 @@ def test_json_is_the_table(here: Command, recorded: Path) -> None:
         )
 
 
-def test_a_modelled_link_gives_stalls_and_speed(here: Command, recorded: Path) -> None:
+def test_simulate_with_a_link_prints_stalls_and_speed(here: Command, recorded: Path) -> None:
     flags = ("--policy", "lru", "--predictor", "none,skip", "--model", "demo", "--expert-cache", "25%")
     timed = ("--link", "0.5", "--latency", "50", "--layer-compute", "1000")
     done = here("trace", "simulate", recorded, *flags, *timed, "--prefetch")
@@ -64,7 +64,7 @@ def test_a_modelled_link_gives_stalls_and_speed(here: Command, recorded: Path) -
     assert all(0 < float(line.split()[-1]) < 1000 for line in speeds)
 
 
-def test_two_tiers_have_a_line_each_and_links_of_their_own(here: Command, recorded: Path) -> None:
+def test_simulate_of_two_tiers_prints_a_line_for_each(here: Command, recorded: Path) -> None:
     budgets = ("--vram-cache", "10%,70%", "--expert-cache", "50%")
     links = ("--link", "0.5", "--device-link", "4GB/s,20us", "--layer-compute", "100")
     flags = ("--policy", "vram=next-use,ram=slru", "--policy", "lru", *budgets, *links)
@@ -87,7 +87,7 @@ def test_two_tiers_have_a_line_each_and_links_of_their_own(here: Command, record
     assert "prompts staged, of 70%: " in done.stdout
 
 
-def test_several_devices_have_a_line_each(here: Command, recorded: Path) -> None:
+def test_simulate_of_several_devices_prints_a_line_for_each(here: Command, recorded: Path) -> None:
     budgets = ("--vram-cache", "20%,20%", "--expert-cache", "50%", "--tensor-split", "1,1")
     links = ("--device-link", "4GB/s,20us", "--device-link", "1GB/s")
     row = json.loads(here("trace", "simulate", recorded, "--policy", "lru", *budgets, *links, "--json").stdout)[0]
@@ -102,14 +102,14 @@ def test_several_devices_have_a_line_each(here: Command, recorded: Path) -> None
     assert [word for word in words if word in tiers][:4] == ["VRAM", "CUDA0", "CUDA1", "RAM"]
 
 
-def test_all_strategies_are_those_that_the_trace_has_inputs_for(here: Command, without_inputs: Path) -> None:
+def test_simulate_leaves_out_strategies_without_recorded_inputs(here: Command, without_inputs: Path) -> None:
     done = here("trace", "simulate", without_inputs, "--model", "demo", "--strategy", "all", "--link", "1")
     assert done.returncode == 0
     assert re.search(r"warning: left out: .*promoe.*: record the trace with --inputs\)", " ".join(done.stderr.split()))
     assert "promoe" not in done.stdout and "moe-infinity" in done.stdout
 
 
-def test_whole_strategies_are_replayed(here: Command, recorded: Path) -> None:
+def test_simulate_replays_every_strategy(here: Command, recorded: Path) -> None:
     options = ["--expert-cache", "25%", "--link", "1", "--layer-compute", "500", "--json"]
     done = here("trace", "simulate", recorded, "--model", "demo", "--strategy", "all", *options)
     assert done.returncode == 0, done.stderr
@@ -125,7 +125,7 @@ def test_whole_strategies_are_replayed(here: Command, recorded: Path) -> None:
     assert (row["policy"], row["predictor"]) == ("lfu-decay", "mlp")
 
 
-def test_saved_hit_rates_are_written(here: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
+def test_simulate_save_writes_hit_rates_for_auto(here: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
     done = here("trace", "simulate", recorded, "--policy", "lru,lfu", "--predictors", tmp_path, "--save")
     assert done.returncode == 0, done.stderr
     assert f"saved {tmp_path / 'measured.json'}: auto chooses by 2 of 4 requests" in done.stderr
@@ -137,7 +137,7 @@ def test_saved_hit_rates_are_written(here: Command, recorded: Path, trace: Trace
     assert (facts["about"]["requests"], facts["about"]["ranges"]) == (2, 2)
 
 
-def test_prompts_alone_have_nothing_to_replay(here: Command, prompts: Path, tmp_path: Path) -> None:
+def test_simulate_refuses_a_trace_without_decoded_tokens(here: Command, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("What is an expert?\n\nWhat is a router?\n")
     out = tmp_path / "t.npz"
     assert here("trace", "record", "demo", "--prompts", tmp_path / "prompts.txt", "-o", out, "-n", 0).returncode == 0
@@ -149,7 +149,7 @@ def test_prompts_alone_have_nothing_to_replay(here: Command, prompts: Path, tmp_
     assert "--max-tokens above 0" in done.stderr
 
 
-def test_prompts_longer_than_the_context_are_cut_with_a_warning(here: Command, tmp_path: Path) -> None:
+def test_trace_record_cuts_long_prompts_with_a_warning(here: Command, tmp_path: Path) -> None:
     long = {"prompt": "word " * 400, "n_predict": 4}
     forced = {"prompt": "one", "completion": "word " * 400}
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, ({"prompt": "hi", "n_predict": 4}, long, forced))))
@@ -163,7 +163,7 @@ def test_prompts_longer_than_the_context_are_cut_with_a_warning(here: Command, t
     assert 250 < trace.select([2]).n_tokens <= 255
 
 
-def test_without_experts_or_hooks_there_is_nothing_to_record(here: Command, prompts: Path, tmp_path: Path) -> None:
+def test_trace_record_without_hooks_is_an_error(here: Command, prompts: Path, tmp_path: Path) -> None:
     done = here("trace", "record", "demo", "--prompts", prompts, "-o", tmp_path / "t", MOEGGUF_HOOKS="0")
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
@@ -184,7 +184,7 @@ def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_pat
     assert not partial.exists()
 
 
-def test_a_closed_stdout_harms_nothing(recorded: Path, prompts: Path, tmp_path: Path) -> None:
+def test_trace_commands_succeed_with_a_closed_stdout(recorded: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.npz"
     record = f"trace record demo --prompts {prompts} -o {out} -t 1 -n 2 >&- 2>&-"
     simulate = f"trace simulate {recorded} --policy lru >&-"
@@ -197,7 +197,7 @@ def test_a_closed_stdout_harms_nothing(recorded: Path, prompts: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def study() -> Command:
-    """`study("score", path, ...)`: what the command wrote, and its exit code."""
+    """Returns `study("score", path, ...)`, which returns the output and the exit code of a study."""
 
     def call(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         return completed([sys.executable, "-m", f"predictors.study.{name}", *map(str, arguments)])
@@ -205,7 +205,7 @@ def study() -> Command:
     return call
 
 
-def test_a_made_up_trace_is_simulated_as_a_recorded_one(here: Command, study: Command, tmp_path: Path) -> None:
+def test_a_synthetic_trace_is_simulated_with_its_given_locality(here: Command, study: Command, tmp_path: Path) -> None:
     path = tmp_path / "made-up.npz"
     shape = ("--layers", "3", "--experts", "32", "--used", "2", "--expert-size", "3MiB")
     done = study("synthesize", "--locality", "qwen3-30b", *shape, "--tokens", "300", "-o", path)
@@ -217,7 +217,7 @@ def test_a_made_up_trace_is_simulated_as_a_recorded_one(here: Command, study: Co
     assert rows[0]["hit_rate"] == pytest.approx(0.9, abs=0.03)
 
 
-def test_predictors_are_scored_beside_a_control(study: Command, recorded: Path) -> None:
+def test_the_score_study_rates_predictors_beside_a_control(study: Command, recorded: Path) -> None:
     done = study("score", recorded, "--model", "demo", "--predictor", "skip,fresh-gate,eamc", "--link", "1")
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -229,7 +229,7 @@ def test_predictors_are_scored_beside_a_control(study: Command, recorded: Path) 
     assert "GOODPRED" in done.stdout
 
 
-def test_the_token_scheduler_is_counted_beside_oracle_random_and_fifo(study: Command, recorded: Path) -> None:
+def test_the_schedule_study_compares_oracle_predicted_random_and_fifo(study: Command, recorded: Path) -> None:
     done = study("schedule", recorded, "--batch", "1,2", "--expert-cache", "50%", "--paths", "recent")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -238,7 +238,7 @@ def test_the_token_scheduler_is_counted_beside_oracle_random_and_fifo(study: Com
     assert [row[:2] for row in rows] == [
         [size, order] for size in "12" for order in ("oracle", "predicted", "random", "fifo")
     ]
-    assert all(row[3] == "0.0%" for row in rows[:4])  # a batch of one is what it is
+    assert all(row[3] == "0.0%" for row in rows[:4])  # no order can change a batch of one request
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_token_scheduler_is_counted_beside_oracle_random_and_fifo(study: Com
         (("synthesize", "--locality", "glm", "--expert-size", "big", "-o", "OUT"), "--expert-size: a size"),
     ],
 )
-def test_an_error_is_one_line_with_the_next_step(
+def test_errors_of_the_studies_are_one_line_with_the_next_step(
     study: Command, recorded: Path, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     known = {"TRACE": str(recorded), "OUT": str(tmp_path / "t.npz")}

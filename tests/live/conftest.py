@@ -1,4 +1,4 @@
-"""References for the identity gates, computed once per model and batch size."""
+"""Fixtures of tests on running models. References for tests of identity are computed once per model and batch size."""
 
 from __future__ import annotations
 

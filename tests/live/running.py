@@ -1,4 +1,4 @@
-"""Running a tiny model the same way twice: prompts, greedy logits, references, and a thread that meddles meanwhile."""
+"""Helpers to run a tiny model twice and compare: prompts, greedy logits, and a thread that disturbs the store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def greedy_logits(
     n_new: int = N_NEW,
     before_each: Callable[[], object] = lambda: None,
 ) -> Logits:
-    """Logits of the prompt and of `n_new` greedy tokens, from an empty context. `before_each` runs before each pass."""
+    """Returns logits of the prompt and `n_new` greedy tokens in an empty context. Calls `before_each` before a pass."""
     llm.reset()
     before_each()
     llm.eval(random_prompt(llm) if prompt is None else prompt)
@@ -67,7 +67,7 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:
-    """The file of a writer that has everything."""
+    """Writes the file of a writer that has all its keys and tensors. Returns its path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -89,14 +89,14 @@ def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) ->
 
 @contextmanager
 def hooks_off() -> Iterator[None]:
-    """Models loaded here run plain llama.cpp."""
+    """Makes models that are loaded in this block run plain llama.cpp."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEGGUF_HOOKS", "0")
         yield
 
 
 def controller_of(llm: Llama) -> Controller:
-    """The controller that decides for a model."""
+    """Returns the controller that decides for a model."""
     controller = llm.context.controller
     assert isinstance(controller, LiveController) and controller.controller is not None
     return controller.controller
@@ -116,7 +116,7 @@ def count_scores(llm: Llama) -> list[bool]:
 
 
 class Meddler:
-    """Random scores and random prefetches, before each pass and from another thread while passes run."""
+    """Sets random scores and starts random prefetches, before each pass and from another thread during passes."""
 
     def __init__(self, store: Store, seed: int = 0) -> None:
         self._store = store

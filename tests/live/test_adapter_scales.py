@@ -1,4 +1,4 @@
-"""The scale of a LoRA adapter belongs to a request: no other one computes with it or begins with what was computed."""
+"""Tests the scale of a LoRA adapter in a request: other requests neither use it nor reuse contexts computed with it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +43,7 @@ def facts(received: Received) -> tuple[Any, ...]:
     return received.text, received.logprobs
 
 
-def test_each_request_is_answered_with_its_scale_also_beside_others(llm: Llama, tiny: TinyModel, adapter: Path) -> None:
+def test_requests_in_one_batch_use_their_own_lora_scale(llm: Llama, tiny: TinyModel, adapter: Path) -> None:
     scales = (None, 0.0, 2.0, None, 2.0, 1.0)
     together = [facts(each) for each in answers_together(llm, [request(scale) for scale in scales])]
     assert together[0] == together[3] == together[5] and together[2] == together[4]
@@ -57,7 +57,7 @@ def test_each_request_is_answered_with_its_scale_also_beside_others(llm: Llama, 
         assert isinstance(refused.error, OptionError)
 
 
-def test_a_prefix_serves_requests_of_its_scale_only_in_memory_and_on_disk(
+def test_a_cached_prefix_is_reused_only_at_its_lora_scale(
     tiny: TinyModel, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
@@ -75,7 +75,7 @@ def test_a_prefix_serves_requests_of_its_scale_only_in_memory_and_on_disk(
     assert n_disk[0] > 0 and n_disk[1] > 0
 
 
-def test_who_uses_the_model_after_the_loop_finds_the_scale_of_the_load(llm: Llama, adapter: Path) -> None:
+def test_the_loop_restores_the_lora_scale_of_the_load(llm: Llama, adapter: Path) -> None:
     tokens = llm.vocabulary.tokens(PROMPT)
     llm.eval(tokens)
     expected = llm.context.logits().copy()

@@ -1,4 +1,4 @@
-"""Answers while they are generated: text, summary, reuse of the context, cancelling, and the end of the context."""
+"""Tests answers: text, summary, reuse of the context, cancelling, and the end of the context."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,12 +23,12 @@ def shared() -> Iterator[Llama]:
         yield llm
 
 
-def test_the_answer_is_the_models_and_the_timing_counts_it(demo: Llama) -> None:
+def test_summary_counts_tokens_and_seconds_of_an_answer(demo: Llama) -> None:
     text, summary = reply(demo, QUESTION)
     assert text.startswith("moegguf runs Mixture-of-Experts models")
     assert summary.finish == "stop"
     assert (summary.prompt_tokens, summary.cached_tokens) == (20, 0)
-    assert summary.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # and the one that ends it
+    assert summary.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # and the end token
     assert summary.stats.tokens == summary.prompt_tokens + summary.answer_tokens - 1
     assert summary.answer_stats.tokens == summary.answer_tokens - 1
     assert 0 < summary.prompt_s < summary.total_s
@@ -36,7 +36,7 @@ def test_the_answer_is_the_models_and_the_timing_counts_it(demo: Llama) -> None:
     assert summary.context == ()
 
 
-def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
+def test_a_seed_repeats_its_answer_after_other_requests(demo: Llama) -> None:
     def drawn() -> str:
         text, summary = reply(demo, prompt="Once upon", temperature=1.5, seed=7, max_tokens=60)
         assert summary.cached_tokens == 0
@@ -50,7 +50,7 @@ def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
     assert len(unseeded) > 1
 
 
-def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
+def test_a_long_prompt_reports_progress_at_each_batch(demo: Llama) -> None:
     answer = Answer(demo, ask("word " * 150, max_tokens=2))
     answer.deltas()
     n_tokens, reports = answer.summary.prompt_tokens, answer.reports
@@ -59,7 +59,7 @@ def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
     assert [report.seconds for report in reports] == sorted(report.seconds for report in reports)
 
 
-def test_cancelling_stops_within_one_token(demo: Llama) -> None:
+def test_cancel_stops_an_answer_within_one_token(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION))
     deltas = answer.deltas(lambda: answer.summary.answer_tokens == 5 and answer.cancel())
     assert (answer.summary.finish, answer.summary.answer_tokens) == ("cancelled", 5)
@@ -67,7 +67,7 @@ def test_cancelling_stops_within_one_token(demo: Llama) -> None:
     assert reply(demo, QUESTION)[0].startswith(text_of(deltas))
 
 
-def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) -> None:
+def test_the_error_for_a_too_long_prompt_states_its_length(demo: Llama) -> None:
     n_tokens = len(demo.tokenize(b"word " * 40_000))
     with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) exceed context window of 512; "):
         Answer(demo, ask(prompt="word " * 40_000, truncate=False))
@@ -75,11 +75,11 @@ def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) 
     for form in ({"truncate": False}, {"shift": False}):
         with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) exceed context window of 512; "):
             Answer(demo, ask("word " * 40_000, **form))
-    with pytest.raises(ContextError, match=r"\((249|250)\d{5}\) exceed context window"):  # estimated
+    with pytest.raises(ContextError, match=r"\((249|250)\d{5}\) exceed context window"):  # the length is estimated
         Answer(demo, ask("xy " * 12_500_000, truncate=False))
 
 
-def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> None:
+def test_a_too_long_conversation_loses_its_oldest_messages(demo: Llama) -> None:
     turns = [f"{'question' if i % 2 == 0 else 'answer'} number {i} " * 6 for i in range(21)]
     messages = ({"role": "system", "content": "Be kind."}, *ask(*turns).messages)  # type: ignore[misc]
     answer = Answer(demo, Request(messages=messages))
@@ -95,7 +95,7 @@ def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> No
         Answer(demo, Request(messages=messages, truncate=False))
 
 
-def test_what_may_not_be_left_out_never_is(demo: Llama) -> None:
+def test_a_too_long_system_message_is_refused(demo: Llama) -> None:
     system = {"role": "system", "content": "word " * 600}
     with pytest.raises(ContextError):
         Answer(demo, Request(messages=(system, *ask("a", "b", "c").messages)))  # type: ignore[misc]
@@ -104,7 +104,7 @@ def test_what_may_not_be_left_out_never_is(demo: Llama) -> None:
 @pytest.mark.parametrize(
     "nothing", [ask(prompt=""), Request(), Request(messages=())], ids=["empty", "none", "no messages"]
 )
-def test_nothing_asked_is_refused(demo: Llama, nothing: Request) -> None:
+def test_requests_without_a_prompt_are_refused(demo: Llama, nothing: Request) -> None:
     with pytest.raises(OptionError):
         Answer(demo, nothing)
 
@@ -128,7 +128,7 @@ def with_texts(path: Path, source: Path, texts: dict[str, str | bytes]) -> Path:
 def test_a_model_without_a_template_gets_chatml(
     tiny: TinyModel, load: Load, tmp_path: Path, texts: dict[str, str]
 ) -> None:
-    """A mark at the end of a message ends the answer also where the model writes it letter by letter."""
+    """The end mark of a message ends the answer, also if the model writes the mark in single letters."""
     llm = load(with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), texts))
     turns = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (("user", "one"), ("assistant", "two"))]
     answer = Answer(llm, ask("one", "two", "one", format={"const": "ab<|im_end|>c"}))
@@ -142,7 +142,7 @@ def test_a_model_without_a_template_gets_chatml(
 @pytest.mark.parametrize(
     "texts", [{TEMPLATE: ALL, TOOL_TEMPLATE: "T{{ tools }}" + ALL}, {TOOL_TEMPLATE: "T{{ tools }}" + ALL}]
 )
-def test_a_file_may_have_a_template_for_conversations_with_tools(
+def test_requests_with_tools_use_the_tool_template_of_the_file(
     tiny: TinyModel, load: Load, tmp_path: Path, texts: dict[str, str]
 ) -> None:
     llm = load(with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), texts))
@@ -164,7 +164,9 @@ ODD_TEXTS: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("kind", ODD_TEXTS)
-def test_one_text_that_is_not_utf_8_hides_no_other(tiny: TinyModel, load: Load, tmp_path: Path, kind: str) -> None:
+def test_invalid_utf8_in_one_key_value_leaves_the_others_readable(
+    tiny: TinyModel, load: Load, tmp_path: Path, kind: str
+) -> None:
     key, text = ODD_TEXTS[kind]
     path = with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), {TEMPLATE: "A: " + ALL, key: text})
     path.write_bytes(path.read_bytes().replace(b"odd key", b"odd k\xe9y"))
@@ -174,12 +176,12 @@ def test_one_text_that_is_not_utf_8_hides_no_other(tiny: TinyModel, load: Load, 
     assert llm.chat_format == "chat_template.default"
 
 
-def test_a_prompt_may_end_with_the_last_message(demo: Llama) -> None:
+def test_begins_answer_false_ends_the_prompt_with_the_last_message(demo: Llama) -> None:
     assert Answer(demo, ask("x", begins_answer=False)).prompt.end.endswith("x<|im_end|>\n")
     assert Answer(demo, ask("x", "y", begins_answer=False)).prompt.end.endswith("<|im_start|>assistant\ny")
 
 
-def test_a_template_that_writes_without_end_is_never_tokenized(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_output_of_a_template_is_refused_before_tokenizing(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, lengths = demo.vocabulary.tokens, list[int]()
 
     def counted(text: str, **options: bool) -> list[int]:
@@ -199,7 +201,7 @@ def test_a_template_that_writes_without_end_is_never_tokenized(demo: Llama, monk
     assert answer.prompt.end.endswith("turn 8") and answer.prompt.cut_messages == 8
 
 
-def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> None:
+def test_a_single_too_long_message_loses_its_beginning(demo: Llama) -> None:
     words = " ".join(f"w{i}" for i in range(900))
     request = Request(messages=({"role": "system", "content": "Be kind."}, {"role": "user", "content": words}))
     one = Answer(demo, request)
@@ -212,7 +214,7 @@ def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> N
     assert one.prompt.cut_tokens == pytest.approx(whole - len(one.prompt.tokens), abs=30)
 
 
-def test_a_plain_prompt_keeps_its_first_tokens_and_its_end(demo: Llama) -> None:
+def test_a_too_long_plain_prompt_keeps_num_keep_tokens_and_its_end(demo: Llama) -> None:
     tokens = demo.tokenize(b"one two three four five six " * 300, add_bos=False)
     one = Answer(demo, ask(prompt="one two three four five six " * 300, num_keep=7))
     n_first = 7 + len(demo.vocabulary.bos_tokens)
@@ -222,7 +224,7 @@ def test_a_plain_prompt_keeps_its_first_tokens_and_its_end(demo: Llama) -> None:
     assert one.prompt.cut_tokens == len(tokens) + len(demo.vocabulary.bos_tokens) - len(kept)
 
 
-def test_a_chat_goes_on_after_its_context_was_full_and_reuses_what_stays(demo: Llama) -> None:
+def test_a_chat_in_a_full_context_reuses_the_kept_messages(demo: Llama) -> None:
     turns, cached = list[str](), list[int]()
     for i in range(14):
         turns.append(f"Question number {i}: " + "tell me more " * 12)
@@ -235,7 +237,7 @@ def test_a_chat_goes_on_after_its_context_was_full_and_reuses_what_stays(demo: L
 
 
 @pytest.mark.parametrize(("n_keep", "n_shifts"), [(4, 1), (-1, 1)])
-def test_an_answer_goes_on_in_a_full_context(demo: Llama, n_keep: int, n_shifts: int) -> None:
+def test_an_answer_in_a_full_context_shifts_and_keeps_num_keep_tokens(demo: Llama, n_keep: int, n_shifts: int) -> None:
     text, summary = reply(demo, QUESTION, max_tokens=560, num_keep=n_keep, logit_bias=endless(demo))
     assert (summary.answer_tokens, summary.finish, summary.n_shifts) == (560, "length", n_shifts)
     first, n_first = demo.input_ids[: demo.n_tokens].tolist(), 20 if n_keep < 0 else n_keep
@@ -243,7 +245,7 @@ def test_an_answer_goes_on_in_a_full_context(demo: Llama, n_keep: int, n_shifts:
     assert text.startswith(reply(demo, QUESTION, max_tokens=20)[0])
 
 
-def test_what_stays_after_a_shift_is_computed_again_before_it_is_continued(demo: Llama) -> None:
+def test_a_prompt_from_a_shifted_context_is_computed_again(demo: Llama) -> None:
     def continued(tokens: list[int]) -> str:
         text: str = demo.create_completion(tokens, max_tokens=6, temperature=0)["choices"][0]["text"]
         return text
@@ -255,7 +257,7 @@ def test_what_stays_after_a_shift_is_computed_again_before_it_is_continued(demo:
     assert after_shift == continued(first)
 
 
-def test_an_answer_without_end_has_one(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_answer_stops_after_max_contexts(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "MAX_CONTEXTS", 2)
     llm = load(DEMO, n_ctx=256, logits_all=False)
     _, summary = reply(llm, QUESTION, logit_bias=endless(llm))
@@ -263,7 +265,7 @@ def test_an_answer_without_end_has_one(load: Load, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
-def test_a_shift_and_the_expert_cache_do_not_disturb_each_other(preset: str, tiny: TinyModel, load: Load) -> None:
+def test_a_context_shift_with_few_slots_equals_one_with_all_experts(preset: str, tiny: TinyModel, load: Load) -> None:
     contexts = []
     for share in ("30%", "100%"):
         llm = load(tiny(preset), expert_cache=share, n_ctx=256, n_ubatch=1, logits_all=False)
@@ -278,14 +280,14 @@ def test_a_shift_and_the_expert_cache_do_not_disturb_each_other(preset: str, tin
     assert len(contexts[0]) == 360
 
 
-def test_a_recurrent_model_cannot_shift_and_ends(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_a_recurrent_model_ends_at_a_full_context(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_is_hybrid", True)
     assert not demo.context.can_shift
     _, summary = reply(demo, QUESTION, logit_bias=endless(demo))
     assert (summary.finish, summary.n_shifts) == ("length", 0)
 
 
-def test_the_assistants_last_message_is_continued(demo: Llama, whole: str) -> None:
+def test_a_final_assistant_message_is_continued_unless_disabled(demo: Llama, whole: str) -> None:
     begin = whole[: whole.index(" that")]
     text, summary = reply(demo, QUESTION, begin)
     assert begin + text == whole
@@ -294,7 +296,7 @@ def test_the_assistants_last_message_is_continued(demo: Llama, whole: str) -> No
     assert begin + other != whole
 
 
-def test_a_continued_format_is_completed(demo: Llama) -> None:
+def test_a_final_assistant_message_with_a_format_is_completed(demo: Llama) -> None:
     form = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
     text, summary = reply(demo, QUESTION, '{"name": "ä', format=form)
     assert summary.finish == "stop" and len(text) < 12 and text.rstrip().endswith("}") and "{" not in text

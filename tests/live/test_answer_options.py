@@ -36,14 +36,14 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 
 @pytest.mark.parametrize("stop", ["of-Experts", " models", "f", "It leaves the exp", "moe", "."])
-def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_returned(demo: Llama, whole: str, stop: str) -> None:
+def test_a_stop_string_ends_the_answer_and_is_not_returned(demo: Llama, whole: str, stop: str) -> None:
     answer = Answer(demo, ask(QUESTION, stop=("not there at all", stop)))
     assert text_of(answer.deltas()) == whole[: whole.index(stop)]
     assert answer.summary.finish == "stop" and answer.summary.stop_string == stop
     assert answer.summary.answer_tokens <= len(demo.tokenize(whole.encode(), False))
 
 
-def test_code_points_split_over_tokens_come_whole(demo: Llama) -> None:
+def test_transcript_joins_code_points_split_over_tokens(demo: Llama) -> None:
     text = "naïve 漢字 🦙 e\u0301"
     vocabulary = demo.vocabulary
     tokens = vocabulary.tokens(text)
@@ -56,19 +56,19 @@ def test_code_points_split_over_tokens_come_whole(demo: Llama) -> None:
     assert transcript.end() is None
 
 
-def test_half_a_code_point_at_the_end_becomes_a_replacement_character(demo: Llama) -> None:
+def test_transcript_ends_a_partial_code_point_with_a_replacement_character(demo: Llama) -> None:
     cut = demo.vocabulary.tokens("🦙")[:-1]
     transcript = Transcript(demo.vocabulary)
     assert [transcript.feed(token) for token in cut] == [None] * len(cut)
     assert transcript.end() == Delta("\ufffd")
 
 
-def test_lone_surrogates_of_json_reach_the_model_as_replacement_characters(demo: Llama) -> None:
+def test_lone_surrogates_become_replacement_characters(demo: Llama) -> None:
     assert to_utf8(json.loads('"a\\ud800b\\ud83e\\udd99"')) == "a\ufffdb🦙".encode()
     assert reply(demo, "say \ud800", max_tokens=2)[1].answer_tokens == 2
 
 
-def test_probabilities_add_up_and_the_likeliest_token_is_taken_at_temperature_0(demo: Llama) -> None:
+def test_temperature_0_takes_the_likeliest_of_sorted_logprobs(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, max_tokens=12, n_logprobs=20))
     deltas = answer.deltas()
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
@@ -83,7 +83,7 @@ def test_probabilities_add_up_and_the_likeliest_token_is_taken_at_temperature_0(
     assert "".join(logprob.text for logprob in logprobs) == text_of(deltas)
 
 
-def test_logprobs_are_those_before_sampling(demo: Llama) -> None:
+def test_logprobs_are_computed_before_bias_and_temperature(demo: Llama) -> None:
     def first(**options: object) -> TokenLogprob:
         deltas = Answer(demo, ask(QUESTION, max_tokens=1, n_logprobs=3, **options)).deltas()
         return next(logprob for delta in deltas for logprob in delta.logprobs)
@@ -95,7 +95,7 @@ def test_logprobs_are_those_before_sampling(demo: Llama) -> None:
     assert other.logprob == pytest.approx(plain.top[1].logprob, abs=0.1)
 
 
-def test_no_logprobs_unless_requested_and_no_more_than_twenty(demo: Llama) -> None:
+def test_logprobs_are_returned_on_request_up_to_twenty(demo: Llama) -> None:
     assert all(piece.logprobs == () for piece in Answer(demo, ask(QUESTION, max_tokens=3)).deltas())
     deltas = Answer(demo, ask(QUESTION, max_tokens=3, n_logprobs=0)).deltas()
     assert [len(piece.logprobs) for piece in deltas] == [1, 1, 1]
@@ -113,14 +113,14 @@ def test_logprobs_of_a_stop_string_are_not_returned(demo: Llama, whole: str) -> 
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, 1), (5, 5), (None, 508), (0, 508), (-1, 508)])
-def test_the_limit_of_tokens(demo: Llama, n: int | None, expected: int) -> None:
+def test_max_tokens_limits_the_answer(demo: Llama, n: int | None, expected: int) -> None:
     _, summary = reply(demo, prompt="What does moegguf", max_tokens=n, logit_bias=endless(demo), shift=False)
     room = 512 - summary.prompt_tokens - summary.cached_tokens
     assert (summary.answer_tokens, summary.finish) == (min(expected, room), "length")
     assert len(summary.context) == summary.prompt_tokens + summary.cached_tokens + summary.answer_tokens
 
 
-def test_a_prompt_goes_on_where_an_earlier_answer_ended(demo: Llama) -> None:
+def test_context_of_an_earlier_answer_is_continued(demo: Llama) -> None:
     _, first = reply(demo, prompt="moegguf is", max_tokens=5)
     text, second = reply(demo, prompt=" and", context=first.context, max_tokens=3)
     assert second.context[: len(first.context)] == first.context
@@ -130,7 +130,7 @@ def test_a_prompt_goes_on_where_an_earlier_answer_ended(demo: Llama) -> None:
         Answer(demo, ask(prompt="x", context=(demo.n_vocab(),)))
 
 
-def test_a_context_of_tokens_and_texts_is_evaluated_in_their_order(demo: Llama, tiny: TinyModel, load: Load) -> None:
+def test_a_context_of_tokens_and_texts_keeps_their_order(demo: Llama, tiny: TinyModel, load: Load) -> None:
     words = demo.vocabulary.tokens
     answer = Answer(demo, ask(prompt="", context=(5, "An expert", 7, " is"), max_tokens=2))
     assert answer.prompt.tokens == [5, *words("An expert"), 7, *words(" is")]
@@ -147,7 +147,7 @@ def test_a_context_of_tokens_and_texts_is_evaluated_in_their_order(demo: Llama, 
         assert [each.token for each in delta.prompt] == expected[len(expected) - 2 :]
 
 
-def test_deltas_have_the_tokens_of_their_text_where_that_is_asked(demo: Llama, whole: str) -> None:
+def test_deltas_have_their_tokens_with_return_tokens(demo: Llama, whole: str) -> None:
     stop = "Experts models"
     for more in ({}, {"n_logprobs": 1}):
         deltas = Answer(demo, ask(QUESTION, stop=(stop,), return_tokens=True, **more)).deltas()
@@ -157,14 +157,14 @@ def test_deltas_have_the_tokens_of_their_text_where_that_is_asked(demo: Llama, w
     assert not any(delta.tokens for delta in Answer(demo, ask(QUESTION, n_logprobs=1, max_tokens=3)).deltas())
 
 
-def test_bytes_of_tokens_join_to_the_characters_of_a_text(demo: Llama) -> None:
+def test_pieces_of_logprobs_join_to_the_characters_of_the_text(demo: Llama) -> None:
     deltas = Answer(demo, ask(QUESTION, format={"const": "日é"}, n_logprobs=0, max_tokens=30)).deltas()
     pieces = [logprob.piece for delta in deltas for logprob in delta.logprobs]
     assert b"".join(pieces).decode() == '"日é"'
     assert any("\ufffd" in piece.decode(errors="replace") for piece in pieces)
 
 
-def test_an_answer_that_ignores_its_end_goes_on_to_the_limit_unless_a_format_ends_it(demo: Llama) -> None:
+def test_ignore_eos_runs_to_the_limit_unless_a_format_ends_the_answer(demo: Llama) -> None:
     assert reply(demo, "Hi", max_tokens=100)[1].finish == "stop"
     text, summary = reply(demo, "Hi", max_tokens=100, ignore_eos=True)
     assert (summary.answer_tokens, summary.finish) == (100, "length")
@@ -172,7 +172,7 @@ def test_an_answer_that_ignores_its_end_goes_on_to_the_limit_unless_a_format_end
     assert (text, summary.finish) == ("7", "stop")
 
 
-def test_a_bias_of_a_text_is_that_of_each_of_its_tokens(demo: Llama) -> None:
+def test_text_bias_applies_to_each_token_of_the_text(demo: Llama) -> None:
     tokens = demo.vocabulary.tokens("llama", special=False)
     by_token = reply(demo, QUESTION, max_tokens=8, logit_bias=dict.fromkeys(tokens, 9.0))
     assert reply(demo, QUESTION, max_tokens=8, text_bias=(("llama", 9.0),))[0] == by_token[0]
@@ -181,7 +181,7 @@ def test_a_bias_of_a_text_is_that_of_each_of_its_tokens(demo: Llama) -> None:
     assert by_token[0] != reply(demo, QUESTION, max_tokens=8)[0]
 
 
-def test_a_request_for_less_context_is_answered_as_by_a_model_with_that_context(load: Load) -> None:
+def test_num_ctx_answers_like_a_model_with_that_context(load: Load) -> None:
     large, small = load(demo_path(), n_ctx=512), load(demo_path(), n_ctx=256)
     long = "What is an expert? " * 60
     turns = (long, "An expert.", QUESTION)
@@ -202,7 +202,7 @@ def test_a_request_for_less_context_is_answered_as_by_a_model_with_that_context(
         Answer(large, ask(prompt=long, truncate=False, num_ctx=256))
 
 
-def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suffix_is_refused_or_written_with_fim_tokens(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CapabilityError, match="insert"):
         Answer(demo, ask(prompt="def f(", suffix="return x"))
     monkeypatch.setattr(type(demo.vocabulary), "fim_tokens", property(lambda _: (11, 12, 13)))
@@ -225,7 +225,7 @@ def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.M
     assert max(sizes) <= MAX_WHOLE_CHARACTERS, "a text that is far too long is not read whole"
 
 
-def test_a_template_without_tools_or_thinking_says_so(tiny: TinyModel, load: Load) -> None:
+def test_tools_and_thinking_are_refused_without_template_support(tiny: TinyModel, load: Load) -> None:
     plain = load(tiny())
     with pytest.raises(CapabilityError, match="does not support tools"):
         Answer(plain, ask(QUESTION, tools=(WEATHER,)))
@@ -235,7 +235,7 @@ def test_a_template_without_tools_or_thinking_says_so(tiny: TinyModel, load: Loa
     Answer(plain, ask(QUESTION, think=False))
 
 
-def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llama) -> None:
+def test_a_template_of_the_request_replaces_the_models(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=THINKER, max_tokens=10))
     prompt = demo.detokenize(answer.prompt.tokens, special=True).decode()
     assert prompt.endswith(f"[user]{QUESTION}[assistant]<think>\n")
@@ -245,7 +245,7 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
     assert 0 < answer.summary.thinking_tokens <= answer.summary.answer_tokens
 
 
-def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
+def test_tool_choice_none_leaves_out_the_tools(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=templates.QWEN, tools=(WEATHER,), max_tokens=10))
     assert "weather" in demo.detokenize(answer.prompt.tokens).decode()
     assert answer.deltas()
@@ -255,7 +255,7 @@ def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
         Answer(demo, ask(QUESTION, template=templates.QWEN, tools=(WEATHER,), tool_choice="rain"))
 
 
-def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:
+def test_control_tokens_have_an_empty_piece(tiny: TinyModel, load: Load) -> None:
     path: Path = tiny("tiny-mix")
     llm = load(path)
     eos = llm.token_eos()
@@ -264,7 +264,7 @@ def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:
     assert llm.vocabulary.is_end(eos)
 
 
-def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:
+def test_logit_bias_forbids_and_forces_tokens(demo: Llama, whole: str) -> None:
     first = demo.vocabulary.tokens(whole)[0]
     assert not reply(demo, QUESTION, max_tokens=4, logit_bias={first: -1000.0})[0].startswith(whole[:2])
     wanted = demo.vocabulary.tokens("llama")
@@ -277,7 +277,7 @@ def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:
             Answer(demo, ask(QUESTION, logit_bias=bias))
 
 
-def test_penalties_look_at_the_prompt_and_the_answer(demo: Llama) -> None:
+def test_penalties_apply_to_tokens_of_prompt_and_answer(demo: Llama) -> None:
     free = {"prompt": " the", "max_tokens": 40, "logit_bias": endless(demo)}
     repeated = reply(demo, **free)[1].context[1:]
     penalized = reply(demo, **free, presence_penalty=100.0, repeat_last_n=-1)[1].context
@@ -292,11 +292,13 @@ def test_penalties_look_at_the_prompt_and_the_answer(demo: Llama) -> None:
 @pytest.mark.parametrize(
     "option", [{"top_k": 1}, {"top_p": 0.0001}, {"min_p": 1.0}, {"temperature": 0.0}, {"temperature": -1.0}], ids=str
 )
-def test_each_option_alone_can_leave_only_the_likeliest(demo: Llama, whole: str, option: dict[str, float]) -> None:
+def test_a_strict_sampling_option_leaves_only_the_likeliest_token(
+    demo: Llama, whole: str, option: dict[str, float]
+) -> None:
     assert reply(demo, QUESTION, **{"temperature": 3.0, "top_k": 0, "top_p": 1.0, **option})[0] == whole
 
 
-def test_typical_p_changes_what_is_drawn(demo: Llama) -> None:
+def test_typical_p_changes_the_sampled_text(demo: Llama) -> None:
     drawn = {"prompt": "Once", "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 30, "seed": 3}
     assert reply(demo, **drawn, typical_p=0.2)[0] != reply(demo, **drawn)[0]
 
@@ -315,13 +317,13 @@ DRAWN = {"prompt": "Once", "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_to
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_each_further_sampler_changes_what_is_drawn_and_a_seed_repeats_it(demo: Llama, options: dict[str, Any]) -> None:
+def test_each_further_sampler_changes_the_text_and_repeats_with_a_seed(demo: Llama, options: dict[str, Any]) -> None:
     text = reply(demo, **DRAWN, **options)[0]
     assert text != reply(demo, **DRAWN)[0]
     assert text == reply(demo, **DRAWN, **options)[0]
 
 
-def test_dry_ends_a_repetition_and_a_breaker_lets_it_go_on(demo: Llama) -> None:
+def test_dry_stops_a_repetition_unless_a_breaker_allows_more(demo: Llama) -> None:
     repeats = {"prompt": "1 2 1 2 1 2 1 2 1 2 1", "max_tokens": 24}
     dry = {"dry_multiplier": 50.0, "dry_allowed_length": 1}
     repeated = reply(demo, **repeats)[0]
@@ -331,25 +333,25 @@ def test_dry_ends_a_repetition_and_a_breaker_lets_it_go_on(demo: Llama) -> None:
     assert reply(demo, **repeats, **dry, dry_penalty_last_n=0)[0] == repeated
 
 
-def test_xtc_leaves_out_the_likeliest_token_at_temperature_0_too(demo: Llama) -> None:
+def test_xtc_removes_the_likeliest_token_at_temperature_0(demo: Llama) -> None:
     once = {"prompt": "Once", "max_tokens": 24, "seed": 1, "xtc_probability": 1.0}
     alone = reply(demo, prompt="Once", max_tokens=24)[0]
     assert reply(demo, **once, xtc_threshold=0.05)[0] != alone
     assert reply(demo, **once, xtc_threshold=0.6)[0] == alone
 
 
-def test_mirostat_of_a_low_entropy_is_the_likeliest_answer(demo: Llama, whole: str) -> None:
+def test_mirostat_with_zero_entropy_gives_the_likeliest_answer(demo: Llama, whole: str) -> None:
     for version in (1, 2):
         assert reply(demo, QUESTION, temperature=1.0, mirostat=version, mirostat_tau=0.0, mirostat_eta=1.0)[0] == whole
 
 
 @pytest.mark.parametrize("breakers", [("x" * 41,), ("x",) * 33], ids=["long", "many"])
-def test_breakers_that_llama_cpp_would_cut_are_refused(demo: Llama, breakers: tuple[str, ...]) -> None:
+def test_too_long_or_too_many_dry_breakers_are_refused(demo: Llama, breakers: tuple[str, ...]) -> None:
     with pytest.raises(OptionError, match="dry_sequence_breakers"):
         reply(demo, QUESTION, dry_multiplier=1.0, dry_sequence_breakers=breakers)
 
 
-def test_a_constraint_that_cannot_be_compiled_or_followed_is_an_error(demo: Llama) -> None:
+def test_invalid_or_unsatisfiable_constraints_raise_schema_error(demo: Llama) -> None:
     sampling = ask(QUESTION).sampling
     with pytest.raises(SchemaError):
         Sampler(demo, sampling, [], Constraint("start: ("))
@@ -373,7 +375,7 @@ def test_an_answer_follows_a_grammar(demo: Llama) -> None:
         Answer(demo, ask(QUESTION, grammar="root ::= <two tokens>"))
 
 
-def test_a_strict_schema_has_only_keywords_that_are_followed(demo: Llama) -> None:
+def test_strict_schemas_refuse_unsupported_keywords(demo: Llama) -> None:
     form = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": form}}}}
     assert reply(demo, QUESTION, format=form, max_tokens=3)[0]
@@ -383,7 +385,7 @@ def test_a_strict_schema_has_only_keywords_that_are_followed(demo: Llama) -> Non
         Answer(demo, ask(QUESTION, tools=({**tool, "function": {**tool["function"], "strict": True}},)))
 
 
-def test_what_a_constraint_allows_is_sampled_as_without_it(demo: Llama) -> None:
+def test_sampling_with_an_allow_all_constraint_equals_free_sampling(demo: Llama) -> None:
     def drawn(constraint: Constraint | None) -> list[int | None]:
         demo.reset()
         demo.eval(demo.vocabulary.tokens(QUESTION))
@@ -397,7 +399,7 @@ def test_what_a_constraint_allows_is_sampled_as_without_it(demo: Llama) -> None:
     assert drawn(Constraint("start: /(?s:.*)/ /(?s:.*)/")) == drawn(None)
 
 
-def test_without_a_token_for_the_end_an_answer_stops_where_its_form_is_complete(
+def test_an_answer_without_an_end_token_stops_at_a_complete_format(
     demo: Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(demo.vocabulary), "is_end", lambda self, token: False)

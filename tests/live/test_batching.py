@@ -86,8 +86,10 @@ def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
 
 
 def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None:
-    """Equal, where kernels are batch-invariant; else the same text up to a token that two logits decide within BOUND,
-    and logprobs within BOUND up to there."""
+    """Fails unless the logprobs are equal, on a processor with batch-invariant kernels.
+
+    On another processor logprobs may differ by BOUND, up to the first token at which two logits are within BOUND.
+    """
     if BATCH_INVARIANT:
         assert received == alone[: len(received)]
         return
@@ -146,7 +148,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             cancelled.add(i)
             loop.cancel(submitted[i])
         if random.random() < 0.05:
-            arm_fault("read", 1)  # once: those that need the expert read it again
+            arm_fault("read", 1)  # fails once, so the sequences with this expert read it again
 
     schedule = Scripted(meddle, RandomSubset(random))
     with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:
@@ -165,7 +167,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             assert events.summary.finish == "length"
 
 
-def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama, Llama]) -> None:
+def test_equal_steps_beside_other_tokens_give_equal_bits(pair: tuple[Llama, Llama]) -> None:
     many, _ = pair
     lengths = [50, 3, 21, 34, 1, 13]
 
@@ -187,7 +189,7 @@ def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama
         assert logprobs(target, 100) == logprobs(target, 200)
 
 
-def test_a_request_without_others_has_the_bits_of_a_solo_one(pair: tuple[Llama, Llama]) -> None:
+def test_a_lone_request_in_a_loop_has_the_bits_of_a_solo_answer(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     many.context.clear()
     request = of_tokens(one, random_tokens(one, np.random.default_rng(7), 70), max_tokens=20)
@@ -198,7 +200,7 @@ def test_a_request_without_others_has_the_bits_of_a_solo_one(pair: tuple[Llama, 
     assert received.progress[-1].n_done == 70
 
 
-def test_exact_requests_have_the_bits_of_solo_ones_among_others(pair: tuple[Llama, Llama]) -> None:
+def test_exact_requests_beside_others_have_the_bits_of_solo_answers(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     random = np.random.default_rng(3)
     requests = [of_tokens(one, random_tokens(one, random, 30), exact=i % 3 == 1) for i in range(9)]
@@ -211,7 +213,9 @@ def test_exact_requests_have_the_bits_of_solo_ones_among_others(pair: tuple[Llam
 
 
 @pytest.mark.parametrize("options", [{}, {"seed": 1, "exact": True}], ids=["free", "exact"])
-def test_a_prefix_that_all_share_is_computed_once(pair: tuple[Llama, Llama], options: dict[str, Any]) -> None:
+def test_a_shared_prefix_of_several_requests_is_computed_once(
+    pair: tuple[Llama, Llama], options: dict[str, Any]
+) -> None:
     many, one = pair
     many.context.clear()
     if options and not many.batch_invariant:
@@ -228,7 +232,7 @@ def test_a_prefix_that_all_share_is_computed_once(pair: tuple[Llama, Llama], opt
         assert_same(events.logprobs, solo(one, request))
 
 
-def test_the_prompt_of_another_owner_is_not_waited_for(pair: tuple[Llama, Llama]) -> None:
+def test_only_requests_of_one_owner_wait_for_a_shared_prompt(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     prompt = random_tokens(one, np.random.default_rng(5), 40)
     for owners, n_first in ((("ann", "bob"), 2), (("ann", "ann"), 1)):
@@ -238,7 +242,7 @@ def test_the_prompt_of_another_owner_is_not_waited_for(pair: tuple[Llama, Llama]
         assert len(stream.steps[0].sequences) == n_first
 
 
-def test_answers_take_turns_where_passes_are_shorter_than_they_are_many(load: Load) -> None:
+def test_more_sequences_than_tokens_of_a_pass_take_turns(load: Load) -> None:
     many = load(DEMO, n_seq_max=4, logits_all=False)
     one = load(DEMO, logits_all=False)
     random = np.random.default_rng(6)
@@ -253,7 +257,7 @@ def test_answers_take_turns_where_passes_are_shorter_than_they_are_many(load: Lo
         assert_same(events.logprobs, solo(one, request))
 
 
-def test_steps_in_which_sequences_decode_have_128_tokens_at_most(load: Load) -> None:
+def test_steps_with_decoding_sequences_have_at_most_128_tokens(load: Load) -> None:
     llm = load(DEMO, n_ctx=256, n_seq_max=12, n_threads=1, logits_all=False, expert_cache="100%")
     random, script = np.random.default_rng(4), Scripted()
     early = [of_tokens(llm, random_tokens(llm, random, 30), max_tokens=6 if i < 4 else 24) for i in range(12)]
@@ -268,7 +272,7 @@ FORMED = {"format": {"type": "string", "minLength": 1000}, "repeat_penalty": 1.3
 
 
 @pytest.mark.parametrize("options", [{}, FORMED], ids=["free", "with sampler and constraint"])
-def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(
+def test_a_full_kv_cache_requeues_the_newest_and_answers_every_request(
     tiny: TinyModel, load: Load, options: dict[str, Any]
 ) -> None:
     many = load(tiny(), n_ctx=256, n_seq_max=4, kv_tokens=512, logits_all=False)
@@ -283,7 +287,7 @@ def test_a_full_kv_cache_puts_the_newest_back_and_answers_all(
         assert_same(events.logprobs, solo(one, request))
 
 
-def test_poisoned_requests_end_alone(load: Load) -> None:
+def test_invalid_requests_fail_without_the_others(load: Load) -> None:
     many = load(DEMO, n_seq_max=4, logits_all=False)
     good = ask(QUESTION, max_tokens=30)
     alone, _ = reply(many, QUESTION, max_tokens=30)
@@ -310,7 +314,7 @@ def test_poisoned_requests_end_alone(load: Load) -> None:
         assert answers_of(loop, [good])[0].text == alone
 
 
-def test_prompts_that_are_read_slowly_hold_up_no_other(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tokenization_does_not_delay_other_requests(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, tokens = threading.Event(), demo.vocabulary.tokens
 
     def slow(text: str, **options: bool) -> list[int]:
@@ -328,7 +332,7 @@ def test_prompts_that_are_read_slowly_hold_up_no_other(demo: Llama, monkeypatch:
         assert not any(events.wait().error for events in waiting)
 
 
-def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama], monkeypatch: Any) -> None:
+def test_a_read_error_ends_only_the_sequences_with_the_expert(pair: tuple[Llama, Llama], monkeypatch: Any) -> None:
     many, one = pair
     random = np.random.default_rng(9)
     requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=20) for _ in range(4)]
@@ -353,7 +357,7 @@ def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama],
             assert_same(events.logprobs, solo(one, request))
 
 
-def test_a_disk_that_fails_ends_the_step_and_the_loop_goes_on(pair: tuple[Llama, Llama]) -> None:
+def test_a_failing_disk_ends_the_running_answers_and_keeps_the_loop(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     random = np.random.default_rng(10)
     requests = [of_tokens(one, random_tokens(one, random, 30), max_tokens=40) for _ in range(4)]
@@ -370,7 +374,7 @@ def test_a_disk_that_fails_ends_the_step_and_the_loop_goes_on(pair: tuple[Llama,
     assert_same(again.logprobs, solo(one, requests[0]))
 
 
-def test_cancelling_ends_one_normally_and_all_at_once(pair: tuple[Llama, Llama]) -> None:
+def test_cancel_ends_one_answer_or_all_during_a_slow_read(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     random = np.random.default_rng(11)
     requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=100) for _ in range(3)]
@@ -407,9 +411,7 @@ def test_a_full_context_shifts_in_each_sequence(load: Load) -> None:
 
 
 @pytest.mark.parametrize("n_seq_max", [1, 3])
-def test_a_cancel_within_a_pass_of_a_prompt_keeps_the_passes_before(
-    tiny: TinyModel, load: Load, n_seq_max: int
-) -> None:
+def test_a_cancel_within_a_prompt_keeps_its_complete_passes(tiny: TinyModel, load: Load, n_seq_max: int) -> None:
     llm = load(tiny("tiny-mix"), expert_cache="25%", n_batch=16, n_seq_max=n_seq_max, logits_all=False)
     request = of_tokens(llm, random_tokens(llm, np.random.default_rng(12), 60))
     timers = []
@@ -432,7 +434,7 @@ def test_a_cancel_within_a_pass_of_a_prompt_keeps_the_passes_before(
     assert_same(again.logprobs, solo(llm, request))
 
 
-def test_tasks_wait_for_the_answers_before_them(pair: tuple[Llama, Llama]) -> None:
+def test_a_task_runs_after_the_answers_submitted_before(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     request = of_tokens(one, [1, 2, 3], max_tokens=20)
     ended = threading.Event()
@@ -454,7 +456,7 @@ def test_tasks_wait_for_the_answers_before_them(pair: tuple[Llama, Llama]) -> No
     assert [type(error) for error in failed] == [ClosedError] and not late.cancelled
 
 
-def test_what_is_left_when_the_loop_closes_ends_as_cancelled(pair: tuple[Llama, Llama]) -> None:
+def test_closing_the_loop_cancels_open_requests_and_refuses_new_ones(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     received = [Received() for _ in range(20)]
     with running(many) as loop:
@@ -482,7 +484,7 @@ def test_memory_stays_flat_over_many_requests(pair: tuple[Llama, Llama]) -> None
     assert run(30) - run(5) < 16 << 20
 
 
-def test_a_prefix_that_was_copied_equals_no_prompt_of_the_models_own_methods(load: Load) -> None:
+def test_input_ids_of_a_copied_prefix_are_unknown(load: Load) -> None:
     llm = load(DEMO, n_seq_max=2, logits_all=False)
     llm.context.eval_sequences([SequenceTokens(1, [5, 6, 7], 0, 1, Phase.PREFILL)])
     assert llm.context.copy(1, 0, 3)

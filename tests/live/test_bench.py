@@ -1,4 +1,4 @@
-"""`moegguf bench`, a measurement of tools/gpu_trial.py, and random models with the routing of a real one."""
+"""Tests `moegguf bench`, a measurement of tools/gpu_trial.py, and random models with the routing of a real model."""
 
 import json
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def run(path: Path, *flags: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def test_against_llama_cpp(tiny: Callable[..., Path]) -> None:
+def test_bench_compares_moegguf_with_llama_cpp(tiny: Callable[..., Path]) -> None:
     rows = run(tiny("tiny-mix", "q4_0"), "--expert-cache", "40%", "--against", "mmap,resident", "--rounds", "1")
     assert [(row["n_prompt"], row["system"]) for row in rows] == [
         (8, "moegguf"), (8, "mmap"), (8, "resident"), (0, "moegguf"), (0, "mmap"), (0, "resident"),
@@ -63,7 +63,7 @@ def test_against_llama_cpp(tiny: Callable[..., Path]) -> None:
         assert found["tokens_compared"] == 8
 
 
-def test_a_simulated_link_changes_the_device_and_no_token(tiny: Callable[..., Path]) -> None:
+def test_bench_on_a_simulated_link_gives_the_same_tokens(tiny: Callable[..., Path]) -> None:
     flags = ("--expert-cache", "40%", "--simulate-link", "1GB/s,35us", "--against", "resident", "--rounds", "1")
     rows = run(tiny("tiny-mix", "q4_0"), *flags)
     assert {row["devices"] for row in rows} == {"simulated link 1GB/s,35us"}
@@ -74,7 +74,7 @@ def test_a_simulated_link_changes_the_device_and_no_token(tiny: Callable[..., Pa
     assert own["evictions"] > 0
 
 
-def test_own_tokens_after_a_text(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_bench_after_a_text_at_a_depth_gives_the_same_tokens(tiny: Callable[..., Path], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a few words are enough")
     flags = ("--greedy", "-d", "4", "--expert-cache", "100%", "--against", "resident", "--rounds", "1")
@@ -84,17 +84,17 @@ def test_own_tokens_after_a_text(tiny: Callable[..., Path], tmp_path: Path) -> N
     assert rows[2]["against"]["resident"]["same_tokens"]
 
 
-def test_a_run_killed_by_its_limit_is_a_result(tiny: Callable[..., Path]) -> None:
-    limit = 8 << 20  # less than the interpreter alone
+def test_a_run_killed_by_its_memory_limit_is_a_result(tiny: Callable[..., Path]) -> None:
+    limit = 8 << 20  # Python alone uses more
     if limit_fault(limit):
-        return  # nothing can be limited on this machine, and `bench` says so
+        return  # this machine cannot limit memory
     spec = Spec(str(tiny()), (Test(4, 0),), expert_cache="100%")
     outcome = ProcessRunner(limit)(make_systems(spec, ["100%"], [])[0])
     assert outcome.error == KILLED
     assert outcome.cgroup_peak_bytes <= limit
 
 
-def test_policies_are_named_beside_moegguf_with_something_left_out(tiny: Callable[..., Path]) -> None:
+def test_against_measures_named_policies_and_no_prefetch(tiny: Callable[..., Path]) -> None:
     flags = ("-r", "1", "--rounds", "1", "--expert-cache", "40%", "--against", "lru,no-prefetch")
     rows = run(tiny("tiny-mix", "q4_0"), *flags, "--policy", "next-use", "--predictor", "previous-token", "--prefetch")
     decided = {row["system"]: (row["policy"], row["predictor"], row["prefetch"] != "off") for row in rows}
@@ -106,12 +106,12 @@ def test_policies_are_named_beside_moegguf_with_something_left_out(tiny: Callabl
     assert all(found["same_tokens"] for row in rows if row["system"] == "moegguf" for found in row["against"].values())
 
 
-def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -> None:
+def test_strategies_are_measured_with_moegguf_first(tiny: Callable[..., Path]) -> None:
     flags = ("--expert-cache", "40%", "--rounds", "1", "-r", "1")
     rows = run(tiny("tiny-mix", "q4_0"), *flags, "--strategy", "lru,moegguf,moe-infinity")
     decided = {row["system"]: (row["policy"], row["predictor"], row["prefetch"]) for row in rows}
     assert decided == {
-        "moegguf": ("next-use", "skip", "measuring"),  # nothing was measured of this model
+        "moegguf": ("next-use", "skip", "measuring"),  # this model has no measured hit rates
         "lru": ("lru", "none", "off"),
         "moe-infinity": ("sparsity", "eamc", "on"),
     }
@@ -140,7 +140,7 @@ def model(folder: Path, locality: str, arch: str = "qwen3moe", quant: str = "q4_
 
 
 def recorded(path: Path, temperature: float) -> Trace:
-    """The decoded tokens of several prompts."""
+    """Records a trace of several prompts. Returns its decoded tokens."""
     out = path.with_suffix(".npz")
     options = RecordOptions(n_predict=400, temperature=temperature)
     record(path, PROMPTS, out, options, expert_cache="100%", n_ctx=512, n_threads=1, verbose=False)
@@ -157,20 +157,20 @@ CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)  # eac
 
 
 @pytest.mark.parametrize(("locality", "temperature", "arch"), [(*case, arch) for case, arch in CASES])
-def test_the_recorded_routing_hits_as_published(tmp_path: Path, locality: str, temperature: float, arch: str) -> None:
+def test_random_models_hit_at_the_published_rates(tmp_path: Path, locality: str, temperature: float, arch: str) -> None:
     trace = recorded(model(tmp_path, locality, arch), temperature)
     assert trace.n_tokens > 500
-    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # no loop
+    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # the answer is no loop
     assert_hits_as_published(trace, locality)
 
 
-def test_in_blocks_of_256(tmp_path: Path) -> None:
+def test_a_random_model_in_blocks_of_256_hits_at_the_published_rates(tmp_path: Path) -> None:
     shape = replace(PRESETS["tiny-mix"], n_embd=1024, n_embd_head=256, n_layer=2, n_vocab=4096)
     assert_hits_as_published(recorded(model(tmp_path, "qwen3-30b", quant="q4_k_m", shape=shape), 1.0), "qwen3-30b")
 
 
-def test_far_into_a_long_context(tmp_path: Path, load: Load) -> None:
-    """Keys are of 16 bits, and the angle that tells positions apart is small."""
+def test_a_random_model_hits_at_published_rates_in_a_long_context(tmp_path: Path, load: Load) -> None:
+    """Far positions are hard to distinguish, because keys have 16 bits and the rotation per position is small."""
     shape = replace(SHAPES["qwen3moe"], n_ctx_train=32768, n_layer=2)
     path = model(tmp_path, "qwen3-30b", shape=shape)
     llm = load(path, trace=TraceOptions(tmp_path / "t"), n_ctx=5000, logits_all=False, expert_cache="100%")
@@ -187,7 +187,7 @@ SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
 
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
-def test_llama_cpp_and_moegguf_write_the_same_tokens_on_a_device_and_are_measured_alike(path: Path) -> None:
+def test_gpu_measurements_of_llama_cpp_and_moegguf_have_the_same_tokens(path: Path) -> None:
     """Measures loads with all on the device, some experts there, all on the CPU, and moegguf with 60 % of experts."""
     from tools.gpu import measure
 
@@ -214,7 +214,7 @@ def test_llama_cpp_and_moegguf_write_the_same_tokens_on_a_device_and_are_measure
 
 @pytest.mark.parametrize("keep_free_mib", [1, 24, 200])
 @on_servers()
-def test_a_smaller_card_is_imitated_by_holding_the_rest(keep_free_mib: int) -> None:
+def test_held_leaves_the_free_memory_of_a_smaller_card(keep_free_mib: int) -> None:
     from moegguf.engine.devices import find_gpus
     from tools.gpu.measure import Held
 

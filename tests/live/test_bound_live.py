@@ -31,7 +31,7 @@ def rows() -> list[dict[str, Any]]:
     return run(DEMO, "--expert-cache", "25%", "--bound", "--text", text, "--parallel", "1,4")
 
 
-def test_the_demo_is_measured_beside_its_bound(rows: list[dict[str, Any]]) -> None:
+def test_bench_bound_prints_bounds_beside_the_speeds(rows: list[dict[str, Any]]) -> None:
     tests = [(row["n_parallel"], row["n_prompt"], row["n_gen"]) for row in rows]
     assert tests == [(1, 8, 0), (1, 0, 4), (4, 8, 0), (4, 0, 4)]
     for row in rows:
@@ -45,12 +45,12 @@ def test_the_demo_is_measured_beside_its_bound(rows: list[dict[str, Any]]) -> No
         assert row["bound_copy_ms_per_token"] == 0
 
 
-def test_sequences_share_what_a_step_reads(rows: list[dict[str, Any]]) -> None:
+def test_parallel_sequences_share_the_weights_in_the_bound(rows: list[dict[str, Any]]) -> None:
     one, four = rows[1], rows[3]
     assert four["bound_weights_ms_per_token"] < one["bound_weights_ms_per_token"]
 
 
-def test_a_resident_model_has_nothing_to_read(tiny: TinyModel) -> None:
+def test_the_bound_of_a_resident_model_reads_nothing(tiny: TinyModel) -> None:
     for row in run(tiny("tiny-mix", "q4_0"), "--expert-cache", "100%", "--bound", "-r", "1"):
         assert row["bound_read_mb_per_token"] == 0
         assert row["bound_by"] == "computing"
@@ -61,7 +61,7 @@ N_SLOTS = 24
 
 
 def begun(load: Load, path: Path, test: Test) -> tuple[Any, list[list[int]]]:
-    """A small model with slots for some experts, and the tokens of each sequence."""
+    """Returns a small model with slots for some experts, and the tokens of each sequence."""
     llm = load(
         path, strategy="lru", expert_cache=share_for(path, N_SLOTS), store=StoreOptions(sweep=False),
         n_seq_max=test.n_parallel, logits_all=False, flash_attn=None, n_ctx=64, context_store=0,
@@ -71,9 +71,7 @@ def begun(load: Load, path: Path, test: Test) -> tuple[Any, list[list[int]]]:
 
 
 @pytest.mark.parametrize("n_parallel", [1, 3])
-def test_the_bytes_of_the_recorded_routing_are_those_that_the_store_counted(
-    load: Load, tiny: TinyModel, n_parallel: int
-) -> None:
+def test_bytes_of_the_recorded_routing_equal_the_stores_counter(load: Load, tiny: TinyModel, n_parallel: int) -> None:
     path = tiny("tiny-qwen2moe")
     test = Test(6, 12, n_parallel=n_parallel)
     llm, tokens = begun(load, path, test)
@@ -93,7 +91,7 @@ def test_the_bytes_of_the_recorded_routing_are_those_that_the_store_counted(
 
 
 @pytest.mark.parametrize("preset", ["tiny-mix", "tiny-qwen35moe"])
-def test_sequences_get_the_tokens_that_each_gets_alone(load: Load, tiny: TinyModel, preset: str) -> None:
+def test_parallel_sequences_get_the_tokens_of_single_runs(load: Load, tiny: TinyModel, preset: str) -> None:
     path = tiny(preset, "q4_0")
     together = Test(6, 5, 3, n_parallel=3)
     llm, tokens = begun(load, path, together)

@@ -1,6 +1,7 @@
-"""Processes that are killed at random moments while they write contexts to disk: no answer has other bits, and every
-block that is left is whole. A few are killed in every run; `make slow` kills the others. MOEGGUF_SLOW_KILLS sets the
-number of processes for each model.
+"""Kills processes at random moments while they write contexts to disk. Answers keep their bits, and blocks are whole.
+
+A few are killed in every run; `make slow` kills the others. MOEGGUF_SLOW_KILLS sets the number of processes for each
+model.
 """
 
 from __future__ import annotations
@@ -73,8 +74,7 @@ def started(
 
 @dataclass(frozen=True)
 class Killed:
-    """A model whose processes are killed, the folder of their contexts, and the answers of a process
-    that keeps none."""
+    """A model whose processes are killed, the folder of their contexts, and the answers of a process without it."""
 
     model: Path
     folder: Path
@@ -93,7 +93,7 @@ def killed(request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: py
 
 
 def kill(each: Killed, seeds: range) -> None:
-    """Kills a process for each seed, and checks what all of them have answered and kept."""
+    """Kills a process for each seed, and checks all answers and all stored blocks."""
     n_answers = 0
     for seed in seeds:
         order = np.random.default_rng(seed).integers(0, N_PROMPTS, 10_000).tolist()
@@ -117,11 +117,11 @@ def kill(each: Killed, seeds: range) -> None:
     assert all(store.read(block.path.name) is not None for block in blocks)
 
 
-def test_a_few_killed_writers_leave_whole_blocks_and_right_answers(killed: Killed) -> None:
+def test_a_few_killed_writers_leave_whole_blocks_and_exact_answers(killed: Killed) -> None:
     kill(killed, range(N_KILLS, N_KILLS + QUICK_KILLS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, N_KILLS, KILLS_OF_A_TEST))
-def test_killed_writers_leave_whole_blocks_and_right_answers(first: int, killed: Killed) -> None:
+def test_killed_writers_leave_whole_blocks_and_exact_answers(first: int, killed: Killed) -> None:
     kill(killed, range(first, min(first + KILLS_OF_A_TEST, N_KILLS)))

@@ -44,10 +44,10 @@ QUANTS = pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen
     ("slots", "shrink_to"), [((16, 1), (16, 1)), ((26, 26), (26, 26)), ((40, 30), (18, 4)), ((26, 64), (20, 50))]
 )
 @on_servers(1)
-def test_slots_on_a_device_over_slots_in_ram_give_the_logits_of_that_device(
+def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
     path: Path, slots: tuple[int, int], shrink_to: tuple[int, int]
 ) -> None:
-    """Both tiers shrink while tokens are generated, and their typed figures are the store's."""
+    """Both tiers shrink while tokens are generated. The typed figures of the tiers equal the store's."""
     vram, ram = (share_for(path, n) for n in slots)
     with Llama(path, vram_cache=vram, expert_cache=ram, **OPTIONS) as llm:
         store, passes = llm.session.store, count()
@@ -84,7 +84,7 @@ def test_slots_on_a_device_over_slots_in_ram_give_the_logits_of_that_device(
 
 
 @on_servers(1)
-def test_every_expert_in_vram_needs_no_ram(path: Path) -> None:
+def test_every_expert_in_vram_makes_no_ram_tier(path: Path) -> None:
     with hooks_off(), Llama(path, n_gpu_layers=-1, **OPTIONS) as llm:
         plain = greedy_logits(llm)
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
@@ -113,8 +113,8 @@ def short_logits(llm: Llama, before_each: Callable[[], object] = lambda: None) -
 
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
-def test_slots_are_in_several_pools_where_one_would_be_too_large(path: Path) -> None:
-    """A device whose buffers hold 20 slots: fewer, more, and every expert."""
+def test_slots_beyond_the_largest_buffer_are_split_into_pools(path: Path) -> None:
+    """Buffers of the device hold 20 slots. The pools have fewer slots, more slots, and a slot for every expert."""
     layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
     stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
     small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1)
@@ -141,7 +141,7 @@ def test_slots_are_in_several_pools_where_one_would_be_too_large(path: Path) -> 
 
 
 @on_servers()
-def test_budgets_of_both_tiers_move_while_the_model_writes(path: Path) -> None:
+def test_budget_changes_of_both_tiers_keep_the_logits(path: Path) -> None:
     def free_bytes() -> int:
         return find_gpus()[0].free_bytes
 
@@ -165,7 +165,7 @@ def test_budgets_of_both_tiers_move_while_the_model_writes(path: Path) -> None:
 
 
 @on_servers(1)
-def test_a_resident_pool_on_a_device_shrinks(path: Path) -> None:
+def test_a_resident_device_pool_shrinks_and_grows_with_equal_logits(path: Path) -> None:
     """The pool shrinks and grows. At each size the logits equal the logits with a full pool, in passes of one token."""
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
@@ -184,7 +184,7 @@ def test_a_resident_pool_on_a_device_shrinks(path: Path) -> None:
 
 
 @on_servers()
-def test_a_budget_that_changes_holds_what_prompts_are_staged_in_as_at_load(path: Path) -> None:
+def test_changed_vram_budgets_keep_the_staging_slots(path: Path) -> None:
     device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1)
     budgets = {"vram_cache": share_of(path, 60), "expert_cache": share_of(path, 40)}
     with Llama(path, placement="slots", store=StoreOptions(device=device), **budgets, **OPTIONS) as llm:
@@ -202,7 +202,7 @@ def test_a_budget_that_changes_holds_what_prompts_are_staged_in_as_at_load(path:
 
 
 @on_servers()
-def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> None:
+def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
     """The device refuses memory once, and later every time."""
     with behind_a_link(path, 40, 30) as llm:
         expected = short_logits(llm)
@@ -224,7 +224,7 @@ def test_a_device_that_refuses_memory_leaves_the_model_usable(path: Path) -> Non
 
 
 @on_servers()
-def test_a_context_takes_memory_of_slots(path: Path) -> None:
+def test_a_context_without_room_takes_memory_of_slots(path: Path) -> None:
     """A context that does not fit beside the slots leaves memory for fewer slots, and the load succeeds."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
@@ -249,7 +249,7 @@ def own_path(own: Own) -> Path:
 
 
 @on_servers()
-def test_a_warm_start_has_what_was_used_most_in_vram_and_the_next_in_ram(own_path: Path) -> None:
+def test_warm_start_places_most_used_experts_in_vram_then_ram(own_path: Path) -> None:
     with behind_a_link(own_path, 20, 12, warm_start=True) as llm:
         expected = short_logits(llm)
         uses = llm.session.store.activity()[0].astype(np.float32)
@@ -263,7 +263,7 @@ def test_a_warm_start_has_what_was_used_most_in_vram_and_the_next_in_ram(own_pat
 
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
-def test_a_device_predicts_once_its_link_was_busy(path: Path) -> None:
+def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -> None:
     """Prefetching with default options is paused at load and while the link is measured. It begins later."""
     device = add_link_device(Link(1e7, 0.0), memory_bytes=DEVICE_BYTES)
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
@@ -311,13 +311,13 @@ def check_all_on_a_strict_device(paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("preset", TINY)
-def test_slots_that_are_resized_while_the_model_writes(tiny: TinyModel, preset: str) -> None:
+def test_resized_slots_give_the_logits_of_plain_llama_cpp(tiny: TinyModel, preset: str) -> None:
     check_all_on_a_strict_device(paths=[tiny(preset, quant) for quant in ("q4_0", "q4_k_m", "q8_0")])
 
 
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
-def test_a_load_with_a_small_margin_evaluates_its_largest_pass_once_and_keeps_no_token_of_it(path: Path) -> None:
+def test_a_plan_that_warms_up_evaluates_its_largest_pass_once(path: Path) -> None:
     device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1)
     budgets = {"vram_cache": share_of(path, 30), "expert_cache": share_of(path, 64)}
     options = {"placement": "slots", "store": StoreOptions(device=device), **budgets, **OPTIONS}

@@ -46,7 +46,9 @@ def scheduled(run: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("n_devices", [1, 2])
 @on_servers()
-def test_no_pass_copies_an_adapter_on_experts_to_their_device(path: Path, tmp_path: Path, n_devices: int) -> None:
+def test_an_adapter_on_experts_is_not_copied_to_the_device_in_a_pass(
+    path: Path, tmp_path: Path, n_devices: int
+) -> None:
     matrix, shape = "blk.3.ffn_gate_exps.weight", (16, 64, 128)
     adapter = write_adapter(tmp_path / "adapter.gguf", "qwen2moe", matrix, shape)
     names = strict_devices(n_devices)
@@ -67,13 +69,13 @@ def test_no_pass_copies_an_adapter_on_experts_to_their_device(path: Path, tmp_pa
 
 
 @on_servers()
-def test_ids_are_copied_only_while_an_expert_may_be_absent_or_somebody_listens(path: Path) -> None:
+def test_ids_are_copied_only_with_absent_experts_or_a_watcher(path: Path) -> None:
     os.environ["GGML_SCHED_DEBUG"] = "2"
     [device] = strict_devices(1)
     layout = read_layout(path)
 
     def evaluate(llm: Llama) -> tuple[str, Logits]:
-        """Returns which ids all layers of a graph multiply by, empty where the graph is the last one, and logits."""
+        """Returns the ids ("slot" or "own") that a new graph multiplies by, "" for a repeated graph, and logits."""
         before = llm.stats()
         llm.reset()
         logged = scheduled(lambda: llm.eval([5]))
@@ -124,7 +126,7 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
 
 
 @pytest.mark.parametrize("letters", [*(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES), "abcdef"])
-def test_a_remedy_changes_no_bit(
+def test_remedies_change_no_bit(
     tiny: TinyModel, without_remedies: list[Logits], monkeypatch: pytest.MonkeyPatch, letters: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters)))

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public classes run as they are written."""
+"""Tests that the examples in the docstrings of the public classes run as they are written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_public_function_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_prints_what_its_docstring_shows(name: str, objects: dict[str, object]) -> None:
+def test_each_docstring_example_prints_the_shown_output(name: str, objects: dict[str, object]) -> None:
     example = EXAMPLES[name]
     example.globs = dict(objects)
     printed: list[str] = []

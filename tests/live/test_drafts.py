@@ -1,7 +1,7 @@
-"""Drafts change no token: what the sampler takes is what it would have taken without them.
+"""Tests that drafts change no token of an answer.
 
-Compared are answers with no drafts, and with drafts that go wrong everywhere: a known answer, with tokens replaced at
-random, in drafts of random lengths.
+Tests compare answers without drafts to answers with partly wrong drafts. These drafts come from a known answer, with
+random lengths and with tokens replaced at random.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,7 +78,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Llama]:
-    """Four sequences, which share room for a third of the experts."""
+    """A model with four sequences and slots for a third of the experts."""
     with Llama(DEMO, n_ctx=256, n_seq_max=4, expert_cache="33%", flash_attn=None, draft="ngram", verbose=False) as llm:
         yield llm
 
@@ -99,7 +99,7 @@ def answered(llm: Llama, requests: Sequence[Request], drafts: Drafts | None) -> 
 
 
 def facts(received: Received) -> tuple[Any, ...]:
-    """All of an answer but times, and counters of the whole model."""
+    """Returns the parts of an answer that do not depend on time or on other answers."""
     summary = received.summary
     return received.text, received.logprobs, summary.context, summary.finish, summary.stop_string, summary.answer_tokens
 
@@ -119,30 +119,32 @@ def check_recalled(llm: Llama, requests: Sequence[Request]) -> None:
     assert counted.tokens_per_draft_pass > 1
 
 
-def test_a_stop_string_ends_an_answer_within_a_draft(llm: Llama, eager: None) -> None:
+def test_a_stop_string_within_a_draft_ends_the_answer(llm: Llama, eager: None) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 60}
     text = answered(llm, [request(**options)], None)[0].text
     check_recalled(llm, [request(**options, stop=(text[-12:-8],))])
 
 
-def test_answers_together_are_the_same_each_with_drafts_of_its_own(llm: Llama, eager: None) -> None:
+def test_batched_answers_with_own_drafts_equal_undrafted_ones(llm: Llama, eager: None) -> None:
     requests = [request(number, **options) for number, options in enumerate([*KINDS.values(), *KINDS.values()])]
     check_recalled(llm, requests)
 
 
-def test_a_context_becomes_full_at_the_same_token(load: Load, tiny: TinyModel, eager: None) -> None:
+def test_a_full_context_shifts_at_the_same_token_with_drafts(load: Load, tiny: TinyModel, eager: None) -> None:
     with load(tiny(), n_ctx=64, flash_attn=None, draft="ngram") as llm:
         check_recalled(llm, [ask(prompt="a b c", return_context=True, max_tokens=90, logit_bias=endless(llm))])
 
 
-def test_a_full_kv_cache_gives_up_drafts_before_answers(load: Load, tiny: TinyModel, eager: None) -> None:
+def test_a_full_kv_cache_drops_drafts_before_answers(load: Load, tiny: TinyModel, eager: None) -> None:
     options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": None, "draft": "ngram"}
     with load(tiny(), kv_tokens=256, **options) as llm:
         requests = [request(number, shift=False, max_tokens=60, logit_bias=endless(llm)) for number in range(3)]
         check_recalled(llm, requests)
 
 
-def test_an_expert_only_a_draft_needs_fails_nothing(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_of_a_drafts_expert_fails_no_answer(
+    llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evaluate = type(llm.context).eval_sequences
 
     def fail_drafts(context: Any, chunks: Any) -> Any:
@@ -158,7 +160,7 @@ def test_an_expert_only_a_draft_needs_fails_nothing(llm: Llama, eager: None, mon
     assert [facts(received) for received in drafted] == [facts(received) for received in undrafted]
 
 
-def test_text_that_repeats_is_drafted_by_its_own_tokens(llm: Llama, eager: None) -> None:
+def test_repetitive_text_is_drafted_by_ngrams(llm: Llama, eager: None) -> None:
     requests = [request(max_tokens=120)]
     undrafted, before = answered(llm, requests, None), llm.stats()
     drafted, counted = answered(llm, requests, llm.drafts), llm.stats() - before
@@ -167,7 +169,7 @@ def test_text_that_repeats_is_drafted_by_its_own_tokens(llm: Llama, eager: None)
     assert counted.bytes_per_accepted_token >= counted.bytes_per_token > 0
 
 
-def test_drafts_are_what_followed_the_same_tokens_last() -> None:
+def test_ngram_drafts_repeat_the_tokens_after_the_last_match() -> None:
     drafts, text = Drafts(2, 4, (8, 3)), [*range(100, 120), *range(100, 110)]
     drafts.set_tokens(0, 0, text)
     drafts.set_tokens(1, 0, [1, 2, 3])
@@ -184,13 +186,15 @@ def test_drafts_are_what_followed_the_same_tokens_last() -> None:
     drafts.close()
 
 
-def test_drafts_need_a_state_that_goes_back(load: Load, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_off_for_a_state_without_rollback(
+    load: Load, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Llama, "_is_stateful", True, raising=False)
     with pytest.warns(UserWarning, match="cannot go back"), load(tiny(), flash_attn=None, draft="ngram") as llm:
         assert llm.drafts is None
 
 
-def test_auto_drafts_where_no_bit_depends_on_it(load: Load, tiny: TinyModel) -> None:
+def test_auto_drafts_only_on_batch_invariant_models(load: Load, tiny: TinyModel) -> None:
     with load(tiny(), flash_attn=None, draft="auto") as llm:
         assert llm.batch_invariant and llm.drafts
     with load(tiny(), flash_attn=False, draft="auto") as llm:
@@ -201,7 +205,7 @@ def test_auto_drafts_where_no_bit_depends_on_it(load: Load, tiny: TinyModel) -> 
         load(tiny(), draft="maybe")
 
 
-def test_a_second_model_drafts_what_repeats_nothing(eager: None) -> None:
+def test_a_draft_model_drafts_text_without_repetition(eager: None) -> None:
     options: dict[str, Any] = {"n_ctx": 256, "expert_cache": "50%", "flash_attn": None, "verbose": False}
     with Llama(DEMO, n_seq_max=2, draft=DEMO, **options) as llm:
         requests = [ask(QUESTION, max_tokens=40, return_context=True), request(1, temperature=1.0, seed=3)]
@@ -221,7 +225,7 @@ def heads_of(load: Load, path: Any, **options: Any) -> Llama:
     return load(path, n_ctx=256, n_seq_max=3, expert_cache="40%", flash_attn=None, **options)
 
 
-def test_heads_of_the_file_draft_and_change_no_token(load: Load, tiny: TinyModel, eager: None) -> None:
+def test_mtp_heads_draft_and_change_no_token(load: Load, tiny: TinyModel, eager: None) -> None:
     path = tiny("tiny-glm4moe")
     with heads_of(load, path, draft="auto") as llm:
         assert llm.batch_invariant and llm._drafts.in_use == "mtp"
@@ -242,16 +246,16 @@ def test_heads_of_the_file_draft_and_change_no_token(load: Load, tiny: TinyModel
             assert [*map(facts, answered(plain, requests, None))] == [*map(facts, undrafted)]
 
 
-def test_heads_go_on_after_a_context_that_they_have_not_seen(load: Load, tiny: TinyModel, eager: None) -> None:
+def test_mtp_heads_continue_after_a_context_computed_without_them(load: Load, tiny: TinyModel, eager: None) -> None:
     with heads_of(load, tiny("tiny-glm4moe"), draft="mtp") as llm:
         requests = [request(0, max_tokens=20), request(0, max_tokens=30, temperature=1.0, seed=5), request(1)]
         undrafted = [answered(llm, [each], None)[0] for each in requests]
         llm.context.clear()
-        for wanted, each in zip(undrafted, requests, strict=True):  # the second one begins with what the first has left
+        for wanted, each in zip(undrafted, requests, strict=True):  # the second begins with the first's context
             (received,) = answers_together(llm, [each])
             assert facts(received) == facts(wanted)
 
 
-def test_heads_need_a_file_that_has_them(load: Load, tiny: TinyModel) -> None:
+def test_mtp_drafts_are_refused_for_a_file_without_heads(load: Load, tiny: TinyModel) -> None:
     with pytest.raises(OptionError, match="has no heads"):
         load(tiny(), flash_attn=None, draft="mtp")

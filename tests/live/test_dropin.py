@@ -1,4 +1,4 @@
-"""`moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, types, what the base gets wrong."""
+"""Tests `moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, types, fixed errors."""
 
 import inspect
 import multiprocessing
@@ -35,7 +35,7 @@ def test_a_model_is_opened_by_name(tiny: TinyModel, load: Load, monkeypatch: pyt
         load("dmeo")
 
 
-def test_shards_with_names_in_upper_case_are_loaded(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+def test_shards_with_upper_case_names_are_loaded(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
     known = tiny(n_split=2)
     second = known.with_name(known.name.replace("00001-of", "00002-of"))
     path = tmp_path / "MODEL-00001-of-00002.GGUF"
@@ -50,7 +50,7 @@ VOCABULARIES = sorted((Path(__file__).parents[2] / "build/vendor/llama.cpp/model
 
 
 @pytest.mark.parametrize("path", VOCABULARIES, ids=[path.stem for path in VOCABULARIES])
-def test_a_file_with_a_vocabulary_alone_tokenizes_as_llama_cpp_does(
+def test_vocabulary_files_tokenize_as_recorded_by_llama_cpp(
     load: Load, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "again")
@@ -63,7 +63,7 @@ def test_a_file_with_a_vocabulary_alone_tokenizes_as_llama_cpp_does(
     assert llm.session is None and llm.vocabulary.n_tokens == llm.n_vocab()
 
 
-def test_a_model_without_its_weights_computes_nothing(load: Load) -> None:
+def test_vocab_only_models_refuse_to_compute(load: Load) -> None:
     llm = load(DEMO, vocab_only=True, embedding=True)
     assert llm.session is None and llm.detokenize(llm.tokenize(b"red and blue")) == b"red and blue"
     for call in (
@@ -74,7 +74,7 @@ def test_a_model_without_its_weights_computes_nothing(load: Load) -> None:
             call()
 
 
-def test_what_known_wrappers_pass_is_accepted(load: Load) -> None:
+def test_options_of_known_wrappers_are_accepted(load: Load) -> None:
     llm = load(DEMO, f16_kv=True, n_parts=-1, lora_base=None, n_gpu_layers=-1, use_mlock=False, seed=-1, numa=False)
     assert reply(llm, QUESTION, max_tokens=3)[1].answer_tokens == 3
 
@@ -94,7 +94,7 @@ def test_completions_have_the_shapes_of_the_bindings(demo: Llama) -> None:
         demo("word " * 600)
 
 
-def test_a_logits_processor_and_logit_bias_both_count(demo: Llama) -> None:
+def test_logits_processor_and_logit_bias_both_apply(demo: Llama) -> None:
     vocabulary = demo.vocabulary
     first, second = vocabulary.tokens("red")[0], vocabulary.tokens("blue")[0]
 
@@ -117,7 +117,7 @@ def test_a_logits_processor_and_logit_bias_both_count(demo: Llama) -> None:
     assert len(processors) == 1
 
 
-def test_where_everything_would_go_is_said_without_loading(tiny: TinyModel) -> None:
+def test_estimate_equals_the_plan_of_a_load(tiny: TinyModel) -> None:
     plan = Llama.estimate(tiny(), expert_cache="50%", n_ctx=1000)
     assert isinstance(plan, Plan)
     with Llama(tiny(), expert_cache="50%", n_ctx=1000, n_threads=1, verbose=False) as llm:
@@ -132,7 +132,7 @@ def greedy_text(llm: Llama) -> str:
         return reply(llm, QUESTION, max_tokens=12)[0]
 
 
-def test_a_model_is_pickled_as_what_it_was_opened_with(load: Load, tmp_path: Path) -> None:
+def test_a_pickled_model_is_reopened_with_its_options(load: Load, tmp_path: Path) -> None:
     shares: list[float] = []
     llm = load(DEMO, expert_cache="50%", policy="lfu", n_ctx=1024, progress=shares.append, trace=tmp_path / "t.npz")
     pickled = pickle.dumps(llm)
@@ -148,7 +148,7 @@ def test_a_model_is_pickled_as_what_it_was_opened_with(load: Load, tmp_path: Pat
         assert pool.submit(greedy_text, llm).result(CHILD_TIMEOUT_S) == expected
 
 
-def test_from_pretrained_opens_what_it_fetched(tmp_path: Path) -> None:
+def test_from_pretrained_opens_the_downloaded_file(tmp_path: Path) -> None:
     with hub_in_use(tmp_path) as hub:
         hub.add("u/r", {"tiny-Q4_0.gguf": DEMO.read_bytes()})
         with Llama.from_pretrained("u/r", local_dir=tmp_path / "here", n_threads=1, verbose=False) as llm:
@@ -156,8 +156,8 @@ def test_from_pretrained_opens_what_it_fetched(tmp_path: Path) -> None:
             assert reply(llm, "hello", max_tokens=2)[1].answer_tokens == 2
 
 
-def test_long_tokens_come_whole(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base class reserves 32 bytes for a token, and returns nonsense for a longer token."""
+def test_pieces_longer_than_32_bytes_are_complete(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama_cpp.Llama reserves 32 bytes for a token, and returns wrong bytes for a longer token."""
     bindings = library.llama_cpp()
     text = b"a token of more than 64 bytes: " + b" " * 100
 
@@ -194,13 +194,13 @@ number: int = Engine("demo").generate("a")[0].text
 """
 
 
-def test_names_are_listed_before_they_are_loaded() -> None:
+def test_dir_and_pydoc_list_names_before_their_import() -> None:
     assert dir(moegguf) == sorted(moegguf.__all__)
     page = pydoc.plain(pydoc.render_doc(moegguf))
     assert all(re.search(rf"\b{name}\b", page) for name in moegguf.__all__ if name[0] != "_")
 
 
-def test_every_keyword_is_in_the_signature_and_every_own_one_is_documented() -> None:
+def test_llama_signature_has_every_keyword_and_documents_its_own() -> None:
     base = UpstreamLlama.__base__
     upstream = {
         name: each
@@ -215,12 +215,12 @@ def test_every_keyword_is_in_the_signature_and_every_own_one_is_documented() -> 
     assert set(shown) - set(upstream) <= documented
 
 
-def test_the_page_of_the_api_is_current() -> None:
+def test_docs_api_page_is_current() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     assert page == "\n".join(api_page.page()) + "\n", "run `python -m tools.api_page > docs/api.md`"
 
 
-def test_type_checkers_see_what_a_program_uses(tmp_path: Path) -> None:
+def test_mypy_accepts_a_right_program_and_reports_mistakes(tmp_path: Path) -> None:
     api = pytest.importorskip("mypy.api", reason="mypy is not installed")
     for name, program in (("right", SAMPLE), ("wrong", MISTAKES)):
         (tmp_path / f"{name}.py").write_text(program)

@@ -1,4 +1,4 @@
-"""Embeddings: the same input gives the same vector, and answers before and after are unchanged."""
+"""Tests embeddings: equal inputs give equal vectors, and answers before and after are unchanged."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest) -> Llama:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
-def test_the_same_input_gives_the_same_vector_wherever_it_stands(model: Llama) -> None:
+def test_embed_gives_equal_vectors_in_any_order_and_alone(model: Llama) -> None:
     forth, back = embed(model, TEXTS), embed(model, TEXTS[::-1])
     alone = [embed(model, [text]).vectors[0] for text in TEXTS]
     assert forth.vectors == back.vectors[::-1] == alone
@@ -38,7 +38,7 @@ def test_the_same_input_gives_the_same_vector_wherever_it_stands(model: Llama) -
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_each_of_several_texts_has_the_vectors_of_its_own_tokens(load: Load, normalize: bool) -> None:
+def test_embed_without_pooling_has_a_vector_for_each_token(load: Load, normalize: bool) -> None:
     llm = load(DEMO, n_ctx=512, n_threads=1, embedding=True, pooling_type=0)
     alone = [llm.embed(text, normalize) for text in TEXTS]
     assert llm.embed(TEXTS, normalize) == alone
@@ -52,7 +52,7 @@ def test_each_of_several_texts_has_the_vectors_of_its_own_tokens(load: Load, nor
     assert made["usage"]["total_tokens"] == sum(counts)
 
 
-def test_a_request_for_less_context_cuts_there_and_texts_may_stand_among_tokens(model: Llama) -> None:
+def test_embed_cuts_at_num_ctx_and_accepts_texts_among_tokens(model: Llama) -> None:
     tokens = model.tokenize(LONG.encode())
     cut = embed(model, [LONG], num_ctx=128)
     assert (cut.n_tokens, cut.vectors) == (128, embed(model, [tokens[:128]]).vectors)
@@ -66,7 +66,7 @@ def test_a_request_for_less_context_cuts_there_and_texts_may_stand_among_tokens(
     )
 
 
-def test_vectors_have_length_one_unless_asked_otherwise(model: Llama) -> None:
+def test_embed_normalizes_vectors_unless_disabled(model: Llama) -> None:
     plain, normal = embed(model, TEXTS, normalize=False).vectors, embed(model, TEXTS).vectors
     for a, b in zip(plain, normal, strict=True):
         assert np.linalg.norm(b) == pytest.approx(1)
@@ -74,7 +74,7 @@ def test_vectors_have_length_one_unless_asked_otherwise(model: Llama) -> None:
         assert np.allclose(np.array(a) / np.linalg.norm(a), b)
 
 
-def test_a_long_input_is_cut_or_refused(model: Llama) -> None:
+def test_embed_cuts_or_refuses_a_long_input(model: Llama) -> None:
     cut = embed(model, [LONG])
     assert cut.n_tokens == 512
     assert cut.vectors == embed(model, [model.tokenize(LONG.encode())[:512]]).vectors
@@ -82,27 +82,27 @@ def test_a_long_input_is_cut_or_refused(model: Llama) -> None:
         embed(model, [LONG], truncate=False)
 
 
-def test_of_an_input_far_too_long_only_the_beginning_is_read(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embed_tokenizes_only_the_beginning_of_a_huge_input(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     read, sizes, long = model.tokenize, [], LONG * (4 * MAX_WHOLE_CHARACTERS // len(LONG))
     monkeypatch.setattr(model, "tokenize", lambda text, **options: (sizes.append(len(text)), read(text, **options))[1])
     assert embed(model, [long]).vectors == embed(model, [LONG]).vectors
     assert max(sizes) <= MAX_WHOLE_CHARACTERS
 
 
-def test_nothing_to_embed_and_tokens_that_do_not_exist(model: Llama) -> None:
+def test_embed_accepts_no_input_and_refuses_unknown_tokens(model: Llama) -> None:
     assert embed(model, []).vectors == []
     with pytest.raises(OptionError, match="no token of this model"):
         embed(model, [[model.n_vocab()]])
 
 
-def test_an_empty_text_has_a_vector_and_fails_no_batch(model: Llama) -> None:
+def test_embed_of_an_empty_text_gives_a_vector(model: Llama) -> None:
     first, empty, last = embed(model, [TEXTS[0], "", TEXTS[1]]).vectors
     assert [[first], [last]] == [embed(model, [text]).vectors for text in TEXTS[:2]]
     begin = [token for token in (model.token_bos(), model.token_eos()) if token != -1][:1]
     assert empty == embed(model, [begin]).vectors[0]
 
 
-def test_an_answer_after_an_embedding_is_the_same_as_without(shared: Llama) -> None:
+def test_an_answer_after_an_embedding_is_unchanged(shared: Llama) -> None:
     shared.reset()
     before, first = reply(shared, QUESTION)
     embed(shared, TEXTS)
@@ -115,7 +115,7 @@ def test_an_answer_after_an_embedding_is_the_same_as_without(shared: Llama) -> N
     assert embed(shared, TEXTS[:1]).vectors[0] == embed(shared, TEXTS).vectors[0]
 
 
-def test_a_model_that_only_embeds_does_not_generate(shared: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_refuses_to_generate(shared: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared._ctx, "memory", None)  # llama.cpp gives encoders no memory
     with pytest.raises(CapabilityError, match="do not generate text"):
         reply(shared, QUESTION)
@@ -123,7 +123,7 @@ def test_a_model_that_only_embeds_does_not_generate(shared: Llama, monkeypatch: 
         shared.create_completion("a", max_tokens=1)
 
 
-def test_the_last_tokens_state_is_that_of_a_context_made_for_embedding(shared: Llama) -> None:
+def test_embed_equals_last_token_pooling_of_an_embedding_context(shared: Llama) -> None:
     with Llama(DEMO, n_ctx=512, n_threads=1, verbose=False, embedding=True, pooling_type=3) as last:
         theirs, ours = embed(last, TEXTS).vectors, embed(shared, TEXTS).vectors
     for a, b in zip(theirs, ours, strict=True):
@@ -135,7 +135,7 @@ def reranker(load: Load) -> Llama:
     return load(DEMO, n_ctx=256, embedding=True, pooling_type=4)
 
 
-def test_a_reranker_scores_each_document_for_the_query_alone(reranker: Llama) -> None:
+def test_rank_scores_each_document_independently(reranker: Llama) -> None:
     together = rank(reranker, "What is a cache?", TEXTS)
     assert together.vectors == [rank(reranker, "What is a cache?", [text]).vectors[0] for text in TEXTS]
     assert len({tuple(vector) for vector in together.vectors}) == len(TEXTS)
@@ -145,7 +145,7 @@ def test_a_reranker_scores_each_document_for_the_query_alone(reranker: Llama) ->
         rank(reranker, "What is a cache?", ["a", LONG])
 
 
-def test_a_reranker_embeds_nothing_and_other_models_rank_nothing(reranker: Llama, model: Llama) -> None:
+def test_rerankers_refuse_to_embed_and_other_models_to_rank(reranker: Llama, model: Llama) -> None:
     with pytest.raises(CapabilityError, match="scores, not vectors"):
         embed(reranker, TEXTS)
     with pytest.raises(CapabilityError, match="cannot rank"):

@@ -1,6 +1,6 @@
-"""Many requests to one model in process, and the answers of the demo.
+"""Tests many requests to one model in this process, and the answers of the demo.
 
-`python -m predictors.models.quiz_demo --times 20` asks the demo many more.
+`python -m predictors.models.quiz_demo --times 20` sends the demo many more questions.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def messages(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_chats_are_answered_in_their_order(engine: Engine) -> None:
+def test_engine_answers_chats_in_their_order(engine: Engine) -> None:
     answers = engine.chat([messages(text) for text in QUESTIONS * 5], GREEDY)
     assert [answer.error for answer in answers] == [None] * 15
     with moegguf.Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
@@ -43,7 +43,7 @@ def test_chats_are_answered_in_their_order(engine: Engine) -> None:
     assert engine.stats().tokens > 0
 
 
-def test_prompts_are_texts_or_tokens(engine: Engine) -> None:
+def test_generate_accepts_texts_and_tokens(engine: Engine) -> None:
     text = "moegguf runs"
     tokens = engine.llm.vocabulary.tokens(text)
     by_text = engine.generate(text, GREEDY)[0]
@@ -55,7 +55,7 @@ def test_prompts_are_texts_or_tokens(engine: Engine) -> None:
     assert engine.generate([], GREEDY) == []
 
 
-def test_a_hit_rate_is_kept_of_an_answer_to_a_text_not_to_tokens(
+def test_the_hit_rate_of_a_run_is_stored_for_texts_but_not_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
@@ -67,7 +67,7 @@ def test_a_hit_rate_is_kept_of_an_answer_to_a_text_not_to_tokens(
         assert read_run_hits(layout) == ({0.25: pytest.approx(stats.hit_rate)} if is_kept else {})
 
 
-def test_fields_of_sampling_are_keywords(engine: Engine) -> None:
+def test_generate_accepts_sampling_fields_as_keywords(engine: Engine) -> None:
     expected = engine.generate("moegguf runs", Sampling(temperature=0.0, max_tokens=8))
     assert engine.generate("moegguf runs", max_tokens=8, temperature=0)[0].text == expected[0].text
     assert engine.generate("moegguf runs", GREEDY, max_tokens=8)[0].text == expected[0].text
@@ -77,7 +77,7 @@ def test_fields_of_sampling_are_keywords(engine: Engine) -> None:
         engine.generate("a", max_token=8)
 
 
-def test_what_is_wrong_with_one_prompt_is_the_error_of_its_answer(engine: Engine) -> None:
+def test_an_error_of_one_prompt_is_in_its_own_answer(engine: Engine) -> None:
     bad = Sampling(logit_bias={1 << 20: 1.0})
     answers = engine.generate(["a", "b", "c"], [GREEDY, bad, GREEDY])
     assert [type(answer.error) for answer in answers] == [type(None), OptionError, type(None)]
@@ -87,8 +87,8 @@ def test_what_is_wrong_with_one_prompt_is_the_error_of_its_answer(engine: Engine
         engine.chat(messages("a"), GREEDY, thinks=True)
 
 
-def test_an_answer_that_repeats_a_token_ends_where_the_request_limits_it(engine: Engine) -> None:
-    """The bias makes one token the likeliest; white space around it does not count."""
+def test_repeat_limit_ends_an_answer_that_repeats_a_token(engine: Engine) -> None:
+    """A bias makes one token the likeliest. White space around the token does not count as a change."""
     always = Sampling(temperature=0.0, max_tokens=80, logit_bias={engine.llm.vocabulary.tokens("a")[0]: 1000.0})
     free, limited = (engine.generate("some text", always, repeat_limit=limit)[0] for limit in (0, REPEAT_LIMIT))
     assert free.summary.answer_tokens == 80
@@ -96,14 +96,14 @@ def test_an_answer_that_repeats_a_token_ends_where_the_request_limits_it(engine:
     assert free.text.startswith(limited.text)
 
 
-def test_a_prompt_that_is_too_long_is_an_error_unless_it_may_be_cut(engine: Engine) -> None:
+def test_a_too_long_prompt_is_an_error_unless_truncate_is_set(engine: Engine) -> None:
     long = "word " * 2 * engine.llm.n_ctx()
     refused, cut = engine.generate(long, max_tokens=1)[0], engine.generate(long, max_tokens=1, truncate=True)[0]
     assert isinstance(refused.error, ContextError) and refused.text == ""
     assert cut.error is None and cut.summary.cut_tokens > 0
 
 
-def test_streams_run_side_by_side_and_end_when_they_are_left(engine: Engine) -> None:
+def test_streams_run_concurrently_and_end_when_abandoned(engine: Engine) -> None:
     async def text_of(prompt: str) -> str:
         return "".join([delta.text async for delta in engine.stream(messages(prompt), GREEDY)])
 
@@ -122,7 +122,7 @@ def test_streams_run_side_by_side_and_end_when_they_are_left(engine: Engine) -> 
         asyncio.run(fail())
 
 
-def test_a_closed_engine_says_so() -> None:
+def test_a_closed_engine_raises_closed_error() -> None:
     engine = Engine(DEMO, parallel=2, n_ctx=256, n_threads=1)
     engine.close()
     engine.close()
@@ -130,7 +130,7 @@ def test_a_closed_engine_says_so() -> None:
         engine.generate("a")
 
 
-def test_a_loaded_model_answers_stays_loaded_and_takes_no_options() -> None:
+def test_an_engine_of_a_loaded_model_keeps_the_model_and_refuses_options() -> None:
     with moegguf.Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
         with pytest.raises(OptionError, match="n_ctx, kv_tokens would change"):
             Engine(llm, n_ctx=256, kv_tokens=512)
@@ -155,7 +155,7 @@ def quizzed() -> Iterator[Engine]:
         yield engine
 
 
-def test_starters_are_answered_right_wherever_they_are_asked(quizzed: Engine) -> None:
+def test_the_demo_answers_its_starters_right(quizzed: Engine) -> None:
     cases = list(quiz_demo.starter_cases())
     answers = quiz_demo.ask(quizzed, cases)
     wrong = [(c.where, c.question, a) for c, a in zip(cases, answers, strict=True) if a not in c.right]
@@ -165,19 +165,19 @@ def test_starters_are_answered_right_wherever_they_are_asked(quizzed: Engine) ->
     assert read.summary.prompt_tokens + read.summary.cached_tokens > 1000
 
 
-def test_much_of_what_it_cannot_know_it_does_not_tell(quizzed: Engine) -> None:
-    """The demo admits in at least half of the cases that it cannot know. Its card states the share."""
+def test_the_demo_admits_half_of_the_unknowable_questions(quizzed: Engine) -> None:
+    """The demo admits for at least half of the unanswerable questions that it does not know. Its card has the share."""
     cases = [case for case in quiz_demo.heldout_cases() if case.where == "cannot be known"]
     answers = quiz_demo.ask(quizzed, cases)
     assert sum(answer in case.right for case, answer in zip(cases, answers, strict=True)) >= len(cases) // 2
 
 
-def test_a_forced_call_fits_its_tool(quizzed: Engine) -> None:
+def test_the_demo_calls_the_required_tool(quizzed: Engine) -> None:
     asked = [{"role": "user", "content": "What is the weather in Paris?"}]
     (found,) = quizzed.chat(asked, tools=(WEATHER,), tool_choice="required", max_tokens=200)
     assert [call.name for call in found.tool_calls] == ["get_weather"]
 
 
-def test_its_size() -> None:
+def test_the_demo_file_is_smaller_than_32_mb() -> None:
     path = demo_path()
     assert path is not None and path.stat().st_size < 32_000_000

@@ -1,4 +1,4 @@
-"""Each program of examples/ runs on the demo model as a user runs it, and prints what its docstring says."""
+"""Tests that each program of examples/ runs on the demo model and prints the output of its docstring."""
 
 import ast
 import os
@@ -98,7 +98,7 @@ def check_printed(program: str, text: str) -> None:
         begin = found.end()
 
 
-def test_each_program_has_patterns_and_a_line_in_the_list() -> None:
+def test_each_example_has_patterns_and_a_line_in_the_readme() -> None:
     listed = re.findall(
         r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -107,7 +107,7 @@ def test_each_program_has_patterns_and_a_line_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_is_short_and_says_what_it_prints(program: str) -> None:
+def test_each_example_is_short_and_documents_its_output(program: str) -> None:
     text = (FOLDER / f"{program}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
     about = ast.get_docstring(ast.parse(text)) or ""
@@ -115,14 +115,14 @@ def test_a_program_is_short_and_says_what_it_prints(program: str) -> None:
 
 
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if name not in ("openai_client", "trace_and_plot")])
-def test_a_program_prints_what_it_says(program: str, tmp_path: Path) -> None:
+def test_each_example_prints_its_patterns(program: str, tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert done.stderr == ""
     check_printed(program, done.stdout)
     assert {path.name for path in tmp_path.iterdir()} <= {"home"}
 
 
-def test_the_plot_is_written_into_the_given_folder(tmp_path: Path) -> None:
+def test_trace_and_plot_writes_into_the_given_folder(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "plots"
     folder.mkdir()
@@ -132,7 +132,7 @@ def test_the_plot_is_written_into_the_given_folder(tmp_path: Path) -> None:
     assert "<svg" in (folder / "routing.svg").read_text(encoding="utf-8")
 
 
-def test_the_client_gets_an_answer_of_a_local_server(tmp_path: Path) -> None:
+def test_openai_client_prints_answers_of_a_local_server(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     with serving(tmp_path / "server", "--expert-cache", "50%") as server:
         text = run("openai_client", tmp_path, server.url).stdout
@@ -141,7 +141,7 @@ def test_the_client_gets_an_answer_of_a_local_server(tmp_path: Path) -> None:
     assert parts.replace("|", "") == whole
 
 
-def test_the_python_of_the_readme_prints_short_answers_about_moegguf(tmp_path: Path) -> None:
+def test_the_readme_program_prints_short_answers_about_moegguf(tmp_path: Path) -> None:
     readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(from moegguf import .*?)```", readme, re.DOTALL)
     done = subprocess.run(

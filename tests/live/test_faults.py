@@ -1,5 +1,8 @@
-"""Disks that fail, memory that runs out, callbacks that raise: a typed error or the same tokens, and then business as
-usual. Faults come through the library's shim, "fail the Nth operation", over N until the run meets none."""
+"""Tests failed reads, failed allocations and raising callbacks. Each gives a typed error or the expected tokens.
+
+Afterwards the model computes as before. The library fails the Nth operation of a kind; N grows until a run has fewer
+operations.
+"""
 
 import shutil
 import threading
@@ -27,18 +30,18 @@ N_PROMPT, N_NEW = 20, 12
 
 
 def operations(kind: str) -> int:
-    """Operations of a kind since the fault was armed."""
+    """Returns the number of operations of a kind since the fault was armed."""
     return count_operations(kind)
 
 
 def faults(*kinds: str) -> list[Any]:
-    """Each kind once and for good; but a read that is interrupted for good would never end."""
+    """Returns each kind of fault, once and permanently, without a permanently interrupted read, which never ends."""
     every = [(kind, sticky) for kind in kinds for sticky in (False, True) if (kind, sticky) != ("eintr", True)]
     return [pytest.param(*each, id=f"{each[0]} {'for good' if each[1] else 'once'}") for each in every]
 
 
 def growing() -> Iterator[int]:
-    """1, 2, 3, ..., then in steps of a third: early operations differ from each other, late ones do not."""
+    """Yields 1, 2, 3, ..., then steps of a third, because only early operations differ from each other."""
     n = 1
     while True:
         yield n
@@ -58,7 +61,7 @@ def short_run(llm: Llama) -> Any:
 
 @pytest.mark.parametrize("store", [{}, {"direct": False, "readers": 1}], ids=["direct", "buffered"])
 @pytest.mark.parametrize(("kind", "sticky"), faults("read", "stat", "short_read", "eintr"))
-def test_the_nth_operation_fails_for_every_n(
+def test_a_fault_in_any_operation_of_a_run_raises_or_keeps_the_logits(
     tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool, store: dict[str, Any]
 ) -> None:
     llm = load(tiny(), expert_cache="40%", store=StoreOptions(**store))
@@ -77,7 +80,7 @@ def test_the_nth_operation_fails_for_every_n(
     assert n > 3, "no fault was ever met"
     stats = llm.stats()
     assert (stats.read_errors > 0) == (n_failed > 0)
-    # One failed read is tried again; what cannot be told apart from a file that changed is not.
+    # One failed read is tried again. A failed stat() is not, because the file may have changed.
     expected = {"read": sticky, "stat": True, "short_read": False, "eintr": False}[kind]
     assert (n_failed > 0) == expected
     if kind == "read":
@@ -85,7 +88,9 @@ def test_the_nth_operation_fails_for_every_n(
 
 
 @pytest.mark.parametrize(("kind", "sticky"), faults("open", "read", "stat", "alloc", "thread", "short_read", "eintr"))
-def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool) -> None:
+def test_a_fault_in_any_operation_of_a_load_raises_or_keeps_the_logits(
+    tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool
+) -> None:
     path = tiny()
     load(path, expert_cache="40%").close()
     before = n_files()
@@ -116,7 +121,7 @@ def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: 
     assert n_smaller > 0 or kind != "alloc" or sticky, "little memory gives a smaller pool"
 
 
-def test_a_load_that_llama_cpp_ends_for_the_disk_says_so(
+def test_a_read_error_of_llama_cpp_in_a_load_raises_expert_io_error(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged = "error loading model: read error: Input/output error"
@@ -149,7 +154,7 @@ def cancel_in_a_read(llm: Llama, moments: list[float]) -> threading.Thread:
     return thread
 
 
-def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_cancel_during_a_slow_read_returns_within_a_second(tiny: TinyModel, load: Load, reference: Reference) -> None:
     llm = load(tiny(), expert_cache="40%")
     arm_fault("slow_read", 5, sticky=True)
     moments: list[float] = []
@@ -165,7 +170,7 @@ def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
 
 
-def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) -> None:
+def test_close_cancels_the_pass_of_another_thread(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
     arm_fault("slow_read", 5, sticky=True)
     ended: list[BaseException] = []
@@ -186,7 +191,7 @@ def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) ->
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-def test_a_raising_callback_ends_the_load(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
+def test_an_exception_of_progress_ends_the_load(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
     def progress(_share: float) -> None:
         raise error
 
@@ -196,7 +201,7 @@ def test_a_raising_callback_ends_the_load(tiny: TinyModel, load: Load, clean: An
     assert np.array_equal(short_run(load(tiny(), expert_cache="40%")), clean)
 
 
-def test_progress_goes_from_nothing_to_everything_and_can_stop_a_load(tiny: TinyModel, load: Load) -> None:
+def test_progress_increases_to_1_and_false_cancels_the_load(tiny: TinyModel, load: Load) -> None:
     shares: list[float] = []
     load(tiny(), expert_cache="40%", progress=shares.append)
     assert shares == sorted(shares)
@@ -206,13 +211,15 @@ def test_progress_goes_from_nothing_to_everything_and_can_stop_a_load(tiny: Tiny
 
 
 def run_often(llm: Llama) -> None:
-    """Events come from another thread, some time."""
+    """Runs many passes, because another thread delivers the events at some time."""
     for _ in range(100):
         short_run(llm)
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
-def test_a_raising_listener_is_heard_later(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
+def test_an_exception_of_a_listener_is_raised_by_a_later_pass(
+    tiny: TinyModel, load: Load, clean: Any, error: BaseException
+) -> None:
     llm = load(tiny(), expert_cache="40%")
     calls: list[int] = []
 
@@ -228,7 +235,7 @@ def test_a_raising_listener_is_heard_later(tiny: TinyModel, load: Load, clean: A
     assert np.array_equal(short_run(llm), clean)
 
 
-def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load: Load) -> None:
+def test_an_exception_of_stopping_criteria_reaches_the_caller(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
 
     def stop(_tokens: object, _logits: object) -> bool:
@@ -239,7 +246,7 @@ def test_a_callback_in_python_code_of_the_sampler_surfaces(tiny: TinyModel, load
     assert len(list(zip(range(3), llm.generate([1, 2, 3]), strict=False))) == 3
 
 
-def test_a_file_written_to_while_it_is_loaded_is_an_error(
+def test_a_file_written_to_during_its_load_is_an_error(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied, check = Path(shutil.copy(tiny(), tmp_path / "copy.gguf")), ExpertLayout.check_unchanged
@@ -254,7 +261,7 @@ def test_a_file_written_to_while_it_is_loaded_is_an_error(
 
 
 @pytest.mark.parametrize(("code", "error"), [(-2, errors.AllocationError), (-3, errors.LibraryError)])
-def test_a_pass_that_llama_cpp_cannot_compute_is_a_typed_error_and_the_next_one_is_computed(
+def test_a_failed_decode_raises_a_typed_error_and_the_next_pass_succeeds(
     load: Load, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
 ) -> None:
     llm = load(DEMO)

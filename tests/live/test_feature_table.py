@@ -1,4 +1,4 @@
-"""The table of docs/performance.md: which feature holds for which class of models, as loaded models say themselves."""
+"""Compares the table of features in docs/performance.md to the features of loaded models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def load(path: Path, **options: Any) -> Llama:
 
 
 def taken_back(llm: Llama) -> str:
-    """Returns the number of last tokens that a sequence can lose, as text."""
+    """Returns as text the number of last tokens that can be removed from a sequence."""
     for n in STEPS_BACK:
         llm.context.clear()
         llm.eval(random_prompt(llm, N_TOKENS))
@@ -114,7 +114,7 @@ def rows(tiny: TinyModel, folder: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(not has_kernels(read_processor(), "auto"), reason="the table is of a CPU with AVX2")
 @pytest.mark.filterwarnings("ignore:draft")
-def test_the_table_of_features_says_what_loaded_models_say(tiny: TinyModel, tmp_path: Path) -> None:
+def test_the_feature_table_of_the_docs_matches_loaded_models(tiny: TinyModel, tmp_path: Path) -> None:
     made = HEAD + "".join(rows(tiny, tmp_path))
     page = PAGE.read_text(encoding="utf-8")
     written = page.partition(BEGIN)[2].partition(END)[0]

@@ -1,7 +1,7 @@
 """Slots on a GPU, over slots in RAM, give the bits of the same GPU with every expert resident.
 
-These tests run on whichever GPU ggml sees, real (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`), and are
-passed over where there is none.
+These tests run on any GPU that ggml sees, real (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`). Without
+a GPU they are skipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,13 +98,13 @@ def slots_of(path: Path, size: str) -> tuple[int, int]:
 def check_identity(
     path: Path, size: str, prompt: Prompt, n_tokens: int, plain: Plain, device: Device, n_ubatch: int = N_UBATCH
 ) -> None:
-    """Compares, with evictions in both tiers, while another thread fetches at random and changes what is evicted."""
+    """Compares logits, with evictions in both tiers, while another thread starts prefetches and changes scores."""
     vram, ram = (share_for(path, n, device.name) for n in slots_of(path, size))
     store = StoreOptions(device=device.name)
     with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=n_ubatch, **OPTIONS) as llm:
         assert llm.plan.device == device.name
         with Meddler(llm.session.store):
-            for _ in range(20):  # a pool that lacks one expert may not need it
+            for _ in range(20):  # a run may not use the only expert without a slot
                 logits = logits_of(llm, prompt, n_tokens)
                 tiers = llm.session.tiers()
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
@@ -122,7 +122,7 @@ def check_identity(
 
 @pytest.mark.parametrize("n_tokens", BATCHES)
 @pytest.mark.parametrize("size", ["one layer", "40%"])
-def test_passes_of_any_number_of_tokens(
+def test_passes_of_any_width_give_the_gpus_own_logits(
     tiny: TinyModel, plain: Plain, device: Device, size: str, n_tokens: int
 ) -> None:
     prompt = random_tokens(max(3 * n_tokens, 24))
@@ -131,7 +131,7 @@ def test_passes_of_any_number_of_tokens(
 
 @pytest.mark.parametrize("n_tokens", BATCHES)
 @pytest.mark.parametrize("quant", QUANTS)
-def test_every_quantisation_with_experts_that_tokens_share(
+def test_every_quantisation_with_shared_experts_gives_the_gpus_logits(
     tiny: TinyModel, plain: Plain, device: Device, quant: str, n_tokens: int
 ) -> None:
     prompt = [token for token in random_tokens(8) for _ in range(max(n_tokens, 4))][: max(3 * n_tokens, 32)]
@@ -141,20 +141,22 @@ def test_every_quantisation_with_experts_that_tokens_share(
 @pytest.mark.parametrize("size", ["least", "40%", "all but one"])
 @pytest.mark.parametrize("preset", TINY)
 @pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
-def test_every_architecture(tiny: TinyModel, plain: Plain, device: Device, preset: str, quant: str, size: str) -> None:
+def test_every_architecture_gives_the_gpus_own_logits(
+    tiny: TinyModel, plain: Plain, device: Device, preset: str, quant: str, size: str
+) -> None:
     check_identity(tiny(preset, quant), size, random_tokens(96), 32, plain, device)
 
 
-def test_many_tokens(tiny: TinyModel, plain: Plain, device: Device) -> None:
+def test_many_single_token_passes_give_the_gpus_own_logits(tiny: TinyModel, plain: Plain, device: Device) -> None:
     check_identity(tiny("tiny-qwen2moe", "q4_0"), "40%", random_tokens(240), 1, plain, device)
 
 
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("preset", ["tiny-qwen3moe", "tiny-mix"])
-def test_budgets_that_change_while_decoding(
+def test_budgets_changed_while_decoding_keep_the_logits(
     tiny: TinyModel, plain: Plain, device: Device, preset: str, quant: str
 ) -> None:
-    """Pools are allocated anew, and slots copied, 50 times: what lies behind rows of quantised matrices stays zero."""
+    """Pools are allocated and slots copied 50 times. The padding behind rows of quantised matrices stays zero."""
     path, n_new, random = tiny(preset, quant), 50, np.random.default_rng(0)
     layout, prompt = read_layout(path), random_tokens(24)
     most = layout.n_expert_total - 1
@@ -174,7 +176,7 @@ def test_budgets_that_change_while_decoding(
     assert np.array_equal(logits, expected)
 
 
-def test_every_expert_on_the_gpu(tiny: TinyModel, plain: Plain, device: Device) -> None:
+def test_every_expert_on_the_gpu_gives_the_gpus_own_logits(tiny: TinyModel, plain: Plain, device: Device) -> None:
     path, prompt = tiny("tiny-qwen3moe", "q4_0"), random_tokens(64)
     with Llama(path, vram_cache="100%", store=StoreOptions(device=device.name), n_ubatch=N_UBATCH, **OPTIONS) as llm:
         logits = logits_of(llm, prompt, 32)
@@ -183,7 +185,7 @@ def test_every_expert_on_the_gpu(tiny: TinyModel, plain: Plain, device: Device) 
     assert np.array_equal(logits, plain(path, prompt, 32, device=device))
 
 
-def test_three_requests_in_one_process(tiny: TinyModel, plain: Plain, device: Device) -> None:
+def test_three_successive_prompts_give_the_gpus_own_logits(tiny: TinyModel, plain: Plain, device: Device) -> None:
     path = tiny("tiny-mix", "q4_k_m")
     vram, ram = (share_for(path, n, device.name) for n in slots_of(path, "40%"))
     store = StoreOptions(device=device.name)
@@ -195,7 +197,7 @@ def test_three_requests_in_one_process(tiny: TinyModel, plain: Plain, device: De
         assert llm.stats().evictions > 0
 
 
-def test_the_second_gpu(tiny: TinyModel, plain: Plain, devices: list[Device]) -> None:
+def test_slots_on_the_second_gpu_give_its_own_logits(tiny: TinyModel, plain: Plain, devices: list[Device]) -> None:
     if len(devices) < 2:
         pytest.skip("there is one GPU")
     check_identity(tiny("tiny-mix", "q4_k_m"), "40%", random_tokens(96), 16, plain, devices[1])

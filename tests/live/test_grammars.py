@@ -59,7 +59,7 @@ class Upstream:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_the_tokens_that_a_grammar_allows_are_those_of_llama_cpp(name: str, demo: Llama) -> None:
+def test_a_grammar_allows_the_tokens_of_llama_cpp(name: str, demo: Llama) -> None:
     for seed in range(3):
         dice, upstream = random.Random(seed), Upstream(demo, GRAMMARS[name])
         constraint = constraint_for(Request(messages=(), grammar=GRAMMARS[name]), None)

@@ -1,4 +1,4 @@
-"""Passes of several requests on a running model: told apart in events, replayed exactly, and grouped by schedule."""
+"""Tests passes of several requests: their sequences in events, their exact replay, and groups of a schedule."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -30,8 +30,10 @@ N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
 
 def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lambda rows: None) -> None:
-    """Prompts in two passes of two, then a token of each sequence in every pass; random tokens. `after_each` gets the
-    rows of logits of these passes."""
+    """Evaluates prompts in two passes of two, then passes with a random token of each sequence.
+
+    Calls `after_each` with the rows of logits of the latter passes.
+    """
     random = np.random.default_rng(0)
     tokens = random.integers(0, llm.n_vocab(), (N_SEQUENCES, N_PROMPT + N_DECODE)).tolist()
     requests = [llm.context.begin_request() for _ in range(N_SEQUENCES)]
@@ -47,7 +49,9 @@ def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lamb
 @pytest.mark.parametrize(
     ("policy", "predictor"), [("lru", "none"), ("lfu", "none"), ("next-use", "previous-token"), ("next-use", "skip")]
 )
-def test_a_recorded_batch_has_its_hits_in_replay(tiny: TinyModel, tmp_path: Path, policy: str, predictor: str) -> None:
+def test_replay_of_a_recorded_batch_has_its_counters(
+    tiny: TinyModel, tmp_path: Path, policy: str, predictor: str
+) -> None:
     path = tmp_path / "batches.npz"
     options = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "expert_cache": "50%"}
     options |= {"policy": policy, "predictor": predictor, "trace": TraceOptions(path, inputs=predictor == "skip")}
@@ -76,7 +80,7 @@ def test_a_recorded_batch_has_its_hits_in_replay(tiny: TinyModel, tmp_path: Path
     [({"n_seq_max": 2}, "next-use", "none"), ({}, "next-use", "skip"), ({"prefetch": False}, "next-use", "none"),
      ({"policy": "slru"}, "slru", "none"), ({"n_seq_max": 2, "strategy": "lru"}, "lru", "none")],
 )  # fmt: skip
-def test_a_model_that_was_not_measured_has_next_use_and_for_one_sequence_prefetches(
+def test_an_unmeasured_model_uses_next_use_and_prefetches_for_one_sequence(
     tiny: TinyModel, options: dict[str, Any], policy: str, predictor: str
 ) -> None:
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, expert_cache="40%", **options) as llm:
@@ -107,7 +111,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
         while True:
             assert np.array_equal(logits(llm), expected)
             if llm.stats().prefetch_started > 0 or time.monotonic() > deadline:
-                break  # until then the threads that predict and read had no core
+                break  # earlier, the threads that predict and read had no core
         assert llm.stats().prefetch_started > 0 and llm.stats().evictions > 0
 
 
@@ -128,7 +132,7 @@ class Counted:
         pass
 
 
-def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: TinyModel) -> None:
+def test_expert_flow_runs_half_of_the_sequences_in_a_step(tiny: TinyModel) -> None:
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=4, expert_cache="40%", strategy="lru") as llm:
         schedule = ExpertFlow.of(llm)
         assert isinstance(schedule, ExpertFlow)
@@ -144,12 +148,12 @@ def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: Tiny
     assert (2, 4) in counted.counts and (1, 2) in counted.counts
 
 
-def test_a_resident_model_needs_no_groups(tiny: TinyModel) -> None:
+def test_expert_flow_is_off_for_a_resident_model(tiny: TinyModel) -> None:
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="100%") as llm:
         assert ExpertFlow.of(llm) is None
 
 
-def test_an_engine_answers_by_groups_and_closes_while_it_listens(tiny: TinyModel) -> None:
+def test_an_engine_with_expert_flow_answers_and_closes(tiny: TinyModel) -> None:
     options: dict[str, Any] = {"n_ctx": 64, "n_threads": 1, "expert_cache": "40%", "strategy": "lru"}
     with Engine(tiny(), parallel=3, schedule=ExpertFlow.of, **options) as engine:
         answers = engine.generate([f"question {i}" for i in range(5)], Sampling(max_tokens=6))

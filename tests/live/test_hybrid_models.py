@@ -1,4 +1,4 @@
-"""Models with a recurrent state: the expert store changes no bit, and files have all their parts."""
+"""Tests models with a recurrent state: the expert store changes no bit, and files have MTP heads."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -25,7 +25,7 @@ N_NEW = 12
 
 @pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
 @pytest.mark.parametrize("preset", HYBRIDS)
-def test_a_model_with_few_slots_has_the_bits_of_plain_llama_cpp(
+def test_hybrid_models_with_few_slots_have_the_bits_of_plain_llama_cpp(
     tiny: TinyModel, load: Load, reference: Reference, preset: str, quant: str
 ) -> None:
     path = tiny(preset, quant)
@@ -41,7 +41,7 @@ def test_a_model_with_few_slots_has_the_bits_of_plain_llama_cpp(
 
 
 @pytest.mark.parametrize("preset", WITH_HEADS)
-def test_the_file_has_the_heads_of_its_architecture(tiny: TinyModel, preset: str) -> None:
+def test_files_of_hybrid_models_have_one_mtp_layer(tiny: TinyModel, preset: str) -> None:
     layout = read_layout(tiny(preset))
     assert layout.hparams.n_layer_all - layout.hparams.n_layer == 1
     assert layout.unused_bytes > 0

@@ -102,7 +102,7 @@ def prompts_of(llm: Llama, shared: int = 0) -> list[list[int]]:
 
 @contextmanager
 def undrafted(llm: Llama, drafts: Drafts | None = None) -> Iterator[None]:
-    """The block in which nothing is drafted, or these drafts are."""
+    """Disables drafts in this block, or uses `drafts`."""
     llm.drafts, before = drafts, llm.drafts
     try:
         yield
@@ -111,7 +111,7 @@ def undrafted(llm: Llama, drafts: Drafts | None = None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step_tokens", [None, 13, 29])
-def test_answers_together_have_the_bits_of_solo_ones(pair: tuple[Llama, Llama], step_tokens: int | None) -> None:
+def test_batched_answers_have_the_bits_of_solo_answers(pair: tuple[Llama, Llama], step_tokens: int | None) -> None:
     many, one = pair
     assert many.n_seq_max == N_SEQ
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one)]
@@ -123,7 +123,7 @@ def test_answers_together_have_the_bits_of_solo_ones(pair: tuple[Llama, Llama], 
     assert max(len(step.sequences) for step in script.steps) == N_SEQ
 
 
-def test_prompts_that_begin_alike_compute_the_beginning_once(pair: tuple[Llama, Llama]) -> None:
+def test_a_shared_beginning_of_prompts_is_computed_once(pair: tuple[Llama, Llama]) -> None:
     """A state is copied at the moment when its sequence has computed exactly the shared tokens."""
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one, shared=70)[:5]]
@@ -135,7 +135,7 @@ def test_prompts_that_begin_alike_compute_the_beginning_once(pair: tuple[Llama, 
     assert [each.summary.cached_tokens for each in received] == [0, 70, 70, 70, 70]
 
 
-def test_a_prompt_that_goes_on_from_an_answer_computes_only_what_is_new(pair: tuple[Llama, Llama]) -> None:
+def test_a_prompt_that_continues_an_answer_computes_only_new_tokens(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     first = of_tokens(one, random_prompt(one, 40))
     many.context.clear()
@@ -169,7 +169,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(pair: tuple[Llam
     check_same(received, [solo(one, request) for request in requests])
 
 
-def test_a_pass_that_fails_leaves_no_state_half_computed(pair: tuple[Llama, Llama]) -> None:
+def test_a_failed_pass_leaves_no_partial_state(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one)[:5]]
     expected = [solo(one, request) for request in requests]
@@ -215,7 +215,7 @@ class Recalled(Drafts):
 
 
 @pytest.mark.parametrize("n_together", [1, 3])
-def test_drafts_that_are_partly_wrong_change_no_token(
+def test_partly_wrong_drafts_change_no_token(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch, n_together: int
 ) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
@@ -245,7 +245,7 @@ def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
     return answer.summary.context
 
 
-def test_a_stop_string_within_a_draft_leaves_a_state_that_goes_on(
+def test_a_stop_string_within_a_draft_leaves_a_state_to_continue(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens evaluated beyond the stop string are rolled back, and no token is computed again."""
@@ -270,7 +270,7 @@ def test_a_stop_string_within_a_draft_leaves_a_state_that_goes_on(
     assert again[0].summary.cached_tokens >= len(received[0].summary.context) - 1
 
 
-def test_a_sequence_can_lose_as_many_tokens_as_it_has_snapshots(pair: tuple[Llama, Llama]) -> None:
+def test_truncate_goes_back_as_far_as_snapshots_reach(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     llm = many.context
     if one.layout.arch not in ROLLBACK_ARCHS:
@@ -286,9 +286,7 @@ def test_a_sequence_can_lose_as_many_tokens_as_it_has_snapshots(pair: tuple[Llam
 
 
 @pytest.mark.parametrize("n_lost", [1, 3, N_BACK])
-def test_a_state_that_has_lost_tokens_has_the_bits_of_one_that_never_saw_them(
-    pair: tuple[Llama, Llama], n_lost: int
-) -> None:
+def test_a_truncated_state_has_the_bits_of_a_shorter_one(pair: tuple[Llama, Llama], n_lost: int) -> None:
     many, one = pair
     if one.layout.arch not in ROLLBACK_ARCHS:
         pytest.skip("llama.cpp does not roll this state back")
@@ -303,7 +301,7 @@ def test_a_state_that_has_lost_tokens_has_the_bits_of_one_that_never_saw_them(
     assert np.array_equal(many.context.logits(), one.context.logits())
 
 
-def test_tokens_of_single_passes_are_not_taken_back_by_stale_snapshots(pair: tuple[Llama, Llama]) -> None:
+def test_truncate_refuses_stale_snapshots_after_single_token_passes(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     tokens = random_prompt(one, 60)
     many.context.clear()
@@ -319,10 +317,10 @@ def test_tokens_of_single_passes_are_not_taken_back_by_stale_snapshots(pair: tup
 
 
 @pytest.mark.parametrize("preset", HYBRIDS)
-def test_states_and_snapshots_take_what_the_plan_counts(
+def test_states_and_snapshots_have_the_planned_bytes(
     tiny: TinyModel, preset: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Compared with the sizes that llama.cpp logs."""
+    """The planned bytes are compared to the sizes that llama.cpp logs."""
     options = {**OPTIONS, "n_ctx": 1024, "flash_attn": True, "verbose": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -340,9 +338,7 @@ def test_states_and_snapshots_take_what_the_plan_counts(
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"])
-def test_heads_of_the_file_draft_and_change_no_token(
-    tiny: TinyModel, preset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mtp_heads_draft_and_change_no_token(tiny: TinyModel, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hides the warning that bits depend on the pass
@@ -363,7 +359,7 @@ def test_heads_of_the_file_draft_and_change_no_token(
         assert counted.drafted_tokens > counted.accepted_tokens
 
 
-def test_heads_that_llama_cpp_would_crash_on_are_left_out(tmp_path: Path) -> None:
+def test_mtp_heads_that_crash_llama_cpp_are_left_out(tmp_path: Path) -> None:
     shape = PRESETS["tiny-deepseek4"]
     path = write_model(tmp_path / "m.gguf", replace(shape, indexer_head_size=shape.n_embd_head), "q4_0")[0]
     layout = read_layout(path)

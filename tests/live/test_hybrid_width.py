@@ -131,7 +131,7 @@ def differing(found: Sequence[bytes], expected: Sequence[bytes]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_hybrid_model_has_the_same_bits_in_passes_of_any_width_and_beside_other_sequences(
+def test_hybrid_models_have_equal_bits_at_any_width_and_beside_others(
     write: Write, opened: Callable[..., Sequences], name: str
 ) -> None:
     tokens = text(1)
@@ -158,7 +158,7 @@ def beside_others(sequences: Sequences, tokens: Sequence[int]) -> list[bytes]:
     return found
 
 
-def test_deepseek4_has_the_same_bits_once_its_window_begins_anew_in_the_cache(
+def test_deepseek4_has_equal_bits_after_its_window_wraps_in_the_cache(
     write: Write, opened: Callable[..., Sequences]
 ) -> None:
     n = 500

@@ -1,4 +1,4 @@
-"""Budget, readers, layout, switches, scores, prefetches and callbacks never change a logit."""
+"""Tests that budget, readers, layout, switches, scores, prefetches and callbacks never change a logit."""
 
 import ctypes as c
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ MODELS = [
 ]  # fmt: skip
 TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
 SIZES = ("minimum", "one layer", "40%", "all")
-READERS = [(1, 1), (2, 3), (4, 1)]  # and files of the split
+READERS = [(1, 1), (2, 3), (4, 1)]  # (reader threads, files of the split)
 ALL_OFF = {"chunked": False, "preempt": False, "overlap": False, "sweep": False, "direct": False}
 # Not every combination of values runs here. tests/native/test_store_model.py combines switches, readers and sizes.
 POOLS = [(model, size, (m + s) % 2 == 0) for m, model in enumerate(MODELS) for s, size in enumerate(SIZES)]
@@ -43,7 +43,7 @@ def slots_of(path: Path, size: str) -> int:
 
 
 def check_that_it_acted(llm: Llama, *, n_slots: int) -> None:
-    """Nothing is proved by a store that had nothing to do."""
+    """Fails unless the store looked up, prefetched and evicted experts. Otherwise equal logits would prove nothing."""
     stats, info = llm.stats(), llm.session.store.info()
     assert info["n_slots"] == n_slots
     assert stats.lookups == stats.hits_ready + stats.hits_late + stats.misses > 0
@@ -62,7 +62,7 @@ def run_and_compare(
         logits = greedy_logits(llm, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=n_slots)
     # A pool smaller than a layer reads a prompt in smaller passes, and kernels sum in another order for another
-    # batch size: the reference is given the same.
+    # batch size. The reference therefore has passes of equal size.
     same = {"n_ubatch": llm.plan.n_ubatch, "repack": store.repack}
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, reference(path, **same)), "differs from MOEGGUF_HOOKS=0"
@@ -79,7 +79,7 @@ def test_logits_are_identical_for_every_model_and_pool_size(
 
 
 @pytest.mark.parametrize(("model", "readers", "n_split", "switches"), WAYS, ids=str)
-def test_logits_are_identical_for_every_way_of_moving_experts(
+def test_logits_are_identical_for_every_store_switch_and_reader_count(
     tiny: TinyModel,
     load: Load,
     reference: Reference,
@@ -93,8 +93,8 @@ def test_logits_are_identical_for_every_way_of_moving_experts(
 
 
 @pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
-def test_rows_are_interleaved_past_the_cache(tiny: TinyModel, load: Load) -> None:
-    for quant, written in (("q4_0", True), ("q8_0", False)):  # the tests above compare the bytes to upstream's
+def test_q4_0_rows_are_written_past_the_cache(tiny: TinyModel, load: Load) -> None:
+    for quant, written in (("q4_0", True), ("q8_0", False)):  # other tests compare the logits
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
             info = llm.session.store.info()
             assert info["n_uncached"] == (len(llm.session.layout.matrices) if written else 0)
@@ -105,7 +105,7 @@ def test_logits_are_identical_with_two_compute_threads(tiny: TinyModel, load: Lo
     run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_threads=2)
 
 
-def test_a_prompt_in_small_passes_is_identical_too(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_logits_are_identical_in_small_passes(tiny: TinyModel, load: Load, reference: Reference) -> None:
     run_and_compare(load, reference, tiny(), "40%", StoreOptions(), n_ubatch=24, n_batch=64)
 
 
@@ -119,7 +119,7 @@ def test_logits_are_identical_over_two_thousand_tokens(tiny: TinyModel, load: Lo
     assert np.array_equal(logits, reference(path, n_new=n_new, n_ctx=2304))
 
 
-def test_two_models_at_once_in_two_threads_share_nothing(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_two_models_in_two_threads_give_their_own_logits(tiny: TinyModel, load: Load, reference: Reference) -> None:
     paths = [tiny(*model) for model in TWO_MODELS]
     models = [load(path, expert_cache="40%") for path in paths]
     with ThreadPoolExecutor() as pool:
@@ -128,7 +128,7 @@ def test_two_models_at_once_in_two_threads_share_nothing(tiny: TinyModel, load: 
     assert all(model.stats().evictions > 0 for model in models)
 
 
-def test_an_adapter_on_experts_acts_as_in_llama_cpp(
+def test_an_adapter_on_experts_gives_the_logits_of_llama_cpp(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     path = tiny("tiny-qwen2moe")
@@ -146,7 +146,7 @@ PROMPT = [5, 9, 2, 11]
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lists the nodes of models that are loaded from now on, by name, in the order of calls of the hook."""
+    """Returns a list of the nodes that models loaded from now on compute, by name, in the order of computation."""
     base, hook = c.CDLL(str(library.find_library() / "libggml-base.so")), library.load().moegguf_eval
     base.ggml_get_name.restype, base.ggml_get_name.argtypes = c.c_char_p, [c.c_void_p]
     names: list[str] = []
@@ -162,7 +162,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("n_tokens", [1, 4])
-def test_the_shared_expert_is_computed_while_others_arrive(
+def test_the_shared_expert_is_computed_before_the_routed_experts(
     load: Load, tiny: TinyModel, computed: list[str], n_tokens: int
 ) -> None:
     path = tiny("tiny-qwen2moe", "q4_0")

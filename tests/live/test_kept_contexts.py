@@ -66,7 +66,7 @@ def computed(found: EngineAnswer) -> tuple[int, int]:
 
 @pytest.fixture
 def unkept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineAnswer]:
-    """The answer of an engine that keeps nothing, in an empty context."""
+    """Returns a function that computes the answer of an engine without a context store, in an empty context."""
 
     def ask(model: Path | str, prompt: Sequence[int], **options: Any) -> EngineAnswer:
         with engine(model, context_store=0, **options) as alone:
@@ -77,7 +77,7 @@ def unkept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineAnswer]:
 
 @pytest.mark.parametrize("n_parallel", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_restored_context_goes_on_with_the_same_bits(
+def test_a_restored_context_continues_with_the_same_bits(
     name: str, n_parallel: int, tiny: TinyModel, unkept: Callable[..., EngineAnswer]
 ) -> None:
     model, prompt = MODELS[name] if name == "demo" else tiny(MODELS[name]), prompt_of(N_PROMPT)
@@ -97,7 +97,9 @@ def test_a_restored_context_goes_on_with_the_same_bits(
 
 
 @pytest.mark.parametrize("name", ["demo", "iswa"])
-def test_another_question_computes_the_rest(name: str, tiny: TinyModel, unkept: Callable[..., EngineAnswer]) -> None:
+def test_another_question_computes_only_tokens_after_the_shared_blocks(
+    name: str, tiny: TinyModel, unkept: Callable[..., EngineAnswer]
+) -> None:
     model, prompt = MODELS[name] if name == "demo" else tiny(MODELS[name]), prompt_of(N_PROMPT)
     others = [[*prompt[: 4 * BLOCK_TOKENS + 7], *prompt_of(30, seed)] for seed in (1, 2)]
     expected = [unkept(model, other) for other in others]
@@ -110,7 +112,7 @@ def test_another_question_computes_the_rest(name: str, tiny: TinyModel, unkept: 
             assert found.summary.cached_tokens >= 4 * BLOCK_TOKENS
 
 
-def test_states_are_kept_of_what_cannot_be_cut(tiny: TinyModel) -> None:
+def test_recurrent_states_are_stored_and_damaged_ones_computed_again(tiny: TinyModel) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
     with engine(model, context_store=0) as never_stopped:
         first_turn = answer(never_stopped, prompt)
@@ -133,7 +135,7 @@ def test_states_are_kept_of_what_cannot_be_cut(tiny: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("cache", ["40%", "100%"])
-def test_the_experts_of_the_last_token_are_fetched_while_the_model_is_loaded(cache: str) -> None:
+def test_experts_of_the_last_token_are_fetched_during_the_load(cache: str) -> None:
     prompt, n_started = prompt_of(N_PROMPT), []
     for turn in range(3):
         with engine(DEMO, parallel=1, expert_cache=cache, store=StoreOptions(fill=False)) as each:
@@ -150,7 +152,7 @@ def test_the_experts_of_the_last_token_are_fetched_while_the_model_is_loaded(cac
     assert n_started == [0, n_used, 0]
 
 
-def test_the_methods_of_llama_go_on_from_the_disk(unkept: Callable[..., EngineAnswer]) -> None:
+def test_generate_of_llama_continues_from_stored_blocks(unkept: Callable[..., EngineAnswer]) -> None:
     prompt, options = prompt_of(N_PROMPT), {"n_ctx": 1024, "flash_attn": True, "verbose": False, "n_threads": 1}
     logits = []
     for n_evaluated in (N_PROMPT, 1):
@@ -163,7 +165,7 @@ def test_the_methods_of_llama_go_on_from_the_disk(unkept: Callable[..., EngineAn
     assert logits[0] == logits[1]
 
 
-def test_other_computations_have_other_blocks(tiny: TinyModel, tmp_path: Path) -> None:
+def test_other_options_or_weights_reuse_no_stored_block(tiny: TinyModel, tmp_path: Path) -> None:
     prompt, copy = prompt_of(N_PROMPT), tmp_path / "copy.gguf"
     path = tiny("tiny-qwen3moe")
     with engine(path) as first:
@@ -181,7 +183,7 @@ def test_other_computations_have_other_blocks(tiny: TinyModel, tmp_path: Path) -
 
 
 @on_servers()
-def test_a_context_in_a_devices_memory_is_restored(path: Path) -> None:
+def test_a_context_in_device_memory_is_restored(path: Path) -> None:
     """Three engines answer in turn. One block is damaged after the first answer."""
     device, found = add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20, strict_seed=1), list[EngineAnswer]()
     for _ in range(3):
@@ -195,7 +197,7 @@ def test_a_context_in_a_devices_memory_is_restored(path: Path) -> None:
     assert [computed(each) for each in found] == [(N_PROMPT, 0), (N_PROMPT - n_left, n_left), (1, N_PROMPT - 1)]
 
 
-def test_owners_share_no_block() -> None:
+def test_owners_share_no_stored_block() -> None:
     prompt = prompt_of(N_PROMPT)
     for n_disk in (0, N_PROMPT - 1):
         with engine(DEMO) as each:
@@ -229,7 +231,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("n_damaged", [1, 5])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_what_cannot_be_used_is_computed(
+def test_damaged_blocks_are_computed_again_and_replaced(
     damage: Callable[[Path], object], n_damaged: int, unkept: Callable[..., EngineAnswer]
 ) -> None:
     prompt = prompt_of(N_PROMPT)
@@ -249,7 +251,7 @@ def test_what_cannot_be_used_is_computed(
         assert computed(found) == (1, N_PROMPT - 1)
 
 
-def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_refused_by_a_full_write_queue_are_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "MOST_QUEUED_BYTES", 1)  # one block at a time
     prompt, kept, keep = prompt_of(10 * BLOCK_TOKENS), [], PrefixCache._keep_block
     monkeypatch.setattr(PrefixCache, "_keep_block", lambda *given: kept.append(keep(*given)) or kept[-1])
@@ -260,7 +262,7 @@ def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.Monk
         assert computed(answer(later, prompt, max_tokens=1)) == (1, 10 * BLOCK_TOKENS - 1)
 
 
-def test_old_sequences_give_way_to_what_is_restored(unkept: Callable[..., EngineAnswer]) -> None:
+def test_a_restored_context_replaces_old_sequences_in_a_full_cache(unkept: Callable[..., EngineAnswer]) -> None:
     prompts = [prompt_of(N_PROMPT, seed) for seed in range(4)]
     expected = [unkept(DEMO, prompt).logprobs for prompt in prompts]
     for n_computed in (N_PROMPT, 1):
@@ -270,7 +272,7 @@ def test_old_sequences_give_way_to_what_is_restored(unkept: Callable[..., Engine
         assert [each.summary.prompt_tokens for each in found] == [n_computed] * 4
 
 
-def test_what_was_computed_with_dropped_tokens_is_not_kept(unkept: Callable[..., EngineAnswer]) -> None:
+def test_blocks_after_a_context_shift_are_not_stored(unkept: Callable[..., EngineAnswer]) -> None:
     prompt, sampling = prompt_of(200), {"max_tokens": 300}
     with engine(DEMO, parallel=1, n_ctx=256, context_store=0) as alone:
         expected = answer(alone, prompt, **sampling)
@@ -289,7 +291,7 @@ def test_what_was_computed_with_dropped_tokens_is_not_kept(unkept: Callable[...,
         ("qwen2vl_merger", "tiny-qwen3vlmoe", (640, 512)),
     ],
 )
-def test_images_are_restored_by_hash(
+def test_images_are_restored_by_the_hash_of_their_content(
     kind: str, preset: str, size: tuple[int, int], tiny: TinyModel, projector: Callable[[str], Path]
 ) -> None:
     model, mmproj, words = tiny(preset), projector(kind), "what is it, and what was it before? " * 3
@@ -304,7 +306,7 @@ def test_images_are_restored_by_hash(
     with engine(model, n_ctx=4096, mmproj=mmproj, context_store=0, parallel=1) as unkept:
         expected = {seed: turn(unkept, seed).logprobs for seed in (1, 2)}
     with engine(model, n_ctx=4096, mmproj=mmproj) as first:
-        answer(first, prompt_of(90))  # another sequence is used for it
+        answer(first, prompt_of(90))  # this prompt uses another sequence
         found = turn(first, 1)
         assert found.logprobs == expected[1]
         n_all, n_disk = computed(found)

@@ -1,6 +1,6 @@
-"""Tests kept contexts of models whose memory cannot be cut everywhere.
+"""Tests stored contexts of models whose memory cannot be cut at every token.
 
-Recurrent states and sliding windows are kept beside the blocks. A prompt goes on from the nearest state with equal
+Recurrent states and sliding windows are stored beside the blocks. A prompt continues from the nearest state with equal
 bits, and damaged states are computed again.
 """
 
@@ -43,7 +43,7 @@ def engine(model: Path, **options: Any) -> Engine:
 
 
 def answer(engine: Engine, prompt: Sequence[int], owner: str = "") -> EngineAnswer:
-    """Returns an answer with the logits of its tokens, as logprobs of many."""
+    """Returns an answer with 20 logprobs of each token, which stand for its logits."""
     sampling = Sampling(temperature=0.0, max_tokens=N_NEW)
     (found,) = engine.generate(list(prompt), sampling, n_logprobs=20, return_context=True, owner=owner)
     if found.error:
@@ -52,7 +52,7 @@ def answer(engine: Engine, prompt: Sequence[int], owner: str = "") -> EngineAnsw
 
 
 def unkept(model: Path, prompt: Sequence[int]) -> EngineAnswer:
-    """Returns the answer of an engine that keeps nothing, from an empty context."""
+    """Returns the answer of an engine without a context store, from an empty context."""
     with engine(model, context_store=0) as alone:
         return answer(alone, prompt)
 
@@ -68,7 +68,7 @@ def states() -> list[StoredBlock]:
 
 @pytest.mark.parametrize("n_parallel", [1, 3])
 @pytest.mark.parametrize("preset", ALL)
-def test_the_same_prompt_in_another_process_computes_its_last_token(
+def test_a_repeated_prompt_in_a_new_engine_computes_its_last_token(
     tiny: TinyModel, preset: str, n_parallel: int
 ) -> None:
     model, prompt = tiny(preset), prompt_of(N_PROMPT)
@@ -82,7 +82,7 @@ def test_the_same_prompt_in_another_process_computes_its_last_token(
 
 
 @pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", "tiny-gpt-oss"])
-def test_a_sequence_shares_the_cells_of_another_one_up_to_its_nearest_state(tiny: TinyModel, preset: str) -> None:
+def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(tiny: TinyModel, preset: str) -> None:
     model, common = tiny(preset), prompt_of(MOST_STEP_TOKENS + 10)
     first, second = ([*common, *prompt_of(n, seed=n)] for n in (450, 200))
     with engine(model, parallel=2) as both:
@@ -95,7 +95,7 @@ def test_a_sequence_shares_the_cells_of_another_one_up_to_its_nearest_state(tiny
 
 
 @pytest.mark.parametrize("preset", ALL)
-def test_the_next_turn_in_another_process_computes_what_is_new(tiny: TinyModel, preset: str) -> None:
+def test_the_next_turn_in_a_new_engine_computes_only_new_tokens(tiny: TinyModel, preset: str) -> None:
     model, prompt = tiny(preset), prompt_of(N_PROMPT)
     with engine(model) as first:
         turn = answer(first, prompt)
@@ -108,7 +108,7 @@ def test_the_next_turn_in_another_process_computes_what_is_new(tiny: TinyModel, 
 
 @pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "from disk"])
 @pytest.mark.parametrize("preset", ALL)
-def test_an_edited_last_message_goes_on_from_the_nearest_state(tiny: TinyModel, preset: str, in_memory: bool) -> None:
+def test_an_edited_last_message_continues_from_the_nearest_state(tiny: TinyModel, preset: str, in_memory: bool) -> None:
     model, prompt = tiny(preset), prompt_of(N_LONG)
     n_same = N_LONG - 50
     edited = [*prompt[:n_same], *prompt_of(40, seed=1)]
@@ -124,7 +124,7 @@ def test_an_edited_last_message_goes_on_from_the_nearest_state(tiny: TinyModel, 
 
 
 @pytest.mark.parametrize("preset", ALL)
-def test_two_conversations_share_the_state_after_their_common_beginning(tiny: TinyModel, preset: str) -> None:
+def test_two_conversations_share_the_state_of_their_common_beginning(tiny: TinyModel, preset: str) -> None:
     model, common = tiny(preset), prompt_of(MOST_STEP_TOKENS + 10)
     first, second = ([*common, *prompt_of(n, seed=n)] for n in (150, 200))
     with engine(model) as one:
@@ -149,13 +149,15 @@ def test_two_conversations_share_the_state_after_their_common_beginning(tiny: Ti
         ("tiny-deepseek4", 2, "whole states"),
     ],
 )
-def test_the_form_of_what_is_kept(tiny: TinyModel, preset: str, n_parallel: int, form: str) -> None:
+def test_prefix_cache_form_depends_on_the_models_memory(
+    tiny: TinyModel, preset: str, n_parallel: int, form: str
+) -> None:
     with engine(tiny(preset), parallel=n_parallel) as each:
         assert each.llm.prefix_cache is not None
         assert each.llm.prefix_cache.form == form
 
 
-def test_a_recurrent_state_lies_beside_blocks_that_are_kept_once(tiny: TinyModel) -> None:
+def test_recurrent_states_are_stored_beside_blocks_without_duplicates(tiny: TinyModel) -> None:
     prompt = prompt_of(N_LONG)
     with engine(tiny("tiny-lfm2moe")) as first:
         answer(first, prompt)
@@ -169,7 +171,7 @@ def test_a_recurrent_state_lies_beside_blocks_that_are_kept_once(tiny: TinyModel
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-deepseek4"])
 def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: int) -> None:
-    """`kept` states stay whole."""
+    """The first `kept` states stay whole."""
     model, prompt = tiny(preset), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)
@@ -185,7 +187,7 @@ def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: i
 
 
 @pytest.mark.parametrize("word", [0, 1], ids=["cells", "position"])
-def test_a_crafted_state_with_the_right_checksum_is_computed_again(tiny: TinyModel, word: int) -> None:
+def test_a_wrong_state_with_a_right_checksum_is_computed_again(tiny: TinyModel, word: int) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
     with engine(model) as first:
         expected = answer(first, prompt)
@@ -200,7 +202,7 @@ def test_a_crafted_state_with_the_right_checksum_is_computed_again(tiny: TinyMod
     assert found.summary.cached_tokens == 0
 
 
-def test_a_block_that_is_damaged_before_a_state_leaves_what_is_before_it(tiny: TinyModel) -> None:
+def test_a_damaged_block_before_a_state_limits_reuse_to_earlier_tokens(tiny: TinyModel) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)
@@ -212,7 +214,7 @@ def test_a_block_that_is_damaged_before_a_state_leaves_what_is_before_it(tiny: T
     assert found.summary.cached_tokens == MOST_STEP_TOKENS
 
 
-def test_a_window_of_cells_is_read_without_the_windows_before_it(tiny: TinyModel) -> None:
+def test_a_sliding_window_is_restored_without_earlier_windows(tiny: TinyModel) -> None:
     model, prompt = tiny("tiny-gpt-oss"), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)
@@ -226,7 +228,7 @@ def test_a_window_of_cells_is_read_without_the_windows_before_it(tiny: TinyModel
     assert found.summary.prompt_tokens == 1
 
 
-def test_owners_share_no_state(tiny: TinyModel) -> None:
+def test_owners_share_no_stored_state(tiny: TinyModel) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_PROMPT)
     for n_computed in (N_PROMPT, 1):
         with engine(model) as each:
@@ -234,7 +236,7 @@ def test_owners_share_no_state(tiny: TinyModel) -> None:
                 assert answer(each, prompt, owner).summary.prompt_tokens == n_computed
 
 
-def test_the_last_tokens_of_a_long_pass_have_a_pass_of_their_own(tiny: TinyModel) -> None:
+def test_the_last_tokens_of_a_long_prompt_are_a_separate_pass(tiny: TinyModel) -> None:
     model, prompt = tiny("tiny-lfm2moe"), prompt_of(N_LONG)
     edited = [*prompt[: N_LONG - 50], *prompt_of(40, seed=1)]
     with engine(model, n_batch=2048, n_ubatch=2048) as each:

@@ -1,4 +1,4 @@
-"""A dense model cut into experts: with all of them it is the dense one, with some it routes evenly and runs."""
+"""Tests the conversion of a dense model into experts. With all experts the model equals the dense model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SHAPE = Shape(N_VOCAB, 2, 64, N_FF_EXP * (N_EXPERT + N_SHARED), 2, 1, 256, 10_00
 
 
 def split(n_used: int) -> Split:
-    """Chosen experts weigh the same, so that all of them together are the dense network."""
+    """Returns a split whose chosen experts have equal weights, so that all experts together equal the dense network."""
     return convert.Split(N_EXPERT, n_used, N_FF_EXP, N_SHARED, router_std=1e-3)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of SHAPE, every matrix in float32."""
+    """Writes a random Llama of SHAPE with matrices in float32."""
     path = tmp_path_factory.mktemp("lab") / "dense.gguf"
     writer, random = GGUFWriter(path, "llama"), np.random.default_rng(0)
     writer.add_block_count(SHAPE.n_layer)
@@ -78,7 +78,7 @@ def logits(path: Path, **options: Any) -> np.ndarray:
         return np.array(llm.scores[:100])
 
 
-def test_with_every_expert_chosen_it_is_the_dense_model(dense: Path) -> None:
+def test_a_converted_model_with_all_experts_equals_the_dense_model(dense: Path) -> None:
     path, network = converted(dense, N_EXPERT)
     with hooks_off():
         wanted = logits(dense)
@@ -88,7 +88,7 @@ def test_with_every_expert_chosen_it_is_the_dense_model(dense: Path) -> None:
     assert torch.allclose(network(rows), source.load(GGUFReader(dense))(rows), atol=0.01 * float(wanted.std()))
 
 
-def test_with_some_chosen_it_has_the_shape_that_was_asked_for_and_uses_all_of_them(dense: Path) -> None:
+def test_a_converted_model_has_the_given_shape_and_uses_all_experts(dense: Path) -> None:
     path, network = converted(dense, 2, "q4_0")
     layout = read_layout(path)
     assert (layout.arch, layout.n_layer, layout.n_expert, layout.n_expert_used) == ("deepseek", 2, N_EXPERT, 2)
@@ -102,7 +102,7 @@ def test_with_some_chosen_it_has_the_shape_that_was_asked_for_and_uses_all_of_th
         assert {int(probabilities(routers, il, row).argmax()) for row in inputs} == set(range(N_EXPERT))
 
 
-def test_training_brings_it_nearer_to_the_dense_model(dense: Path) -> None:
+def test_distillation_lowers_the_divergence_from_the_dense_model(dense: Path) -> None:
     teacher, (_, network) = source.load(GGUFReader(dense)), converted(dense, 2, "q4_0")
     rows = torch.randint(0, N_VOCAB, (8, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_training_brings_it_nearer_to_the_dense_model(dense: Path) -> None:
         assert float(distil.divergence(network, teacher, {}, rows)) < before
 
 
-def test_neurons_that_act_together_become_one_expert() -> None:
+def test_order_neurons_groups_neurons_active_together() -> None:
     random = torch.Generator().manual_seed(0)
     active = torch.rand(200, 4, generator=random) < 0.3
     contributions = active.repeat_interleave(8, dim=1) * torch.rand(200, 32, generator=random)
@@ -128,7 +128,7 @@ def test_neurons_that_act_together_become_one_expert() -> None:
     }
 
 
-def test_more_experts_than_neurons_hold_each_neuron_several_times() -> None:
+def test_order_neurons_repeats_neurons_for_extra_experts() -> None:
     contributions = torch.rand(200, 36, generator=torch.Generator().manual_seed(0))
     order = clustering.order_neurons(contributions, n_shared=4, n_expert=10, n_ff_exp=8)
     assert len(order) == 4 + 10 * 8
@@ -137,19 +137,19 @@ def test_more_experts_than_neurons_hold_each_neuron_several_times() -> None:
     assert set(torch.bincount(order[4:], minlength=36).tolist()) == {0, 2, 3}
 
 
-def test_every_cluster_is_filled() -> None:
+def test_fill_evenly_fills_every_cluster() -> None:
     wishes = torch.tensor([[0.9, 0.1, 0.0]] * 6)
     assert torch.bincount(clustering.fill_evenly(wishes)).tolist() == [2, 2, 2]
 
 
-def test_parts_that_do_not_add_up_are_an_error() -> None:
+def test_split_check_rejects_sizes_that_do_not_add_up() -> None:
     with pytest.raises(ValueError, match=r"6 experts of 32 neurons must hold the 236 of the network's 300"):
         split(2).check(300)
     with pytest.raises(ValueError, match=r"experts used must be in 1\.\.6, but are 7"):
         split(7).check(SHAPE.n_ff)
 
 
-def test_training_goes_on_where_it_ended(dense: Path, tmp_path: Path) -> None:
+def test_distillation_resumes_from_its_saved_state(dense: Path, tmp_path: Path) -> None:
     teacher, (_, network) = source.load(GGUFReader(dense)), converted(dense, 2, "q4_0")
     rows = torch.randint(0, N_VOCAB, (8, 64), generator=torch.Generator().manual_seed(1))
     kept = tmp_path / "training"

@@ -1,4 +1,4 @@
-"""`moegguf learn` on a running model: what is learned in seconds makes each strategy predict, and changes no token."""
+"""Tests `moegguf learn` on a running model: each learned strategy predicts and changes no token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = ["A short text.", "Another one, about the sea.", "1 2 3 4 5 6 7", "def f
 
 @pytest.fixture(scope="module")
 def learnt(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Learnt]]:
-    """A model in a folder of its own with what was learned beside it, and the outcome by strategy."""
+    """Returns a model with its learned files in a folder of its own, and the outcome of each strategy."""
     folder = tmp_path_factory.mktemp("learn")
     path = folder / "model.gguf"
     os.link(tiny(PRESET), path)
@@ -45,7 +45,7 @@ def learnt(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return path, {name: learning.learn(name) for name in LEARNERS}
 
 
-def test_without_what_is_learned_the_command_is_named(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+def test_a_strategy_without_learned_files_names_the_learn_command(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     os.link(tiny(PRESET), path)
     for name in ("promoe", "expertflow", "duoserve"):
@@ -68,7 +68,7 @@ def test_a_learned_strategy_predicts_and_changes_no_bit(
     assert 0 < outcome[name].lru < 1
 
 
-def test_what_was_learned_is_listed(learnt: tuple[Path, dict[str, Learnt]]) -> None:
+def test_learnt_facts_list_every_learned_file(learnt: tuple[Path, dict[str, Learnt]]) -> None:
     path, outcome = learnt
     listed = learnt_facts(read_layout(path))
     assert {(one["predictor"], one["strategy"]) for one in listed} == {
@@ -80,7 +80,7 @@ def test_what_was_learned_is_listed(learnt: tuple[Path, dict[str, Learnt]]) -> N
             assert (one["tokens"], one["requests"], one["right"]) == (found.tokens, found.requests, found.right)
 
 
-def test_recording_ends_at_the_limit_of_tokens(tiny: TinyModel, tmp_path: Path) -> None:
+def test_record_ends_at_most_tokens(tiny: TinyModel, tmp_path: Path) -> None:
     prompts = [Prompt(text, "text") for text in TEXTS]
     options = RecordOptions(4, most_tokens=30)
     stats = record(tiny(PRESET), prompts, tmp_path / "t", options, n_ctx=256, n_threads=1, verbose=False)

@@ -1,4 +1,4 @@
-"""guidance, LangChain and outlines with a `moegguf.Llama`. Each runs where it is installed."""
+"""Tests guidance, LangChain and outlines with a `moegguf.Llama`. A library that is not installed is skipped."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.llama_cpp(), "Llama", Llama)
 
 
-def test_guidance_evaluates_tokens_itself_by_the_bindings(llm: Llama, ours: None) -> None:
+def test_guidance_generates_through_the_expert_store(llm: Llama, ours: None) -> None:
     guidance = pytest.importorskip("guidance")
     before = reply(llm, QUESTION, seed=1)[0]
     model: Any = guidance.models.LlamaCpp(llm, echo=False)
@@ -44,14 +44,14 @@ def test_guidance_evaluates_tokens_itself_by_the_bindings(llm: Llama, ours: None
 
 
 def community(module: str, name: str, **options: Any) -> Any:
-    """An object of one of LangChain's classes."""
+    """Returns an object of one of LangChain's classes."""
     pytest.importorskip("langchain_community")
     return getattr(importlib.import_module(f"langchain_community.{module}"), name)(
         model_path=str(DEMO), **OPTIONS, **options
     )
 
 
-def test_langchains_completions(ours: None) -> None:
+def test_langchain_llm_invokes_streams_and_follows_a_grammar(ours: None) -> None:
     llm = community("llms", "LlamaCpp", temperature=0.0, max_tokens=12, model_kwargs={"expert_cache": "50%"})
     from langchain_core.prompts import PromptTemplate
 
@@ -66,7 +66,7 @@ def test_langchains_completions(ours: None) -> None:
     llm.client.close()
 
 
-def test_langchains_chat(ours: None) -> None:
+def test_langchain_chat_invokes_and_streams(ours: None) -> None:
     chat = community("chat_models", "ChatLlamaCpp", temperature=0.0, max_tokens=40)
     whole = chat.invoke(QUESTION).content
     assert str(whole).startswith("moegguf runs Mixture-of-Experts models")
@@ -74,7 +74,7 @@ def test_langchains_chat(ours: None) -> None:
     chat.client.close()
 
 
-def test_langchains_embeddings(ours: None) -> None:
+def test_langchain_embeddings_have_vectors_of_n_embd(ours: None) -> None:
     embeddings = community("embeddings", "LlamaCppEmbeddings")
     assert embeddings.embed_query("a cat")
     vectors = embeddings.embed_documents(["a cat", "a dog"])  # vectors of each token: this model does not pool
@@ -89,7 +89,7 @@ class Found(BaseModel):
     n: int
 
 
-def test_outlines_text_choices_and_schemas(llm: Llama) -> None:
+def test_outlines_generates_text_choices_and_schemas(llm: Llama) -> None:
     model = pytest.importorskip("outlines").from_llamacpp(llm)
     whole = model(QUESTION, max_tokens=30, temperature=0.0)
     assert whole.startswith("moegguf runs")

@@ -1,4 +1,4 @@
-"""Closing, forking, pickling, sharing between threads: a typed error or the right answer, and nothing left behind."""
+"""Tests closing, forking, copying and sharing of models between threads, and that no thread, file or memory is left."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_closed_model_raises_closed_error(tiny: TinyModel, load: Load, use: st
     assert llm.session is None or llm.session.store._handle is None
 
 
-def test_a_stream_left_unfinished_does_not_outlive_the_model(tiny: TinyModel, load: Load) -> None:
+def test_an_unfinished_stream_of_a_closed_model_raises_closed_error(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
     steps = llm.generate([1, 2, 3])
     next(steps)
@@ -99,7 +99,7 @@ def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
     assert gone() is None
 
 
-def test_loading_and_closing_twenty_times_leaves_nothing(tiny: TinyModel) -> None:
+def test_twenty_loads_leave_no_threads_files_or_memory(tiny: TinyModel) -> None:
     def use() -> None:
         with Llama(tiny("tiny-mix", "q8_0"), expert_cache="40%", n_threads=1, n_ctx=512, verbose=False) as llm:
             llm("some text", max_tokens=4)
@@ -112,7 +112,7 @@ def test_loading_and_closing_twenty_times_leaves_nothing(tiny: TinyModel) -> Non
 
 
 @pytest.mark.parametrize("fault", ["open", "alloc", "thread", "stop", "format", "budget", "context"])
-def test_a_load_that_fails_leaves_nothing(tiny: TinyModel, tmp_path: Path, fault: str) -> None:
+def test_failed_loads_leave_no_threads_files_or_memory(tiny: TinyModel, tmp_path: Path, fault: str) -> None:
     path, options = tiny(), {"expert_cache": "40%", "verbose": False, "n_threads": 1}
     if fault == "format":
         data = tiny().read_bytes().replace(b"blk.0.attn_norm.weight", b"blk.0.attn_nrom.weight")
@@ -147,7 +147,7 @@ def test_a_load_that_fails_leaves_nothing(tiny: TinyModel, tmp_path: Path, fault
 
 
 def child_of_fork(llm: Llama) -> int:
-    """0 when every use is a ForkError and closing is harmless."""
+    """Returns 0 if every use raises ForkError and closing succeeds."""
     for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
         try:
             USES[use](llm)
@@ -165,7 +165,9 @@ def child_of_fork(llm: Llama) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_gets_an_error_and_the_parent_goes_on(tiny: TinyModel, load: Load, reference: Reference) -> None:
+def test_uses_in_a_forked_child_raise_fork_error_and_the_parent_works(
+    tiny: TinyModel, load: Load, reference: Reference
+) -> None:
     llm = load(tiny(), expert_cache="40%")
     llm.eval([1, 2, 3])
     pid = os.fork()
@@ -191,7 +193,7 @@ def run_script(script: str, *arguments: object, **environment: str) -> subproces
 
 
 @pytest.mark.parametrize("closed_in_child", [True, False])
-def test_a_child_of_fork_exits_normally_while_readers_are_busy(tiny: TinyModel, closed_in_child: bool) -> None:
+def test_a_forked_child_exits_normally_with_busy_readers(tiny: TinyModel, closed_in_child: bool) -> None:
     script = """
         import os, sys, warnings
         warnings.simplefilter("ignore")
@@ -216,7 +218,7 @@ def test_a_child_of_fork_exits_normally_while_readers_are_busy(tiny: TinyModel, 
     assert result.stdout == "parent done\n"
 
 
-def test_a_process_that_only_exits_frees_everything(tiny: TinyModel) -> None:
+def test_a_process_exits_normally_without_closing_its_model(tiny: TinyModel) -> None:
     script = """
         import sys
         from moegguf import Llama
@@ -231,7 +233,7 @@ def test_a_process_that_only_exits_frees_everything(tiny: TinyModel) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_model_is_not_copied(tiny: TinyModel, load: Load) -> None:
+def test_copies_of_a_model_are_refused(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
     for attempt in (copy.copy, copy.deepcopy):
         with pytest.raises(errors.OptionError, match="cannot be copied"):
@@ -239,7 +241,7 @@ def test_a_model_is_not_copied(tiny: TinyModel, load: Load) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_two_threads_that_complete_on_one_model_get_their_own_text(tiny: TinyModel, load: Load, stream: bool) -> None:
+def test_threads_that_share_a_model_get_their_own_texts(tiny: TinyModel, load: Load, stream: bool) -> None:
     llm = load(tiny(), expert_cache="40%")
     prompts = ["experts", "a memory", "of slots"]
 
@@ -253,7 +255,7 @@ def test_two_threads_that_complete_on_one_model_get_their_own_text(tiny: TinyMod
             assert list(threads.map(text, prompts)) == alone
 
 
-def test_a_new_request_ends_the_stream_that_the_same_thread_left(tiny: TinyModel, load: Load) -> None:
+def test_a_new_request_cancels_the_unfinished_stream_of_its_thread(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
     expected = llm("another", max_tokens=8, temperature=0.0)["choices"][0]["text"]
     left = llm("experts", max_tokens=50, stream=True)
@@ -263,7 +265,7 @@ def test_a_new_request_ends_the_stream_that_the_same_thread_left(tiny: TinyModel
         list(left)
 
 
-def test_a_stream_that_is_dropped_lets_other_threads_in(tiny: TinyModel, load: Load) -> None:
+def test_a_dropped_stream_releases_the_model_for_other_threads(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%")
     for _ in llm("experts", max_tokens=50, stream=True):
         break
@@ -271,7 +273,7 @@ def test_a_stream_that_is_dropped_lets_other_threads_in(tiny: TinyModel, load: L
         assert threads.submit(llm, "a", max_tokens=2).result()["choices"][0]["finish_reason"]
 
 
-def test_a_stock_llama_cpp_imported_first_is_a_library_error(tiny: TinyModel, tmp_path: Path) -> None:
+def test_a_stock_llama_cpp_imported_first_raises_library_error(tiny: TinyModel, tmp_path: Path) -> None:
     # A folder with a libllama, as another package would bring it.
     stock = shutil.copytree(library.find_library(), tmp_path / "stock")
     script = """
@@ -291,7 +293,7 @@ def test_a_stock_llama_cpp_imported_first_is_a_library_error(tiny: TinyModel, tm
     assert str(stock) in result.stdout
 
 
-def test_our_bindings_are_imported_where_a_stock_llama_cpp_is_installed(tmp_path: Path) -> None:
+def test_own_bindings_are_imported_beside_a_stock_llama_cpp(tmp_path: Path) -> None:
     (tmp_path / "llama_cpp.py").write_text("raise AssertionError('the stock package was imported')")
     script = """
         import sys

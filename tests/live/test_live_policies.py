@@ -1,4 +1,4 @@
-"""Policies, predictors (failing ones, too) and strategies on running models: the same tokens, and that they decide."""
+"""Tests policies, predictors and strategies on running models: they decide, and they change no token."""
 
 import itertools
 import time
@@ -93,7 +93,7 @@ def test_every_predictor_predicts_and_changes_no_bit(
 
 
 class LastLayersFirst:
-    """A user's policy: one method."""
+    """A policy of a user, with only one method."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -103,7 +103,9 @@ class LastLayersFirst:
         return -np.arange(history.shape.n_layer, dtype=np.float32)[:, None].repeat(history.shape.n_expert, 1)
 
 
-def test_a_users_own_policy(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
+def test_a_policy_object_of_the_user_decides_and_changes_no_bit(
+    own: Own, load: Load, expected: Callable[..., Logits]
+) -> None:
     policy = LastLayersFirst()
     llm = load(own(), policy=policy, lockstep=True, **TIGHT)
     given = count_scores(llm)
@@ -125,7 +127,7 @@ CALLS: dict[str, Callable[[Llama], object]] = {
 
 
 class CallsItsModel:
-    """A policy that uses the model that it decides for: `call`."""
+    """A policy that calls the model that it decides for."""
 
     def __init__(self, call: Callable[[Llama], object]) -> None:
         self.call, self.llm, self.errors = call, None, list[Exception]()
@@ -141,19 +143,19 @@ class CallsItsModel:
 
 @pytest.mark.parametrize("lockstep", [True, False], ids=["lockstep", "free"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_policy_that_calls_its_model_is_refused_and_left_out(
+def test_a_policy_calling_its_model_fails_and_lru_takes_over(
     own: Own, load: Load, expected: Callable[..., Logits], call: str, lockstep: bool
 ) -> None:
     policy = CallsItsModel(CALLS[call])
     policy.llm = llm = load(own(), policy=policy, lockstep=lockstep, **TIGHT)
-    # Once it is closed, the policy has been told everything.
+    # The policy has received all events once the model is closed.
     with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError: a policy, .*; going on with LRU"), llm:
         logits = logits_of(llm)
     assert np.array_equal(logits, expected())
     assert [type(error) for error in policy.errors] == [CallbackError]
 
 
-def test_a_policy_that_calls_its_engine_is_refused_and_left_out(own: Own) -> None:
+def test_a_policy_calling_its_engine_fails_and_answers_continue(own: Own) -> None:
     engines = list[Engine]()
     policy = CallsItsModel(lambda _: engines[0].generate([[1, 2]], Sampling(max_tokens=1)))
     with Engine(own(), 2, policy=policy, n_ctx=128, n_threads=1, lockstep=True, **TIGHT) as engine:
@@ -176,25 +178,29 @@ def test_a_policy_that_calls_its_engine_is_refused_and_left_out(own: Own) -> Non
     ],
     ids=str,
 )
-def test_a_wrong_option_is_refused_before_weights_are_read(own: Own, options: dict[str, Any], rule: str) -> None:
+def test_wrong_policies_and_predictors_are_refused_before_the_load(
+    own: Own, options: dict[str, Any], rule: str
+) -> None:
     shares: list[float] = []
     with pytest.raises(OptionError, match=rule):
         Llama(own(), verbose=False, progress=shares.append, **options, **TIGHT)
     assert shares == []
 
 
-def test_a_wrong_name_is_refused_where_it_would_not_matter(own: Own) -> None:
+def test_a_wrong_policy_name_is_refused_with_hooks_off(own: Own) -> None:
     with hooks_off(), pytest.raises(OptionError, match="no policy 'lfru'"):
         Llama(own(), verbose=False, policy="lfru")
 
 
-def test_a_policy_of_a_tier_that_is_not_there_is_told(own: Own, load: Load) -> None:
+def test_a_policy_for_a_missing_tier_warns(own: Own, load: Load) -> None:
     with pytest.warns(UserWarning, match="policy='vram=slru' has no effect: experts lie in RAM only"):
         assert load(own(), policy="vram=slru").decisions()["policy"] == "next-use"
     assert load(own(), policy="vram=slru,ram=lfu-decay").decisions()["policy"] == "lfu-decay"
 
 
-def test_a_resident_model_is_left_alone_till_it_shrinks(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
+def test_the_controller_of_a_resident_model_is_idle_until_a_shrink(
+    own: Own, load: Load, expected: Callable[..., Logits]
+) -> None:
     llm = load(own(), policy="lfu", expert_cache="100%", n_ubatch=4)
     given = count_scores(llm)
     assert np.array_equal(logits_of(llm), expected())
@@ -215,7 +221,7 @@ class LiveJudge(Judge):
 
 @pytest.mark.parametrize("preset", ALL_TINY)
 @pytest.mark.parametrize("expert_cache", ["100%", "40%"])
-def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, expert_cache: str) -> None:
+def test_fresh_gate_predicts_every_expert(own: Own, load: Load, preset: str, expert_cache: str) -> None:
     llm = load(own(preset), lockstep=True, expert_cache=expert_cache)
     judge = LiveJudge(FreshGate(MoeShape.of(llm.layout), Artifacts(llm.layout).routers()))
     llm.session.listeners.add(judge)
@@ -227,7 +233,7 @@ def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, exper
     assert fresh.due >= N_NEW * len(llm.layout.layers) - 1
 
 
-def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_over(
+def test_unprofitable_prefetching_pauses_and_is_tried_again(
     own: Own, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = own("tiny-qwen2moe")
@@ -254,7 +260,7 @@ def _never_pays(watchdog: Watchdog) -> None:
 
 
 class SlowPredictor(Predictor):
-    """Predicts nothing, after some time."""
+    """A predictor that takes some time and predicts nothing."""
 
     name: ClassVar[str] = "slow"
     calls = 0
@@ -265,7 +271,7 @@ class SlowPredictor(Predictor):
         return None
 
 
-def test_closing_waits_for_no_queue_of_a_slow_predictor(
+def test_close_does_not_wait_for_queued_events_of_a_slow_predictor(
     own: Own, load: Load, expected: Callable[..., Logits], tmp_path: Path
 ) -> None:
     slow = SlowPredictor(MoeShape.of(read_layout(own())), reach=9)
@@ -315,7 +321,9 @@ def test_a_strategy_decides_and_changes_no_bit(
         assert controller_of(llm).native, "each predicts in the store"
 
 
-def test_the_environment_names_a_strategy_where_callers_do_not(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moegguf_strategy_applies_unless_the_caller_names_a_strategy(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOEGGUF_STRATEGY", "none")
     assert not load(DEMO, **QUARTER).session.store.options.overlap  # type: ignore[union-attr]
     assert load(DEMO, strategy="lru", **QUARTER).session.store.options.overlap  # type: ignore[union-attr]
@@ -325,11 +333,11 @@ def test_the_environment_names_a_strategy_where_callers_do_not(load: Load, monke
 
 
 @pytest.mark.parametrize("name", ["none", *PAPERS])
-def test_a_simulated_strategy_counts_what_the_live_one_counted(
+def test_counters_of_a_simulated_strategy_equal_the_live_ones(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    options = replace(STRATEGIES[name].store, sweep=False)  # fetching ahead takes time, which differs
+    options = replace(STRATEGIES[name].store, sweep=False)  # the time of a sweep's reads differs
     llm = load(
         DEMO, strategy=name, prefetch=False, store=options, lockstep=True,
         trace=TraceOptions(tmp_path / "t", inputs=True), **QUARTER,

@@ -1,4 +1,4 @@
-"""Logits belong to the request that computed them; GBNF grammars through the bindings end where no token may follow."""
+"""Tests that logits are readable only after the request that computed them, and GBNF grammars of the bindings."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -36,14 +36,14 @@ def assert_no_logits(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"exact": True}, {}], ids=str)
-def test_a_prompt_that_its_template_leaves_empty_is_refused(demo: Llama, options: dict[str, Any]) -> None:
+def test_a_prompt_rendered_empty_by_its_template_is_refused(demo: Llama, options: dict[str, Any]) -> None:
     reply(demo, "Who are you?", max_tokens=1)
     with pytest.raises(OptionError, match="the prompt is empty once its template has rendered it"):
         Answer(demo, ask(QUESTION, template=EMPTY, **options))
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"exact": True}, {}], ids=str)
-def test_an_empty_prompt_begins_with_bos(load: Load, options: dict[str, Any]) -> None:
+def test_an_empty_prompt_becomes_bos(load: Load, options: dict[str, Any]) -> None:
     llm = load(DEMO, **WITH_BOS)
     expected = llm.vocabulary.bos_tokens
     assert expected
@@ -63,7 +63,7 @@ def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
     assert_no_logits(llm)
 
 
-def test_a_prompt_that_fails_leaves_no_logits(tiny: TinyModel, load: Load) -> None:
+def test_a_failed_prompt_leaves_no_logits(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), expert_cache="40%", logits_all=False)
     llm.eval([1, 2, 3])
     arm_fault("stat", 1, sticky=True)
@@ -82,7 +82,7 @@ def test_a_prompt_that_fails_leaves_no_logits(tiny: TinyModel, load: Load) -> No
 
 
 @pytest.mark.parametrize("given", ["", ["a cat", ""], [""]], ids=str)
-def test_an_embedding_of_nothing_is_refused(load: Load, given: Any) -> None:
+def test_embeddings_of_empty_texts_are_refused(load: Load, given: Any) -> None:
     llm = load(DEMO, embedding=True, pooling_type=1, logits_all=False)
     for call in (llm.embed, llm.create_embedding):
         with pytest.raises(OptionError, match="a text is empty"):
@@ -90,14 +90,14 @@ def test_an_embedding_of_nothing_is_refused(load: Load, given: Any) -> None:
     assert len(llm.embed(["a cat", "b"])) == 2
 
 
-def test_completions_of_nothing_are_refused(demo: Llama) -> None:
+def test_completions_of_empty_prompts_are_refused(demo: Llama) -> None:
     demo("Who are you?", max_tokens=1)
     for call in (lambda: demo(""), lambda: demo.create_completion([]), lambda: list(demo.generate([]))):
         with pytest.raises(OptionError, match="there is nothing to continue"):
             call()
 
 
-def test_a_state_that_is_loaded_has_no_logits(load: Load) -> None:
+def test_a_loaded_state_has_no_logits(load: Load) -> None:
     llm = load(DEMO)
     llm.eval([5, 6, 7])
     state = llm.save_state()
@@ -109,7 +109,7 @@ def test_a_state_that_is_loaded_has_no_logits(load: Load) -> None:
     assert next(llm.generate([], reset=False, temp=0.0)) >= 0
 
 
-def test_a_pass_of_several_gives_only_its_own_rows(load: Load) -> None:
+def test_logits_are_readable_only_for_output_rows_of_the_pass(load: Load) -> None:
     llm = load(DEMO, n_seq_max=2, logits_all=False)
     rows = llm.context.eval_sequences(
         [SequenceTokens(0, [5, 6], 0, 1, Phase.PREFILL), SequenceTokens(1, [7], 0, 2, Phase.PREFILL, False)]
@@ -128,7 +128,9 @@ def test_a_pass_of_several_gives_only_its_own_rows(load: Load) -> None:
 
 
 @pytest.mark.parametrize("n_seq_max", [1, 2])
-def test_prompt_logprobs_are_those_of_the_logits(load: Load, n_seq_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_equal_the_logits_of_a_plain_eval(
+    load: Load, n_seq_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = load(DEMO).tokenize(b"moegguf runs Mixture-of-Experts models whose experts do not fit in memory.")
     plain = load(DEMO, logits_all=True)
     plain.eval(tokens)
@@ -165,7 +167,7 @@ def grammar(text: str) -> Any:
 
 
 @pytest.mark.parametrize("has_end", [True, False])
-def test_a_complete_text_ends_the_answer(model: Llama, has_end: bool) -> None:
+def test_a_grammar_ends_the_answer_at_a_complete_text(model: Llama, has_end: bool) -> None:
     options: dict[str, Any] = {"max_tokens": 9, "logit_bias": {} if has_end else endless(model, -float("inf"))}
     for form in (grammar(A_OR_B), A_OR_B):
         choice = model("hello", grammar=form, **options)["choices"][0]
@@ -188,15 +190,15 @@ def test_a_chat_follows_its_response_format(model: Llama, has_end: bool) -> None
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_grammar_that_cannot_be_read_is_a_typed_error(model: Llama) -> None:
+def test_invalid_grammars_raise_schema_error(model: Llama) -> None:
     for text in ("root ::= none", "word ::= [a-z]", "root ::= (", 'root ::= root "a" | "a"'):
         with pytest.raises(SchemaError, match="a grammar is GBNF"):
             model("hello", grammar=text, max_tokens=3)
     assert model("hello", max_tokens=1)["choices"][0]["text"] is not None
 
 
-def test_the_tokens_are_those_of_llama_cpp(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp's own chain of samplers is safe with a grammar whose text never ends."""
+def test_generate_with_a_grammar_gives_the_tokens_of_llama_cpp(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar's text never ends, so llama.cpp's own chain of samplers never crashes on it."""
     form = grammar(r'root ::= ([a-z]+ | [0-9]+ | ", ")+')
 
     def tokens() -> list[int]:
@@ -209,7 +211,7 @@ def test_the_tokens_are_those_of_llama_cpp(model: Llama, monkeypatch: pytest.Mon
     assert tokens() == ours
 
 
-def test_a_plain_answer_after_one_with_a_grammar_is_free(model: Llama) -> None:
+def test_an_answer_after_one_with_a_grammar_is_unconstrained(model: Llama) -> None:
     model("hello", grammar=A_OR_B, max_tokens=3)
     free = model("hello", max_tokens=12, temperature=0)["choices"][0]
     assert free["finish_reason"] == "length" and free["text"] not in ("a", "b")

@@ -1,4 +1,4 @@
-"""The manager with real workers, also on a device: memory is freed, a lost worker costs one answer."""
+"""Tests the manager with real workers, also on a device: changed files, budgets, and a lost device."""
 
 import asyncio
 import multiprocessing
@@ -46,7 +46,7 @@ class Files:
         return ModelEntry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
 
     def size_bytes(self, name: str, n_ctx: int | None = None) -> tuple[int, int]:
-        """Wanted and minimum bytes of a model."""
+        """Returns the wanted and the minimum bytes of a model."""
         size = measure(
             self.find(name), ONE_THREAD, Settings(loading={"n_ctx": n_ctx}), Memory(8 << 30, 8 << 30, "a test", 0)
         )
@@ -106,9 +106,7 @@ def versions(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory, request:
 
 
 @pytest.mark.parametrize("versions", ["40%"], indirect=True)
-async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(
-    versions: Versions, tmp_path: Path
-) -> None:
+async def test_an_overwritten_file_ends_the_answer_and_is_reloaded(versions: Versions, tmp_path: Path) -> None:
     served, options = tmp_path / "served.gguf", versions.options
     shutil.copy(versions.before, served)
     async with running_manager(Files(served=served)) as manager:
@@ -144,7 +142,7 @@ def replace_and_hide(served: Path, after: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite_and_hide, overwrite_and_link, replace_and_hide])
-async def test_a_file_that_is_another_one_under_its_old_size_and_time_is_loaded_anew(
+async def test_a_changed_file_of_equal_size_and_time_is_reloaded(
     versions: Versions, tmp_path: Path, change: Callable[[Path, Path], None]
 ) -> None:
     served, options = tmp_path / "served.gguf", versions.options
@@ -153,12 +151,12 @@ async def test_a_file_that_is_another_one_under_its_old_size_and_time_is_loaded_
         assert await generate(manager, "served", story(3), options) == versions.old
         change(served, versions.after)
         assert await generate(manager, "served", story(3), options) == versions.new
-        served.rename(served.with_suffix(".gone"))  # the catalog knows it by its path
+        served.rename(served.with_suffix(".gone"))  # the catalog finds the file by its path
         served.with_suffix(".gone").rename(served)
         assert await generate(manager, "served", story(3), options) == versions.new
 
 
-async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_text(files: Files) -> None:
+async def test_set_budget_during_answers_frees_memory_and_changes_no_text(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         expected = await generate(manager, "a", story(5, 40))
         (full,) = manager.loaded()
@@ -181,7 +179,7 @@ async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_
             await manager.set_budget("b", least)
 
 
-async def test_a_budget_asked_for_in_a_run_is_kept_where_a_longer_context_loads_again(files: Files) -> None:
+async def test_a_set_budget_survives_a_reload_for_a_longer_context(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         full = await manager.load("a", ONE_THREAD)
         small = await manager.set_budget("a", parse_expert_cache("50%"))
@@ -199,8 +197,8 @@ async def test_a_budget_asked_for_in_a_run_is_kept_where_a_longer_context_loads_
         assert fresh.expert_cache_bytes == full.expert_cache_bytes
 
 
-async def test_a_budget_grows_only_into_what_other_models_leave(files: Files) -> None:
-    shrunk_bytes = share_for(files.paths["a"], 38)  # 40 % and a part of the 64 slots stay after the shrink
+async def test_set_budget_grows_only_into_memory_free_of_other_models(files: Files) -> None:
+    shrunk_bytes = share_for(files.paths["a"], 38)  # the shrink to 40 % frees at least 38 of 64 slots
     memory_bytes = sum(files.size_bytes(name, n_ctx=512)[0] for name in "ab") - shrunk_bytes // 2
     async with running_manager(files, n_ctx=512, memory_bytes=memory_bytes) as manager:
         await manager.load("a", ONE_THREAD)
@@ -214,7 +212,7 @@ async def test_a_budget_grows_only_into_what_other_models_leave(files: Files) ->
         assert full.expert_cache_bytes == full.plan["budget_bytes"]
 
 
-async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) -> None:
+async def test_less_memory_gives_fewer_slots_and_the_same_answer(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         expected = await generate(manager, "a", story(5, 40))
         everything = manager.loaded()[0]
@@ -231,7 +229,7 @@ async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) 
             await generate(manager, "a", story(5))
 
 
-# A worker on a machine with such a device, while it is there.
+# A worker of a machine with an RPC device, as long as the device's server runs.
 WORKER = """
 import socket, sys
 sys.path[:0] = sys.argv[1:3]
@@ -253,7 +251,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @asynccontextmanager
 async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[ModelManager]:
-    """A manager whose workers compute the model on a device in a process of its own, with MOEGGUF_VRAM_CACHE there."""
+    """Yields a manager whose workers compute on a device that another process serves."""
     with server() as (rpc, port):
         command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
         settings = Settings(memory_bytes=4 << 30, loading={"n_ctx": 512, "n_parallel": n_parallel})
@@ -262,7 +260,9 @@ async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[
             yield manager
 
 
-async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_device_ends_one_answer_and_the_cpu_takes_over(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
     async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
         expected = await generate(manager, "a", QUESTION)
@@ -294,7 +294,7 @@ async def test_a_device_that_vanishes_costs_one_answer(tiny: TinyModel, monkeypa
             await manager.set_budget("a", vram_cache=fewer)
 
 
-async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_of_whole_layers_on_a_device_is_counted(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "layers")
     async with manager_with_device(tiny("tiny-qwen2moe", "q4_0")) as manager:
@@ -312,7 +312,9 @@ async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeyp
             await manager.set_budget("a", vram_cache=parse_expert_cache("30%"))
 
 
-async def test_four_answers_at_once_from_slots(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_four_concurrent_answers_share_passes_with_slots_in_vram(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"VRAM_CACHE": "30%", "PLACEMENT": "slots"}.items():
         monkeypatch.setenv(f"MOEGGUF_{name}", value)
     async with manager_with_device(tiny("tiny-gpt-oss"), n_parallel=4) as manager:
@@ -321,10 +323,12 @@ async def test_four_answers_at_once_from_slots(tiny: TinyModel, monkeypatch: pyt
         assert all(texts)
         (loaded,) = manager.loaded()
         assert loaded.plan["device"] == "RPC0"
-        assert loaded.stats.passes < sum(24 + len(question.prompt) for question in asked)  # some were for several
+        assert loaded.stats.passes < sum(24 + len(question.prompt) for question in asked)  # some passes were shared
 
 
-async def test_a_server_without_the_gpu_of_its_budget_says_so(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_vram_budget_without_a_gpu_raises_budget_error(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
     async with ModelManager(Files(a=tiny()), Settings(loading={"n_ctx": 512}), devices=list) as manager:
         with pytest.raises(BudgetError, match="sees none"):

@@ -1,4 +1,4 @@
-"""2,000 answers of the demo with drafts are those without, greedy and sampled. Slow: `make slow` runs it.
+"""Compares 2,000 answers of the demo with and without drafts, greedy and sampled. Slow: `make slow` runs the test.
 
 MOEGGUF_SLOW_MODEL, MOEGGUF_SLOW_DRAFT and MOEGGUF_SLOW_ANSWERS choose another model, other drafts and another number.
 """
@@ -23,7 +23,7 @@ N_TOGETHER = 40
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, N_ANSWERS, N_TOGETHER))
-def test_answers_with_drafts_are_those_without(first: int, engine: Engine) -> None:
+def test_answers_with_drafts_equal_undrafted_answers(first: int, engine: Engine) -> None:
     seeds = range(first, min(first + N_TOGETHER, N_ANSWERS))
     samplings = [Sampling(temperature=float(seed % 2), seed=seed, max_tokens=48) for seed in seeds]
     texts = [f"{seed // len(PROMPTS)}\n{PROMPTS[seed % len(PROMPTS)]}" for seed in seeds]

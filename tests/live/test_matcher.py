@@ -1,4 +1,4 @@
-"""Every text that a matcher lets pass, over the tokens of a model, is what the schema, or the tool, asks for."""
+"""Tests that texts which a matcher accepts over the tokens of a model fit the schema or the tool."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Walk:
         self._texts = [llm.vocabulary.piece(token, special=True) for token in range(llm.n_vocab())]
 
     def random(self, seed: int, longest: int = 150) -> str | None:
-        """A text of random tokens, rather short ones and marks; None when it has no end."""
+        """Returns a text of random tokens, with a preference for short ones and marks. None if the text has no end."""
         dice, out, ends = random.Random(seed), b"", self._llm.vocabulary.is_end
         for _ in range(longest):
             tokens = [int(token) for token in np.flatnonzero(self._matcher.mask())]
@@ -141,7 +141,7 @@ def schema_constraint(schema: Any, template: str | None = None, **options: Any) 
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
-def test_what_passes_follows_the_schema(kind: str, walk: Callable[..., Walk]) -> None:
+def test_random_texts_of_the_matcher_fit_the_schema(kind: str, walk: Callable[..., Walk]) -> None:
     form = "json" if kind == "any object" else SCHEMAS[kind]
     texts = [walk(schema_constraint(form)).random(seed) for seed in range(8)]
     finished = [text for text in texts if text is not None]
@@ -181,7 +181,9 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("form", "text", "passes"), ACCEPTED)
-def test_what_follows_the_schema_passes(form: Any, text: str, passes: bool, walk: Callable[..., Walk]) -> None:
+def test_the_matcher_accepts_only_texts_that_fit_the_schema(
+    form: Any, text: str, passes: bool, walk: Callable[..., Walk]
+) -> None:
     assert walk(schema_constraint(form)).accepts(text) == passes
 
 
@@ -192,7 +194,9 @@ DIGITS = st.integers(1 - 10**16, 10**16 - 1)  # a number without bounds has at m
 
 @settings(deadline=None)  # another process compiles each grammar first
 @given(low=st.none() | WHOLE | LARGE, high=st.none() | WHOLE | LARGE, number=WHOLE | DIGITS)
-def test_integers_between_bounds(llm: Llama, low: int | None, high: int | None, number: int) -> None:
+def test_the_matcher_accepts_integers_only_within_their_bounds(
+    llm: Llama, low: int | None, high: int | None, number: int
+) -> None:
     assume(low is None or high is None or low <= high)
     bounds = {key: bound for key, bound in (("minimum", low), ("maximum", high)) if bound is not None}
     for near in (number, *bounds.values(), *(bound - 1 for bound in bounds.values())):
@@ -200,7 +204,7 @@ def test_integers_between_bounds(llm: Llama, low: int | None, high: int | None, 
         assert Walk(llm, schema_constraint({"type": "integer", **bounds})).accepts(str(near)) == fits, near
 
 
-def test_a_thinking_model_may_think_first(walk: Callable[..., Walk]) -> None:
+def test_a_format_allows_thinking_first(walk: Callable[..., Walk]) -> None:
     def accepts(text: str, *, think: bool | None = None, prompt_end: str = "") -> bool:
         return walk(
             constraint_for(Request(messages=(), format="json", think=think), templates.QWEN, prompt_end)
@@ -214,7 +218,7 @@ def test_a_thinking_model_may_think_first(walk: Callable[..., Walk]) -> None:
     assert not accepts('<think></think></think>{"a": 1}')
 
 
-def test_channels(walk: Callable[..., Walk]) -> None:
+def test_a_format_allows_analysis_and_final_channels_of_harmony(walk: Callable[..., Walk]) -> None:
     thought = "<|channel|>analysis<|message|>Hm < <|start|>.<|end|><|start|>assistant"
     constraint = schema_constraint("json", templates.HARMONY)
     assert walk(constraint).accepts(thought + '<|channel|>final<|message|>{"a": 1}')
@@ -246,7 +250,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_forced_call_is_one_that_the_parser_finds(kind: str, walk: Callable[..., Walk]) -> None:
+def test_the_parser_finds_a_forced_call_in_each_template_family(kind: str, walk: Callable[..., Walk]) -> None:
     ask = Request(messages=(), tools=TOOLS, tool_choice="get_weather", think=False)
     answers = [walk(constraint_for(ask, FAMILIES[kind])).random(seed) for seed in range(6)]
     finished = [answer for answer in answers if answer is not None]
@@ -260,7 +264,7 @@ def test_a_forced_call_is_one_that_the_parser_finds(kind: str, walk: Callable[..
         assert not "".join(piece.text for piece in deltas).strip()
 
 
-def test_a_required_call_may_be_any_of_the_tools(walk: Callable[..., Walk]) -> None:
+def test_tool_choice_required_accepts_a_call_of_any_tool(walk: Callable[..., Walk]) -> None:
     constraint = constraint_for(Request(messages=(), tools=TOOLS, tool_choice="required"), templates.QWEN)
     assert walk(constraint).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     assert walk(constraint).accepts('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>')
@@ -268,7 +272,7 @@ def test_a_required_call_may_be_any_of_the_tools(walk: Callable[..., Walk]) -> N
     assert not walk(constraint).accepts("Hello")
 
 
-def test_a_format_beside_tools_leaves_both_open(walk: Callable[..., Walk]) -> None:
+def test_a_format_with_tools_accepts_a_value_or_a_call(walk: Callable[..., Walk]) -> None:
     constraint = schema_constraint({"type": "integer"}, templates.QWEN, tools=TOOLS)
     assert walk(constraint).accepts("42")
     assert walk(constraint).accepts('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')

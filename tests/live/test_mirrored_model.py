@@ -1,4 +1,4 @@
-"""A model with a copy of its file on another drive: the same logits, bytes from both, no token lost with a drive."""
+"""Tests a model with a copy of its file on another drive: equal logits, reads from both, and a drive that fails."""
 
 import shutil
 import warnings
@@ -16,7 +16,7 @@ from moegguf.testing.library import arm_fault, limit_faults
 
 @pytest.fixture(autouse=True)
 def no_limits() -> Iterator[None]:
-    """Faults concern every file again after a test."""
+    """Makes faults apply to every file again after a test."""
     yield
     limit_faults(None)
 
@@ -30,7 +30,9 @@ def load_demo(load: Load, mirror: object) -> Llama:
     return load(DEMO, expert_cache="30%", mirror=mirror)
 
 
-def test_logits_are_those_of_one_copy_and_both_are_read(load: Load, reference: Reference, mirror: Path) -> None:
+def test_a_mirrored_model_reads_both_copies_and_keeps_the_logits(
+    load: Load, reference: Reference, mirror: Path
+) -> None:
     llm = load_demo(load, mirror)
     assert np.array_equal(greedy_logits(llm), reference(DEMO))
     stats = llm.stats()
@@ -41,12 +43,12 @@ def test_logits_are_those_of_one_copy_and_both_are_read(load: Load, reference: R
     assert not (own.is_dropped or other.is_dropped)
 
 
-def test_a_model_without_mirrors_has_no_figures_of_drives(load: Load) -> None:
+def test_stats_without_mirrors_have_no_drives(load: Load) -> None:
     assert load_demo(load, None).stats().drives == ()
 
 
 @pytest.mark.parametrize("failing", ["its own file", "the mirror"])
-def test_a_drive_that_fails_between_tokens_costs_no_token_and_warns_once(
+def test_a_failed_drive_changes_no_logit_and_warns_once(
     load: Load, reference: Reference, mirror: Path, failing: str
 ) -> None:
     llm = load_demo(load, mirror)
@@ -70,7 +72,7 @@ def test_a_drive_that_fails_between_tokens_costs_no_token_and_warns_once(
     assert llm.stats().read_errors == 0
 
 
-def test_a_mirror_that_is_written_to_is_dropped_and_logits_stay(load: Load, reference: Reference, mirror: Path) -> None:
+def test_a_mirror_written_to_is_dropped_with_unchanged_logits(load: Load, reference: Reference, mirror: Path) -> None:
     llm = load_demo(load, mirror)
     mirror.write_bytes(bytes(mirror.stat().st_size))
     with pytest.warns(UserWarning, match=r"copy\.gguf' was written to after the model was loaded"):
@@ -78,7 +80,7 @@ def test_a_mirror_that_is_written_to_is_dropped_and_logits_stay(load: Load, refe
     assert np.array_equal(logits, reference(DEMO))
 
 
-def test_a_folder_of_a_split_models_copies_is_a_mirror(
+def test_a_folder_with_copies_of_all_shards_is_a_mirror(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
 ) -> None:
     path = tiny("tiny-qwen2moe", "q4_0", 3)
@@ -93,7 +95,7 @@ def test_a_folder_of_a_split_models_copies_is_a_mirror(
         llm.close()
 
 
-def test_a_mirror_of_another_model_is_refused_and_one_that_is_gone_is_left_out(
+def test_mirrors_of_other_models_are_refused_and_missing_ones_skipped(
     load: Load, reference: Reference, tiny: TinyModel, tmp_path: Path
 ) -> None:
     other = Path(shutil.copy(tiny(), tmp_path / "other.gguf"))

@@ -1,4 +1,4 @@
-"""Keywords of `Llama`: what is refused, context and budget, LoRA adapters, and models that have no experts."""
+"""Tests keywords of `Llama`: refused values, context and budget, LoRA adapters, and models without experts."""
 
 import re
 import subprocess
@@ -36,20 +36,20 @@ from moegguf.settings import read_settings
     ],
     ids=str,
 )  # fmt: skip
-def test_a_keyword_that_cannot_be_is_refused(tiny: TinyModel, wrong: dict[str, int], words: str) -> None:
+def test_unknown_keywords_and_invalid_types_are_refused(tiny: TinyModel, wrong: dict[str, int], words: str) -> None:
     """The error for an unknown keyword names the nearest keyword, or the place of the list."""
     with pytest.raises(OptionError, match=words):
         Llama(tiny(), verbose=False, **wrong)
 
 
-def test_a_budget_not_given_is_the_environments(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_cache_defaults_to_the_environment(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_EXPERT_CACHE", "50%")
     assert load(tiny()).plan.n_slots == 32
     assert load(tiny(), expert_cache="25%").plan.n_slots == 16
 
 
 def without_experts(source: Path, path: Path) -> Path:
-    """A model without experts: the layers of a Mixtral with one expert's matrices in place of all."""
+    """Writes a model without experts: the layers of a Mixtral with the matrices of one expert."""
     reader, writer = GGUFReader(source), GGUFWriter(path, "llama")
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or "expert" in field.name or field.name == "general.architecture":
@@ -84,7 +84,7 @@ def test_a_model_without_experts_runs_as_plain_llama_cpp(
     llm.resume()
 
 
-def test_with_the_hooks_off_the_interface_is_the_same(tiny: TinyModel, load: Load) -> None:
+def test_the_interface_is_unchanged_with_hooks_off(tiny: TinyModel, load: Load) -> None:
     with hooks_off():
         llm = load(tiny(), expert_cache="40%")
     assert llm.session is None
@@ -93,7 +93,7 @@ def test_with_the_hooks_off_the_interface_is_the_same(tiny: TinyModel, load: Loa
     llm.set_expert_cache("25%")
 
 
-def test_a_model_is_not_loaded_with_an_absurd_context(tiny: TinyModel) -> None:
+def test_absurd_context_lengths_are_refused(tiny: TinyModel) -> None:
     path: Path = tiny()
     n_ctx = 2 * read_memory().total_bytes // (kv_bytes(read_layout(path), 256) // 256)
     for n in (n_ctx, 1 << 30):
@@ -104,7 +104,7 @@ def test_a_model_is_not_loaded_with_an_absurd_context(tiny: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("n_ctx", [300, 1, 0])
-def test_a_context_of_any_size_can_be_filled_to_its_end(tiny: TinyModel, load: Load, n_ctx: int) -> None:
+def test_a_context_of_any_size_is_filled_to_its_end(tiny: TinyModel, load: Load, n_ctx: int) -> None:
     llm = load(tiny("tiny-mix"), n_ctx=n_ctx, logits_all=False)
     assert llm.n_ctx() % 256 == 0
     assert len(llm.input_ids) == llm.n_ctx() == llm.context_params.n_ctx
@@ -120,7 +120,7 @@ N_BEFORE = 6  # tokens that are written before the budget changes
 @pytest.mark.parametrize("switch", [True, False], ids=["repacked", "plain"])
 @pytest.mark.parametrize("first", ["100%", "60%"])
 @pytest.mark.parametrize("second", ["one layer", "40%"])
-def test_a_budget_shrunk_while_writing_changes_no_token(
+def test_shrinking_the_budget_during_an_answer_changes_no_logit(
     tiny: TinyModel, load: Load, reference: Reference, first: str, second: str, switch: bool
 ) -> None:
     path = tiny()
@@ -146,7 +146,7 @@ def test_a_budget_shrunk_while_writing_changes_no_token(
     assert llm.stats().slots_used > n_slots
 
 
-def test_shrinking_gives_memory_back(tiny: TinyModel, load: Load) -> None:
+def test_shrinking_the_budget_returns_memory(tiny: TinyModel, load: Load) -> None:
     path = tiny("tiny-mix", "q8_0")
     llm = load(path, expert_cache="100%")
     greedy_logits(llm, n_new=1)
@@ -156,9 +156,9 @@ def test_shrinking_gives_memory_back(tiny: TinyModel, load: Load) -> None:
     assert full - psutil.Process().memory_info().rss > llm.plan.budget_bytes // 2
 
 
-def test_shrinking_below_what_a_pass_may_need_is_refused(tiny: TinyModel, load: Load) -> None:
+def test_shrinking_below_the_slots_of_a_pass_is_refused(tiny: TinyModel, load: Load) -> None:
     path = tiny()
-    # it cannot stream, and no slot is filled when slots are counted
+    # The model cannot stream experts, and no prefetch fills a slot while slots are counted.
     llm = load(path, expert_cache="40%", store=StoreOptions(overlap=False), prefetch=False)
     with pytest.raises(BudgetError, match="at least") as caught:
         llm.set_expert_cache(share_for(path, 8))
@@ -184,7 +184,7 @@ def tuned(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
     return SimpleNamespace(path=path, adapter=adapter, catalog=Catalog(), entry=Catalog().find("tuned"))
 
 
-def test_a_name_has_its_adapter_and_its_draft_model(tuned: SimpleNamespace) -> None:
+def test_a_created_model_has_its_adapter_and_draft_model(tuned: SimpleNamespace) -> None:
     entry, plain = tuned.entry, tuned.catalog.find(str(tuned.path))
     assert (entry.adapter, entry.draft) == (tuned.adapter, tuned.path)
     assert entry.weights != plain.weights and entry.digest != plain.digest
@@ -194,7 +194,7 @@ def test_a_name_has_its_adapter_and_its_draft_model(tuned: SimpleNamespace) -> N
     assert tuned.catalog.copy("tuned", "copied").adapter == tuned.adapter
 
 
-def test_a_worker_loads_both_within_the_plan(tuned: SimpleNamespace) -> None:
+def test_a_load_config_has_adapter_and_draft_within_the_plan(tuned: SimpleNamespace) -> None:
     plain = tuned.catalog.find(str(tuned.path))
     memory = Memory(1 << 32, 1 << 32, "a test", 0)
     sizes = [measure(entry, LoadOverrides(), read_settings(), memory) for entry in (tuned.entry, plain)]
@@ -205,13 +205,13 @@ def test_a_worker_loads_both_within_the_plan(tuned: SimpleNamespace) -> None:
     assert asked.load_config(asked.plan_within(asked.wanted)).options["draft"] == "off"
 
 
-def test_an_adapter_that_is_gone_is_missed_by_name(tuned: SimpleNamespace) -> None:
+def test_a_deleted_adapter_is_named_in_the_error(tuned: SimpleNamespace) -> None:
     tuned.adapter.unlink()
     with pytest.raises(ModelNotFoundError, match=r"my adapter\.gguf"):
         tuned.catalog.find("tuned")
 
 
-def test_what_is_no_adapter_of_the_model_is_refused(tuned: SimpleNamespace, tmp_path: Path, load: Load) -> None:
+def test_foreign_files_as_adapters_are_refused(tuned: SimpleNamespace, tmp_path: Path, load: Load) -> None:
     other = write_adapter(tmp_path / "other.gguf", "llama", "blk.1.attn_q.weight", (WIDTH, WIDTH))
     for adapter, words in ((other, "for the architecture 'llama'"), (tuned.path, "is not a LoRA adapter")):
         with pytest.raises(ModelFormatError, match=words):
@@ -222,7 +222,7 @@ def test_what_is_no_adapter_of_the_model_is_refused(tuned: SimpleNamespace, tmp_
         Catalog(paths=False).create("bad", Recipe(from_="demo", adapter=str(tuned.adapter)))
 
 
-def test_an_adapter_of_another_shape_ends_no_process(
+def test_an_adapter_of_another_shape_raises_model_format_error(
     tiny: TinyModel, tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny("tiny-qwen2moe")

@@ -1,4 +1,4 @@
-"""Passes: their buffers and logits are within what was planned, and long passes change no bit."""
+"""Tests the planned buffers and logits of passes, and that long passes change no bit."""
 
 import ctypes as c
 import re
@@ -55,7 +55,7 @@ def test_buffers_of_a_pass_are_within_the_planned_bytes(tiny: TinyModel) -> None
         assert 0 < reserved <= planned, name
 
 
-def test_a_prompt_in_long_passes_has_the_logits_of_short_ones(tiny: TinyModel, load: Load) -> None:
+def test_long_passes_give_the_logits_of_short_passes(tiny: TinyModel, load: Load) -> None:
     options: dict[str, Any] = {"n_ctx": 2048, "expert_cache": "40%", "flash_attn": None, "logits_all": False}
     found = []
     for n_tokens in (1024, 512):
@@ -66,7 +66,7 @@ def test_a_prompt_in_long_passes_has_the_logits_of_short_ones(tiny: TinyModel, l
     assert np.array_equal(*found)
 
 
-def test_more_logits_than_a_pass_has_buffers_for_are_an_error_and_the_context_goes_on(
+def test_too_many_logits_of_a_pass_raise_and_the_next_pass_succeeds(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = load(DEMO, logits_all=False)

@@ -1,4 +1,4 @@
-"""Presets of `moegguf bench`: each yields its figures, and wrong settings are errors that say which are known."""
+"""Tests the presets of `moegguf bench`: their figures, and errors of wrong settings, which list the known ones."""
 
 import json
 from contextlib import closing
@@ -21,7 +21,7 @@ def rows_of(name: str, *settings: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("prompt", [0, 16])
-def test_turns_compare_each_kernel_with_stock(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
+def test_turns_compares_each_kernel_with_stock(monkeypatch: pytest.MonkeyPatch, prompt: int) -> None:
     monkeypatch.setattr(turns, "stock_library", lambda progress: library.find_library())
     settings = ("tokens=3", "rounds=2", "depth=8", "kernels=upstream", f"prompt={prompt}")
     rows = rows_of("turns", *settings)
@@ -40,12 +40,12 @@ def test_busy_measures_every_system_beside_every_load() -> None:
 
 
 @pytest.mark.parametrize("setting", ["loads=quiet,loud", "systems=1,fast"])
-def test_busy_refuses_an_unknown_load_and_an_unknown_system(setting: str) -> None:
+def test_busy_refuses_unknown_loads_and_systems(setting: str) -> None:
     with pytest.raises(OptionError, match=r"loud|fast"):
         rows_of("busy", setting)
 
 
-def test_drafts_measure_each_kind_of_text_and_one_that_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_measures_each_kind_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftGate, "is_due", lambda _self: True)  # a busy machine may end all drafts otherwise
     monkeypatch.setattr(DraftGate, "widths", lambda _self, answers: [[4] * len(sources) for sources in answers])
     texts = Path(__file__).with_name("repeating.json")
@@ -55,17 +55,17 @@ def test_drafts_measure_each_kind_of_text_and_one_that_repeats_nothing(monkeypat
     assert all(row["median ratio"] > 0 for row in rows)
 
 
-def test_server_answers_with_the_same_text_as_the_process() -> None:
+def test_server_gets_the_text_of_the_in_process_answer() -> None:
     rows = rows_of("server", "rounds=1")
     assert [row["way"] for row in rows] == ["in process", "create_chat_completion", "server"]
     assert len({row["characters"] for row in rows}) == 1
     assert all(0 < row["first ms"] <= row["total ms"] for row in rows)
 
 
-def test_resume_computes_a_known_prompt_once(tmp_path: Path) -> None:
+def test_resume_computes_one_token_of_a_known_prompt(tmp_path: Path) -> None:
     first = rows_of("resume", "tokens=300", f"folder={tmp_path}")
     with closing(PRESETS["resume"].measure(str(DEMO), tokens=300, folder=str(tmp_path))) as rows:
-        again = next(rows)  # the others come as at first
+        again = next(rows)  # the other rows equal the first run's
     ways = ["computed", "from memory", "after unloading", "after kill -9", "another question"]
     assert [row["way"] for row in first] == ways
     assert again["way"] == "after kill -9"
@@ -81,7 +81,7 @@ def test_eviction_has_a_row_for_each_policy() -> None:
         rows_of("eviction", "slots=64", "layers=2", "experts=32")
 
 
-def test_link_times_are_at_least_those_of_the_link() -> None:
+def test_link_measures_times_of_at_least_the_simulated_link() -> None:
     rows = in_own_process(rows_of, "link", "repetitions=5")
     assert {row["at once"] for row in rows} == {1, 2}
     assert all(row["ratio"] > 0.99 for row in rows)
@@ -97,11 +97,11 @@ def test_link_times_are_at_least_those_of_the_link() -> None:
         ("turns", "depth=-1", "depth has to be at least 0"),
     ],
 )
-def test_a_wrong_setting_says_which_are_known(name: str, setting: str, words: str) -> None:
+def test_read_settings_rejects_wrong_settings_and_lists_the_known(name: str, setting: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         read_settings(name, [setting])
 
 
-def test_settings_that_are_not_changed_keep_their_defaults() -> None:
+def test_read_settings_keeps_defaults_of_unchanged_settings() -> None:
     changed = read_settings("busy", ["seconds=8", "loads=quiet,two"])
     assert changed == {**PRESETS["busy"].settings, "seconds": 8.0, "loads": "quiet,two"}

@@ -1,4 +1,4 @@
-"""Traces recorded live have the run's requests, and a simulation of them counts the same to the last eviction."""
+"""Tests that recorded traces have the requests of the run, and that a simulation has the counters of the run."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,7 +47,7 @@ PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")  # tests take turns with these pre
 
 @pytest.fixture
 def path(own: Own) -> Callable[[str], Path]:
-    """A model in a folder of its own, with the popularity of other traces beside it."""
+    """Returns a function that links a model into a folder of its own, beside a table of popularity."""
 
     def link(preset: str) -> Path:
         path = own(preset)
@@ -62,7 +62,7 @@ def path(own: Own) -> Callable[[str], Path]:
 
 
 def requests(llm: Llama) -> None:
-    """Prompts of several lengths, tokens after them, and a context that is continued."""
+    """Completes prompts of several lengths, and evaluates tokens after a continued context."""
     for n, n_prompt in enumerate((30, 1, 9)):
         llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
     llm.reset()
@@ -73,7 +73,7 @@ def requests(llm: Llama) -> None:
 
 
 def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots: int, **options: Any) -> Trace:
-    """The trace of a run, its counters among the settings."""
+    """Records a run. Returns its trace, whose settings have the counters of the run."""
     llm = load(
         path, policy=policy, predictor=predictor, expert_cache=share_for(path, n_slots), n_ubatch=8,
         store=StoreOptions(sweep=False), trace=TraceOptions(out, inputs=predictor == "skip"),
@@ -103,7 +103,7 @@ def assert_equal(trace: Trace, result: SimResult) -> None:
 
 
 @pytest.mark.parametrize(("policy", "predictor", "preset"), [(*pair, PRESETS[n % 2]) for n, pair in enumerate(PAIRS)])
-def test_a_simulation_counts_what_the_run_counted(
+def test_simulated_counters_equal_the_counters_of_the_run(
     path: Callable[[str], Path], load: Load, tmp_path: Path, preset: str, policy: str, predictor: str
 ) -> None:
     model = path(preset)
@@ -117,7 +117,7 @@ def test_a_simulation_counts_what_the_run_counted(
 @pytest.mark.parametrize(
     ("policy", "predictor"), [("POLICY", "none"), ("locality", "PREDICTOR"), ("POLICY", "PREDICTOR")]
 )
-def test_own_classes_of_files_are_counted_as_in_the_run(
+def test_simulated_counters_of_own_classes_equal_the_runs(
     path: Callable[[str], Path], load: Load, tmp_path: Path, policy: str, predictor: str
 ) -> None:
     own = {"POLICY": f"{EXAMPLES / 'policy.py'}:MostUsed", "PREDICTOR": f"{EXAMPLES / 'predictor.py'}:Followers"}
@@ -130,7 +130,7 @@ def test_own_classes_of_files_are_counted_as_in_the_run(
     assert plain.counters["misses"] != trace.header.settings["misses"], "they decide"
 
 
-def test_recorded_drafts_are_replayed(
+def test_simulated_counters_with_drafts_equal_the_runs(
     path: Callable[[str], Path], load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
@@ -152,7 +152,7 @@ def test_recorded_drafts_are_replayed(
 @pytest.mark.parametrize(
     ("policy", "n_slots"), [("lru", 16), ("lru", 22), ("lru", 40), *(("next-use", n) for n in (8, 16, 22, 40, 60))]
 )
-def test_what_the_store_carries_out_itself_needs_no_lockstep_at_any_budget(
+def test_native_policies_replay_exactly_without_lockstep_at_any_budget(
     path: Callable[[str], Path], load: Load, tmp_path: Path, policy: str, n_slots: int
 ) -> None:
     model = path("tiny-qwen2moe")
@@ -193,7 +193,7 @@ def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
         ("next-use", "lru", (16, 20), 0), ("lfu", "slru", (22, 12), 0),
     ],
 )  # fmt: skip
-def test_a_simulation_of_two_tiers_counts_what_each_of_them_counted(
+def test_simulated_counters_of_two_tiers_equal_the_runs(
     path: Callable[[str], Path], tmp_path: Path, vram: str, ram: str, n_slots: tuple[int, int], staging: int
 ) -> None:
     model = path("tiny-qwen2moe")
@@ -253,7 +253,7 @@ def test_recording_changes_no_bit_and_includes_resident_models(
     assert llm.plan.resident
 
 
-def test_a_failed_or_cancelled_pass_does_not_break_the_file(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
+def test_a_failed_or_cancelled_pass_leaves_the_trace_readable(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
     llm = load(tiny(), trace=tmp_path / "t", **TIGHT)
     prompt = random_prompt(llm, 12)
     greedy_logits(llm, prompt, 2)
@@ -275,7 +275,7 @@ def test_a_failed_or_cancelled_pass_does_not_break_the_file(tiny: TinyModel, loa
         pass
 
 
-def test_a_trace_that_cannot_be_completed_is_an_error_and_the_model_is_freed(
+def test_a_trace_error_at_close_is_raised_and_frees_the_model(
     tiny: TinyModel, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = load(tiny(), trace=tmp_path / "t", **TIGHT)
@@ -293,7 +293,7 @@ def test_a_trace_that_cannot_be_completed_is_an_error_and_the_model_is_freed(
 
 
 @pytest.mark.parametrize(("given", "kind"), [({}, "AUTO"), ({"flash_attn": False}, "DISABLED")])
-def test_attention_is_that_of_run_while_recording(
+def test_record_uses_the_flash_attention_default_of_run(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], kind: str
 ) -> None:
     opened = list[int]()

@@ -1,4 +1,4 @@
-"""A table larger than the memory: the model runs below a limit, with the same bits and as many misses."""
+"""Tests a table that is larger than the memory limit: the model has the bits and misses of a run without a limit."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ with Llama(sys.argv[1], n_ctx=2048, n_threads=1, expert_cache="40%", verbose=Fal
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shape = replace(PRESETS["tiny-qwen4exp"], ple_vocab_base=N_ROWS_BASE)
     path = write_model(tmp_path_factory.mktemp("table") / "m.gguf", shape, "q4_0")[0]
-    drop_page_cache([path])  # pages that are there count for nobody's limit
+    drop_page_cache([path])  # pages that are cached before do not count for the limit
     yield path
     path.unlink()
 
@@ -59,7 +59,7 @@ def answer(command: list[str]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_a_table_above_the_memory_limit_evicts_no_expert_and_changes_no_bit(path: Path) -> None:
+def test_a_row_table_above_the_memory_limit_evicts_no_expert(path: Path) -> None:
     if fault := limit_fault(LIMIT_BYTES):
         pytest.skip(fault)
     command = [sys.executable, "-c", CHILD, str(path)]

@@ -1,4 +1,4 @@
-"""Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged; and the warm start from them."""
+"""Tests the artifacts of a model on disk: saving, loading, damaged files, and the warm start."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,9 @@ LEARNERS = [{"predictor": "eamc"}, {"policy": "sparsity"}, {"policy": "sparsity"
 
 
 @pytest.mark.parametrize("learner", LEARNERS, ids=str)
-def test_a_kept_collection_grows(path: Path, load: Load, expected: Logits, learner: dict[str, str]) -> None:
+def test_a_stored_eamc_collection_grows_over_runs(
+    path: Path, load: Load, expected: Logits, learner: dict[str, str]
+) -> None:
     kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     for run in range(2):
         llm = load(path, **learner, **TIGHT)
@@ -74,10 +76,10 @@ def test_a_kept_collection_grows(path: Path, load: Load, expected: Logits, learn
     assert sorted(eamc.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4  # two runs ended before the last event
 
 
-def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> None:
+def test_an_eamc_collection_is_saved_during_a_run(path: Path, load: Load) -> None:
     kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     llm = load(path, predictor="eamc", **TIGHT)
-    for request in range(CHECKPOINT_REQUESTS + 1):  # the next request ends the one before
+    for request in range(CHECKPOINT_REQUESTS + 1):  # a request ends when the next one begins
         assert not kept.exists()
         greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
     until(kept.is_file)
@@ -85,7 +87,7 @@ def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> N
     assert saved is not None and saved.n_entries == CHECKPOINT_REQUESTS
 
 
-def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
+def test_a_load_without_requests_writes_no_file(path: Path, load: Load) -> None:
     load(path, predictor="eamc", **TIGHT).close()
     assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
 
@@ -98,7 +100,7 @@ def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> N
         ("popularity.safetensors", {"policy": "lfu", "predictor": "popularity"}, "lfu"),
     ],
 )
-def test_a_damaged_file_is_as_none_after_one_warning(
+def test_damaged_artifacts_are_ignored_after_one_warning(
     path: Path, beside: Path, load: Load, expected: Logits, name: str, options: dict[str, str], policy: str
 ) -> None:
     (beside / name).write_text("{damaged")
@@ -115,7 +117,9 @@ def measure(path: Path, policy: str, predictor: str = "none", prefetch: str = "n
     write_measured(path.with_name("tiny-qwen2moe.gguf.moegguf") / MEASURED, found)
 
 
-def test_auto_takes_what_was_measured_to_be_best(path: Path, beside: Path, load: Load, expected: Logits) -> None:
+def test_auto_chooses_the_measured_policy_predictor_and_prefetch(
+    path: Path, beside: Path, load: Load, expected: Logits
+) -> None:
     found = load(path, **TIGHT).decisions()  # nothing was measured yet
     assert (found["policy"], found["predictor"], found["prefetch"]) == ("next-use", "skip", "measuring")
     measure(path, "next-use", "skip")
@@ -132,7 +136,7 @@ def test_auto_takes_what_was_measured_to_be_best(path: Path, beside: Path, load:
     ("policy", "predictor", "prefetch"),
     [("static", "none", "none"), ("next-use", "mlp", "none"), ("yesterdays", "none", "none"), ("lfu", "none", "gone")],
 )
-def test_auto_is_lru_with_a_warning_where_the_best_is_not_to_be_had(
+def test_auto_falls_back_to_lru_with_a_warning_for_an_unusable_choice(
     path: Path, beside: Path, load: Load, expected: Logits, policy: str, predictor: str, prefetch: str
 ) -> None:
     measure(path, policy, predictor, prefetch)
@@ -159,7 +163,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 @pytest.mark.parametrize("error", FAILURES, ids=repr)
 @pytest.mark.parametrize("policy", ["auto", "slru"])
-def test_predictions_that_nobody_asked_for_fail_no_load(
+def test_failing_predictions_by_default_warn_and_load(
     path: Path,
     beside: Path,
     load: Load,
@@ -182,7 +186,7 @@ def test_predictions_that_nobody_asked_for_fail_no_load(
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("named", [{"predictor": "skip"}, {"prefetch": True}], ids=str)
 @pytest.mark.parametrize("error", FAILURES, ids=repr)
-def test_predictions_that_were_asked_for_fail_the_load(
+def test_failing_predictions_by_option_raise(
     path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], error: Exception
 ) -> None:
     broken(monkeypatch, error)
@@ -198,7 +202,7 @@ def saved(path: Path) -> Any:
     return Artifacts(layout).uses(MoeShape.of(layout))
 
 
-def test_what_was_used_most_is_there_at_first(path: Path, load: Load, expected: Logits) -> None:
+def test_warm_start_loads_the_most_used_experts(path: Path, load: Load, expected: Logits) -> None:
     llm = load(path, **WARM)
     assert llm.stats().prefetch_started == 0
     assert np.array_equal(logits_of(llm), expected)
@@ -214,7 +218,7 @@ def test_what_was_used_most_is_there_at_first(path: Path, load: Load, expected: 
     assert np.array_equal(logits_of(llm), expected)
 
 
-def test_uses_of_later_runs_are_added_and_those_before_fade(path: Path, load: Load) -> None:
+def test_saved_uses_add_later_runs_and_decay_earlier_ones(path: Path, load: Load) -> None:
     total = np.float32(0)
     for run in range(2):
         llm = load(path, **WARM)
@@ -225,7 +229,7 @@ def test_uses_of_later_runs_are_added_and_those_before_fade(path: Path, load: Lo
         assert np.allclose(saved(path), total)
 
 
-def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(path: Path, load: Load, user: Path) -> None:
+def test_uses_are_not_saved_when_off_resident_in_lockstep_or_unused(path: Path, load: Load, user: Path) -> None:
     for options in ({"warm_start": False}, {"expert_cache": "100%"}, {"lockstep": True}):
         llm = load(path, **{**WARM, **options})
         logits_of(llm)
@@ -236,7 +240,7 @@ def test_nothing_is_saved_when_off_unused_resident_or_in_lockstep(path: Path, lo
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff" * 64])
-def test_a_damaged_file_is_one_warning(path: Path, beside: Path, load: Load, content: bytes) -> None:
+def test_damaged_uses_warn_and_are_replaced(path: Path, beside: Path, load: Load, content: bytes) -> None:
     (beside / USES).write_bytes(content)
     with pytest.warns(UserWarning, match="going on without it"):
         llm = load(path, **WARM)

@@ -1,4 +1,4 @@
-"""Slots that are saved, restored and erased: a context goes on with the same bits, for its owner and model alone."""
+"""Tests saved, restored and erased KV slots: a context continues with equal bits, for its owner and model only."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ class Loop:
         return received.wait()
 
     def act(self, action: str, slot: int = 0, owner: str = "", **fields: Any) -> dict[str, Any]:
-        """Raises the action's error."""
+        """Does an action on a slot and returns its outcome, or raises its error."""
         ended: list[Any] = []
 
         def run() -> None:
@@ -69,7 +69,7 @@ class Loop:
         return self.act("restore", slot, path=str(path), most_bytes=0, **fields)
 
     def forget_disk(self) -> None:
-        """Later prompts find nothing in the cache of contexts."""
+        """Makes later prompts find no stored context."""
         assert self.llm.prefix_cache is not None
         self.llm.prefix_cache._store.is_off = True
 
@@ -87,7 +87,7 @@ def loop(model: Path) -> Iterator[Loop]:
 
 
 @pytest.mark.parametrize("n_parallel", [1, 3])
-def test_a_restored_slot_goes_on_with_the_same_bits_also_in_another_process(
+def test_a_slot_restored_in_a_new_engine_continues_with_the_same_bits(
     model: Path, tmp_path: Path, n_parallel: int
 ) -> None:
     file = tmp_path / "slots" / "a.bin"
@@ -115,7 +115,7 @@ def test_an_erased_slot_is_computed_again(loop: Loop) -> None:
     assert found.summary.cached_tokens == 0 and found.text == whole.text
 
 
-def test_a_slot_belongs_to_its_owner(loop: Loop, tmp_path: Path) -> None:
+def test_slots_are_saved_erased_and_reused_for_their_owner_only(loop: Loop, tmp_path: Path) -> None:
     loop.answer(owner="ann")
     with pytest.raises(OptionError, match="no tokens of yours"):
         loop.save(tmp_path / "a", owner="bob")
@@ -127,7 +127,7 @@ def test_a_slot_belongs_to_its_owner(loop: Loop, tmp_path: Path) -> None:
     assert loop.answer(owner="bob").summary.cached_tokens > 0
 
 
-def test_a_file_of_another_model_or_a_damaged_one_restores_nothing(loop: Loop, tiny: TinyModel, tmp_path: Path) -> None:
+def test_foreign_and_damaged_slot_files_restore_nothing(loop: Loop, tiny: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "a"
     loop.answer()
     loop.save(file)
@@ -143,7 +143,7 @@ def test_a_file_of_another_model_or_a_damaged_one_restores_nothing(loop: Loop, t
         loop.restore(tmp_path / "missing")
 
 
-def test_what_cannot_be_saved_says_why(loop: Loop, model: Path, tmp_path: Path) -> None:
+def test_save_of_an_invalid_slot_raises_with_the_reason(loop: Loop, model: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="0 to 1"):
         loop.save(tmp_path / "a", 2)
     with pytest.raises(OptionError, match="no tokens"):
@@ -156,7 +156,7 @@ def test_what_cannot_be_saved_says_why(loop: Loop, model: Path, tmp_path: Path) 
         other.save(tmp_path / "a")
 
 
-def test_a_context_that_is_too_short_refuses_a_slot(loop: Loop, model: Path, tmp_path: Path) -> None:
+def test_a_too_short_context_refuses_a_saved_slot(loop: Loop, model: Path, tmp_path: Path) -> None:
     loop.answer()
     loop.save(tmp_path / "a")
     with Loop(model, n_ctx=256, n_seq_max=1) as short, pytest.raises(OptionError, match="but the context 256"):

@@ -1,4 +1,4 @@
-"""Layers on two devices, some on the CPU, and placements: the bits of the same devices with all experts resident."""
+"""Tests layers on two devices and on the CPU, and placements: bits equal a run with every expert resident there."""
 
 import ctypes as c
 import json
@@ -57,7 +57,7 @@ Outcome = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, 
 
 
 def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
-    """{device: layers}, as llama.cpp's log says when it loads the model plainly. For processes of their own."""
+    """Returns {device: layers} from llama.cpp's log of a plain load. Only for processes of their own."""
     bindings, lines, n_layer = library.llama_cpp(), list[str](), count_layers(read_layout(path))
     callback = bindings.llama_log_callback(lambda _level, text, _user: lines.append(text.decode(errors="replace")))
     bindings.llama_log_set(callback, c.c_void_p(None))
@@ -66,7 +66,7 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
     bindings.llama_log_set(bindings._logger.llama_log_callback, c.c_void_p(None))
     found: dict[str, list[int]] = {}
     for il, device in re.findall(r"layer +(\d+) assigned to device (\w+)", "".join(lines)):
-        if int(il) < n_layer:  # the output is one more
+        if int(il) < n_layer:  # llama.cpp counts the output as one more layer
             found.setdefault(device, []).append(int(il))
     return found
 
@@ -88,7 +88,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
 
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
-        store.drain(30)  # prefetches under way would count between two figures
+        store.drain(30)  # no prefetch may end between two reads of figures
         layers = {part.name or "CPU": part.layers for part in llm.plan.devices}
         figures, n_ubatch = (devices_of(llm), llm.session.tiers()), llm.plan.n_ubatch
     with hooks_off(), Llama(path, n_ubatch=n_ubatch, **OPTIONS, **split) as llm:
@@ -107,7 +107,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
     indirect=["path"],
 )
 @on_servers(2)
-def test_slots_on_two_servers_give_the_logits_of_these_devices(
+def test_slots_on_two_devices_give_the_logits_of_plain_llama_cpp(
     path: Path, vram: str, split: dict[str, Any], shrink: bool
 ) -> None:
     devices, tiers, layers = compare(path, vram, 26, split, shrink)
@@ -123,7 +123,7 @@ def test_slots_on_two_servers_give_the_logits_of_these_devices(
 
 
 @on_servers(2)
-def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
+def test_one_of_two_devices_is_selected_and_wrong_splits_are_refused(path: Path) -> None:
     assert [device.name for device in gpus()] == ["RPC0", "RPC1"]
     alone = {"split_mode": 0, "main_gpu": 1, "n_gpu_layers": -1}
     with hooks_off(), Llama(path, n_ubatch=1, **OPTIONS, **alone) as llm:
@@ -133,7 +133,7 @@ def test_one_device_of_two_and_splits_that_do_not_fit(path: Path) -> None:
         assert np.array_equal(greedy_logits(llm, n_new=8), plain)
         assert list(devices_of(llm)) == ["RPC1"]
         assert llm.session.tiers()["VRAM"]["evictions"] > 0
-    with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS) as llm:  # both, as free memory has it
+    with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS) as llm:  # split by the free memory of both
         assert list(devices_of(llm)) == ["RPC0", "RPC1"]
         assert sorted(il for part in llm.plan.devices for il in part.layers) == [0, 1, 2, 3]
         assert llm.plan.device == "RPC0, RPC1"
@@ -170,7 +170,7 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
         greedy_logits(llm, n_new=4)
         assert llm.session.tiers()["RAM"]["evictions"] > 0
     assert Llama.estimate(path, placement="cpu", n_ctx=512).device is None
-    assert Llama.estimate(path, n_gpu_layers=3, **auto).device is None  # the caller divides the model
+    assert Llama.estimate(path, n_gpu_layers=3, **auto).device is None  # n_gpu_layers already divides the model
     assert Llama.estimate(path, split_mode=2, n_gpu_layers=-1, **auto).device is None
 
 
@@ -180,7 +180,9 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
     [(2, "30%", {"n_gpu_layers": -1, "tensor_split": [1, 3]}), (1, "25%", {"n_gpu_layers": 3})],
 )
 @on_servers()
-def test_devices_behind_links_and_layers_on_the_cpu(path: Path, n_links: int, vram: str, split: dict[str, Any]) -> None:
+def test_slots_behind_links_and_on_the_cpu_give_the_logits_of_llama_cpp(
+    path: Path, n_links: int, vram: str, split: dict[str, Any]
+) -> None:
     for n in range(n_links):
         add_link_device(Link((n + 1) * 1e9, 1e-5), pinned=n == 0, strict_seed=1 - n)
     devices, tiers, layers = compare(path, vram, 20, split, shrink=False)
@@ -219,7 +221,7 @@ def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int,
 
 
 @on_servers()
-def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(path: Path) -> None:
+def test_budgets_of_a_device_and_the_cpu_change_independently(path: Path) -> None:
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
     budgets = {"vram_cache": share_for(path, 24), "expert_cache": share_for(path, 24)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=0, repack=False)}
@@ -253,7 +255,9 @@ def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(path: Path) -> 
 
 @pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
 @on_servers(2)
-def test_simulated_devices_count_as_two_servers(path: Path, tmp_path: Path, vram: str, staging: int) -> None:
+def test_simulated_counters_of_two_devices_equal_the_live_ones(
+    path: Path, tmp_path: Path, vram: str, staging: int
+) -> None:
     store, out, n_ram = StoreOptions(sweep=False, staging=staging), tmp_path / "t", 20
     with Llama(
         path, vram_cache=vram, expert_cache=share_for(path, n_ram), tensor_split=[3, 2], n_gpu_layers=-1, n_ubatch=8,
@@ -290,7 +294,7 @@ def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
     """Returns the logits with one kind of placement on a device behind a link, and facts of the plan and the store."""
-    solver.KINDS_OF["auto"] = (kind,)  # this process knows no other
+    solver.KINDS_OF["auto"] = (kind,)  # "auto" chooses only this kind in this process
     link_device(Link(4e9, 5e-6))
     with Llama(path, placement="auto", vram_cache=vram, expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
         plan, session = llm.plan, llm.session
@@ -309,7 +313,7 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
 @pytest.mark.parametrize(
     ("kind", "vram", "ram", "layers", "tiers"),
     [
-        ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),  # the last two are larger than the first two
+        ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),  # layers 2 and 3 are larger than 0 and 1
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
         ("slots", "50%", "40%", [0, 1, 2, 3], ["VRAM", "RAM"]),
@@ -389,7 +393,7 @@ def of_another_disk(path: Path) -> list[bool]:
     return found
 
 
-def test_a_model_that_moved_to_another_disk_is_measured_there(tiny: TinyModel) -> None:
+def test_a_model_on_another_file_system_is_measured_again(tiny: TinyModel) -> None:
     assert in_measuring_process(of_another_disk, tiny("tiny-qwen2moe", "q4_0", 2)) == [False, True, False, True]
 
 

@@ -1,4 +1,4 @@
-"""Prompts staged on a device: the logits of plain llama.cpp there, whatever the sizes of prompts and of both tiers."""
+"""Tests prompts staged on a device: logits equal plain llama.cpp's, at any size of prompts and of both tiers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +90,9 @@ def run_on(device: str, *arguments: Any) -> list[dict[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("device", ["rpc", "link"])
 @pytest.mark.parametrize("model", MODELS, ids="-".join)
-def test_every_model_and_size_of_prompt(tiny: TinyModel, model: tuple[str, str], device: str) -> None:
+def test_staged_prompts_of_every_model_and_size_give_the_plain_logits(
+    tiny: TinyModel, model: tuple[str, str], device: str
+) -> None:
     path = tiny(*model)
     layout = read_layout(path)
     few = [max(layout.n_expert_used, layout.n_expert_total // share) for share in (3, 4)]
@@ -101,7 +103,7 @@ def test_every_model_and_size_of_prompt(tiny: TinyModel, model: tuple[str, str],
 
 @pytest.mark.parametrize("device", ["rpc", "link", "two"])
 @pytest.mark.parametrize("staging", [1, 2])
-def test_few_slots_in_ram_and_any_number_of_tensors(tiny: TinyModel, staging: int, device: str) -> None:
+def test_staged_prompts_with_few_ram_slots_give_the_plain_logits(tiny: TinyModel, staging: int, device: str) -> None:
     least = 8 if device == "two" else 4
     sizes = [(least, 1), (least, 8), (30, 64)]
     found = run_on(device, tiny("tiny-qwen2moe", "q4_k_m"), sizes, staging, (1, 2, 3, 9, 33, 1, 33, 2))
@@ -131,10 +133,10 @@ def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, in
 
 
 @pytest.mark.parametrize("device", ["rpc", "link", "two"])
-def test_small_budgets_stage_prompts_or_read_them_in_the_devices_window(tiny: TinyModel, device: str) -> None:
+def test_small_budgets_stage_prompts_or_use_single_token_passes(tiny: TinyModel, device: str) -> None:
     path = tiny("tiny-qwen2moe", "q4_k_m")
     layout = read_layout(path)
-    n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # and the guard behind it
+    n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # a layer's experts and a guard
     cycle = layout.token_cycle_slots
     sizes = [n_devices * layout.n_expert_used, cycle + n_devices * tensor - 4, cycle + n_devices * tensor]
     outcomes = on(device, small_budgets, path, sizes)

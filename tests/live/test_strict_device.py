@@ -52,12 +52,12 @@ class Budgets:
 
 
 def add_devices(n: int) -> list[str]:
-    """Names of new strict devices, each with delays of its own."""
+    """Adds strict devices, each with delays of its own. Returns their names."""
     return [add_link_device(LINK, strict_seed=seed) for seed in range(1, n + 1)]
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
-    """Compares arrays by their bits; they are finite."""
+    """Fails unless arrays are finite and have equal bits."""
     if isinstance(expected, np.ndarray):
         assert np.isfinite(expected).all()
         assert np.array_equal(found, expected)
@@ -76,7 +76,7 @@ def assert_acted(names: Iterable[str], before: dict[str, LinkFigures]) -> None:
 
 
 def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0.4, **options: Any) -> None:
-    """Compares what a scenario gives with every expert in VRAM and with a share of them there and in RAM."""
+    """Compares the outcome of a scenario with every expert in VRAM to the outcome with a share in VRAM and RAM."""
     names = add_devices(n_devices)
     options = OPTIONS | options
     options["store"] = StoreOptions(device=names[0] if n_devices == 1 else None, staging=1)
@@ -98,7 +98,7 @@ def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0
 
 
 class Joining:
-    """Lets one more sequence compute in each second step; those that have ended leave."""
+    """A schedule that adds a sequence in each second step. Ended sequences leave."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
@@ -144,7 +144,7 @@ class Batches:
 
 @pytest.mark.parametrize("n", [3, pytest.param(6, marks=pytest.mark.slow), 9])
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-mix"])
-def test_sequences_that_join_and_leave(tiny: TinyModel, preset: str, n: int) -> None:
+def test_sequences_that_join_and_leave_have_the_resident_bits(tiny: TinyModel, preset: str, n: int) -> None:
     in_own_process(compare, tiny(preset, "q4_k_m"), Batches(n), n_seq_max=n, flash_attn=None)
 
 
@@ -157,7 +157,7 @@ def texts_of(received: list[Received]) -> list[Any]:
 
 
 def recalled(llm: Llama) -> Outcome:
-    """Drafts of known texts with wrong tokens among them, for three answers together."""
+    """Returns three batched answers, drafted from known texts with wrong tokens among them."""
     drafting.DraftGate = Eager  # type: ignore[misc]
     options: dict[str, Any] = {"max_tokens": 24, "n_logprobs": 5, "return_context": True}
     requests = [ask(prompt=f"{i} {CODE}", **options) for i in range(3)]
@@ -176,7 +176,7 @@ def recalled(llm: Llama) -> Outcome:
 
 
 def heads(llm: Llama) -> Outcome:
-    """Drafts by the heads of the file."""
+    """Returns two batched answers, drafted by the MTP heads of the file."""
     drafting.DraftGate = Eager  # type: ignore[misc]
     options: dict[str, Any] = {"max_tokens": 24, "n_logprobs": 5, "return_context": True}
     found = texts_of(answers_together(llm, [ask(prompt=f"{i} {CODE}", **options) for i in range(2)]))
@@ -185,11 +185,11 @@ def heads(llm: Llama) -> Outcome:
 
 
 @pytest.mark.filterwarnings("ignore:draft")
-def test_drafts_that_are_right_and_wrong() -> None:
+def test_right_and_wrong_drafts_have_the_resident_bits() -> None:
     in_own_process(compare, DEMO, recalled, n_seq_max=3, n_ctx=768, flash_attn=None, draft="ngram")
 
 
-def test_drafts_of_heads_of_the_file(tiny: TinyModel) -> None:
+def test_drafts_by_mtp_heads_have_the_resident_bits(tiny: TinyModel) -> None:
     in_own_process(compare, tiny("tiny-glm4moe"), heads, n_seq_max=2, n_ctx=768, flash_attn=None, draft="mtp")
 
 
@@ -201,14 +201,14 @@ def short_greedy(llm: Llama) -> Outcome:
 
 
 @pytest.mark.parametrize("n_devices", [1, 2])
-def test_an_adapter_on_experts(tiny: TinyModel, tmp_path: Path, n_devices: int) -> None:
+def test_an_adapter_on_experts_has_the_resident_bits(tiny: TinyModel, tmp_path: Path, n_devices: int) -> None:
     adapter = write_adapter(tmp_path / "adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
     options: dict[str, Any] = {"lora_path": str(adapter), "lora_scale": 0.5, "logits_all": True}
     in_own_process(compare, tiny(), short_greedy, n_devices, **options)
 
 
 def look(llm: Llama) -> Outcome:
-    """An answer about an image, and one that goes on from it."""
+    """Returns the last logits of an answer about an image, and of an answer that continues it."""
     first = message("look ", png(120, 64), "what is it?")
     text, _ = answer(llm, [first])
     logits = last_logits(llm)
@@ -217,12 +217,14 @@ def look(llm: Llama) -> Outcome:
 
 
 @pytest.mark.parametrize(("kind", "preset"), KINDS)
-def test_images(tiny: TinyModel, projector: Projector, kind: str, preset: str) -> None:
+def test_answers_about_images_have_the_resident_bits(
+    tiny: TinyModel, projector: Projector, kind: str, preset: str
+) -> None:
     in_own_process(compare, tiny(preset), look, mmproj=str(projector(kind)), n_ubatch=64)
 
 
 def kept_contexts(path: Path) -> None:
-    """Three engines of one home: with every expert in VRAM, with slots, and with slots from what that one has kept."""
+    """Compares three engines: every expert in VRAM, few slots, and few slots with contexts that the second stored."""
     (name,) = add_devices(1)
     prompt = np.random.default_rng(0).integers(5, 900, 140).tolist()
     options: dict[str, Any] = {"parallel": 1, "n_ctx": 512, "n_threads": 1, "store": StoreOptions(device=name)}
@@ -242,7 +244,9 @@ def kept_contexts(path: Path) -> None:
     assert_acted([name], before)
 
 
-def test_contexts_that_were_kept_on_disk(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_restored_from_disk_have_the_resident_bits(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MOEGGUF_CONTEXT_STORE", "1GiB")
     in_own_process(kept_contexts, tiny())
@@ -252,7 +256,7 @@ def test_contexts_that_were_kept_on_disk(tiny: TinyModel, tmp_path: Path, monkey
 
 
 def resizing(llm: Llama) -> Outcome:
-    """Sizes that change between passes, and while nothing is computed, where there are slots to change."""
+    """Returns logits while pools of slots change in size, between passes and while nothing is computed."""
     path, random = Path(llm.model_path), np.random.default_rng(0)
     layout = read_layout(path)
     n_least, n_most = 2 * layout.n_expert_used + 2, int(layout.n_expert_total * 0.4)
@@ -273,7 +277,7 @@ def resizing(llm: Llama) -> Outcome:
 
 
 def turns(llm: Llama) -> Outcome:
-    """Prompts of all sizes, each behind the other."""
+    """Returns logits of prompts of all sizes, one after the other in one context."""
     llm.reset()
     for n_tokens in (1, 2, 3, 8, 9, 33, 128, 4):
         llm.eval(random_prompt(llm, n_tokens, seed=n_tokens))
@@ -283,13 +287,13 @@ def turns(llm: Llama) -> Outcome:
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-gpt-oss"])
-def test_sizes_that_change(tiny: TinyModel, preset: str) -> None:
+def test_pools_that_change_in_size_have_the_resident_bits(tiny: TinyModel, preset: str) -> None:
     in_own_process(compare, tiny(preset), resizing, logits_all=True)
 
 
 @pytest.mark.parametrize("n_devices", [1, 2])
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-gpt-oss"])
-def test_staged_prompts(tiny: TinyModel, preset: str, n_devices: int) -> None:
+def test_staged_prompts_have_the_resident_bits(tiny: TinyModel, preset: str, n_devices: int) -> None:
     split = {"n_gpu_layers": -1, "tensor_split": [1, 1]} if n_devices == 2 else {}
     in_own_process(compare, tiny(preset), turns, n_devices, logits_all=True, **split)
 
@@ -300,12 +304,12 @@ def compare_all(paths: list[Path]) -> None:
 
 
 def quants_of(preset: str) -> list[str]:
-    """Returns the quantisations to test: two of models with a recurrent state, as experts of others have the others."""
+    """Returns the quantisations to test: two for models with a recurrent state, and all for the others."""
     return ["q4_0", "q4_k_m"] if "r" in PRESETS[preset].mixers else list(QUANTS)
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_every_preset_has_the_same_bits_in_one_quantisation(tiny: TinyModel, part: int) -> None:
+def test_every_preset_has_the_resident_bits_in_one_quantisation(tiny: TinyModel, part: int) -> None:
     presets = list(enumerate(TINY))[part::2]
     quants = {preset: quants_of(preset)[i % len(quants_of(preset))] for i, preset in presets}
     in_own_process(compare_all, [tiny(preset, quant) for preset, quant in quants.items()])
@@ -313,5 +317,5 @@ def test_every_preset_has_the_same_bits_in_one_quantisation(tiny: TinyModel, par
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", TINY)
-def test_every_preset_has_the_same_bits_in_every_quantisation(tiny: TinyModel, preset: str) -> None:
+def test_every_preset_has_the_resident_bits_in_every_quantisation(tiny: TinyModel, preset: str) -> None:
     in_own_process(compare_all, [tiny(preset, quant) for quant in quants_of(preset)])

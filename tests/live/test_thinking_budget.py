@@ -1,4 +1,4 @@
-"""The budget of an answer's thinking: which tokens count, what is forced after them, and that the answer goes on."""
+"""Tests the budget of thinking: the tokens that count, the forced end, and the answer after it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TO_SELF, TO_USER = " to=self<|message|>", "<|eom|><|start|>assistant to=user<|me
 
 
 def written(llm: Llama, text: str, prompt: Prompt, **options: Any) -> str:
-    """The answer of a model that writes `text`, token by token, wherever nothing is forced, and `...` at its end."""
+    """Returns the answer of a model that writes the tokens of `text` except where tokens are forced, and then `...`."""
     sampling = Sampling(**{name: options.pop(name) for name in list(options) if name.startswith("reasoning")})
     budget = thinking_budget_of(llm, Request(prompt="", sampling=sampling, **options), prompt)
     vocabulary = llm.vocabulary
@@ -65,7 +65,7 @@ THOUGHT = " One thing after another, and then some more."
         (RECIPIENTS, "<|start|>assistant", TO_SELF),
     ],
 )
-def test_the_end_is_forced_after_so_many_tokens_of_thinking(
+def test_the_end_of_thinking_is_forced_after_the_budget(
     demo: Llama, template: str, end: str, before: str, n: int
 ) -> None:
     mark = {HARMONY: NEXT + FINAL, RECIPIENTS: TO_USER}.get(template, "</think>")
@@ -96,13 +96,13 @@ def test_the_end_is_forced_after_so_many_tokens_of_thinking(
         (TURNS, "", "A model that cannot think"),
     ],
 )
-def test_what_is_no_thinking_costs_nothing(demo: Llama, template: str, end: str, text: str) -> None:
+def test_text_outside_thinking_uses_no_budget(demo: Llama, template: str, end: str, text: str) -> None:
     budget = len(demo.vocabulary.tokens(f"short{NEXT}"))
     assert written(demo, text, Prompt([], end, template=template), reasoning_budget_tokens=budget) == text
     assert written(demo, text, Prompt([], end, template=template)) == text
 
 
-def test_an_end_that_has_begun_is_finished(demo: Llama) -> None:
+def test_a_partly_written_end_mark_is_completed(demo: Llama) -> None:
     end, n = demo.vocabulary.tokens("</think>"), 3
     assert len(end) > n, "the mark has to have several tokens"
     text = cut(demo, "</think>", n)
@@ -110,14 +110,14 @@ def test_an_end_that_has_begun_is_finished(demo: Llama) -> None:
     assert written(demo, text, prompt, reasoning_budget_tokens=n, reasoning_budget_message="no") == "</think>"
 
 
-def test_no_character_is_cut_in_two(demo: Llama) -> None:
+def test_the_forced_end_waits_for_a_complete_character(demo: Llama) -> None:
     tokens = demo.vocabulary.tokens("🦙🦙")
     n = next(n for n in range(1, len(tokens)) if "\ufffd" in demo.detokenize(tokens[:n]).decode(errors="replace"))
     text = written(demo, "🦙🦙", Prompt([], "<think>\n", template=OPENED), reasoning_budget_tokens=n)
     assert "\ufffd" not in text and text.replace("</think>", "") == "🦙🦙" and "</think>" in text
 
 
-def test_thinking_of_harmony_that_begins_again_has_no_budget_left_and_a_call_may_follow(demo: Llama) -> None:
+def test_second_thinking_of_harmony_has_no_budget_and_allows_a_call(demo: Llama) -> None:
     prompt, n = Prompt([], "<|start|>assistant", template=HARMONY), len(demo.vocabulary.tokens("one"))
     text = f"{ANALYSIS}one{NEXT}{ANALYSIS}"
     options: dict[str, Any] = {"reasoning_budget_tokens": n}
@@ -127,12 +127,12 @@ def test_thinking_of_harmony_that_begins_again_has_no_budget_left_and_a_call_may
     assert written(demo, f"{ANALYSIS}one{ANALYSIS}", prompt, **options).endswith(f"{ANALYSIS}{NEXT}{FINAL}")
 
 
-def test_thinking_that_is_continued_has_the_whole_budget(demo: Llama) -> None:
+def test_continued_thinking_has_the_whole_budget(demo: Llama) -> None:
     continued = Prompt([], "<think>\nWell, ", template=UNOPENED, continuation=Continuation("", "", True))
     assert written(demo, "and so on", continued, reasoning_budget_tokens=0) == "</think>and so on"
 
 
-def test_a_plain_prompt_has_the_marks_of_the_request_or_of_the_models_template(demo: Llama) -> None:
+def test_plain_prompts_use_think_marks_of_request_or_template(demo: Llama) -> None:
     def of(prompt: str, answer: str, *marks: str) -> str:
         return written(
             demo, answer, Prompt(demo.vocabulary.tokens(prompt)), reasoning_budget_tokens=0, think_marks=marks
@@ -145,14 +145,14 @@ def test_a_plain_prompt_has_the_marks_of_the_request_or_of_the_models_template(d
 
 
 def answered(llm: Llama, **options: Any) -> tuple[str, str, Answer]:
-    """Thinking and text of an answer, and the answer."""
+    """Returns the thinking, the text and the object of an answer."""
     llm.reset()
     answer = Answer(llm, ask(QUESTION, **options))
     deltas = answer.deltas()
     return "".join(delta.thinking for delta in deltas), text_of(deltas), answer
 
 
-def test_an_answer_thinks_as_long_as_it_may_and_goes_on_freely(demo: Llama) -> None:
+def test_an_answer_is_unconstrained_before_and_after_the_forced_end(demo: Llama) -> None:
     whole, _, _ = answered(demo, template=OPENED, max_tokens=12)
     thinking, text, answer = answered(demo, template=OPENED, max_tokens=40, reasoning_budget_tokens=5)
     assert thinking and whole.startswith(thinking) and text
@@ -166,14 +166,14 @@ def test_an_answer_thinks_as_long_as_it_may_and_goes_on_freely(demo: Llama) -> N
     assert answered(demo, template=OPENED, max_tokens=12, reasoning_budget_tokens=13)[0] == whole
 
 
-def test_a_budget_of_nothing_thinks_nothing(demo: Llama) -> None:
+def test_a_zero_budget_leaves_out_thinking(demo: Llama) -> None:
     for template in (OPENED, SWITCHED):
         thinking, text, answer = answered(demo, template=template, max_tokens=20, reasoning_budget_tokens=0, think=True)
         assert not thinking and text
     assert answer.prompt.end.endswith("<think></think>"), "the template leaves the thinking out"
 
 
-def test_the_format_comes_after_the_forced_end(demo: Llama) -> None:
+def test_a_format_applies_after_the_forced_end(demo: Llama) -> None:
     for template in (OPENED, HARMONY):
         options: dict[str, Any] = {"max_tokens": 200, "logit_bias": endless(demo, -20.0)}
         request = {"template": template, "format": SCHEMA, "reasoning_budget_tokens": 4}
@@ -182,7 +182,7 @@ def test_the_format_comes_after_the_forced_end(demo: Llama) -> None:
 
 
 @pytest.mark.parametrize("template", [OPENED, HARMONY], ids=["marks", "harmony"])
-def test_a_required_call_comes_after_the_forced_end(demo: Llama, template: str) -> None:
+def test_a_required_call_follows_the_forced_end(demo: Llama, template: str) -> None:
     call = {"tools": (TOOL,), "tool_choice": "required", "reasoning_budget_tokens": 4}
     demo.reset()
     deltas = Answer(demo, ask(QUESTION, template=template, max_tokens=200, **call)).deltas()
@@ -196,7 +196,7 @@ def test_a_stop_string_ends_the_answer_within_forced_tokens(demo: Llama) -> None
     assert thinking and not text and answer.summary.stop_string == "Enough"
 
 
-def test_the_limit_of_the_answer_counts_forced_tokens(demo: Llama) -> None:
+def test_max_tokens_counts_forced_tokens(demo: Llama) -> None:
     _, text, answer = answered(demo, template=OPENED, reasoning_budget_tokens=5, max_tokens=7)
     assert (text, answer.summary.finish, answer.summary.answer_tokens) == ("", "length", 7)
 
@@ -207,7 +207,7 @@ def many() -> Iterator[Llama]:
         yield llm
 
 
-def test_answers_together_have_each_their_own_budget(many: Llama) -> None:
+def test_batched_answers_have_separate_thinking_budgets(many: Llama) -> None:
     requests = [
         ask(QUESTION, template=OPENED, max_tokens=30, reasoning_budget_tokens=n, return_context=True)
         for n in (0, 3, 8, None, 5, 1)

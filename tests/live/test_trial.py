@@ -1,4 +1,4 @@
-"""A model's first load begins with a trial in another process, whose end by a signal is a typed error."""
+"""Tests the trial load: the first load of a model begins in another process, and its end by a signal is an error."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tools.mutants.header import Item
 
 
 def process(code: str) -> tuple[str, ...]:
-    """A command that runs `code` instead of a trial."""
+    """Returns a command that runs `code` instead of a trial."""
     return (sys.executable, "-c", code)
 
 
@@ -69,7 +69,7 @@ def use(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "COMMAND", command)
 
 
-def test_a_good_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = read_layout(tiny())
     assert is_due(layout, {})
     load(tiny())
@@ -88,7 +88,7 @@ def test_a_good_model_is_tried_once(tiny: TinyModel, load: Load, monkeypatch: py
     ("command", "words"),
     [(ABORT, "SIGABRT: x.c:1: GGML_ASSERT"), (TOO_LONG, "did not end within"), (BARE, "AssertionError")],
 )
-def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
+def test_a_model_that_fails_its_trial_is_refused_until_a_new_trial(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], words: str
 ) -> None:
     with monkeypatch.context() as patch:
@@ -104,7 +104,9 @@ def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
     load(tiny())
 
 
-def test_a_load_without_store_is_tried_with_it(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_with_hooks_off_is_tried_with_the_store(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A trial without the store would hold the whole model in memory a second time."""
     monkeypatch.setenv("MOEGGUF_HOOKS", "0")
     use(process("import os; os.environ['MOEGGUF_HOOKS'] == '1' or os.abort()"), monkeypatch)
@@ -116,7 +118,7 @@ def test_a_load_without_store_is_tried_with_it(tiny: TinyModel, load: Load, monk
     [*((command, AllocationError, "memory") for command in (KILL, MEMORY, BAD_ALLOC)),
      (BUS, ExpertIOError, r"reading it failed .*SIGBUS.*; check the disk")],
 )  # fmt: skip
-def test_want_of_memory_and_a_disk_that_fails_are_told_and_not_remembered(
+def test_trials_without_memory_or_disk_raise_and_store_no_verdict(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], error: type[Exception],
     words: str,
 ) -> None:  # fmt: skip
@@ -128,7 +130,7 @@ def test_want_of_memory_and_a_disk_that_fails_are_told_and_not_remembered(
     load(tiny())
 
 
-def test_a_driver_that_compiles_kernels_has_more_time_and_no_lasting_verdict(
+def test_a_gpu_gives_the_trial_more_time_and_stores_no_timeout(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = trial._request(read_layout(tiny()), {}, None)
@@ -142,14 +144,16 @@ def test_a_driver_that_compiles_kernels_has_more_time_and_no_lasting_verdict(
     assert not verdicts(), "what was compiled is kept, so the next trial takes less"
 
 
-def test_no_verdict_leaves_the_error_to_the_load(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_without_a_verdict_proceeds_to_the_load(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for command in (KNOWN, NOT_FOUND, NONSENSE, ("/no/such/python",)):
         use(command, monkeypatch)
         load(tiny())
     assert not verdicts()
 
 
-def test_the_process_finds_what_this_one_finds(
+def test_the_trial_process_imports_modules_of_this_process(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "moegguf_elsewhere.py").write_text("import moegguf.engine.trial_process as it\nit.main()\n")
@@ -159,7 +163,7 @@ def test_the_process_finds_what_this_one_finds(
     assert verdicts()
 
 
-def test_damaged_verdicts_and_those_of_another_library_do_not_count(
+def test_damaged_verdicts_and_another_build_require_a_new_trial(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(tiny())
@@ -174,7 +178,7 @@ def test_damaged_verdicts_and_those_of_another_library_do_not_count(
     assert is_due(read_layout(tiny()), {})
 
 
-def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_stored_for_each_processor(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     load(tiny())
     other = Processor("another CPU", frozenset())
     with monkeypatch.context() as patch:
@@ -185,7 +189,7 @@ def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch:
     assert not is_due(read_layout(tiny()), {}), "machines that share a home forget each other's verdicts"
 
 
-def test_verdicts_that_cannot_be_written_are_told_and_the_next_load_tries_again(
+def test_unwritable_verdicts_warn_and_the_next_load_tries_again(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder().parent.mkdir(parents=True)
@@ -197,7 +201,9 @@ def test_verdicts_that_cannot_be_written_are_told_and_the_next_load_tries_again(
         load(tiny())
 
 
-def test_projectors_are_tried_too(tiny: TinyModel, projector: Callable[..., Path], load: Load, tmp_path: Path) -> None:
+def test_projectors_are_part_of_the_trial(
+    tiny: TinyModel, projector: Callable[..., Path], load: Load, tmp_path: Path
+) -> None:
     good, bad = projector("mlp"), tmp_path / "mmproj-bad.gguf"
     header = read_header(good)
     kept = tuple(tensor for tensor in header.tensors if tensor.name != "mm.2.weight")
@@ -217,7 +223,7 @@ def test_projectors_are_tried_too(tiny: TinyModel, projector: Callable[..., Path
     ("key", "new"),
     [("patch_size", struct.pack("<I", 1)), ("attention.layer_norm_epsilon", struct.pack("<f", math.nan))],
 )
-def test_a_header_on_which_libmtmd_aborts_ends_the_trial(
+def test_a_projector_that_aborts_libmtmd_raises_model_format_error(
     tiny: TinyModel, load: Load, tmp_path: Path, key: str, new: bytes
 ) -> None:
     path = write_projector(tmp_path / "mmproj-bad.gguf", "gemma3", 128)
@@ -233,7 +239,7 @@ def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.Mo
         Llama(tiny(), progress=lambda _share: False, verbose=False)
 
 
-def test_a_trial_ends_with_the_process_that_waits_for_it() -> None:
+def test_a_trial_process_ends_with_its_parent() -> None:
     code = (
         "import os, subprocess, sys; from moegguf.engine import trial;"
         "process = subprocess.Popen([*trial.COMMAND[:2], '-c', 'import threading; from moegguf.engine.trial_process"
@@ -267,7 +273,7 @@ ABORTING: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", ABORTING)
-def test_what_llama_cpp_aborts_on_ends_the_other_process_only(
+def test_files_that_abort_llama_cpp_raise_model_format_error(
     tiny: TinyModel, load: Load, tmp_path: Path, name: str
 ) -> None:
     header, bad, (changed, change) = read_header(tiny("tiny-qwen3moe")), tmp_path / "bad.gguf", ABORTING[name]
@@ -281,7 +287,7 @@ def test_what_llama_cpp_aborts_on_ends_the_other_process_only(
     load(tiny("tiny-qwen3moe"))
 
 
-def test_processors_beyond_a_few_do_not_wait_in_a_trial(
+def test_a_trial_uses_few_threads_on_many_processors(
     tiny: TinyModel, projector: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The processor time of a trial is limited, and waiting threads would use it up."""

@@ -1,4 +1,4 @@
-"""Images with each kind of projector: the same logits whatever the cache does, positions, reuse, and damaged files."""
+"""Tests images with each kind of projector: logits, positions, reuse of the context, and damaged files."""
 
 import base64
 import os
@@ -47,7 +47,7 @@ def last_logits(llm: Llama) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("kind", "preset"), KINDS)
-def test_no_logit_depends_on_the_cache(
+def test_logits_with_images_are_equal_at_any_expert_cache(
     tiny: TinyModel, projector: Projector, load: Load, kind: str, preset: str
 ) -> None:
     def run(budget: str) -> tuple[str, np.ndarray, int]:
@@ -62,7 +62,7 @@ def test_no_logit_depends_on_the_cache(
 
 
 @pytest.mark.parametrize(("kind", "preset"), KINDS)
-def test_a_conversation_goes_on_from_what_is_in_the_context(
+def test_a_conversation_with_images_reuses_the_context(
     tiny: TinyModel, projector: Projector, load: Load, kind: str, preset: str
 ) -> None:
     llm = load(tiny(preset), mmproj=projector(kind), logits_all=False)
@@ -82,7 +82,7 @@ def test_a_conversation_goes_on_from_what_is_in_the_context(
     assert not np.array_equal(last_logits(llm), logits)  # another image of the same size
 
 
-def test_image_tokens_count_and_share_positions(tiny: TinyModel, projector: Projector, load: Load) -> None:
+def test_image_tokens_are_counted_and_share_positions(tiny: TinyModel, projector: Projector, load: Load) -> None:
     llm = load(tiny("tiny-qwen3vlmoe"), mmproj=projector("qwen2vl_merger"), n_ctx=256)
     texts = answer(llm, [message("look ", "what is it?")])[1].prompt_tokens
     _, summary = answer(llm, [message("look ", png(128, 128), "what is it?")])
@@ -93,7 +93,9 @@ def test_image_tokens_count_and_share_positions(tiny: TinyModel, projector: Proj
         answer(llm, [message(png(256, 256), "what is it?")])
 
 
-def test_an_image_of_one_pass_needs_slots_for_it(tiny: TinyModel, projector: Projector, load: Load) -> None:
+def test_a_projector_of_one_pass_requires_a_wide_pass_and_its_slots(
+    tiny: TinyModel, projector: Projector, load: Load
+) -> None:
     with pytest.raises(BudgetError, match="one pass of 64 tokens"):
         load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), expert_cache="10%", store=StoreOptions(overlap=False))
     llm = load(tiny("tiny-qwen3moe"), mmproj=projector("gemma3"), n_ubatch=8, n_batch=8)
@@ -101,7 +103,9 @@ def test_an_image_of_one_pass_needs_slots_for_it(tiny: TinyModel, projector: Pro
     assert answer(llm, [message(png(), "what is it?")])[0]
 
 
-def test_paths_that_are_not_utf8(tiny: TinyModel, projector: Projector, load: Load, tmp_path: Path) -> None:
+def test_models_projectors_and_adapters_load_from_paths_not_in_utf8(
+    tiny: TinyModel, projector: Projector, load: Load, tmp_path: Path
+) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     path, mmproj = folder / "model.gguf", folder / "mmproj.gguf"
@@ -115,7 +119,7 @@ def test_paths_that_are_not_utf8(tiny: TinyModel, projector: Projector, load: Lo
     load(tiny(), draft=path, flash_attn=None, expert_cache="100%")
 
 
-def test_a_model_without_projector_says_what_is_missing(tiny: TinyModel, load: Load) -> None:
+def test_an_image_without_a_projector_raises_capability_error(tiny: TinyModel, load: Load) -> None:
     with pytest.raises(CapabilityError, match="--mmproj"):
         answer(load(tiny()), [message(png(), "what is it?")])
 
@@ -128,14 +132,14 @@ def test_a_projector_of_another_model_is_refused(tiny: TinyModel, load: Load, tm
         load(tiny(), mmproj=tiny())
 
 
-def test_a_template_that_takes_parts_only_gets_them(tiny: TinyModel, projector: Projector, load: Load) -> None:
+def test_a_template_of_content_parts_gets_parts(tiny: TinyModel, projector: Projector, load: Load) -> None:
     parts = "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
     template = f"{{% for m in messages %}}{parts}{{% endfor %}}:"
     llm = load(tiny(), mmproj=projector())
     assert answer(llm, [message(png(), "what is it?")], template=template)[1].prompt_tokens > 64
 
 
-def test_chat_handlers_work_and_leave_nothing_to_match(tiny: TinyModel, projector: Projector, load: Load) -> None:
+def test_chat_handlers_answer_and_leave_no_prefix_to_reuse(tiny: TinyModel, projector: Projector, load: Load) -> None:
     from llama_cpp.llama_chat_format import Llava15ChatHandler
 
     handler = Llava15ChatHandler(str(projector()), verbose=False)
@@ -174,14 +178,14 @@ print(1024 * (kib("VmHWM") - before))
     ("make", "pixel_bytes"),
     [(png, PLAIN_BYTES), (interlaced_png, PLAIN_BYTES + INTERLACED_BYTES), (deep_png, WIDE_BYTES)],
 )
-def test_decoding_takes_no_more_memory_than_is_planned(make: Callable[[int, int], bytes], pixel_bytes: int) -> None:
+def test_decoding_an_image_stays_within_the_planned_memory(make: Callable[[int, int], bytes], pixel_bytes: int) -> None:
     width, height = 3000, 1500
     data = make(width, height)
     done = subprocess.run([sys.executable, "-c", DECODE], input=data, stdout=subprocess.PIPE)
     assert 6 * width * height < int(done.stdout) < 1.05 * pixel_bytes * width * height + len(data)
 
 
-def test_data_beyond_the_header_are_not_inflated(tiny: TinyModel, projector: Projector, load: Load) -> None:
+def test_image_data_beyond_the_header_size_is_not_inflated(tiny: TinyModel, projector: Projector, load: Load) -> None:
     llm, compressor = load(tiny(), mmproj=projector()), zlib.compressobj()
     data = b"".join(compressor.compress(bytes(1 << 20)) for _ in range(200)) + compressor.flush()
     rss = psutil.Process().memory_info().rss
@@ -190,14 +194,16 @@ def test_data_beyond_the_header_are_not_inflated(tiny: TinyModel, projector: Pro
     assert psutil.Process().memory_info().rss - rss < 100 << 20
 
 
-def test_the_largest_image_of_a_kind_is_decoded(tiny: TinyModel, projector: Projector, load: Load) -> None:
+def test_the_largest_allowed_image_is_decoded_and_a_larger_one_refused(
+    tiny: TinyModel, projector: Projector, load: Load
+) -> None:
     reader, height = load(tiny(), mmproj=projector()).context.open_projector(), DECODED_BYTES // WIDE_BYTES // 4096
     reader._mtmd.mtmd_bitmap_free(reader._bitmap(read_image(deep_png(4096, height)), with_pixels=True))
     with pytest.raises(OptionError, match="pixels"):
         read_image(deep_png(4096, height + 1))
 
 
-def test_a_cut_conversation_counts_its_images(tiny: TinyModel, projector: Projector, load: Load) -> None:
+def test_cutting_a_conversation_counts_its_images(tiny: TinyModel, projector: Projector, load: Load) -> None:
     """A cut conversation keeps its beginning from one turn to the next while it fits, so the context is reused."""
     llm = load(tiny(), mmproj=projector(), n_ctx=512)
     messages, cut = list[Message](), list[int]()
@@ -212,7 +218,7 @@ def test_a_cut_conversation_counts_its_images(tiny: TinyModel, projector: Projec
 def test_threads_share_one_projector(
     tiny: TinyModel, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of a prompt with images are counted beside a running answer."""
+    """A thread that counts a prompt with images may open the projector during an answer of another thread."""
     begun, n_made = threading.Barrier(2), list[int]()
 
     class Slow(engine.Projector):

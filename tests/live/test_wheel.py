@@ -1,4 +1,4 @@
-"""The package works as a wheel in another environment: library, bindings and command from one folder."""
+"""Tests the package as a wheel in another environment: library, bindings and command come from one folder."""
 
 import os
 import subprocess
@@ -61,7 +61,7 @@ def test_the_wheel_holds_libraries_bindings_and_demo_but_no_sources(wheel: Path)
     assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"moegguf"}
 
 
-def test_the_source_distribution_holds_what_the_build_needs_and_no_more(tmp_path: Path) -> None:
+def test_the_source_distribution_holds_only_files_of_the_build(tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120, stdout=subprocess.DEVNULL)
     with tarfile.open(next(tmp_path.glob("moegguf-*.tar.gz"))) as archive:
@@ -84,13 +84,13 @@ def run_installed(wheel: Path, folder: Path, script: str, *arguments: str) -> su
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-def test_a_simulated_link_in_a_wheel_names_the_build_that_has_it(wheel: Path, tmp_path: Path) -> None:
+def test_a_simulated_link_in_a_wheel_names_the_source_build(wheel: Path, tmp_path: Path) -> None:
     done = run_installed(wheel, tmp_path, "from moegguf.bench import measure; measure._simulation()")
     assert "LibraryError: --simulate-link needs moegguf's test equipment" in done.stderr
     assert "run `make` there" in done.stderr
 
 
-def test_without_the_source_tree_the_wheel_runs_a_model(wheel: Path, tmp_path: Path, tiny: TinyModel) -> None:
+def test_the_wheel_runs_a_model_without_the_source_tree(wheel: Path, tmp_path: Path, tiny: TinyModel) -> None:
     done = run_installed(wheel, tmp_path, SCRIPT, str(tiny()))
     assert done.returncode == 0, done.stderr
     folder, lookups, bindings, pin = done.stdout.split()

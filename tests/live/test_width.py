@@ -21,7 +21,7 @@ N_TOKENS, N_CELLS = 60, 256
 
 @pytest.fixture(scope="module", params=["100%", "40%"])
 def llm(request: pytest.FixtureRequest) -> Iterator[Llama]:
-    """The demo, with every expert resident and with fewer."""
+    """The demo with every expert resident, or with slots for 40 %."""
     with Llama(DEMO, n_ctx=N_CELLS, n_seq_max=3, expert_cache=request.param, flash_attn=True, verbose=False) as llm:
         yield llm
 
@@ -31,7 +31,7 @@ def tokens_of(llm: Llama, seed: int, n: int) -> list[int]:
 
 
 def logits(llm: Llama) -> bytes:
-    """The logits of the last token of the pass before."""
+    """Returns the logits of the last token of the last pass."""
     return bytes(np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)))
 
 
@@ -52,13 +52,15 @@ def in_passes(llm: Llama, tokens: list[int], widths: list[int]) -> dict[int, byt
 
 @pytest.fixture
 def alone(llm: Llama) -> dict[int, bytes]:
-    """The logits after each token, computed one by one in an empty context."""
+    """Returns the logits after each token, computed one by one in an empty context."""
     llm.context.clear()
     return in_passes(llm, tokens_of(llm, 1, N_TOKENS), [1] * N_TOKENS)
 
 
 @pytest.mark.parametrize("widths", [[60], [1, 59], [7, 1, 33, 2, 17], [16, 16, 16, 12], [31, 29]])
-def test_a_prompt_has_its_bits_in_passes_of_any_width(llm: Llama, alone: dict[int, bytes], widths: list[int]) -> None:
+def test_a_prompt_of_the_demo_has_equal_bits_at_any_pass_width(
+    llm: Llama, alone: dict[int, bytes], widths: list[int]
+) -> None:
     llm.context.clear()
     for n, found in in_passes(llm, tokens_of(llm, 1, N_TOKENS), widths).items():
         assert found == alone[n], f"after {n} tokens"
@@ -70,7 +72,7 @@ TINY = sorted(name for name in PRESETS if name.startswith("tiny-"))
 @pytest.mark.parametrize(
     ("preset", "quant"), [(preset, "q4_k_m") for preset in TINY] + [("tiny-mixtral", quant) for quant in QUANTS]
 )
-def test_every_model_has_the_same_bits_in_passes_of_any_width(tiny: TinyModel, preset: str, quant: str) -> None:
+def test_every_model_has_equal_bits_at_any_pass_width(tiny: TinyModel, preset: str, quant: str) -> None:
     with Llama(tiny(preset, quant), n_ctx=N_CELLS, n_seq_max=2, flash_attn=True, verbose=False) as llm:
         tokens = tokens_of(llm, 1, N_TOKENS)
         one_by_one = in_passes(llm, tokens, [1] * N_TOKENS)
@@ -80,7 +82,7 @@ def test_every_model_has_the_same_bits_in_passes_of_any_width(tiny: TinyModel, p
                 assert found == one_by_one[n], f"after {n} tokens, in passes of {widths}"
 
 
-def test_other_sequences_in_the_pass_and_in_the_cache_change_no_bit(llm: Llama, alone: dict[int, bytes]) -> None:
+def test_other_sequences_in_pass_and_cache_change_no_bit(llm: Llama, alone: dict[int, bytes]) -> None:
     llm.context.clear()
     tokens, others = tokens_of(llm, 1, N_TOKENS), tokens_of(llm, 2, 80)
     computed(llm, others[:50], 0, sequence=1)
@@ -98,7 +100,7 @@ def test_other_sequences_in_the_pass_and_in_the_cache_change_no_bit(llm: Llama, 
         assert computed(llm, tokens[n : n + 1], n) == alone[n + 1], f"after {n + 1} tokens"
 
 
-def test_a_prefix_that_another_sequence_computed_has_the_same_bits(llm: Llama, alone: dict[int, bytes]) -> None:
+def test_a_prefix_copied_from_another_sequence_has_equal_bits(llm: Llama, alone: dict[int, bytes]) -> None:
     llm.context.clear()
     tokens = tokens_of(llm, 1, N_TOKENS)
     computed(llm, tokens[:41], 0, sequence=2)
@@ -112,7 +114,7 @@ N_KV = 520  # flash attention divides the sums over 512 or more
 
 
 def logits_with(counts: list[int], **options: Any) -> Logits:
-    """Logits from a long context on, computed with the numbers of threads of `counts` in turn."""
+    """Returns logits after a long context, computed with the thread counts in `counts` in turn."""
     with Llama(DEMO, n_ctx=1024, n_threads=3, logits_all=True, verbose=False, **options) as llm:
         set_n_threads, context, turns = library.llama_cpp().llama_set_n_threads, llm._ctx.ctx, itertools.cycle(counts)
 
@@ -124,7 +126,7 @@ def logits_with(counts: list[int], **options: Any) -> Logits:
 
 
 @pytest.mark.parametrize("flash_attn", [False, True], ids=["plain", "flash"])
-def test_threads_that_come_and_go_change_no_bit(flash_attn: bool) -> None:
+def test_changing_thread_counts_change_no_bit(flash_attn: bool) -> None:
     with hooks_off():
         expected = logits_with([3], flash_attn=flash_attn)
         assert not flash_attn or np.array_equal(logits_with([3], flash_attn=None), expected), "the CPU has it"
@@ -133,7 +135,7 @@ def test_threads_that_come_and_go_change_no_bit(flash_attn: bool) -> None:
         assert np.array_equal(logits_with(counts, flash_attn=flash_attn, expert_cache="50%"), expected), counts
 
 
-def test_the_number_of_threads_follows_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_automatic_thread_count_follows_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     others = 1.0
     monkeypatch.setattr(threadpool, "PERIOD_S", 0.0)
     monkeypatch.setattr(ProcessorUse, "others", lambda _self: others)
@@ -149,7 +151,7 @@ def test_the_number_of_threads_follows_the_load(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("options", [{"n_threads": 2}, {"n_threads_batch": 2}])
-def test_numbers_that_are_given_stay(options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_thread_counts_are_kept(options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threadpool, "PERIOD_S", 0.0)
     monkeypatch.setattr(ProcessorUse, "others", lambda _self: 64.0)
     with Llama(DEMO, n_ctx=64, verbose=False, **options) as llm:
@@ -159,7 +161,7 @@ def test_numbers_that_are_given_stay(options: dict[str, int], monkeypatch: pytes
         assert llm.stats().n_threads == before == llm.n_threads
 
 
-def test_what_others_did_in_idle_time_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_during_idle_time_leaves_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threadpool, "PERIOD_S", 0.0)
     monkeypatch.setattr(threadpool, "IDLE_S", 0.0)  # all time between two passes is idle
     monkeypatch.setattr(ProcessorUse, "others", lambda _self: 64.0)

@@ -1,4 +1,4 @@
-"""One real worker with a tiny model: answers, cancelling, snapshots and its exit."""
+"""Tests one real worker with a tiny model: answers, cancelling, snapshots and its exit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENDLESS = Request(prompt="once upon a time", sampling=Sampling(seed=7, max_token
 
 
 def plan_of(path: Path, options: dict[str, Any]) -> Plan:
-    """The plan of a load; any one for a file that cannot be loaded."""
+    """Returns the plan of a load, or an empty plan for a file that cannot be loaded."""
     with suppress(MoeggufError):
         return Llama.estimate(path, **options)
     return Plan((MemoryPlan(None, (), 0, 0),), 0, 0, 512, 512)
@@ -42,7 +42,7 @@ def plan_of(path: Path, options: dict[str, Any]) -> Plan:
 
 @asynccontextmanager
 async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
-    """A worker that has loaded `path`; ended afterwards."""
+    """Yields a worker that has loaded `path`, and ends it afterwards."""
     process = await WorkerProcess.start()
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
@@ -54,13 +54,13 @@ async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
 
 
 async def answer_of(process: WorkerProcess, request: Request, stream: bool = True) -> tuple[str, AnswerSummary, int]:
-    """Text, summary, and the number of deltas."""
+    """Returns the text, the summary and the number of deltas of an answer."""
     *deltas, last = [event async for event in process.request("generate", request=request, stream=stream).events()]
     deltas = [delta for delta in deltas if isinstance(delta, Delta)]
     return "".join(delta.text for delta in deltas), build(AnswerSummary, last), len(deltas)
 
 
-async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Load) -> None:
+async def test_a_worker_gives_the_answer_of_the_model_in_process(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny(), logits_all=False, flash_attn=None)
     answer = Answer(llm, REQUEST)
     expected = "".join(delta.text for delta in answer.deltas())
@@ -73,7 +73,7 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
         assert process.stats.tokens > 0
 
 
-async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
+async def test_cancel_ends_an_answer_of_the_worker(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         request = process.request("generate", request=ENDLESS, stream=True)
         events = request.events()
@@ -85,7 +85,7 @@ async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
 
 
 @pytest.mark.parametrize("n_seq_max", [1, 3])
-async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n_seq_max: int) -> None:
+async def test_contexts_are_reused_by_their_owner_only(tiny: TinyModel, n_seq_max: int) -> None:
     text = 5 * " once upon a time there was a fox that lived beside a river"
     async with worker_of(tiny(), n_seq_max=n_seq_max) as process:
 
@@ -107,7 +107,7 @@ async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n
         assert await reuse_together(f"c{text}", "ann", "") == 0
 
 
-async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) -> None:
+async def test_tokenize_and_pieces_reply_during_an_answer(tiny: TinyModel, load: Load) -> None:
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
         running = process.request("generate", request=ENDLESS, stream=True)
@@ -120,7 +120,7 @@ async def test_tokenizing_works_during_an_answer(tiny: TinyModel, load: Load) ->
             await process.request("pieces", tokens=[1 << 30]).value()
 
 
-async def test_prompts_are_counted_also_beyond_the_context(tiny: TinyModel) -> None:
+async def test_count_replies_also_for_prompts_beyond_the_context(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         few = await process.request("count", request=request_of("word")).value()
         once, twice = [await process.request("count", request=request_of("word " * 3000 * n)).value() for n in (1, 2)]
@@ -134,7 +134,9 @@ def request_of(text: str) -> Request:
 
 
 @pytest.mark.parametrize(("name", "error"), [("no.gguf", ModelNotFoundError), ("bad.gguf", ModelFormatError)])
-async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, name: str, error: type[Exception]) -> None:
+async def test_a_missing_or_damaged_file_raises_a_typed_error(
+    tmp_path: Path, name: str, error: type[Exception]
+) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(error):
         async with worker_of(tmp_path / name):
@@ -145,7 +147,7 @@ async def experts_of(process: WorkerProcess, watch_s: float, client_key: str | N
     return build(Snapshot, await process.request("experts", watch_s=watch_s, client_key=client_key).value())
 
 
-async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: TinyModel) -> None:
+async def test_snapshots_add_up_and_count_uses_only_while_watched(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         first, before = await experts_of(process, 60), process.stats
         for _ in range(3):
@@ -168,7 +170,7 @@ async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: Ti
         assert (await experts_of(process, 0)).uses == unwatched.uses
 
 
-async def test_each_client_sees_the_experts_of_its_own_requests_only(tiny: TinyModel) -> None:
+async def test_snapshots_of_a_client_show_its_own_requests_only(tiny: TinyModel) -> None:
     def of(client_key: str, prompt: str) -> Request:
         return replace(ENDLESS, prompt=prompt, client_key=client_key, sampling=Sampling(seed=7, max_tokens=8))
 
@@ -197,7 +199,7 @@ async def test_each_client_sees_the_experts_of_its_own_requests_only(tiny: TinyM
         assert (last[1] >= again[1]).all() and last[1].sum() < all_[1].sum()
 
 
-async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None:
+async def test_a_worker_ignores_sigint_and_sigterm_raises_worker_error(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         os.kill(process.pid, signal.SIGINT)
         assert (await answer_of(process, REQUEST))[0]
@@ -207,7 +209,7 @@ async def test_ctrl_c_is_ignored_and_a_kill_is_an_error(tiny: TinyModel) -> None
             await running.value()
 
 
-async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyModel) -> None:
+async def test_a_worker_exits_at_the_end_of_its_socket_during_an_answer(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         running = process.request("generate", request=ENDLESS, stream=True)
         assert isinstance(await anext(running.events()), PromptProgress)
@@ -215,7 +217,7 @@ async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyM
         assert process._child.returncode == 0
 
 
-async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
+async def test_a_worker_answers_several_requests_together(tiny: TinyModel) -> None:
     async with worker_of(tiny(), n_seq_max=4) as process:
         answers = await asyncio.gather(*(answer_of(process, REQUEST) for _ in range(8)))
         assert all(summary.answer_tokens == 24 or summary.finish == "stop" for _, summary, _ in answers)
@@ -230,7 +232,7 @@ async def test_several_requests_are_answered_together(tiny: TinyModel) -> None:
         assert build(Embeddings, await vectors.value()).n_tokens > 0
 
 
-def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_count_does_not_block_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -133,7 +133,7 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
-def test_two_minutes_of_everything(tmp_path: Path) -> None:
+def test_a_server_survives_load_kills_and_budget_changes(tmp_path: Path) -> None:
     temporary, home = tmp_path / "temporary", tmp_path / "home"
     temporary.mkdir()
     shared = set(os.listdir("/dev/shm"))

@@ -282,8 +282,8 @@ class _Plan:
 
     def identity(self) -> Iterator[Part]:
         for name, chosen in {
-            "passes": "test_passes_of_any_number_of_tokens",
-            "gpt-oss": "test_every_architecture and gpt-oss",
+            "passes": "test_passes_of_any_width_give_the_gpus_own_logits",
+            "gpt-oss": "test_every_architecture_gives_the_gpus_own_logits and gpt-oss",
             "f16, bf16, mxfp4": "test_every_quantisation and (f16 or bf16 or mxfp4)",
         }.items():
             arguments = ("tests/live/test_gpu.py", "-k", chosen)
