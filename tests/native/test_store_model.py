@@ -423,7 +423,7 @@ def bits(model: FakeModel) -> bytes:
     return found
 
 
-def test_the_store_does_what_the_reference_does(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_store_equals_the_reference_store_under_random_calls(tmp_path_factory: pytest.TempPathFactory) -> None:
     made = (
         make_model(tmp_path_factory.mktemp("model"), n_layer=n_layer, n_expert=n_expert, n_used=n_used, dense_layers=of)
         for n_layer, n_expert, n_used, of in ((3, 6, 2, ()), (6, 8, 3, (1, 4)), (1, 5, 1, ()))
