@@ -87,7 +87,7 @@ def least(kind: type[Body]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_a_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
+def test_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
     given = least(kind)
     expected = kind.model_validate(given).model_dump()
     for field_name, field in kind.model_fields.items():
@@ -113,7 +113,7 @@ def whole_numbers(schema: Any, path: str = "", is_wrapped: bool = False) -> Iter
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_a_whole_number_may_have_a_fraction_of_zero(kind: type[Body]) -> None:
+def test_whole_number_fields_accept_a_fraction_of_zero(kind: type[Body]) -> None:
     assert list(whole_numbers(kind.__pydantic_core_schema__)) == []
 
 
@@ -210,7 +210,7 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
     assert n_read > 20
 
 
-def test_numbers_that_are_not_whole_are_refused() -> None:
+def test_whole_number_fields_reject_fractions_booleans_and_text() -> None:
     for number in (8.5, True, "8", math.inf):
         assert read(chat.ChatBody, {"model": "demo", "messages": HI, "max_tokens": number}) is None
     assert read(chat.ChatBody, {"model": "demo", "messages": HI, "max_tokens": 8.0})["max_tokens"] == 8

@@ -390,7 +390,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_bench_makes_the_plan_of_a_llama_with_its_sizes(
+def test_bench_makes_the_plan_of_a_llama_with_equal_sizes(
     name: str, models: dict[str, Path], given_machine: Callable[[Row], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = ROWS[name]

@@ -84,13 +84,13 @@ def expected_texts(name: str, messages: list[Message], tools: list[dict[str, Any
     return texts
 
 
-def test_the_release_has_its_templates() -> None:
+def test_pinned_release_has_at_least_66_templates() -> None:
     assert len(NAMES) >= 66
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_template_of_the_release_keeps_the_texts_of_a_conversation(name: str, kind: str) -> None:
+def test_pinned_template_keeps_every_text_of_a_conversation(name: str, kind: str) -> None:
     messages, tools = CONVERSATIONS[kind]
     prompt = render(template(name), messages, tools=tools, bos="<s>", eos="</s>")
     assert {text for text in expected_texts(name, messages, tools) if text not in prompt} == set()
@@ -101,7 +101,7 @@ def test_every_template_of_the_release_keeps_the_texts_of_a_conversation(name: s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_templates_of_the_release_read_objects_and_texts_as_arguments(name: str) -> None:
+def test_pinned_template_renders_arguments_as_object_or_text_equally(name: str) -> None:
     as_text = {**CALL, "function": {"name": "weather", "arguments": '{"city": "text of an \'argument\'"}'}}
     as_object = {**CALL, "function": {"name": "weather", "arguments": {"city": "text of an 'argument'"}}}
     prompts = {
@@ -121,6 +121,6 @@ SWITCHES = {  # the ends of prompts without a choice, with thinking, and without
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_model_thinks_unless_it_is_told_not_to(name: str) -> None:
+def test_think_option_sets_the_end_of_the_prompt(name: str) -> None:
     prompts = [render(template(name), [QUESTION], think=think) for think in (None, True, False)]
     assert [prompt[-len(end) :] for prompt, end in zip(prompts, SWITCHES[name], strict=True)] == [*SWITCHES[name]]
